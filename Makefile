@@ -1,0 +1,38 @@
+# Every path here is relative, so that the checkout may live under a path with spaces.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+# Some CPUs advertise AMX without being able to run it; bf16 products then die with SIGILL.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+
+.PHONY: demo test lint types unit bench clean
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(PY) -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $(READY)
+
+demo: $(READY)
+	$(PY) examples/demo.py
+
+test: lint types unit
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(READY)
+	$(PY) -m mypy
+
+unit: $(READY)
+	$(PY) -m pytest
+
+bench: $(READY)
+	$(PY) benchmarks/dropin.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
