@@ -1,0 +1,1 @@
+"""Foreign events, led onto the one path."""

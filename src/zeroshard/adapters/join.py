@@ -1,0 +1,85 @@
+"""Uneven inputs: a rank that ran out of data goes on updating its shard for the others.
+
+It has no gradients of its own any more. In each step the lowest rank that still trains lends it those of the
+parameters it owns, unless another joinable of the same context has set them.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import JoinHook
+
+from ..checkpoint.exchange import Outbox, receive
+from ..comm.collectives import Comm
+from ..errors import ZeroError
+from ..units import Rank
+
+OwnedParams = Callable[[Rank], Mapping[int, torch.Tensor]]
+"""The parameters that a rank owns, by index."""
+
+
+class Lender:
+    """Brings gradients to the ranks that ran out of inputs."""
+
+    def __init__(self, comm: Comm, owned: OwnedParams) -> None:
+        self._comm, self._owned = comm, owned
+        self._cleared = False
+
+    def before_step(self, *, joined: bool) -> None:
+        """On all ranks: those that still train, and those that shadow them."""
+        rank, size = self._comm.group.rank, self._comm.group.size
+        # Gradients on a rank that cleared them after its last shadow step were set by another joinable.
+        given = self._cleared and any(param.grad is not None for param in self._mine().values())
+        flags = self._comm.union(_flag(rank, size, not joined) + _flag(rank, size, joined and not given))
+        lender = Rank(flags.index(1))
+        for needy in (Rank(i) for i in range(size) if flags[size + i]):
+            if rank == lender:
+                self._send(needy)
+            elif rank == needy:
+                self._take(receive(self._comm, lender))
+
+    def after_step(self, *, joined: bool) -> None:
+        """No later shadow step may use what is on this rank now."""
+        self._cleared = joined
+        if joined:
+            for param in self._mine().values():
+                param.grad = None
+
+    def _mine(self) -> Mapping[int, torch.Tensor]:
+        return self._owned(self._comm.group.rank)
+
+    def _send(self, needy: Rank) -> None:
+        grads = {i: _portable(param.grad) for i, param in self._owned(needy).items() if param.grad is not None}
+        Outbox(grads).send(self._comm, needy)
+
+    def _take(self, grads: dict[int, Any]) -> None:
+        for index, param in self._mine().items():
+            param.grad = _restored(grads[index]).to(param.device) if index in grads else None
+
+
+class ShadowStep(JoinHook):
+    """What `Join` runs on a rank that ran out of inputs, as often as the others step."""
+
+    def __init__(self, step: Callable[[], object]) -> None:
+        self._step = step
+
+    def main_hook(self) -> None:
+        self._step()
+
+
+def _flag(rank: Rank, size: int, value: bool) -> bytes:
+    return bytes(i == rank and value for i in range(size))
+
+
+def _portable(grad: torch.Tensor) -> Any:
+    if grad.layout == torch.strided:
+        return grad
+    if grad.layout != torch.sparse_coo:
+        raise ZeroError(f"a gradient of layout {grad.layout} cannot be lent to a rank that ran out of inputs")
+    sparse = grad.coalesce()
+    return {"indices": sparse.indices(), "values": sparse.values(), "size": tuple(sparse.shape)}
+
+
+def _restored(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.sparse_coo_tensor(**value)

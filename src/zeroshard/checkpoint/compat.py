@@ -1,0 +1,161 @@
+"""Optimizer state in torch's own format: `{"state": {id: ...}, "param_groups": [...]}`."""
+
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..layout.specs import ParamSpec
+from .trees import map_tensors, snapshot
+
+StateDict = dict[str, Any]
+ParamGroup = Mapping[str, Any]
+
+
+def write_groups(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
+    """The groups with running numbers in the place of parameters, as `Optimizer.state_dict` writes them."""
+    written, start = [], 0
+    for group in groups:
+        packed = {key: snapshot(value) for key, value in group.items() if key != "params"}
+        packed["params"] = list(range(start, start + len(group["params"])))
+        start += len(group["params"])
+        written.append(packed)
+    return written
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A foreign dict, checked against this optimizer's parameters."""
+
+    groups: list[dict[str, Any]]
+    by_param: dict[int, Any]
+    """State by this optimizer's parameter index. The caller's objects: to be copied before use."""
+    others: dict[Hashable, Any]
+    """State that belongs to no parameter."""
+
+    def facts(self) -> list[str]:
+        """What must be equal on all ranks that load it."""
+        lines = [f"param_groups[{i}] of the loaded dict: {describe_options(g)}" for i, g in enumerate(self.groups)]
+        for index, state in sorted(self.by_param.items()):
+            lines.append(f"state of parameter {index} in the loaded dict: {_outline(state)}")
+        return lines
+
+
+def read(saved: Any, specs: Sequence[ParamSpec], param_shaped: frozenset[str]) -> SavedState:
+    """Check `saved` and match its entries with `specs`, by name where both have names, else by position."""
+    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
+        raise CheckpointError("not an optimizer state dict: it needs the keys 'state' and 'param_groups'")
+    groups = saved["param_groups"]
+    _check_sizes(groups, specs)
+    ids = [key for group in groups for key in group["params"]]
+    if len(set(ids)) != len(ids):
+        raise CheckpointError("the loaded state dict lists a parameter twice in its param_groups")
+    places = _places(groups, ids, specs)
+    by_param = {places[key]: state for key, state in saved["state"].items() if key in places}
+    others = {key: state for key, state in saved["state"].items() if key not in places}
+    for index, state in by_param.items():
+        _check_shapes(specs[index], state, param_shaped)
+    return SavedState([dict(group) for group in groups], by_param, others)
+
+
+def local_dict(saved: SavedState, owned: Sequence[Sequence[int]]) -> StateDict:
+    """The part of one rank, numbered from 0: `owned` lists the parameter indices of each of its groups."""
+    state: dict[Hashable, Any] = dict(saved.others)
+    groups, number = [], 0
+    for group, indices in zip(saved.groups, owned, strict=True):
+        state |= {number + i: saved.by_param[index] for i, index in enumerate(indices) if index in saved.by_param}
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append({**options, "params": list(range(number, number + len(indices)))})
+        number += len(indices)
+    return {"state": state, "param_groups": groups}
+
+
+def describe_options(group: ParamGroup) -> str:
+    """Hyper-parameters in one line that is equal on ranks with equal values."""
+    return ", ".join(
+        f"{key}={_describe(value)}" for key, value in group.items() if key not in ("params", "param_names")
+    )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        inside = value.tolist() if value.numel() <= 16 else f"shape {tuple(value.shape)}"
+        return f"tensor({inside}, {value.dtype})"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__}({', '.join(map(_describe, value))})"
+    if isinstance(value, (int, float, complex, str, bytes, type(None), torch.dtype)):
+        return repr(value)
+    return type(value).__qualname__  # a repr may hold an address, which differs from rank to rank
+
+
+def _outline(state: Any) -> str:
+    outline = map_tensors(state, lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype}")
+    if not isinstance(outline, Mapping):
+        return type(outline).__qualname__
+    return ", ".join(f"{key}: {_describe(value)}" for key, value in outline.items())
+
+
+def _check_sizes(groups: Sequence[ParamGroup], specs: Sequence[ParamSpec]) -> None:
+    sizes: list[int] = [0] * (1 + max((spec.group for spec in specs), default=-1))
+    for spec in specs:
+        sizes[spec.group] += 1
+    if len(groups) != len(sizes):
+        raise CheckpointError(
+            f"loaded state dict has a different number of parameter groups: it has {len(groups)}, "
+            f"this optimizer has {len(sizes)}"
+        )
+    for i, (group, size) in enumerate(zip(groups, sizes, strict=True)):
+        if len(group["params"]) != size:
+            raise CheckpointError(
+                f"loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
+                f"group {i} has {len(group['params'])} parameters there and {size} here"
+            )
+
+
+def _places(groups: Sequence[ParamGroup], ids: list[Hashable], specs: Sequence[ParamSpec]) -> dict[Hashable, int]:
+    by_position = dict(zip(ids, (spec.index for spec in specs), strict=True))
+    names = _names(groups)
+    mine = {_bare(spec.name): spec.index for spec in specs if spec.name is not None}
+    if names is None or len(mine) != len(specs):
+        return by_position
+    if set(names) != set(mine):
+        warnings.warn(
+            "the parameter names in the loaded state dict differ from the optimizer's: matching by position",
+            stacklevel=4,
+        )
+        return by_position
+    places = dict(zip(ids, (mine[name] for name in names), strict=True))
+    moved = [key for key in ids if specs[places[key]].group != specs[by_position[key]].group]
+    if moved:
+        raise CheckpointError(f"{specs[places[moved[0]]].label} is in another group in the loaded state dict")
+    return places
+
+
+def _names(groups: Sequence[ParamGroup]) -> list[str] | None:
+    """The names of the saved parameters: given as such, or used as ids."""
+    names: list[str] = []
+    for group in groups:
+        given = group.get("param_names") or group["params"]
+        if len(given) != len(group["params"]) or not all(isinstance(name, str) for name in given):
+            return None
+        names.extend(map(_bare, given))
+    return names
+
+
+def _bare(name: str) -> str:
+    """A parameter's name without what DDP and torch.compile put into it."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def _check_shapes(spec: ParamSpec, state: Any, param_shaped: frozenset[str]) -> None:
+    if not isinstance(state, Mapping):
+        return
+    for key, value in state.items():
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else spec.shape
+        if key in param_shaped and shape != spec.shape:
+            raise CheckpointError(
+                f"the loaded state '{key}' of {spec.label} has shape {shape}, but the parameter has {spec.shape}"
+            )

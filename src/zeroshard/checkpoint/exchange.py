@@ -1,0 +1,119 @@
+"""State from one rank to another: structure first, then the bytes of the tensors in bounded pieces."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..comm.agreement import agree
+from ..comm.collectives import Comm, as_bytes
+from ..comm.pending import Window
+from ..errors import ConfigError, ZeroError
+from ..units import MIB, Rank
+from .codec import pack, take_out_tensors, unpack
+from .trees import dense_memory, map_tensors, snapshot
+
+PIECE_BYTES = 4 * MIB
+IN_FLIGHT = 2
+
+
+class Outbox:
+    """A value made ready to be sent. Making it finds what cannot be sent, before anything is."""
+
+    def __init__(self, value: Any) -> None:
+        skeleton, self._tensors = take_out_tensors(value)
+        self._header = pack(skeleton)
+
+    def send(self, comm: Comm, to: Rank) -> None:
+        """Pairs with `receive` on rank `to`."""
+        window = Window(IN_FLIGHT)
+        header = torch.frombuffer(bytearray(self._header), dtype=torch.uint8)
+        window.add(comm.send(torch.tensor([len(header)]), to))
+        window.add(comm.send(header, to))
+        for piece in _pieces(self._tensors):
+            window.make_room()
+            window.add(comm.send(_gathered(piece), to))
+        window.drain()
+
+
+def gather(comm: Comm, call: str, facts: Sequence[str], mine: Any, to: Rank) -> list[Any] | None:
+    """Every rank's value in the order of ranks, as a snapshot in host memory, on rank `to`; None on the others.
+
+    Called on all ranks. What cannot be sent from one rank is raised on all, before anything is.
+    """
+    outbox, failure = None, None
+    try:
+        if not 0 <= to < comm.group.size:
+            raise ConfigError(f"{call}: to={to} is not a rank of a group of {comm.group.size}")
+        outbox = Outbox(mine)
+    except ZeroError as error:
+        failure = error
+    agree(comm, call, [f"to={to}", *facts], failure)
+    if outbox is not None and comm.group.rank != to:
+        outbox.send(comm, to)
+        return None
+    return [snapshot(mine) if rank == to else receive(comm, Rank(rank)) for rank in range(comm.group.size)]
+
+
+def receive(comm: Comm, source: Rank) -> Any:
+    """What `source` sends from its `Outbox`, in host memory of its own."""
+    size = torch.empty(1, dtype=torch.int64)
+    comm.receive(size, source).wait()
+    buffer = bytearray(int(size.item()))
+    comm.receive(torch.frombuffer(buffer, dtype=torch.uint8), source).wait()
+    tensors: list[torch.Tensor] = []
+
+    def allocate(meta: torch.Tensor) -> torch.Tensor:
+        tensors.append(torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype))
+        return tensors[-1]
+
+    value = map_tensors(unpack(bytes(buffer)), allocate)
+    window = Window(IN_FLIGHT)
+    for piece in _pieces(tensors):
+        window.make_room()
+        _receive_piece(comm, source, piece, window)
+    window.drain()
+    return value
+
+
+Piece = list[torch.Tensor]
+"""Flat tensors that make one message: a slice of a large one, or several small ones."""
+
+
+def _pieces(tensors: list[torch.Tensor]) -> Iterator[Piece]:
+    """Cut alike on both sides, since both know shapes, strides and dtypes."""
+    small: Piece = []
+    room = PIECE_BYTES
+    for tensor in tensors:
+        flat = dense_memory(tensor)
+        assert flat is not None, "tensors are made dense before they are sent"
+        if flat.nbytes > room and small:
+            yield small
+            small, room = [], PIECE_BYTES
+        if flat.nbytes > PIECE_BYTES:
+            yield from ([part] for part in torch.split(flat, PIECE_BYTES // flat.element_size()))
+        elif flat.nbytes:
+            small.append(flat)
+            room -= flat.nbytes
+    if small:
+        yield small
+
+
+def _gathered(piece: Piece) -> torch.Tensor:
+    parts = [as_bytes(flat.cpu()) for flat in piece]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _receive_piece(comm: Comm, source: Rank, piece: Piece, window: Window) -> None:
+    parts = [as_bytes(flat) for flat in piece]
+    if len(parts) == 1:
+        window.add(comm.receive(parts[0], source))
+        return
+    staging = torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8)
+    sizes = [part.nbytes for part in parts]
+
+    def distribute() -> None:
+        for part, arrived in zip(parts, torch.split(staging, sizes), strict=True):
+            part.copy_(arrived)
+
+    window.add(comm.receive(staging, source), then=distribute)

@@ -1,0 +1,51 @@
+"""Walking through the values that optimizers keep as state."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """A copy of nested containers with every tensor changed; containers keep their types, other values stay."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        clone = copy.copy(value)
+        for key, item in value.items():
+            clone[key] = map_tensors(item, change)
+        return clone
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def snapshot(value: Any) -> Any:
+    """A copy on the CPU that nothing changes later."""
+    return map_tensors(copy_mutable(value), _to_host)
+
+
+def copy_mutable(value: Any) -> Any:
+    """Deep copies of everything but tensors."""
+    memo: dict[int, Any] = {}
+    map_tensors(value, lambda tensor: memo.setdefault(id(tensor), tensor))
+    return copy.deepcopy(value, memo)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    detached = tensor.detach()
+    return detached.clone() if detached.device.type == "cpu" else detached.cpu()
+
+
+def dense_memory(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The memory of a tensor as one flat alias in the order it lies there; None if its strides leave gaps."""
+    if tensor.is_contiguous():
+        return tensor.detach().view(-1)
+    expected = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and step != expected:
+            return None
+        expected *= size
+    return tensor.detach().as_strided((tensor.numel(),), (1,))

@@ -1,0 +1,97 @@
+"""Ranks that disagree, and ranks that fail, are found here: one small collective a call.
+
+Every rank states the call it is in, a fingerprint of what it is about to do, and whether it failed. All
+statements have the same length, so that ranks in different calls still understand each other.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple, NoReturn
+
+from ..errors import RankFailedError, RankMismatchError
+from .collectives import Comm
+
+
+class Trouble(IntEnum):
+    """How bad it is, for a rank or for all of them."""
+
+    NONE = 0
+    FAILED = 1
+    """Something was raised; the rank can still take part in what follows."""
+    UNFIT = 2
+    """The rank cannot take part."""
+
+
+class Verdict(NamedTuple):
+    trouble: Trouble
+    same_plan: bool
+
+
+def compare(comm: Comm, call: str, plan: bytes, trouble: Trouble = Trouble.NONE) -> Verdict:
+    """State `call`, `plan` and `trouble`; learn the worst trouble and whether all plans are equal.
+
+    Ranks in different calls raise `RankMismatchError`, all of them.
+    """
+    if comm.group.size == 1:
+        return Verdict(trouble, True)
+    calling, planning = fingerprint(call.encode()), fingerprint(plan)
+    worst, *most = comm.maximum([trouble, calling, -calling, planning, -planning])
+    if most[0] != -most[1]:
+        _raise_mismatch(comm, "the ranks are in different calls", call)
+    return Verdict(Trouble(worst), most[2] == -most[3])
+
+
+def agree(comm: Comm, call: str, facts: Sequence[str], failure: BaseException | None = None) -> None:
+    """Return if all ranks make the same `call` with the same `facts` and none failed; else raise on all.
+
+    A rank that failed raises its own error, the others raise `RankFailedError`. Different facts raise
+    `RankMismatchError` with the first that differs.
+    """
+    trouble = Trouble.NONE if failure is None else Trouble.FAILED
+    verdict = compare(comm, call, "\n".join(facts).encode(), trouble)
+    if verdict.trouble:
+        raise_failure(comm, call, failure)
+    if not verdict.same_plan:
+        _raise_first_difference(comm, call, facts)
+
+
+def raise_failure(comm: Comm, call: str, failure: BaseException | None) -> NoReturn:
+    """Raise on every rank, once a `Verdict` said that one failed."""
+    mine = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    reports = comm.share(mine) if comm.group.size > 1 else [mine]
+    if failure is not None:
+        raise failure
+    failed = [f"rank {rank} failed: {report}" for rank, report in enumerate(reports) if report]
+    raise RankFailedError(f"{call}: " + "; ".join(failed))
+
+
+def fingerprint(data: bytes) -> int:
+    """62 bits, so that it and its negative fit into what ranks exchange."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 2
+
+
+def _raise_first_difference(comm: Comm, call: str, facts: Sequence[str]) -> NoReturn:
+    """Find the shortest prefix of facts that differs: a few small collectives, whatever the number of facts."""
+    same, different = 0, comm.maximum([len(facts)])[0]
+    while different - same > 1:
+        middle = (same + different) // 2
+        mark = fingerprint("\n".join(facts[:middle]).encode())
+        high, low = comm.maximum([mark, -mark])
+        same, different = (middle, different) if high == -low else (same, middle)
+    mine = facts[different - 1] if different <= len(facts) else "nothing more"
+    _raise_mismatch(comm, f"{call}: the ranks disagree", mine)
+
+
+def _raise_mismatch(comm: Comm, problem: str, mine: str) -> NoReturn:
+    holders: dict[str, list[int]] = defaultdict(list)
+    for rank, text in enumerate(comm.share(mine)):
+        holders[text].append(rank)
+    sides = "; ".join(f"{_name(ranks)}: {text}" for text, ranks in holders.items())
+    raise RankMismatchError(f"{problem}. {sides}")
+
+
+def _name(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -1,0 +1,79 @@
+"""The few verbs between ranks, each done the best way there is for the backend."""
+
+import torch
+import torch.distributed as dist
+
+from ..units import Rank
+from .group import Group
+from .pending import Pending
+
+
+class Comm:
+    """The verbs, bound to a group. Every verb but `send` and `receive` must be called on all of its ranks.
+
+    Parameters travel in the user's group, wherever they lie. The rest is host memory and travels in
+    `Group.control`.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def broadcast(self, flat: torch.Tensor, owner: Rank) -> Pending:
+        """Start sending `flat` from `owner` into the same-sized `flat` of all others."""
+        raw = as_bytes(flat)
+        source = self.group.to_global(owner)
+        work = dist.broadcast(raw, source, group=self.group.process_group, async_op=True)
+        return Pending(work, raw)
+
+    def maximum(self, values: list[int]) -> list[int]:
+        """The largest of each value over all ranks."""
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group.control)
+        return [int(value) for value in tensor.tolist()]
+
+    def maximum_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, changed to the largest value over all ranks, wherever it lies."""
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group.process_group)
+        return tensor
+
+    def union(self, flags: bytes) -> bytes:
+        """Flags (0 or 1 a byte) that any rank has set."""
+        buffer = bytearray(flags)
+        dist.all_reduce(_over(buffer), op=dist.ReduceOp.MAX, group=self.group.control)
+        return bytes(buffer)
+
+    def share(self, text: str, *, most: int = 4096) -> list[str]:
+        """Each rank's `text`, cut to `most` bytes."""
+        mine = _over(bytearray(text.encode()[:most].ljust(most, b"\0")))
+        buffers = [bytearray(most) for _ in range(self.group.size)]
+        dist.all_gather([_over(buffer) for buffer in buffers], mine, group=self.group.control)
+        return [bytes(buffer).rstrip(b"\0").decode(errors="ignore") for buffer in buffers]
+
+    def broadcast_bytes(self, data: bytes | None, source: Rank) -> bytes:
+        """The source's `data`, on every rank. The others pass None."""
+        size = torch.tensor([len(data or b"")])
+        root = self.group.to_global(source)
+        dist.broadcast(size, root, group=self.group.control)
+        buffer = bytearray(data or bytes(int(size.item())))
+        dist.broadcast(_over(buffer), root, group=self.group.control)
+        return bytes(buffer)
+
+    def send(self, flat: torch.Tensor, to: Rank) -> Pending:
+        """Start sending host memory to one rank, which must `receive` as many bytes."""
+        raw = as_bytes(flat)
+        return Pending(dist.isend(raw, self.group.to_global(to), group=self.group.control), raw)
+
+    def receive(self, flat: torch.Tensor, source: Rank) -> Pending:
+        """Start receiving into host memory what one rank sends."""
+        raw = as_bytes(flat)
+        return Pending(dist.irecv(raw, self.group.to_global(source), group=self.group.control), raw)
+
+
+def as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as bytes: every dtype travels alike on every backend."""
+    return flat.detach().view(-1).view(torch.uint8)
+
+
+def _over(buffer: bytearray) -> torch.Tensor:
+    """A tensor that shares the memory of `buffer`."""
+    return torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8)

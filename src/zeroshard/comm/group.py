@@ -1,0 +1,47 @@
+"""The process group, and this process's place in it."""
+
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError
+from ..units import GlobalRank, Rank
+
+
+class Group:
+    """A process group with its two kinds of ranks kept apart."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "the default process group is not initialized: call torch.distributed.init_process_group() first"
+            )
+        self.process_group: dist.ProcessGroup = process_group or dist.distributed_c10d._get_default_group()
+        self.global_rank = GlobalRank(dist.get_rank())
+        rank = dist.get_rank(self.process_group)
+        if rank < 0:
+            raise ConfigError(f"global rank {self.global_rank} is not a member of the given process group")
+        self.rank = Rank(rank)
+        self.size: int = self.process_group.size()
+
+    def to_global(self, rank: Rank) -> GlobalRank:
+        return GlobalRank(dist.get_global_rank(self.process_group, rank))
+
+    def carries(self, device: torch.device) -> bool:
+        """Whether tensors on `device` can travel in this group."""
+        return any(kind.type == device.type for kind in self.process_group._device_types)
+
+    @cached_property
+    def control(self) -> dist.ProcessGroup:
+        """The same ranks, for small messages between hosts: a group that carries CPU tensors.
+
+        A group that cannot (plain NCCL) gets a gloo companion, so that agreeing on something never
+        waits for a GPU. First use is collective.
+        """
+        if self.carries(torch.device("cpu")):
+            return self.process_group
+        members = dist.get_process_group_ranks(self.process_group)
+        companion = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        assert isinstance(companion, dist.ProcessGroup)
+        return companion

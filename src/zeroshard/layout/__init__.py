@@ -1,0 +1,1 @@
+"""Who owns what: integers and dtypes only, no tensor allocated, no process group."""

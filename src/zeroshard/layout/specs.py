@@ -1,0 +1,64 @@
+"""What a layout needs to know of a parameter."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One parameter as it was when the optimizer was built."""
+
+    index: int
+    name: str | None
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    group: int
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def extent(self) -> int:
+        """Elements of memory between its first and its last: more than `numel` where the strides leave gaps."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def label(self) -> str:
+        """How errors call it."""
+        return f"parameter {self.index}" + (f" ({self.name})" if self.name else "")
+
+    def describe(self) -> str:
+        """All that must be equal on every rank, in one line. Device numbers may differ, kinds may not."""
+        kind = str(self.dtype).removeprefix("torch.")
+        trains = "trainable" if self.trainable else "frozen"
+        return (
+            f"{self.label} in group {self.group}: shape {self.shape}, strides {self.stride}, "
+            f"{kind} on {self.device.type}, {trains}"
+        )
+
+
+def read_specs(
+    groups: Iterable[Mapping[str, Any]], *, first_index: int = 0, first_group: int = 0
+) -> tuple[ParamSpec, ...]:
+    """Number the parameters of `groups` in order, starting at the given index and group."""
+    specs: list[ParamSpec] = []
+    for number, group in enumerate(groups, first_group):
+        names = group.get("param_names") or [None] * len(group["params"])
+        for name, param in zip(names, group["params"], strict=True):
+            specs.append(_spec(first_index + len(specs), name, param, number))
+    return tuple(specs)
+
+
+def _spec(index: int, name: str | None, param: torch.Tensor, group: int) -> ParamSpec:
+    shape, stride = tuple(param.shape), param.stride()
+    return ParamSpec(index, name, shape, stride, param.dtype, param.device, group, param.requires_grad)

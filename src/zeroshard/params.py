@@ -1,0 +1,86 @@
+"""What a user may hand in as parameters, checked and brought into one form."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .errors import ConfigError
+from .layout.specs import ParamSpec
+
+
+class GivenParams(NamedTuple):
+    groups: list[dict[str, Any]]
+    plain: bool
+    """A bare sequence was given, not dicts."""
+
+
+def read_params(params: Any) -> GivenParams:
+    """Parameters, named parameters or groups of either, as a list of new group dicts."""
+    entries = _as_list(params, "params")
+    if not entries:
+        raise ValueError("the optimizer got an empty parameter list")
+    if all(isinstance(entry, Mapping) for entry in entries):
+        return GivenParams([read_group(entry) for entry in entries], plain=False)
+    _check_entries(entries)
+    return GivenParams([{"params": entries}], plain=True)
+
+
+def read_group(group: Any) -> dict[str, Any]:
+    """One group as a new dict with its parameters in a list."""
+    if not isinstance(group, Mapping):
+        raise TypeError(f"a param group must be a dict, not {type(group).__name__}")
+    if "params" not in group:
+        raise ValueError(f"a param group needs the key 'params'; found {sorted(map(str, group))}")
+    given = group["params"]
+    entries = [given] if isinstance(given, torch.Tensor) else _as_list(given, "the 'params' of a group")
+    _check_entries(entries)
+    return {**group, "params": entries}
+
+
+def check_specs(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor], *, mixed_dtypes: bool) -> None:
+    """Refuse what cannot be sharded. `specs` are all parameters, `params` the tensors of the last of them."""
+    for spec, param in zip(specs[-len(params) :] if params else (), params, strict=True):
+        if param.layout != torch.strided:
+            raise ConfigError(f"{spec.label} is sparse ({param.layout}); only dense parameters can be sharded")
+        if is_traceable_wrapper_subclass(param):
+            raise ConfigError(f"{spec.label} is a {type(param.data).__name__}, which cannot be sharded")
+        if _overlaps(spec):
+            raise ConfigError(f"{spec.label} has elements that share memory (strides {spec.stride}); clone it first")
+    others = [spec for spec in specs if spec.dtype != specs[0].dtype]
+    if others and not mixed_dtypes:
+        raise ConfigError(
+            f"all parameters must have one dtype: {specs[0].label} is {specs[0].dtype}, {others[0].label} is "
+            f"{others[0].dtype}. Pass config=ZeroConfig(mixed_dtypes=True) to allow several."
+        )
+
+
+def _as_list(given: Any, what: str) -> list[Any]:
+    if isinstance(given, torch.Tensor):
+        raise TypeError(f"{what} must be an iterable of tensors or dicts, not a tensor")
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
+        raise TypeError(f"{what} must be an iterable of tensors or dicts, not {type(given).__name__}")
+    if isinstance(given, (set, frozenset)):
+        raise TypeError(f"{what} must be ordered; the order of a {type(given).__name__} changes between ranks")
+    return list(given)
+
+
+def _check_entries(entries: Iterable[Any]) -> None:
+    for entry in entries:
+        tensor = entry[1] if _is_named(entry) else entry
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"params must be all tensors or all dicts; found {type(entry).__name__}")
+
+
+def _is_named(entry: Any) -> bool:
+    return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
+
+
+def _overlaps(spec: ParamSpec) -> bool:
+    reach = 0
+    for step, size in sorted((step, size) for step, size in zip(spec.stride, spec.shape, strict=True) if size > 1):
+        if step <= reach:
+            return True
+        reach += (size - 1) * step
+    return False

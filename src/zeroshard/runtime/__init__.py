@@ -1,0 +1,1 @@
+"""Tensors, and the order of one step."""

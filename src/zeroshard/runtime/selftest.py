@@ -1,0 +1,114 @@
+"""What kind of optimizer is this? Asked by stepping it on tiny tensors, not guessed from its name."""
+
+import copy
+import math
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from .inner import ParamGroup, Recipe, ShardOptimizer
+
+_SIZES = (2, 3, 4, 5)
+_STEPS = 3
+_MOST_GROUPS = 3
+
+
+class Traits(NamedTuple):
+    """What the self-test found; the cautious answer where it could not run."""
+
+    couples_params: bool = False
+    """The update of one parameter depends on the others, so that they cannot live on different ranks."""
+    param_shaped: frozenset[str] = frozenset()
+    """Keys of state that has the shape of its parameter."""
+
+
+def examine(recipe: Recipe) -> Traits:
+    """Step the optimizer on all probes together and on each alone, and compare.
+
+    An optimizer that cannot be stepped this way, or draws random numbers, is taken at its word.
+    """
+    for sparse in (False, True):
+        trial = _Trial(recipe, sparse=sparse)
+        with (
+            warnings.catch_warnings(),
+            torch.random.fork_rng(devices=trial.cuda_devices),
+            suppress(Exception),
+        ):
+            warnings.simplefilter("ignore")
+            return trial.traits()
+    return Traits()
+
+
+class _Trial:
+    def __init__(self, recipe: Recipe, *, sparse: bool) -> None:
+        self._recipe, self._sparse = recipe, sparse
+        self._groups = [group for group in recipe.groups if group["params"]][:_MOST_GROUPS]
+        self._likes = [group["params"][0] for group in self._groups]
+        self.size = 2 * len(self._groups)
+        self.cuda_devices = {like.device for like in self._likes if like.device.type == "cuda"}
+
+    def traits(self) -> Traits:
+        together, state = self.run(range(self.size), seed=0)
+        if not _same(together, self.run(range(self.size), seed=1)[0]):
+            return Traits()
+        alone = [self.run([chosen], seed=0)[0][chosen] for chosen in range(self.size)]
+        return Traits(not _same(together, alone), state)
+
+    def run(self, owned: Sequence[int], seed: int) -> tuple[list[torch.Tensor], frozenset[str]]:
+        """Values of all probes after a few steps by an optimizer that owns some of them, and its state's keys."""
+        probes = [_probe(self._likes[i // 2], i) for i in range(self.size)]
+        groups = [self._probe_group(group, probes[2 * i : 2 * i + 2]) for i, group in enumerate(self._groups)]
+        ids = {id(probes[i]) for i in owned}
+        torch.manual_seed(seed)
+        inner = replace(self._recipe, groups=groups, defaults=copy.deepcopy(self._recipe.defaults)).build(ids)
+        for step in range(_STEPS):
+            for i in owned:
+                gradient = _wave(probes[i].shape, phase=step + 10 * i).to(probes[i])
+                probes[i].grad = gradient.to_sparse(1) if self._sparse else gradient
+            _step(inner)
+        states = [inner.optimizer.state[probes[i]] for i in owned]
+        return [probe.detach() for probe in probes], _param_shaped(states, [probes[i] for i in owned])
+
+    def _probe_group(self, group: ParamGroup, probes: list[torch.Tensor]) -> ParamGroup:
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        names = {"param_names": ["a", "b"]} if "param_names" in group else {}
+        return {**copy.deepcopy(options), **names, "params": probes}
+
+
+def _probe(like: torch.Tensor, number: int) -> torch.Tensor:
+    shape = tuple(_SIZES[i % len(_SIZES)] for i in range(like.dim()))
+    return torch.nn.Parameter(_wave(shape, phase=number).to(like.device, like.dtype))
+
+
+def _wave(shape: tuple[int, ...], phase: int) -> torch.Tensor:
+    return torch.sin(torch.arange(math.prod(shape), dtype=torch.float32) * 1.7 + phase + 1).reshape(shape)
+
+
+def _step(inner: ShardOptimizer) -> None:
+    try:
+        inner.step()
+    except TypeError:
+        inner.step(lambda: torch.tensor(1.0))
+
+
+def _param_shaped(states: list[dict[str, Any]], probes: list[torch.Tensor]) -> frozenset[str]:
+    keys = {key for state in states for key in state}
+    return frozenset(
+        key
+        for key in keys
+        if all(
+            _shape(state.get(key)) == probe.shape and probe.dim() for state, probe in zip(states, probes, strict=True)
+        )
+    )
+
+
+def _shape(value: object) -> torch.Size | None:
+    return value.shape if isinstance(value, torch.Tensor) else None
+
+
+def _same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in zip(left, right, strict=True))

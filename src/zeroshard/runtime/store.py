@@ -1,0 +1,254 @@
+"""Where parameters lie, and what is put on the wire for them. The only allocator.
+
+A parcel is the memory of one message from one owner. Two stores make them:
+
+- `LooseStore` leaves parameters where they are. Small ones are packed into a staging buffer, large
+  ones travel from and into their own memory.
+- `FlatStore` moves parameters into one flat buffer a bucket. A run of neighbours is a parcel as it is.
+"""
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple, Protocol
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.utils.dlpack import from_dlpack
+
+from ..errors import BindingError
+from ..layout.layout import Bucket, Layout, Piece
+from ..layout.specs import ParamSpec
+from ..units import MIB, Rank
+
+ALONE_BYTES = MIB
+"""From this size on a parameter is worth a message of its own, and not worth a copy."""
+PARCEL_BYTES = 32 * MIB
+STAGING_BYTES = 64 * MIB
+"""What all staging buffers of a store may take."""
+
+
+class Parcel(Protocol):
+    """One message: `pack` on the owner before it goes, `unpack` on the others once it has arrived."""
+
+    owner: Rank
+    wire: torch.Tensor
+
+    def pack(self) -> None: ...
+
+    def unpack(self) -> None: ...
+
+
+class Shipment(NamedTuple):
+    """Parcels in the order in which all ranks send them.
+
+    Hazard: staging buffers are shared, so no more than `window` staged parcels may be under way at once.
+    """
+
+    parcels: list[Parcel]
+    window: int
+
+
+class InPlace:
+    """Parameters whose own memory travels."""
+
+    def __init__(self, owner: Rank, wire: torch.Tensor, params: list[torch.Tensor]) -> None:
+        self.owner, self.wire, self._params = owner, wire, params
+
+    def pack(self) -> None:
+        pass
+
+    def unpack(self) -> None:
+        # Autograd must see a remote update as the in-place change that a local one is.
+        increment_version(self._params)
+
+
+class Packed:
+    """Parameters that are copied into and out of a staging buffer, which `stage` must give first."""
+
+    wire: torch.Tensor
+
+    def __init__(self, owner: Rank, params: list[torch.Tensor]) -> None:
+        self.owner, self._params = owner, params
+        self.nbytes = sum(param.nbytes for param in params)
+        self.device = params[0].device
+        contiguous = all(param.is_contiguous() for param in params)
+        self._flats = [param.detach().view(-1) for param in params] if contiguous else None
+
+    def stage(self, buffer: torch.Tensor) -> None:
+        self.wire = buffer[: self.nbytes].view(self._params[0].dtype)
+        parts = torch.split(self.wire, [param.numel() for param in self._params])
+        self._views = [part.view(param.shape) for part, param in zip(parts, self._params, strict=True)]
+
+    def pack(self) -> None:
+        if self._flats is not None:
+            torch.cat(self._flats, out=self.wire)
+        else:
+            torch._foreach_copy_(self._views, self._params)
+
+    def unpack(self) -> None:
+        torch._foreach_copy_(self._params, self._views)
+
+
+class Store(ABC):
+    """All parameters by index, and the parcels that carry them."""
+
+    def __init__(self) -> None:
+        self._params: list[torch.Tensor] = []
+        self._layout = Layout.empty(0)
+        self._pointers: list[int] = []
+        self._staging: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._prepared = lru_cache(maxsize=4)(self._prepare)
+        self._by_bucket: dict[int, Shipment] = {}
+
+    def extend(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
+        """Take in the parameters and buckets that `layout` has beyond the present one."""
+        known = len(self._layout.buckets)
+        self._layout = layout
+        self._params.extend(params)
+        for bucket in layout.buckets[known:]:
+            self._take_in(bucket)
+        self._remember()
+
+    def refresh(self) -> None:
+        """Notice parameters whose memory was exchanged since (`param.data = ...`): bind anew, or refuse."""
+        if [param.data_ptr() for param in self._params] == self._pointers:
+            return
+        for spec, param in zip(self._layout.params, self._params, strict=True):
+            _require_same_kind(spec, param)
+        for bucket in self._layout.buckets:
+            self._rebind(bucket)
+        self._remember()
+
+    def shipment(self, moving: bytes) -> Shipment:
+        """Parcels of the parameters flagged in `moving`, in an order that is the same on all ranks."""
+        return self._prepared(moving)
+
+    def bucket_shipment(self, index: int) -> Shipment:
+        """Parcels of all parameters of one bucket."""
+        if index not in self._by_bucket:
+            self._by_bucket[index] = self._prepare(b"\1" * len(self._params), [self._layout.buckets[index]])
+        return self._by_bucket[index]
+
+    def _prepare(self, moving: bytes, buckets: Sequence[Bucket] | None = None) -> Shipment:
+        queues: dict[Rank, list[Parcel]] = defaultdict(list)
+        for bucket in self._layout.buckets if buckets is None else buckets:
+            full = [piece for piece in bucket.pieces if piece.in_param.length]
+            for owner, pieces in groupby(full, key=lambda piece: piece.owner):
+                queues[owner].extend(self._parcels_of(bucket, owner, list(pieces), moving))
+        parcels = [parcel for _, _, parcel in sorted(_in_turns(queues), key=lambda turn: turn[:2])]
+        return Shipment(parcels, self._stage([parcel for parcel in parcels if isinstance(parcel, Packed)]))
+
+    def _stage(self, packed: list[Packed]) -> int:
+        """Deal out as many staging buffers as may be had, in turns; return how many."""
+        largest = max((parcel.nbytes for parcel in packed), default=1)
+        window = max(1, min(len(packed), STAGING_BYTES // largest))
+        for turn, parcel in enumerate(packed):
+            key = (parcel.device, turn % window)
+            buffer = self._staging.get(key)
+            if buffer is None or buffer.nbytes < largest:
+                buffer = self._staging[key] = torch.empty(largest, dtype=torch.uint8, device=parcel.device)
+            parcel.stage(buffer)
+        return window
+
+    def _remember(self) -> None:
+        self._pointers = [param.data_ptr() for param in self._params]
+        self._prepared.cache_clear()
+        self._by_bucket.clear()
+
+    @abstractmethod
+    def _take_in(self, bucket: Bucket) -> None: ...
+
+    @abstractmethod
+    def _rebind(self, bucket: Bucket) -> None: ...
+
+    @abstractmethod
+    def _parcels_of(self, bucket: Bucket, owner: Rank, pieces: list[Piece], moving: bytes) -> Iterator[Parcel]: ...
+
+
+class LooseStore(Store):
+    """Parameters stay where they are."""
+
+    def _take_in(self, bucket: Bucket) -> None:
+        pass
+
+    def _rebind(self, bucket: Bucket) -> None:
+        pass
+
+    def _parcels_of(self, _: Bucket, owner: Rank, pieces: list[Piece], moving: bytes) -> Iterator[Parcel]:
+        # Hazard: sizes alone decide what is a parcel. Strides may differ from rank to rank.
+        small: list[torch.Tensor] = []
+        room = PARCEL_BYTES
+        for param in (self._params[piece.param] for piece in pieces if moving[piece.param]):
+            if param.nbytes >= ALONE_BYTES:
+                yield _alone(owner, param)
+                continue
+            if param.nbytes > room:
+                yield Packed(owner, small)
+                small, room = [], PARCEL_BYTES
+            small.append(param)
+            room -= param.nbytes
+        if small:
+            yield Packed(owner, small)
+
+
+def _alone(owner: Rank, param: torch.Tensor) -> Parcel:
+    if param.is_contiguous():
+        return InPlace(owner, param.detach().view(-1), [param])
+    return Packed(owner, [param])
+
+
+class FlatStore(Store):
+    """Parameters are views of one flat buffer a bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buffers: list[torch.Tensor] = []
+        self._homes: dict[int, torch.Tensor] = {}
+
+    def _take_in(self, bucket: Bucket) -> None:
+        buffer = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        self._buffers.append(buffer)
+        for piece in bucket.pieces:
+            spec = self._layout.params[piece.param]
+            # Through DLPack each parameter gets a storage of its own over the shared memory: saving one
+            # parameter then writes that one, not the whole bucket.
+            memory = from_dlpack(buffer[slice(*piece.in_bucket)])
+            self._homes[piece.param] = memory.as_strided(spec.shape, spec.stride)
+            self._move_home(piece.param)
+
+    def _rebind(self, bucket: Bucket) -> None:
+        for piece in bucket.pieces:
+            if self._params[piece.param].data_ptr() != self._homes[piece.param].data_ptr():
+                self._move_home(piece.param)
+
+    def _move_home(self, index: int) -> None:
+        param, home = self._params[index], self._homes[index]
+        home.copy_(param.detach())
+        param.data = home
+
+    def _parcels_of(self, bucket: Bucket, owner: Rank, pieces: list[Piece], moving: bytes) -> Iterator[Parcel]:
+        for moves, run in groupby(pieces, key=lambda piece: moving[piece.param]):
+            if moves:
+                members = list(run)
+                wire = self._buffers[bucket.index][members[0].in_bucket.start : members[-1].in_bucket.stop]
+                yield InPlace(owner, wire, [self._params[piece.param] for piece in members])
+
+
+def _in_turns(queues: dict[Rank, list[Parcel]]) -> Iterator[tuple[int, Rank, Parcel]]:
+    """First one parcel of every owner, then the second ones: all links are busy."""
+    for owner, parcels in queues.items():
+        yield from ((turn, owner, parcel) for turn, parcel in enumerate(parcels))
+
+
+def _require_same_kind(spec: ParamSpec, param: torch.Tensor) -> None:
+    was = (spec.dtype, spec.device, spec.shape)
+    now = (param.dtype, param.device, tuple(param.shape))
+    if was != now:
+        raise BindingError(
+            f"{spec.label} was {spec.dtype} on {spec.device} with shape {spec.shape} when the optimizer was made, "
+            f"and is {param.dtype} on {param.device} with shape {tuple(param.shape)} now. "
+            "Cast, move or reshape the model before making the optimizer, or make a new one."
+        )

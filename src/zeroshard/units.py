@@ -1,0 +1,30 @@
+"""Numbers with a meaning."""
+
+from typing import NamedTuple, NewType
+
+Rank = NewType("Rank", int)
+"""A rank inside the optimizer's process group: what layouts speak of."""
+
+GlobalRank = NewType("GlobalRank", int)
+"""A rank of the whole job: what ``torch.distributed`` wants as source or destination."""
+
+MIB = 1 << 20
+
+
+class Span(NamedTuple):
+    """The half-open range ``[start, stop)`` of elements."""
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    def holds(self, other: "Span") -> bool:
+        return self.start <= other.start and other.stop <= self.stop
+
+
+def align_up(value: int, step: int) -> int:
+    """The smallest multiple of `step` that is not below `value`."""
+    return -(-value // step) * step

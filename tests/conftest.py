@@ -1,0 +1,26 @@
+"""Fixtures and rules for all tests."""
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+# Some CPUs advertise AMX and cannot run it: bf16 products die there. To be set before torch is imported.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import torch
+
+from tests.support import RankPool
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    """The worker processes behind `@ranks`."""
+    with closing(RankPool()) as pool:
+        yield pool
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")

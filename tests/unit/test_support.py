@@ -1,0 +1,53 @@
+"""The parts of the rank support that need no ranks."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from tests.support import RankContext, RankFailures, ranks
+from tests.support.protocol import Outcome
+from tests.support.report import describe_exit, raise_unless_passed
+
+
+def body(ctx: RankContext, word: str, tmp_path: Path) -> None:
+    pass
+
+
+def test_the_signature_shows_fixtures_and_parameters_but_no_context() -> None:
+    assert list(inspect.signature(ranks(2)(body)).parameters) == [
+        "rank_pool",
+        "rank_count",
+        "word",
+        "tmp_path",
+    ]
+
+
+def test_the_body_stays_reachable() -> None:
+    assert vars(ranks(2)(body))["__rank_body__"] is body
+
+
+def test_the_report_has_the_failures_in_the_order_of_arrival() -> None:
+    outcomes = {2: Outcome("passed"), 1: Outcome("failed", "the cause"), 0: Outcome("stuck", "the stack")}
+    summary, *sections = str(RankFailures(outcomes)).split("\n\n")
+    assert summary == "failed: rank 1; stuck: rank 0; passed: rank 2"
+    assert sections == ["[rank 1] failed\nthe cause", "[rank 0] stuck\nthe stack"]
+
+
+def test_a_failure_outweighs_a_skip() -> None:
+    with pytest.raises(RankFailures):
+        raise_unless_passed({0: Outcome("skipped", "reason"), 1: Outcome("failed", "cause")})
+
+
+def test_a_rank_that_waits_for_one_that_skipped_is_no_failure() -> None:
+    with pytest.raises(pytest.skip.Exception, match="reason"):
+        raise_unless_passed({0: Outcome("skipped", "reason"), 1: Outcome("stuck", "stack")})
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [(3, "exited with code 3"), (-11, "died of SIGSEGV"), (None, "closed its connection")]
+)
+def test_describe_exit(code: int | None, text: str) -> None:
+    assert describe_exit(code) == text
