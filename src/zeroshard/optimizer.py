@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
+from . import state_dicts
 from .adapters.ddp import Overlap, plain_class
 from .adapters.join import Lender, ShadowStep
-from .checkpoint import compat
+from .assembly import Assembly, all_params
 from .checkpoint.compat import StateDict
-from .checkpoint.exchange import gather
-from .comm.agreement import agree
+from .comm.agreement import Proposal, agreed
 from .comm.collectives import Comm
 from .comm.group import Group
 from .config import ZeroConfig
@@ -22,12 +22,10 @@ from .errors import ConfigError
 from .layout.layout import Layout
 from .layout.partition import Partitioner
 from .layout.specs import read_specs
-from .params import check_specs, read_group, read_params
+from .params import read_group, read_params
 from .runtime import amp
 from .runtime.inner import Factory, ParamGroup, Recipe
-from .runtime.selftest import examine
 from .runtime.step import Engine
-from .runtime.store import FlatStore, LooseStore
 from .units import GlobalRank, Rank
 
 
@@ -70,26 +68,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.initialized = False
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._comm = Comm(Group(process_group))
-        self._config = config or ZeroConfig()
+        self._config = ZeroConfig() if config is None else config
         self._overlap: Overlap | None = None
         self._snapshot: _Snapshot | None = None
-        built, failure = None, None
-        try:
-            self._recipe = self._read_recipe(params, optimizer_class, overlap_with_ddp, defaults)
-            built = self._build(self._config.partition, flat=parameters_as_bucket_view and not overlap_with_ddp)
-            self.defaults = built.engine.inner.optimizer.defaults
-            built.engine.inner.pull(self.param_groups)
-        except Exception as error:
-            failure = error
-        agree(
-            self._comm,
-            f"making a {type(self).__name__}",
-            () if built is None else self._facts(built.layout),
-            failure,
-        )
-        assert built is not None
-        self._adopt(built)
-        self._lender = Lender(self._comm, self._owned_params)
+        call = f"making a {type(self).__name__}"
+        layout = agreed(self._comm, call, lambda: self._assemble(params, optimizer_class, overlap_with_ddp, defaults))
+        self._engine.extend(layout, all_params(self.param_groups))
+        self._lender = Lender(self._comm, lambda rank: self._engine.owned(rank))  # noqa: PLW0108, engines change
         if overlap_with_ddp:
             self._overlap = Overlap(self._comm, self._repartition, self.param_groups)
             if parameters_as_bucket_view:
@@ -172,21 +157,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._overlap is not None:
             raise RuntimeError("parameter groups cannot be added with overlap_with_ddp=True: DDP's buckets are fixed")
         known = len(self.param_groups)
-        grown, failure = None, None
-        try:
-            super().add_param_group(read_group(param_group))
-            grown = self._grow(known)
-        except Exception as error:
-            failure = error
-        try:
-            agree(self._comm, "add_param_group", () if grown is None else self._facts(grown), failure)
-        except BaseException:
-            del self.param_groups[known:]
-            if grown is not None:
-                self._engine.inner.drop_last_group()
-            raise
-        assert grown is not None
-        self._engine.extend(grown, self.param_groups[known]["params"])
+        layout = agreed(self._comm, "add_param_group", lambda: self._with_group(read_group(param_group)))
+        self._engine.extend(layout, self.param_groups[known]["params"])
 
     def join_hook(self, **_: Any) -> JoinHook:
         """For `torch.distributed.algorithms.join.Join`."""
@@ -204,14 +176,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather all state on rank `to` of the group, for `state_dict()` there. Called on all ranks."""
-        contents = self._gathered("consolidate_state_dict", to)
+        self._require_settled("consolidate_state_dict")
+        contents = state_dicts.gathered(self._engine, self.param_groups, "consolidate_state_dict", to)
         if contents is not None:
             self._snapshot = _Snapshot(contents, self._engine.steps)
 
     def full_state_dict(self, to: int = 0) -> StateDict | None:
         """Gather all state and return it on rank `to`, None on the others. Called on all ranks; nothing is kept."""
-        contents = self._gathered("full_state_dict", to)
-        return None if contents is None else self._through_hooks(contents)
+        self._require_settled("full_state_dict")
+        contents = state_dicts.gathered(self._engine, self.param_groups, "full_state_dict", to)
+        return None if contents is None else state_dicts.through_save_hooks(self, contents)
 
     def state_dict(self) -> StateDict:
         """What `consolidate_state_dict` gathered on this rank, in the format of the unsharded optimizer."""
@@ -228,7 +202,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "again for the present one",
                 stacklevel=2,
             )
-        return self._through_hooks(self._snapshot.contents)
+        return state_dicts.through_save_hooks(self, self._snapshot.contents)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Take this rank's part of a dict saved at any world size, or by the plain optimizer. Called on all ranks.
@@ -236,21 +210,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Either all ranks load it or none does. The dict stays as it is.
         """
         self._require_settled("load_state_dict")
-        facts: list[str] = []
-        undo, failure = None, None
-        try:
-            state_dict = self._pre_load(dict(state_dict))
-            saved = compat.read(state_dict, self.layout.params, self._traits.param_shaped)
-            facts = saved.facts()
-            undo = self._engine.inner.load(compat.local_dict(saved, self._owned_by_group()))
-        except Exception as error:
-            failure = error
-        try:
-            agree(self._comm, "load_state_dict", facts, failure)
-        except BaseException:
-            if undo is not None:
-                undo()
-            raise
+
+        def propose() -> Proposal[None]:
+            saved = state_dicts.through_load_hooks(self, state_dict)
+            return state_dicts.loading(self._engine, saved, self._traits.param_shaped)
+
+        agreed(self._comm, "load_state_dict", propose)
         self._engine.inner.pull(self.param_groups)
         self._snapshot = None
         for hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -264,71 +229,49 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     # ---- how it is put together
 
-    def _read_recipe(self, params: Any, optimizer_class: Factory, overlap: bool, defaults: dict[str, Any]) -> Recipe:
-        """Check everything the user gave, before any of it is used."""
+    def _assemble(
+        self, params: Any, optimizer_class: Factory, overlap: bool, defaults: dict[str, Any]
+    ) -> Proposal[Layout]:
+        """Read what the user gave and build this rank's engine of it."""
         if not isinstance(self._config, ZeroConfig):
             raise TypeError(f"config must be a ZeroConfig, not {type(self._config).__name__}")
         given = read_params(params)
         Optimizer.__init__(self, given.groups, {})
-        self._check_params(0)
         recipe = Recipe(plain_class(optimizer_class, overlap=overlap), self.param_groups, given.plain, defaults)
-        self._traits = examine(recipe)
-        if self._traits.couples_params:
-            raise ConfigError(
-                f"{recipe.name} cannot be sharded: its update of one parameter depends on the others, "
-                "which live on other ranks"
-            )
-        return recipe
+        flat = self.parameters_as_bucket_view and not overlap
+        self._assembly = Assembly(self._comm, self._config, recipe, flat)
+        layout = self._assembly.extend(Layout.empty(self.world_size), self.param_groups)
+        self._traits = self._assembly.traits()
+        self._engine = self._assembly.engine(layout, self.param_groups)
+        self._engine.inner.pull(self.param_groups)
+        self.defaults = self.optim.defaults
+        return Proposal(layout, self._assembly.facts(layout, self.param_groups))
 
-    def _build(self, partition: Partitioner, *, flat: bool) -> "_Built":
-        """An engine for this rank, and the layout that it shall take in. Changes no parameter."""
-        layout = partition.extend(Layout.empty(self.world_size), read_specs(self.param_groups))
-        inner = self._recipe.build(self._owned_ids(layout))
-        return _Built(Engine(self._comm, inner, FlatStore() if flat else LooseStore()), layout)
+    def _with_group(self, group: ParamGroup) -> Proposal[Layout]:
+        """The layout with one more group, which our groups and those of the inner optimizer already have."""
+        known, inner = len(self.param_groups), self._engine.inner
+        try:
+            super().add_param_group(group)
+            layout = self._assembly.extend(self.layout, self.param_groups, known)
+            inner.push(self.param_groups[:known])
+            inner.add_group(self.param_groups[known], self._assembly.owned_ids(layout, self.param_groups))
+        except BaseException:
+            del self.param_groups[known:]
+            raise
+        inner.pull(self.param_groups)
 
-    def _adopt(self, built: "_Built") -> None:
-        self._engine = built.engine
-        self._engine.extend(built.layout, _params(self.param_groups))
+        def undo() -> None:
+            del self.param_groups[known:]
+            inner.drop_last_group()
+
+        return Proposal(layout, self._assembly.facts(layout, self.param_groups), undo)
 
     def _repartition(self, partition: Partitioner) -> Engine:
         """Start afresh with other owners, before there is any state."""
-        self._adopt(self._build(partition, flat=False))
+        layout = partition.extend(Layout.empty(self.world_size), read_specs(self.param_groups))
+        self._engine = self._assembly.engine(layout, self.param_groups)
+        self._engine.extend(layout, all_params(self.param_groups))
         return self._engine
-
-    def _grow(self, known: int) -> Layout:
-        """The layout with group number `known`; the inner optimizer has it already. No parameter has changed."""
-        self._check_params(known)
-        group, old = self.param_groups[known], self.layout
-        specs = read_specs([group], first_index=len(old.params), first_group=known)
-        layout = self._config.partition.extend(old, specs)
-        self._engine.inner.add_group(group, self._owned_ids(layout))
-        self._engine.inner.pull(self.param_groups)
-        return layout
-
-    def _check_params(self, known: int) -> None:
-        new = _params(self.param_groups[known:])
-        check_specs(read_specs(self.param_groups), new, mixed_dtypes=self._config.mixed_dtypes)
-        for device in {param.device for param in new}:
-            if not self._comm.group.carries(device):
-                raise ConfigError(
-                    f"the process group cannot carry parameters on {device.type}; its backend is another's"
-                )
-        if any(group.get("differentiable") for group in self.param_groups):
-            raise ConfigError("differentiable=True cannot be sharded: the graph of a step would span all ranks")
-
-    def _owned_params(self, rank: Rank) -> dict[int, torch.Tensor]:
-        return self._engine.owned(rank)
-
-    def _owned_ids(self, layout: Layout) -> set[int]:
-        params = _params(self.param_groups)
-        return {id(params[index]) for index in layout.owned_by(self.rank)}
-
-    def _facts(self, layout: Layout) -> list[str]:
-        """What must be equal on all ranks, most telling first."""
-        settings = f"{self._recipe.name}, {self._config}, parameters_as_bucket_view={self.parameters_as_bucket_view}"
-        specs = [spec.describe() for spec in layout.params]
-        groups = [f"options of group {i}: {compat.describe_options(g)}" for i, g in enumerate(self.param_groups)]
-        return [settings, f"{len(groups)} groups", *specs, *groups, f"layout {layout.digest}"]
 
     def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any], *, joined: bool) -> Any:
         uneven = self._join_config.enable and self.world_size > 1
@@ -343,48 +286,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if uneven:
                 self._lender.after_step(joined=joined)
 
-    def _gathered(self, call: str, to: int) -> StateDict | None:
-        self._require_settled(call)
-        index = {id(param): i for i, param in enumerate(self._engine.params)}
-        mine: dict[str, dict[Any, Any]] = {"params": {}, "others": {}}
-        for key, value in self.state.items():
-            if isinstance(key, torch.Tensor):
-                mine["params"][index[id(key)]] = value
-            else:
-                mine["others"][key] = value
-        facts = [f"options of group {i}: {compat.describe_options(g)}" for i, g in enumerate(self.param_groups)]
-        shares = gather(self._comm, call, facts, mine, Rank(to))
-        if shares is None:
-            return None
-        state = dict(sorted(item for share in shares for item in share["params"].items()))
-        others = {key: value for share in reversed(shares) for key, value in share["others"].items()}
-        return {"state": {**state, **others}, "param_groups": compat.write_groups(self.param_groups)}
-
-    def _through_hooks(self, contents: StateDict) -> StateDict:
-        """A copy of the dicts (not of the tensors) that the state-dict hooks have seen."""
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        result: StateDict = {
-            "state": {
-                key: dict(value) if isinstance(value, dict) else value for key, value in contents["state"].items()
-            },
-            "param_groups": [dict(group) for group in contents["param_groups"]],
-        }
-        for after in self._optimizer_state_dict_post_hooks.values():
-            result = after(self, result) or result
-        return result
-
-    def _pre_load(self, state_dict: StateDict) -> StateDict:
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict
-        return state_dict
-
-    def _owned_by_group(self) -> list[list[int]]:
-        owned: list[list[int]] = [[] for _ in self.param_groups]
-        for index in self.layout.owned_by(self.rank):
-            owned[self.layout.params[index].group].append(index)
-        return owned
-
     def _require_settled(self, call: str) -> None:
         if self._overlap is not None and not self._overlap.settled:
             raise RuntimeError(
@@ -396,12 +297,3 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 class _Snapshot(NamedTuple):
     contents: StateDict
     steps: int
-
-
-class _Built(NamedTuple):
-    engine: Engine
-    layout: Layout
-
-
-def _params(groups: list[ParamGroup]) -> list[torch.Tensor]:
-    return [param for group in groups for param in group["params"]]

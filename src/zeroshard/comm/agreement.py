@@ -6,12 +6,15 @@ statements have the same length, so that ranks in different calls still understa
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, NoReturn
+from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 from ..errors import RankFailedError, RankMismatchError
 from .collectives import Comm
+
+T = TypeVar("T")
 
 
 class Trouble(IntEnum):
@@ -55,6 +58,35 @@ def agree(comm: Comm, call: str, facts: Sequence[str], failure: BaseException | 
         raise_failure(comm, call, failure)
     if not verdict.same_plan:
         _raise_first_difference(comm, call, facts)
+
+
+@dataclass(frozen=True)
+class Proposal(Generic[T]):
+    """What a rank has prepared and could still take back."""
+
+    value: T
+    facts: Sequence[str] = ()
+    undo: Callable[[], object] = lambda: None
+
+
+def agreed(comm: Comm, call: str, propose: Callable[[], Proposal[T]]) -> T:
+    """What `propose` prepared, once all ranks have prepared the same; else raise on all and take it back.
+
+    A `propose` that raises must have left nothing behind.
+    """
+    proposal, failure = None, None
+    try:
+        proposal = propose()
+    except Exception as error:
+        failure = error
+    try:
+        agree(comm, call, () if proposal is None else proposal.facts, failure)
+    except BaseException:
+        if proposal is not None:
+            proposal.undo()
+        raise
+    assert proposal is not None
+    return proposal.value
 
 
 def raise_failure(comm: Comm, call: str, failure: BaseException | None) -> NoReturn:

@@ -55,7 +55,12 @@ class ShardOptimizer:
         self._leave()
 
     def add_group(self, group: ParamGroup, owned: set[int]) -> None:
-        self.optimizer.add_param_group(self._own_group(group, owned))
+        own = self._own_group(group, owned)
+        try:
+            self.optimizer.add_param_group(own)
+        except BaseException:
+            self._stand_ins.pop()
+            raise
         self._leave()
 
     def drop_last_group(self) -> None:

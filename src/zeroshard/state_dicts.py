@@ -1,0 +1,67 @@
+"""The state of all ranks as one dict in torch's format, and back."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .assembly import option_facts
+from .checkpoint import compat
+from .checkpoint.compat import StateDict
+from .checkpoint.exchange import gather
+from .comm.agreement import Proposal
+from .runtime.inner import ParamGroup
+from .runtime.step import Engine
+from .units import Rank
+
+
+def gathered(engine: Engine, groups: Sequence[ParamGroup], call: str, to: int) -> StateDict | None:
+    """The unsharded optimizer's dict, as a snapshot on the CPU of rank `to`; None on the others."""
+    index = {id(param): number for number, param in enumerate(engine.params)}
+    mine: dict[str, dict[Any, Any]] = {"params": {}, "others": {}}
+    for key, value in engine.inner.optimizer.state.items():
+        if isinstance(key, torch.Tensor):
+            mine["params"][index[id(key)]] = value
+        else:
+            mine["others"][key] = value
+    shares = gather(engine.comm, call, option_facts(groups), mine, Rank(to))
+    if shares is None:
+        return None
+    by_param = {key: value for share in shares for key, value in share["params"].items()}
+    others = {key: value for share in reversed(shares) for key, value in share["others"].items()}
+    return {"state": dict(sorted(by_param.items())) | others, "param_groups": compat.write_groups(groups)}
+
+
+def loading(engine: Engine, saved: StateDict, param_shaped: frozenset[str]) -> Proposal[None]:
+    """Load this rank's part of a foreign dict, for all ranks to agree on or to undo."""
+    checked = compat.read(saved, engine.layout.params, param_shaped)
+    facts = checked.facts()
+    undo = engine.inner.load(compat.local_dict(checked, _owned_by_group(engine)))
+    return Proposal(None, facts, undo)
+
+
+def through_save_hooks(optimizer: Optimizer, contents: StateDict) -> StateDict:
+    """A copy of the dicts (not of the tensors) as the optimizer's state-dict hooks leave it."""
+    for before in optimizer._optimizer_state_dict_pre_hooks.values():
+        before(optimizer)
+    state = {key: dict(value) if isinstance(value, dict) else value for key, value in contents["state"].items()}
+    result: StateDict = {"state": state, "param_groups": [dict(group) for group in contents["param_groups"]]}
+    for after in optimizer._optimizer_state_dict_post_hooks.values():
+        result = after(optimizer, result) or result
+    return result
+
+
+def through_load_hooks(optimizer: Optimizer, saved: StateDict) -> StateDict:
+    """A shallow copy of the caller's dict as the optimizer's load hooks leave it."""
+    result = saved.copy() if isinstance(saved, dict) else saved
+    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        result = before(optimizer, result) or result
+    return result
+
+
+def _owned_by_group(engine: Engine) -> list[list[int]]:
+    owned: list[list[int]] = [[] for _ in engine.inner.optimizer.param_groups]
+    for index in engine.layout.owned_by(engine.comm.group.rank):
+        owned[engine.layout.params[index].group].append(index)
+    return owned
