@@ -12,7 +12,7 @@ from .errors import ConfigError
 from .layout.layout import Layout
 from .layout.specs import read_specs
 from .params import check_specs
-from .runtime.inner import ParamGroup, Recipe
+from .runtime.inner import ParamGroup, Recipe, ShardOptimizer
 from .runtime.selftest import Traits, examine
 from .runtime.step import Engine
 from .runtime.store import FlatStore, LooseStore
@@ -27,12 +27,11 @@ class Assembly:
     recipe: Recipe
     flat: bool
     """Parameters shall live in flat buffers."""
+    overlap: bool
+    """DDP shall drive the steps."""
 
     def traits(self) -> Traits:
         """What the self-test finds; refuses an optimizer that cannot be right when it is sharded."""
-        options = [self.recipe.defaults, *self.recipe.groups]
-        if any(given.get("differentiable") for given in options):
-            raise ConfigError("differentiable=True cannot be sharded: the graph of a step would span all ranks")
         traits = examine(self.recipe)
         if traits.couples_params:
             raise ConfigError(
@@ -44,9 +43,7 @@ class Assembly:
     def extend(self, layout: Layout, groups: Sequence[ParamGroup], first_group: int = 0) -> Layout:
         """`layout` with the groups from `first_group` on, once they are found fit to be sharded."""
         specs = read_specs(groups[first_group:], first_index=len(layout.params), first_group=first_group)
-        check_specs(
-            [*layout.params, *specs], all_params(groups)[len(layout.params) :], mixed_dtypes=self.config.mixed_dtypes
-        )
+        check_specs([*layout.params, *specs], all_params(groups), mixed_dtypes=self.config.mixed_dtypes)
         for spec in specs:
             if not self.comm.group.carries(spec.device):
                 raise ConfigError(f"{spec.label} is on {spec.device}, which the process group's backend cannot carry")
@@ -55,7 +52,13 @@ class Assembly:
     def engine(self, layout: Layout, groups: Sequence[ParamGroup]) -> Engine:
         """An engine for this rank, which is to `extend` to `layout` next."""
         inner = self.recipe.build(self.owned_ids(layout, groups))
+        self.check(inner)
         return Engine(self.comm, inner, FlatStore() if self.flat else LooseStore())
+
+    def check(self, inner: ShardOptimizer) -> None:
+        """Refuse options under which a sharded step cannot be right."""
+        if any(group.get("differentiable") for group in inner.optimizer.param_groups):
+            raise ConfigError("differentiable=True cannot be sharded: the graph of a step would span all ranks")
 
     def owned_ids(self, layout: Layout, groups: Sequence[ParamGroup]) -> set[int]:
         params = all_params(groups)
@@ -63,7 +66,10 @@ class Assembly:
 
     def facts(self, layout: Layout, groups: Sequence[ParamGroup]) -> list[str]:
         """What must be equal on all ranks, most telling first."""
-        settings = f"{self.recipe.name}, {self.config}, bucket view {self.flat}, {len(groups)} groups"
+        settings = (
+            f"{self.recipe.name}, {self.config.describe()}, bucket view {self.flat}, "
+            f"overlap with DDP {self.overlap}, {len(groups)} groups"
+        )
         specs = [spec.describe() for spec in layout.params]
         return [settings, *specs, *option_facts(groups), f"layout {layout.digest}"]
 

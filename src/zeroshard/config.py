@@ -1,6 +1,6 @@
 """Options beyond torch's signature, in one frozen object."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 
 from .errors import ConfigError
 from .layout.partition import Partitioner, WholeParams
@@ -24,3 +24,8 @@ class ZeroConfig:
             )
         if not isinstance(self.mixed_dtypes, bool):
             raise ConfigError(f"ZeroConfig(mixed_dtypes=...) takes True or False, not {self.mixed_dtypes!r}")
+
+    def describe(self) -> str:
+        """One line that is equal on ranks with equal options; a plain object's repr would hold its address."""
+        partition = repr(self.partition) if is_dataclass(self.partition) else type(self.partition).__qualname__
+        return f"partition {partition}, mixed dtypes {self.mixed_dtypes}"

@@ -159,6 +159,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         known = len(self.param_groups)
         layout = agreed(self._comm, "add_param_group", lambda: self._with_group(read_group(param_group)))
         self._engine.extend(layout, self.param_groups[known]["params"])
+        self._snapshot = None
 
     def join_hook(self, **_: Any) -> JoinHook:
         """For `torch.distributed.algorithms.join.Join`."""
@@ -239,7 +240,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Optimizer.__init__(self, given.groups, {})
         recipe = Recipe(plain_class(optimizer_class, overlap=overlap), self.param_groups, given.plain, defaults)
         flat = self.parameters_as_bucket_view and not overlap
-        self._assembly = Assembly(self._comm, self._config, recipe, flat)
+        self._assembly = Assembly(self._comm, self._config, recipe, flat=flat, overlap=overlap)
         layout = self._assembly.extend(Layout.empty(self.world_size), self.param_groups)
         self._traits = self._assembly.traits()
         self._engine = self._assembly.engine(layout, self.param_groups)
@@ -250,20 +251,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _with_group(self, group: ParamGroup) -> Proposal[Layout]:
         """The layout with one more group, which our groups and those of the inner optimizer already have."""
         known, inner = len(self.param_groups), self._engine.inner
+
+        def undo() -> None:
+            del self.param_groups[known:]
+            inner.drop_groups(known)
+
         try:
             super().add_param_group(group)
             layout = self._assembly.extend(self.layout, self.param_groups, known)
             inner.push(self.param_groups[:known])
             inner.add_group(self.param_groups[known], self._assembly.owned_ids(layout, self.param_groups))
+            self._assembly.check(inner)
         except BaseException:
-            del self.param_groups[known:]
+            undo()
             raise
         inner.pull(self.param_groups)
-
-        def undo() -> None:
-            del self.param_groups[known:]
-            inner.drop_last_group()
-
         return Proposal(layout, self._assembly.facts(layout, self.param_groups), undo)
 
     def _repartition(self, partition: Partitioner) -> Engine:

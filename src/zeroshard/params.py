@@ -1,6 +1,7 @@
 """What a user may hand in as parameters, checked and brought into one form."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -40,14 +41,15 @@ def read_group(group: Any) -> dict[str, Any]:
 
 
 def check_specs(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor], *, mixed_dtypes: bool) -> None:
-    """Refuse what cannot be sharded. `specs` are all parameters, `params` the tensors of the last of them."""
-    for spec, param in zip(specs[-len(params) :] if params else (), params, strict=True):
+    """Refuse what cannot be sharded."""
+    for spec, param in zip(specs, params, strict=True):
         if param.layout != torch.strided:
-            raise ConfigError(f"{spec.label} is sparse ({param.layout}); only dense parameters can be sharded")
+            raise ConfigError(f"{spec.label} has the layout {param.layout}; only dense parameters can be sharded")
         if is_traceable_wrapper_subclass(param):
             raise ConfigError(f"{spec.label} is a {type(param.data).__name__}, which cannot be sharded")
         if _overlaps(spec):
             raise ConfigError(f"{spec.label} has elements that share memory (strides {spec.stride}); clone it first")
+    _check_disjoint(specs, params)
     others = [spec for spec in specs if spec.dtype != specs[0].dtype]
     if others and not mixed_dtypes:
         raise ConfigError(
@@ -77,7 +79,27 @@ def _is_named(entry: Any) -> bool:
     return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
 
 
+def _check_disjoint(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor]) -> None:
+    """Two parameters over the same memory would be updated by two owners."""
+    ranges = sorted(
+        (str(param.device), param.data_ptr(), param.data_ptr() + spec.extent * param.element_size(), spec.index)
+        for spec, param in zip(specs, params, strict=True)
+        if spec.numel
+    )
+    for (device, start, stop, index), (next_device, next_start, _, next_index) in pairwise(ranges):
+        # Strided views may interleave without sharing an element, but then they start at different places.
+        gaps = any(specs[i].extent > specs[i].numel for i in (index, next_index))
+        if device == next_device and next_start < stop and (next_start == start or not gaps):
+            raise ConfigError(
+                f"{specs[index].label} and {specs[next_index].label} share memory; "
+                "tie them by using one parameter in both places"
+            )
+
+
 def _overlaps(spec: ParamSpec) -> bool:
+    """Whether two of its elements lie at one place: then some stride is within reach of the smaller ones."""
+    if spec.numel == 0:
+        return False
     reach = 0
     for step, size in sorted((step, size) for step, size in zip(spec.stride, spec.shape, strict=True) if size > 1):
         if step <= reach:

@@ -1,7 +1,6 @@
 """The state of all ranks as one dict in torch's format, and back."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -10,6 +9,7 @@ from .assembly import option_facts
 from .checkpoint import compat
 from .checkpoint.compat import StateDict
 from .checkpoint.exchange import gather
+from .checkpoint.trees import copy_mutable
 from .comm.agreement import Proposal
 from .runtime.inner import ParamGroup
 from .runtime.step import Engine
@@ -18,13 +18,12 @@ from .units import Rank
 
 def gathered(engine: Engine, groups: Sequence[ParamGroup], call: str, to: int) -> StateDict | None:
     """The unsharded optimizer's dict, as a snapshot on the CPU of rank `to`; None on the others."""
-    index = {id(param): number for number, param in enumerate(engine.params)}
-    mine: dict[str, dict[Any, Any]] = {"params": {}, "others": {}}
-    for key, value in engine.inner.optimizer.state.items():
-        if isinstance(key, torch.Tensor):
-            mine["params"][index[id(key)]] = value
-        else:
-            mine["others"][key] = value
+    state = engine.inner.optimizer.state
+    owned = engine.owned(engine.comm.group.rank)
+    # A look at the state of another rank's parameter leaves an empty entry in a defaultdict: not ours to send.
+    by_param = {index: state[param] for index, param in owned.items() if param in state}
+    others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+    mine = {"params": by_param, "others": others}
     shares = gather(engine.comm, call, option_facts(groups), mine, Rank(to))
     if shares is None:
         return None
@@ -35,18 +34,17 @@ def gathered(engine: Engine, groups: Sequence[ParamGroup], call: str, to: int) -
 
 def loading(engine: Engine, saved: StateDict, param_shaped: frozenset[str]) -> Proposal[None]:
     """Load this rank's part of a foreign dict, for all ranks to agree on or to undo."""
-    checked = compat.read(saved, engine.layout.params, param_shaped)
+    checked = compat.read(saved, engine.layout.params, len(engine.inner.optimizer.param_groups), param_shaped)
     facts = checked.facts()
     undo = engine.inner.load(compat.local_dict(checked, _owned_by_group(engine)))
     return Proposal(None, facts, undo)
 
 
 def through_save_hooks(optimizer: Optimizer, contents: StateDict) -> StateDict:
-    """A copy of the dicts (not of the tensors) as the optimizer's state-dict hooks leave it."""
+    """A copy of all but the tensors, as the optimizer's state-dict hooks leave it."""
     for before in optimizer._optimizer_state_dict_pre_hooks.values():
         before(optimizer)
-    state = {key: dict(value) if isinstance(value, dict) else value for key, value in contents["state"].items()}
-    result: StateDict = {"state": state, "param_groups": [dict(group) for group in contents["param_groups"]]}
+    result: StateDict = copy_mutable(contents)
     for after in optimizer._optimizer_state_dict_post_hooks.values():
         result = after(optimizer, result) or result
     return result

@@ -22,7 +22,7 @@ class Span(NamedTuple):
         return self.stop - self.start
 
     def holds(self, other: "Span") -> bool:
-        return self.start <= other.start and other.stop <= self.stop
+        return self.start <= other.start <= other.stop <= self.stop
 
 
 def align_up(value: int, step: int) -> int:

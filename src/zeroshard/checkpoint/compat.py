@@ -44,12 +44,12 @@ class SavedState:
         return lines
 
 
-def read(saved: Any, specs: Sequence[ParamSpec], param_shaped: frozenset[str]) -> SavedState:
+def read(saved: Any, specs: Sequence[ParamSpec], group_count: int, param_shaped: frozenset[str]) -> SavedState:
     """Check `saved` and match its entries with `specs`, by name where both have names, else by position."""
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
         raise CheckpointError("not an optimizer state dict: it needs the keys 'state' and 'param_groups'")
     groups = saved["param_groups"]
-    _check_sizes(groups, specs)
+    _check_sizes(groups, specs, group_count)
     ids = [key for group in groups for key in group["params"]]
     if len(set(ids)) != len(ids):
         raise CheckpointError("the loaded state dict lists a parameter twice in its param_groups")
@@ -98,8 +98,8 @@ def _outline(state: Any) -> str:
     return ", ".join(f"{key}: {_describe(value)}" for key, value in outline.items())
 
 
-def _check_sizes(groups: Sequence[ParamGroup], specs: Sequence[ParamSpec]) -> None:
-    sizes: list[int] = [0] * (1 + max((spec.group for spec in specs), default=-1))
+def _check_sizes(groups: Sequence[ParamGroup], specs: Sequence[ParamSpec], group_count: int) -> None:
+    sizes = [0] * group_count
     for spec in specs:
         sizes[spec.group] += 1
     if len(groups) != len(sizes):

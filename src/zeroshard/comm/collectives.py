@@ -7,6 +7,9 @@ from ..units import Rank
 from .group import Group
 from .pending import Pending
 
+RING_RANKS = 16
+"""gloo reduces around a ring, two hops a rank. Beyond this many ranks a few words go faster through a root."""
+
 
 class Comm:
     """The verbs, bound to a group. Every verb but `send` and `receive` must be called on all of its ranks.
@@ -28,8 +31,19 @@ class Comm:
     def maximum(self, values: list[int]) -> list[int]:
         """The largest of each value over all ranks."""
         tensor = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group.control)
+        if self.group.size <= RING_RANKS:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group.control)
+        else:
+            self._maximum_by_tree(tensor)
         return [int(value) for value in tensor.tolist()]
+
+    def _maximum_by_tree(self, tensor: torch.Tensor) -> None:
+        root = self.group.to_global(Rank(0))
+        gathered = [tensor.clone() for _ in range(self.group.size)] if self.group.rank == 0 else None
+        dist.gather(tensor, gathered, root, group=self.group.control)
+        if gathered is not None:
+            tensor.copy_(torch.stack(gathered).amax(0))
+        dist.broadcast(tensor, root, group=self.group.control)
 
     def maximum_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, changed to the largest value over all ranks, wherever it lies."""

@@ -9,7 +9,7 @@ A piece puts a span of a parameter into a shard; a parameter is the sum of its p
 
 import hashlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -56,12 +56,8 @@ class Layout:
     buckets: tuple[Bucket, ...]
 
     def __post_init__(self) -> None:
-        for index, spec in enumerate(self.params):
-            _require(spec.index == index, f"{spec.label} stands at place {index}")
-        for index, bucket in enumerate(self.buckets):
-            _require(bucket.index == index, f"bucket {bucket.index} stands at place {index}")
-            self._check_bucket(bucket)
-        self._check_cover()
+        for problem in self._problems():
+            raise LayoutError(f"inconsistent layout: {problem}")
 
     @staticmethod
     def empty(world_size: int) -> "Layout":
@@ -105,35 +101,57 @@ class Layout:
         kinds = ",".join(f"{bucket.dtype}@{bucket.device.type}" for bucket in self.buckets)
         return hashlib.blake2b(numbers.tobytes() + kinds.encode(), digest_size=16).hexdigest()
 
-    def _pieces(self) -> Iterable[Piece]:
+    def _pieces(self) -> Iterator[Piece]:
         for bucket in self.buckets:
             yield from bucket.pieces
 
-    def _check_bucket(self, bucket: Bucket) -> None:
-        _require(len(bucket.shards) == self.world_size, f"bucket {bucket.index} has {len(bucket.shards)} shards")
+    def _problems(self) -> Iterator[str]:
+        """What contradicts itself. Only the first is sure to be right: each check relies on the ones before."""
+        for index, spec in enumerate(self.params):
+            if spec.index != index:
+                yield f"{spec.label} stands at place {index}"
+        for index, bucket in enumerate(self.buckets):
+            if bucket.index != index:
+                yield f"bucket {bucket.index} stands at place {index}"
+            yield from self._misplaced_shards(bucket)
+            yield from self._misplaced_pieces(bucket)
+        for spec, pieces in zip(self.params, self.pieces_by_param, strict=True):
+            yield from _uncovered(spec, pieces)
+
+    def _misplaced_shards(self, bucket: Bucket) -> Iterator[str]:
+        if len(bucket.shards) != self.world_size:
+            yield f"bucket {bucket.index} has {len(bucket.shards)} shards for {self.world_size} ranks"
         edges = [0, *(edge for shard in bucket.shards for edge in shard), bucket.numel]
-        _require(all(a <= b for a, b in pairwise(edges)), f"the shards of bucket {bucket.index} are out of order")
+        if any(a > b for a, b in pairwise(edges)):
+            yield f"the shards of bucket {bucket.index} are out of order"
+
+    def _misplaced_pieces(self, bucket: Bucket) -> Iterator[str]:
         end = 0
         for piece in bucket.pieces:
+            if not 0 <= piece.param < len(self.params):
+                yield f"there is no parameter {piece.param}"
+            if not 0 <= piece.owner < self.world_size:
+                yield f"there is no rank {piece.owner}"
             spec = self.params[piece.param]
-            fits = bucket.shards[piece.owner].holds(piece.in_bucket) and piece.in_bucket.start >= end
-            _require(fits, f"{spec.label} does not fit its place in bucket {bucket.index}")
-            _require(piece.bucket == bucket.index, f"{spec.label} is listed in the wrong bucket")
-            _require(spec.dtype == bucket.dtype, f"{spec.label} is {spec.dtype} in a bucket of {bucket.dtype}")
+            if piece.bucket != bucket.index:
+                yield f"{spec.label} is listed in bucket {bucket.index} and meant for {piece.bucket}"
+            if piece.in_bucket.start < end or not bucket.shards[piece.owner].holds(piece.in_bucket):
+                yield f"{spec.label} does not fit its place in bucket {bucket.index}"
+            if spec.dtype != bucket.dtype or spec.device != bucket.device:
+                yield f"{spec.label} is {spec.dtype} on {spec.device} in a bucket of {bucket.dtype} on {bucket.device}"
             end = piece.in_bucket.stop
 
-    def _check_cover(self) -> None:
-        for spec, pieces in zip(self.params, self.pieces_by_param, strict=True):
-            end = 0
-            for piece in pieces:
-                _require(piece.in_param.start == end, f"{spec.label} has a gap or an overlap at element {end}")
-                whole = piece.in_param == Span(0, spec.numel)
-                room = spec.extent if whole else piece.in_param.length
-                _require(piece.in_bucket.length == room, f"{spec.label} has a place of the wrong size")
-                end = piece.in_param.stop
-            _require(bool(pieces) and end == spec.numel, f"{spec.label} is not covered from element {end} on")
 
-
-def _require(condition: bool, problem: str) -> None:
-    if not condition:
-        raise LayoutError(f"inconsistent layout: {problem}")
+def _uncovered(spec: ParamSpec, pieces: Sequence[Piece]) -> Iterator[str]:
+    end = 0
+    for piece in pieces:
+        if piece.in_param.start != end:
+            yield f"{spec.label} has a gap or an overlap at element {end}"
+        if len(pieces) > 1 and piece.in_param.length < 1:
+            yield f"{spec.label} has an empty piece"
+        whole = piece.in_param == Span(0, spec.numel)
+        if piece.in_bucket.length != (spec.extent if whole else piece.in_param.length):
+            yield f"{spec.label} has a place of the wrong size"
+        end = piece.in_param.stop
+    if not pieces or end != spec.numel:
+        yield f"{spec.label} is not covered from element {end} on"

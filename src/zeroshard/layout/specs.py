@@ -60,5 +60,6 @@ def read_specs(
 
 
 def _spec(index: int, name: str | None, param: torch.Tensor, group: int) -> ParamSpec:
-    shape, stride = tuple(param.shape), param.stride()
-    return ParamSpec(index, name, shape, stride, param.dtype, param.device, group, param.requires_grad)
+    # Sparse tensors have no strides; they are numbered like the others, so that a refusal can name them.
+    stride = param.stride() if param.layout == torch.strided else ()
+    return ParamSpec(index, name, tuple(param.shape), stride, param.dtype, param.device, group, param.requires_grad)

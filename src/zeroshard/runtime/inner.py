@@ -55,20 +55,15 @@ class ShardOptimizer:
         self._leave()
 
     def add_group(self, group: ParamGroup, owned: set[int]) -> None:
-        own = self._own_group(group, owned)
-        try:
-            self.optimizer.add_param_group(own)
-        except BaseException:
-            self._stand_ins.pop()
-            raise
+        self.optimizer.add_param_group(self._own_group(group, owned))
         self._leave()
 
-    def drop_last_group(self) -> None:
-        """Undo `add_group`."""
-        group = self.optimizer.param_groups.pop()
-        for param in group["params"]:
-            self.optimizer.state.pop(param, None)
-        self._stand_ins.pop()
+    def drop_groups(self, first: int) -> None:
+        """Undo `add_group`, also one that failed halfway, for all groups from number `first` on."""
+        for group in self.optimizer.param_groups[first:]:
+            for param in group["params"]:
+                self.optimizer.state.pop(param, None)
+        del self.optimizer.param_groups[first:], self._stand_ins[first:]
 
     @property
     def params(self) -> list[torch.Tensor]:
@@ -179,18 +174,18 @@ def _call_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 class _Sealed:
-    """A container on its way through torch's loading, which would change the type of most of them."""
+    """A value on its way through torch's loading, which would change its type."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 def _sealed(local: StateDict, params: list[torch.Tensor]) -> StateDict:
-    """The dict for torch to load, with containers and strings sealed, copied and already cast."""
+    """The dict for torch to load, with what it would spoil sealed, copied and already cast."""
     groups = local["param_groups"]
 
     def seal(number: Any, key: Any, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) or not isinstance(value, Iterable):
+        if _kept_by_torch(value):
             return value
         cast = Optimizer._process_value_according_to_param_policy
         mine = copy_mutable(value)
@@ -205,6 +200,15 @@ def _sealed(local: StateDict, params: list[torch.Tensor]) -> StateDict:
         else:
             state[number] = seal(number, None, value)
     return {"state": state, "param_groups": groups}
+
+
+def _kept_by_torch(value: Any) -> bool:
+    """Whether torch's loading makes an equal copy: it rebuilds containers, but only the plain ones well."""
+    if type(value) is dict:
+        return all(map(_kept_by_torch, value.values()))
+    if type(value) in (list, tuple, set):
+        return all(map(_kept_by_torch, value))
+    return isinstance(value, torch.Tensor) or not isinstance(value, Iterable)
 
 
 def _unseal(state: dict[Any, Any], foreign: set[int]) -> None:

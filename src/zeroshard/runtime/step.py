@@ -44,11 +44,12 @@ class Engine:
         self.steps += 1
         call = f"step {self.steps}"
         attempt = _Attempt([self.params[index] for index in self._owned])
-        attempt.make(self.store.refresh, unfit=True)
+        attempt.require(self.store.refresh)
         if not attempt.failure:
             self.inner.push(groups)
             shared = () if closure is None else (_SharedClosure(self.comm, call, closure),)
-            attempt.make(lambda: self.inner.step(*shared, **kwargs))
+            attempt.update(lambda: self.inner.step(*shared, **kwargs))
+            attempt.require(lambda: self.store.refresh(self._owned))
             if shared and shared[0].failed and attempt.failure:
                 raise attempt.failure  # on all ranks alike, before anything was updated
             self.inner.pull(groups)
@@ -70,6 +71,7 @@ class Engine:
                 param.grad = grad
             with self.inner.only({id(param) for param in grads}):
                 self.inner.step()
+            self.store.refresh(self._owned)
         finally:
             for param, before in kept.items():
                 param.grad = before
@@ -110,12 +112,19 @@ class _Attempt:
         self._params = params
         self._versions = [param._version for param in params]
 
-    def make(self, action: Callable[[], Any], *, unfit: bool = False) -> None:
+    def update(self, action: Callable[[], Any]) -> None:
+        """The inner step."""
         try:
             self.result = action()
         except Exception as error:
-            self.failure = error
-            self.trouble = Trouble.UNFIT if unfit else Trouble.FAILED
+            self.failure, self.trouble = error, Trouble.FAILED
+
+    def require(self, check: Callable[[], None]) -> None:
+        """A check without which this rank cannot take part in what follows."""
+        try:
+            check()
+        except Exception as error:
+            self.failure, self.trouble = error, Trouble.UNFIT
 
     def changed(self) -> list[bool]:
         return [param._version != before for param, before in zip(self._params, self._versions, strict=True)]

@@ -112,9 +112,10 @@ class Store(ABC):
             self._take_in(bucket)
         self._remember()
 
-    def refresh(self) -> None:
+    def refresh(self, among: Sequence[int] | None = None) -> None:
         """Notice parameters whose memory was exchanged since (`param.data = ...`): bind anew, or refuse."""
-        if [param.data_ptr() for param in self._params] == self._pointers:
+        chosen = range(len(self._params)) if among is None else among
+        if [self._params[i].data_ptr() for i in chosen] == [self._pointers[i] for i in chosen]:
             return
         for spec, param in zip(self._layout.params, self._params, strict=True):
             _require_same_kind(spec, param)
