@@ -44,9 +44,9 @@ class Assembly:
         """`layout` with the groups from `first_group` on, once they are found fit to be sharded."""
         specs = read_specs(groups[first_group:], first_index=len(layout.params), first_group=first_group)
         check_specs([*layout.params, *specs], all_params(groups), mixed_dtypes=self.config.mixed_dtypes)
-        for spec in specs:
-            if not self.comm.group.carries(spec.device):
-                raise ConfigError(f"{spec.label} is on {spec.device}, which the process group's backend cannot carry")
+        for device in {spec.device for spec in specs}:
+            if not self.comm.group.carries(device):
+                raise ConfigError(f"the backend of the process group cannot carry parameters on {device}")
         return self.config.partition.extend(layout, specs)
 
     def engine(self, layout: Layout, groups: Sequence[ParamGroup]) -> Engine:

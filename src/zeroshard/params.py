@@ -84,11 +84,11 @@ def _check_disjoint(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor]) 
     ranges = sorted(
         (str(param.device), param.data_ptr(), param.data_ptr() + spec.extent * param.element_size(), spec.index)
         for spec, param in zip(specs, params, strict=True)
-        if spec.numel
+        if spec.numel and param.data_ptr()
     )
     for (device, start, stop, index), (next_device, next_start, _, next_index) in pairwise(ranges):
-        # Strided views may interleave without sharing an element, but then they start at different places.
-        gaps = any(specs[i].extent > specs[i].numel for i in (index, next_index))
+        # The next one may start in a gap of this one: columns of one matrix interleave and share nothing.
+        gaps = specs[index].extent > specs[index].numel
         if device == next_device and next_start < stop and (next_start == start or not gaps):
             raise ConfigError(
                 f"{specs[index].label} and {specs[next_index].label} share memory; "

@@ -17,16 +17,20 @@ class Group:
             raise RuntimeError(
                 "the default process group is not initialized: call torch.distributed.init_process_group() first"
             )
-        self.process_group: dist.ProcessGroup = process_group or dist.distributed_c10d._get_default_group()
+        chosen = process_group or dist.group.WORLD
+        assert chosen is not None, "an initialized job has a world"
+        self.process_group = chosen
         self.global_rank = GlobalRank(dist.get_rank())
         rank = dist.get_rank(self.process_group)
         if rank < 0:
             raise ConfigError(f"global rank {self.global_rank} is not a member of the given process group")
         self.rank = Rank(rank)
         self.size: int = self.process_group.size()
+        members = [GlobalRank(member) for member in dist.get_process_group_ranks(self.process_group)]
+        self._members = {Rank(dist.get_group_rank(self.process_group, member)): member for member in members}
 
     def to_global(self, rank: Rank) -> GlobalRank:
-        return GlobalRank(dist.get_global_rank(self.process_group, rank))
+        return self._members[rank]
 
     def carries(self, device: torch.device) -> bool:
         """Whether tensors on `device` can travel in this group."""
@@ -41,7 +45,6 @@ class Group:
         """
         if self.carries(torch.device("cpu")):
             return self.process_group
-        members = dist.get_process_group_ranks(self.process_group)
-        companion = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        companion = dist.new_group(list(self._members.values()), backend="gloo", use_local_synchronization=True)
         assert isinstance(companion, dist.ProcessGroup)
         return companion

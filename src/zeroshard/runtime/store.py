@@ -10,7 +10,7 @@ A parcel is the memory of one message from one owner. Two stores make them:
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
@@ -74,8 +74,13 @@ class Packed:
         self.owner, self._params = owner, params
         self.nbytes = sum(param.nbytes for param in params)
         self.device = params[0].device
-        contiguous = all(param.is_contiguous() for param in params)
-        self._flats = [param.detach().view(-1) for param in params] if contiguous else None
+
+    @cached_property
+    def _flats(self) -> list[torch.Tensor] | None:
+        """For the owner: one concatenation is faster than as many copies."""
+        if not all(param.is_contiguous() for param in self._params):
+            return None
+        return [param.detach().view(-1) for param in self._params]
 
     def stage(self, buffer: torch.Tensor) -> None:
         self.wire = buffer[: self.nbytes].view(self._params[0].dtype)
