@@ -20,8 +20,9 @@ from torch.utils.dlpack import from_dlpack
 
 from ..errors import BindingError
 from ..layout.layout import Bucket, Layout, Piece
+from ..layout.partition import ALIGNMENT
 from ..layout.specs import ParamSpec
-from ..units import MIB, Rank
+from ..units import MIB, Rank, align_up
 
 ALONE_BYTES = MIB
 """From this size on a parameter is worth a message of its own, and not worth a copy."""
@@ -104,7 +105,7 @@ class Store(ABC):
         self._params: list[torch.Tensor] = []
         self._layout = Layout.empty(0)
         self._pointers: list[int] = []
-        self._staging: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._staging: dict[torch.device, torch.Tensor] = {}
         self._prepared = lru_cache(maxsize=4)(self._prepare)
         self._by_bucket: dict[int, Shipment] = {}
 
@@ -148,21 +149,29 @@ class Store(ABC):
         return Shipment(parcels, self._stage([parcel for parcel in parcels if isinstance(parcel, Packed)]))
 
     def _stage(self, packed: list[Packed]) -> int:
-        """Deal out as many staging buffers as may be had, in turns; return how many."""
-        largest = max((parcel.nbytes for parcel in packed), default=1)
+        """Deal out places in the staging buffer, in turns; return how many places there are."""
+        largest = align_up(max((parcel.nbytes for parcel in packed), default=1), ALIGNMENT)
         window = max(1, min(len(packed), STAGING_BYTES // largest))
         for turn, parcel in enumerate(packed):
-            key = (parcel.device, turn % window)
-            buffer = self._staging.get(key)
-            if buffer is None or buffer.nbytes < largest:
-                buffer = self._staging[key] = torch.empty(largest, dtype=torch.uint8, device=parcel.device)
-            parcel.stage(buffer)
+            start = turn % window * largest
+            parcel.stage(self._arena(parcel.device, window * largest)[start : start + largest])
         return window
+
+    def _arena(self, device: torch.device, nbytes: int) -> torch.Tensor:
+        """One buffer serves all shipments: a shipment's staged parcels have arrived before the next one starts."""
+        arena = self._staging.get(device)
+        if arena is None or arena.nbytes < nbytes:
+            self._forget_shipments()  # they would keep the outgrown buffer alive
+            arena = self._staging[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return arena
+
+    def _forget_shipments(self) -> None:
+        self._prepared.cache_clear()
+        self._by_bucket.clear()
 
     def _remember(self) -> None:
         self._pointers = [param.data_ptr() for param in self._params]
-        self._prepared.cache_clear()
-        self._by_bucket.clear()
+        self._forget_shipments()
 
     @abstractmethod
     def _take_in(self, bucket: Bucket) -> None: ...
