@@ -18,7 +18,7 @@ class ZeroConfig:
     mixed_dtypes: bool = False
 
     def __post_init__(self) -> None:
-        if not callable(getattr(self.partition, "extend", None)):
+        if isinstance(self.partition, type) or not callable(getattr(self.partition, "extend", None)):
             raise ConfigError(
                 f"ZeroConfig(partition=...) takes a partitioner such as WholeParams(), not {self.partition!r}"
             )

@@ -10,7 +10,6 @@ from .checkpoint.trees import map_tensors
 from .comm.agreement import agree
 from .comm.collectives import Comm
 from .comm.group import Group
-from .errors import ZeroError
 from .units import Rank
 
 
@@ -30,7 +29,7 @@ def broadcast_object(
     if comm.group.rank == source:
         try:
             data = pack(obj)
-        except ZeroError as error:
+        except Exception as error:
             failure = error
     agree(comm, "broadcast_object", [f"src_rank={src_rank}"], failure)
     received = comm.broadcast_bytes(data, source)

@@ -47,7 +47,7 @@ def check_specs(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor], *, m
             raise ConfigError(f"{spec.label} has the layout {param.layout}; only dense parameters can be sharded")
         if is_traceable_wrapper_subclass(param):
             raise ConfigError(f"{spec.label} is a {type(param.data).__name__}, which cannot be sharded")
-        if _overlaps(spec):
+        if not param.is_contiguous() and _overlaps(spec):
             raise ConfigError(f"{spec.label} has elements that share memory (strides {spec.stride}); clone it first")
     _check_disjoint(specs, params)
     others = [spec for spec in specs if spec.dtype != specs[0].dtype]

@@ -3,6 +3,9 @@
 DDP settles its buckets in the first backward passes, so those make no update. From then on a bucket is
 updated by its owners when its gradients have arrived. All ranks treat buckets in the same order, one
 after the other: collectives that were started in the order of arrival would not match.
+
+A rank that ran out of inputs inside `Join` has no backward any more. DDP hands it buckets of zeros instead, which
+the others fill, and it goes on updating what it owns.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from ..comm.agreement import Trouble, agree, compare, raise_failure
+from ..comm.agreement import Proposal, Trouble, agreed, compare, raise_failure
 from ..comm.collectives import Comm
 from ..errors import ConfigError
 from ..layout.layout import Layout
@@ -25,25 +28,35 @@ from ..runtime.step import Engine
 from ..units import Rank
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+Grads = dict[torch.Tensor, torch.Tensor]
 
 
 class Arrival(NamedTuple):
     """A bucket that was handed over, and the promise of its reduced gradients."""
 
     number: int
+    last: bool
     params: list[torch.Tensor]
-    grads: list[torch.Tensor]
-    buffer: torch.Tensor
     future: torch.futures.Future[Any]
 
-    def wait(self) -> list[torch.Tensor]:
-        """The reduced gradients, as views shaped like the parameters."""
+    def wait(self) -> Grads:
+        """The reduced gradients."""
         result = self.future.wait()
         reduced = result if isinstance(result, torch.Tensor) else result[0]
-        if reduced.data_ptr() == self.buffer.data_ptr():
-            return self.grads
-        start = self.buffer.storage_offset()
-        return [reduced.as_strided(g.shape, g.stride(), g.storage_offset() - start) for g in self.grads]
+        if reduced.layout != torch.strided:  # DDP gives every sparse gradient a bucket of its own.
+            return {self.params[0]: reduced}
+        parts = torch.split(reduced, [param.numel() for param in self.params])
+        return {param: _shaped(part, param) for param, part in zip(self.params, parts, strict=True)}
+
+
+class Plan(NamedTuple):
+    """What is known once DDP's buckets are settled."""
+
+    engine: Engine
+    places: dict[int, int]
+    """Buckets of the layout, by DDP's number. DDP's buckets without any of our parameters are not among them."""
+    late: bool
+    """Which parameters have gradients is known only when DDP is done: in its buckets unused ones have zeros."""
 
 
 class Overlap:
@@ -53,15 +66,21 @@ class Overlap:
         self._comm, self._repartition, self._groups = comm, repartition, groups
         self._index = {id(param): i for i, param in enumerate(_params(groups))}
         self._trainable = [param.requires_grad for param in _params(groups)]
-        self._seen_passes = 0
+        self._ddp: DistributedDataParallel | None = None
+        self._seen_passes, self._backward = 0, NO_BACKWARD
         self._buckets: list[list[int]] = []
+        self._plan: Plan | None = None
         self._pass: _Pass | None = None
-        self.engine: Engine | None = None
-        self.warmup_passes = 2
+        self._deferred: list[Callable[[], None]] = []
 
     @property
     def settled(self) -> bool:
-        return self.engine is not None
+        return self._plan is not None
+
+    @property
+    def warmup_passes(self) -> int:
+        """Backward passes until DDP's buckets are settled."""
+        return 3 if self._ddp is not None and self._ddp.static_graph else 2
 
     def attach(self, ddp: DistributedDataParallel, hook: CommHook, *, shard_buckets: bool, eager: bool) -> CommHook:
         """A communication hook for `ddp` that reduces by `hook`, then steps.
@@ -71,17 +90,15 @@ class Overlap:
         ours = dist.get_process_group_ranks(self._comm.group.process_group)
         if dist.get_process_group_ranks(ddp.process_group) != ours:
             raise ConfigError(f"the optimizer is sharded over ranks {ours}, DDP has others: give both the same group")
-        self.warmup_passes = 3 if ddp.static_graph else 2
-        # Which parameters went unused is known only when DDP is done: in the buckets they have zeros.
-        late = bool(ddp.find_unused_parameters)
+        self._ddp = ddp
 
         def reduce_and_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             future = hook(state, bucket)
-            arrival = Arrival(bucket.index(), bucket.parameters(), bucket.gradients(), bucket.buffer(), future)
-            if self.engine is None:
-                self._learn(arrival, bucket.is_last(), shard_buckets)
+            arrival = Arrival(bucket.index(), bucket.is_last(), bucket.parameters(), future)
+            if self._plan is None:
+                self._learn(ddp, arrival, shard_buckets)
             else:
-                self._step(self.engine, arrival, bucket.is_last(), late=late, eager=eager)
+                self._step(ddp, self._plan, arrival, eager)
             return future
 
         return reduce_and_step
@@ -91,23 +108,41 @@ class Overlap:
         if [param.requires_grad for param in _params(self._groups)] != self._trainable:
             raise RuntimeError("requires_grad cannot be switched with overlap_with_ddp=True: DDP's buckets are fixed")
 
-    def _learn(self, arrival: Arrival, last: bool, shard_buckets: bool) -> None:
-        if arrival.number == 0:
+    def shadow_step(self) -> None:
+        """For a rank that ran out of inputs, once DDP has done its part: what could not be done in the hook."""
+        while self._deferred:
+            self._deferred.pop(0)()
+
+    def _learn(self, ddp: DistributedDataParallel, arrival: Arrival, shard_buckets: bool) -> None:
+        backward = _running_backward()
+        # In the first pass of a static graph DDP numbers all buckets 0, and calls none the last.
+        if arrival.number == 0 and (backward == NO_BACKWARD or backward != self._backward):
+            self._backward = backward
+            self._seen_passes += 1
             self._buckets.clear()
         self._buckets.append([self._index[id(p)] for p in arrival.params if id(p) in self._index])
-        self._seen_passes += last
-        if last and self._seen_passes == self.warmup_passes:
-            _at_end_of_backward(lambda: self._settle(shard_buckets))
+        if arrival.last and self._seen_passes >= self.warmup_passes:
+            trained = backward != NO_BACKWARD
+            self._after(ddp, lambda: self._settle(ddp, shard_buckets, trained))
 
-    def _settle(self, shard_buckets: bool) -> None:
+    def _settle(self, ddp: DistributedDataParallel, shard_buckets: bool, trained: bool) -> None:
         """Deal out the buckets. Raises on all ranks alike."""
-        agree(self._comm, "settling on DDP's buckets", [f"bucket {i}: {b}" for i, b in enumerate(self._buckets)])
+        late = bool(ddp.find_unused_parameters)
+        if ddp.static_graph:
+            used = self._comm.union(bytes(trained and param.grad is not None for param in _params(self._groups)))
+            late |= any(trains and not flag for trains, flag in zip(self._trainable, used, strict=True))
+        self._plan = agreed(self._comm, "settling on DDP's buckets", lambda: self._propose(shard_buckets, late))
+
+    def _propose(self, shard_buckets: bool, late: bool) -> Proposal[Plan]:
+        facts = [f"parameters {members} are in DDP's bucket {i}" for i, members in enumerate(self._buckets)]
         bucket_of = {index: number for number, members in enumerate(self._buckets) for index in members}
         missing = [i for i, trains in enumerate(self._trainable) if trains and i not in bucket_of]
         if missing:
             raise ConfigError(f"parameters {missing[:8]} of the optimizer are not among those that DDP reduces")
         owners = self._dealt(bucket_of) if shard_buckets else self._in_turns(bucket_of)
-        self.engine = self._repartition(AssignedOwners(owners, bucket_of))
+        engine = self._repartition(AssignedOwners(owners, bucket_of))
+        places = {bucket_of[index]: engine.layout.pieces_by_param[index][0].bucket for index in bucket_of}
+        return Proposal(Plan(engine, places, late), facts)
 
     def _in_turns(self, bucket_of: dict[int, int]) -> dict[int, Rank]:
         return {index: Rank(number % self._comm.group.size) for index, number in bucket_of.items()}
@@ -118,30 +153,43 @@ class Overlap:
         members = [replace(specs[index], group=number) for index, number in bucket_of.items()]
         return deal(Layout.empty(self._comm.group.size), members)
 
-    def _step(self, engine: Engine, arrival: Arrival, last: bool, *, late: bool, eager: bool) -> None:
-        if self._pass is None:
-            self._pass = _Pass(engine, self._groups, self._comm)
+    def _step(self, ddp: DistributedDataParallel, plan: Plan, arrival: Arrival, eager: bool) -> None:
+        if self._pass is None or arrival.number == 0:
+            self._pass = _Pass(plan, self._groups, self._comm)
             self._pass.guard(self.check_trainable)
         running = self._pass
         running.waiting.append(arrival)
-        if not late and (last or eager):
-            running.update_arrived(but=0 if last else 1)
-        if last:
+        if not plan.late and (arrival.last or eager):
+            running.update_arrived(but=0 if arrival.last else 1)
+        if arrival.last:
             self._pass = None
-            # DDP puts its results into `param.grad` in a callback that is queued after this hook.
-            _at_end_of_backward((lambda: _at_end_of_backward(running.update_used)) if late else running.finish)
+            trained, uneven = _running_backward() != NO_BACKWARD, ddp._join_config.enable
+            update_used = (lambda: running.update_used(trained=trained, uneven=uneven)) if plan.late else running.finish
+            self._after(ddp, update_used)
+
+    def _after(self, ddp: DistributedDataParallel, action: Callable[[], None]) -> None:
+        """Run `action` when DDP is done with this pass, so that it may look at `param.grad`, and may raise."""
+        if _running_backward() != NO_BACKWARD:
+            # DDP queues its own end behind this hook.
+            _at_end_of_backward(lambda: _at_end_of_backward(action))
+        elif ddp.find_unused_parameters:
+            # DDP will reduce its map of used parameters behind this hook.
+            self._deferred.append(action)
+        else:
+            action()
 
 
 class _Pass:
     """One backward pass that updates. What fails is kept until its end: the other ranks wait for our buckets."""
 
-    def __init__(self, engine: Engine, groups: list[ParamGroup], comm: Comm) -> None:
-        self._engine, self._groups, self._comm = engine, groups, comm
-        self._mine = {id(param) for param in engine.owned(comm.group.rank).values()}
+    def __init__(self, plan: Plan, groups: list[ParamGroup], comm: Comm) -> None:
+        self._engine, self._places = plan.engine, plan.places
+        self._groups, self._comm = groups, comm
+        self._mine = {id(param): index for index, param in plan.engine.owned(comm.group.rank).items()}
         self._updates = 0
         self._failure: Exception | None = None
         self.waiting: list[Arrival] = []
-        self.guard(engine.store.refresh)
+        self.guard(plan.engine.store.refresh)
 
     def guard(self, action: Callable[[], object]) -> None:
         """Run `action` unless something failed already."""
@@ -155,12 +203,20 @@ class _Pass:
         """Update all buckets that wait, but the newest few."""
         while len(self.waiting) > but:
             arrival = self.waiting.pop(0)
-            self._update(arrival.number, dict(zip(arrival.params, arrival.wait(), strict=True)))
+            self._update(arrival.number, self._of_mine(arrival.wait()))
 
-    def update_used(self) -> None:
-        """Update all buckets with what DDP left in `param.grad`, and finish."""
+    def update_used(self, *, trained: bool, uneven: bool) -> None:
+        """Update all buckets with what DDP left in `param.grad`, and finish.
+
+        `trained`: this rank had inputs. `uneven`: some rank may have had none, and so does not know what was used.
+        """
+        used = bytes(trained and param.grad is not None for param in self._engine.params)
+        if uneven:
+            used = self._comm.union(used)
         for arrival in self.waiting:
-            self._update(arrival.number, {p: p.grad for p in arrival.params if p.grad is not None})
+            grads = {p: p.grad for p in arrival.params if p.grad is not None} if trained else arrival.wait()
+            mine = self._of_mine(grads)
+            self._update(arrival.number, {p: grad for p, grad in mine.items() if used[self._mine[id(p)]]})
         self.finish()
 
     def finish(self) -> None:
@@ -175,12 +231,15 @@ class _Pass:
         if compare(self._comm, call, b"", trouble).trouble:
             raise_failure(self._comm, call, self._failure)
 
-    def _update(self, bucket: int, grads: dict[torch.Tensor, torch.Tensor]) -> None:
-        mine = {param: grad for param, grad in grads.items() if id(param) in self._mine}
+    def _of_mine(self, grads: Grads) -> Grads:
+        return {param: grad for param, grad in grads.items() if id(param) in self._mine}
+
+    def _update(self, number: int, mine: Grads) -> None:
         if mine:
             self._updates += 1
             self.guard(lambda: self._engine.update(self._groups, mine))
-        self._engine.send_bucket(bucket)
+        if number in self._places:
+            self._engine.send_bucket(self._places[number])
 
 
 def plain_class(optimizer_class: Factory, *, overlap: bool) -> Factory:
@@ -199,6 +258,20 @@ def plain_class(optimizer_class: Factory, *, overlap: bool) -> Factory:
 
 def _params(groups: list[ParamGroup]) -> Iterator[torch.Tensor]:
     return (param for group in groups for param in group["params"])
+
+
+def _shaped(part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """A stretch of DDP's bucket as a gradient: DDP keeps the parameter's strides where they leave no gaps."""
+    if not torch.ops.aten.is_non_overlapping_and_dense(param):
+        return part.view(param.shape).to(param.dtype)
+    return part.as_strided(param.shape, param.stride(), part.storage_offset()).to(param.dtype)
+
+
+def _running_backward() -> int:
+    return torch._C._current_graph_task_id()
+
+
+NO_BACKWARD = -1
 
 
 def _at_end_of_backward(action: Callable[[], None]) -> None:

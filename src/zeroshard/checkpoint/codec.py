@@ -1,9 +1,11 @@
 """Objects as bytes that can be read back without running code."""
 
 import io
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CheckpointError
 from .trees import dense_memory, map_tensors
@@ -11,35 +13,59 @@ from .trees import dense_memory, map_tensors
 
 def pack(value: Any) -> bytes:
     """`value` as `torch.save` writes it, refused unless `torch.load(weights_only=True)` will take it back."""
-    buffer = io.BytesIO()
     try:
-        torch.save(value, buffer)
-        unpack(buffer.getvalue())
+        return _pack(value)
     except Exception as error:
-        reason = (
-            str(error).split("WeightsUnpickler error: ")[-1].splitlines()[0] if str(error) else type(error).__name__
-        )
+        where, part = _culprit(value)
+        reason = str(error).split("WeightsUnpickler error: ")[-1].partition("\n")[0] or type(error).__name__
         raise CheckpointError(
-            f"a {type(value).__name__} cannot be sent safely: {reason} "
+            f"{where}: a {type(part).__name__} cannot be sent safely: {reason} "
             "Keep to tensors, numbers, strings and plain containers, or allow its types with "
             "torch.serialization.add_safe_globals on every rank."
         ) from error
-    return buffer.getvalue()
 
 
 def unpack(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
+    """What was packed, with all tensors in host memory."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def take_out_tensors(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    """`value` with memory-less stand-ins for its tensors, and the tensors in order, dense."""
+    """`value` with memory-less stand-ins for its tensors, and the tensors in order.
+
+    Sparse tensors and others without plain memory stay where they are.
+    """
     tensors: list[torch.Tensor] = []
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout != torch.strided:
-            raise CheckpointError(f"state of layout {tensor.layout} cannot be sent; make it dense")
-        dense = tensor if dense_memory(tensor) is not None else tensor.contiguous()
-        tensors.append(dense)
-        return torch.empty_strided(dense.shape, dense.stride(), dtype=dense.dtype, device="meta")
+        if tensor.layout != torch.strided or tensor.is_quantized or is_traceable_wrapper_subclass(tensor):
+            return tensor.detach()
+        tensors.append(tensor.detach().resolve_conj().resolve_neg())
+        if dense_memory(tensor) is None:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
     return map_tensors(value, stand_in), tensors
+
+
+def _pack(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    unpack(buffer.getvalue())
+    return buffer.getvalue()
+
+
+def _culprit(value: Any, where: str = "") -> tuple[str, Any]:
+    """The smallest part of `value` that cannot be packed, and the path to it."""
+    for key, part in _parts(value):
+        try:
+            _pack(part)
+        except Exception:
+            return _culprit(part, f"{where}[{key!r}]")
+    return where or "the value itself", value
+
+
+def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(value) if isinstance(value, (list, tuple)) else ()

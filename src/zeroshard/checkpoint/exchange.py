@@ -8,7 +8,7 @@ import torch
 from ..comm.agreement import agree
 from ..comm.collectives import Comm, as_bytes
 from ..comm.pending import Window
-from ..errors import ConfigError, ZeroError
+from ..errors import ConfigError
 from ..units import MIB, Rank
 from .codec import pack, take_out_tensors, unpack
 from .trees import dense_memory, map_tensors, snapshot
@@ -43,10 +43,10 @@ def gather(comm: Comm, call: str, facts: Sequence[str], mine: Any, to: Rank) -> 
     """
     outbox, failure = None, None
     try:
-        if not 0 <= to < comm.group.size:
-            raise ConfigError(f"{call}: to={to} is not a rank of a group of {comm.group.size}")
+        if to not in range(comm.group.size):
+            raise ConfigError(f"{call}: to={to!r} is not a rank of a group of {comm.group.size}")
         outbox = Outbox(mine)
-    except ZeroError as error:
+    except Exception as error:
         failure = error
     agree(comm, call, [f"to={to}", *facts], failure)
     if outbox is not None and comm.group.rank != to:
@@ -64,6 +64,8 @@ def receive(comm: Comm, source: Rank) -> Any:
     tensors: list[torch.Tensor] = []
 
     def allocate(meta: torch.Tensor) -> torch.Tensor:
+        if not meta.is_meta:
+            return meta
         tensors.append(torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype))
         return tensors[-1]
 
@@ -85,8 +87,7 @@ def _pieces(tensors: list[torch.Tensor]) -> Iterator[Piece]:
     small: Piece = []
     room = PIECE_BYTES
     for tensor in tensors:
-        flat = dense_memory(tensor)
-        assert flat is not None, "tensors are made dense before they are sent"
+        flat = _flat(tensor)
         if flat.nbytes > room and small:
             yield small
             small, room = [], PIECE_BYTES
@@ -97,6 +98,12 @@ def _pieces(tensors: list[torch.Tensor]) -> Iterator[Piece]:
             room -= flat.nbytes
     if small:
         yield small
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor, or a copy without the gaps in it."""
+    memory = dense_memory(tensor)
+    return tensor.contiguous().view(-1) if memory is None else memory
 
 
 def _gathered(piece: Piece) -> torch.Tensor:

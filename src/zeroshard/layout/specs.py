@@ -3,12 +3,13 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ParamSpec:
     """One parameter as it was when the optimizer was built."""
 
@@ -21,11 +22,11 @@ class ParamSpec:
     group: int
     trainable: bool
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def extent(self) -> int:
         """Elements of memory between its first and its last: more than `numel` where the strides leave gaps."""
         if 0 in self.shape:

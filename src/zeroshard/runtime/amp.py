@@ -15,9 +15,9 @@ from ..comm.collectives import Comm
 
 def skips(outer: Optimizer, inner: Optimizer, params: Iterable[torch.Tensor], comm: Comm) -> bool:
     """Whether the step is to be left out, on all ranks alike; if not, gradients are ready for `inner`."""
-    found: torch.Tensor | None = getattr(outer, "found_inf", None)
-    if found is None:
+    if getattr(outer, "found_inf", None) is None:
         return False
+    found = _flag(outer)
     anywhere = comm.maximum_of(found.clone())
     scale: torch.Tensor | None = getattr(outer, "grad_scale", None)
     if getattr(inner, "_step_supports_amp_scaling", False):
@@ -36,6 +36,13 @@ def forget(inner: Optimizer) -> None:
     """Undo what `skips` left on the inner optimizer."""
     for name in ("found_inf", "grad_scale"):
         vars(inner).pop(name, None)
+
+
+def _flag(outer: Optimizer) -> torch.Tensor:
+    """What the scaler found: a tensor, or a bare 0 on a rank without gradients."""
+    device = outer.param_groups[0]["params"][0].device
+    found: torch.Tensor | int = outer.found_inf  # type: ignore[attr-defined]
+    return found if isinstance(found, torch.Tensor) else torch.zeros((), device=device)
 
 
 def _warn_if_alone(found: torch.Tensor) -> None:

@@ -2,9 +2,10 @@
 
 import copy
 import math
+import random
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -35,12 +36,23 @@ def examine(recipe: Recipe) -> Traits:
         trial = _Trial(recipe, sparse=sparse)
         with (
             warnings.catch_warnings(),
-            torch.random.fork_rng(devices=trial.cuda_devices),
+            _own_random_numbers(trial.cuda_devices),
             suppress(Exception),
         ):
             warnings.simplefilter("ignore")
             return trial.traits()
     return Traits()
+
+
+@contextmanager
+def _own_random_numbers(cuda_devices: set[torch.device]) -> Iterator[None]:
+    """What is drawn inside does not change what is drawn afterwards. Two draws inside differ."""
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=cuda_devices):
+            yield
+    finally:
+        random.setstate(state)
 
 
 class _Trial:
@@ -52,18 +64,17 @@ class _Trial:
         self.cuda_devices = {like.device for like in self._likes if like.device.type == "cuda"}
 
     def traits(self) -> Traits:
-        together, state = self.run(range(self.size), seed=0)
-        if not _same(together, self.run(range(self.size), seed=1)[0]):
+        together, state = self.run(range(self.size))
+        if not _same(together, self.run(range(self.size))[0]):
             return Traits()
-        alone = [self.run([chosen], seed=0)[0][chosen] for chosen in range(self.size)]
+        alone = [self.run([chosen])[0][chosen] for chosen in range(self.size)]
         return Traits(not _same(together, alone), state)
 
-    def run(self, owned: Sequence[int], seed: int) -> tuple[list[torch.Tensor], frozenset[str]]:
+    def run(self, owned: Sequence[int]) -> tuple[list[torch.Tensor], frozenset[str]]:
         """Values of all probes after a few steps by an optimizer that owns some of them, and its state's keys."""
         probes = [_probe(self._likes[i // 2], i) for i in range(self.size)]
         groups = [self._probe_group(group, probes[2 * i : 2 * i + 2]) for i, group in enumerate(self._groups)]
         ids = {id(probes[i]) for i in owned}
-        torch.manual_seed(seed)
         inner = replace(self._recipe, groups=groups, defaults=copy.deepcopy(self._recipe.defaults)).build(ids)
         for step in range(_STEPS):
             for i in owned:

@@ -42,21 +42,20 @@ class Engine:
     def run(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
         """One step on all ranks. What fails on one rank is raised on all, after the others' updates arrived."""
         self.steps += 1
+        if self.comm.group.size == 1:
+            self.store.refresh()
+            return self._inner_step(groups, closure, kwargs)
         call = f"step {self.steps}"
-        attempt = _Attempt([self.params[index] for index in self._owned])
+        attempt = _Attempt()
         attempt.require(self.store.refresh)
+        watch = _Watch(self.params, self._owned, grads_are_there=closure is None)
         if not attempt.failure:
-            self.inner.push(groups)
-            shared = () if closure is None else (_SharedClosure(self.comm, call, closure),)
-            attempt.update(lambda: self.inner.step(*shared, **kwargs))
-            attempt.require(lambda: self.store.refresh(self._owned))
-            if shared and shared[0].failed and attempt.failure:
+            shared = None if closure is None else _SharedClosure(self.comm, call, closure)
+            attempt.update(lambda: self._inner_step(groups, shared, kwargs))
+            if shared and shared.failed and attempt.failure:
                 raise attempt.failure  # on all ranks alike, before anything was updated
-            self.inner.pull(groups)
-        if self.comm.group.size > 1:
-            self._bring_to_all(call, attempt)
-        elif attempt.failure:
-            raise attempt.failure
+            attempt.require(lambda: self.store.refresh(self._owned))
+        self._bring_to_all(call, attempt, watch.moving())
         return attempt.result
 
     def update(self, groups: Sequence[ParamGroup], grads: Mapping[torch.Tensor, torch.Tensor]) -> None:
@@ -81,8 +80,13 @@ class Engine:
         if self.comm.group.size > 1:
             self.sync.start(self.store.bucket_shipment(bucket))
 
-    def _bring_to_all(self, call: str, attempt: "_Attempt") -> None:
-        moving = self._moving(attempt)
+    def _inner_step(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
+        self.inner.push(groups)
+        result = self.inner.step(*([] if closure is None else [closure]), **kwargs)
+        self.inner.pull(groups)
+        return result
+
+    def _bring_to_all(self, call: str, attempt: "_Attempt", moving: bytes) -> None:
         verdict = compare(self.comm, call, moving, attempt.trouble)
         if verdict.trouble < Trouble.UNFIT:
             if not verdict.same_plan:
@@ -94,23 +98,34 @@ class Engine:
         if verdict.trouble:
             raise_failure(self.comm, call, attempt.failure)
 
-    def _moving(self, attempt: "_Attempt") -> bytes:
-        """A flag for each parameter: it has a gradient, or its owner changed it without one."""
-        flags = bytearray([param.grad is not None for param in self.params])
-        for index, changed in zip(self._owned, attempt.changed(), strict=True):
-            flags[index] |= changed
+
+class _Watch:
+    """Which parameters a step moves: those with a gradient, and those that this rank changes without one."""
+
+    def __init__(self, params: Sequence[torch.Tensor], owned: Sequence[int], *, grads_are_there: bool) -> None:
+        """`grads_are_there`: what has a gradient is known now, and not only after the step."""
+        self._params = params
+        self._flags = self._with_grads() if grads_are_there else None
+        watched = [i for i in owned if not (self._flags and self._flags[i])]
+        self._versions = {i: params[i]._version for i in watched}
+
+    def moving(self) -> bytes:
+        flags = self._flags or self._with_grads()
+        for index, before in self._versions.items():
+            flags[index] |= self._params[index]._version != before
         return bytes(flags)
+
+    def _with_grads(self) -> bytearray:
+        return bytearray([param.grad is not None for param in self._params])
 
 
 class _Attempt:
     """What became of this rank's part of a step."""
 
-    def __init__(self, params: list[torch.Tensor]) -> None:
+    def __init__(self) -> None:
         self.result: Any = None
         self.failure: Exception | None = None
         self.trouble = Trouble.NONE
-        self._params = params
-        self._versions = [param._version for param in params]
 
     def update(self, action: Callable[[], Any]) -> None:
         """The inner step."""
@@ -124,10 +139,7 @@ class _Attempt:
         try:
             check()
         except Exception as error:
-            self.failure, self.trouble = error, Trouble.UNFIT
-
-    def changed(self) -> list[bool]:
-        return [param._version != before for param, before in zip(self._params, self._versions, strict=True)]
+            self.failure, self.trouble = self.failure or error, Trouble.UNFIT
 
 
 class _SharedClosure:

@@ -89,7 +89,8 @@ class Packed:
         self._views = [part.view(param.shape) for part, param in zip(parts, self._params, strict=True)]
 
     def pack(self) -> None:
-        if self._flats is not None:
+        # A transposed parameter keeps its pointer, and so its alias here, but not its order.
+        if self._flats is not None and all(param.is_contiguous() for param in self._params):
             torch.cat(self._flats, out=self.wire)
         else:
             torch._foreach_copy_(self._views, self._params)
@@ -120,8 +121,11 @@ class Store(ABC):
 
     def refresh(self, among: Sequence[int] | None = None) -> None:
         """Notice parameters whose memory was exchanged since (`param.data = ...`): bind anew, or refuse."""
-        chosen = range(len(self._params)) if among is None else among
-        if [self._params[i].data_ptr() for i in chosen] == [self._pointers[i] for i in chosen]:
+        if among is None:
+            same = [param.data_ptr() for param in self._params] == self._pointers
+        else:
+            same = all(self._params[i].data_ptr() == self._pointers[i] for i in among)
+        if same:
             return
         for spec, param in zip(self._layout.params, self._params, strict=True):
             _require_same_kind(spec, param)
