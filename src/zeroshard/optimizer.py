@@ -163,6 +163,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def join_hook(self, **_: Any) -> JoinHook:
         """For `torch.distributed.algorithms.join.Join`."""
+        if self._overlap is not None:
+            return ShadowStep(self._overlap.shadow_step)
         return ShadowStep(lambda: self._step(None, {}, joined=True))
 
     @property

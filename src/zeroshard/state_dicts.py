@@ -9,9 +9,10 @@ from .assembly import option_facts
 from .checkpoint import compat
 from .checkpoint.compat import StateDict
 from .checkpoint.exchange import gather
-from .checkpoint.trees import copy_mutable
+from .checkpoint.trees import copy_mutable, snapshot
 from .comm.agreement import Proposal
 from .runtime.inner import ParamGroup
+from .runtime.loading import load
 from .runtime.step import Engine
 from .units import Rank
 
@@ -29,14 +30,15 @@ def gathered(engine: Engine, groups: Sequence[ParamGroup], call: str, to: int) -
         return None
     by_param = {key: value for share in shares for key, value in share["params"].items()}
     others = {key: value for share in reversed(shares) for key, value in share["others"].items()}
-    return {"state": dict(sorted(by_param.items())) | others, "param_groups": compat.write_groups(groups)}
+    extra = snapshot(engine.inner.extra())
+    return {"state": dict(sorted(by_param.items())) | others, "param_groups": compat.write_groups(groups), **extra}
 
 
 def loading(engine: Engine, saved: StateDict, param_shaped: frozenset[str]) -> Proposal[None]:
     """Load this rank's part of a foreign dict, for all ranks to agree on or to undo."""
     checked = compat.read(saved, engine.layout.params, len(engine.inner.optimizer.param_groups), param_shaped)
     facts = checked.facts()
-    undo = engine.inner.load(compat.local_dict(checked, _owned_by_group(engine)))
+    undo = load(engine.inner.optimizer, compat.local_dict(checked, _owned_by_group(engine)))
     return Proposal(None, facts, undo)
 
 

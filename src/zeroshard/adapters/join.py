@@ -12,7 +12,6 @@ from torch.distributed.algorithms.join import JoinHook
 
 from ..checkpoint.exchange import Outbox, receive
 from ..comm.collectives import Comm
-from ..errors import ZeroError
 from ..units import Rank
 
 OwnedParams = Callable[[Rank], Mapping[int, torch.Tensor]]
@@ -24,6 +23,10 @@ class Lender:
 
     def __init__(self, comm: Comm, owned: OwnedParams) -> None:
         self._comm, self._owned = comm, owned
+        self._cleared = False
+
+    def forget(self) -> None:
+        """A new context begins: gradients that are on this rank now are its own."""
         self._cleared = False
 
     def before_step(self, *, joined: bool) -> None:
@@ -73,12 +76,11 @@ def _flag(rank: Rank, size: int, value: bool) -> bytes:
 
 
 def _portable(grad: torch.Tensor) -> Any:
-    if grad.layout == torch.strided:
-        return grad
     if grad.layout != torch.sparse_coo:
-        raise ZeroError(f"a gradient of layout {grad.layout} cannot be lent to a rank that ran out of inputs")
-    sparse = grad.coalesce()
-    return {"indices": sparse.indices(), "values": sparse.values(), "size": tuple(sparse.shape)}
+        return grad
+    # As it is: sums in another order would round differently.
+    parts = {"indices": grad._indices(), "values": grad._values(), "size": tuple(grad.shape)}
+    return {**parts, "is_coalesced": grad.is_coalesced()}
 
 
 def _restored(value: Any) -> torch.Tensor:

@@ -40,7 +40,8 @@ def take_out_tensors(value: Any) -> tuple[Any, list[torch.Tensor]]:
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout != torch.strided or tensor.is_quantized or is_traceable_wrapper_subclass(tensor):
             return tensor.detach()
-        tensors.append(tensor.detach().resolve_conj().resolve_neg())
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        tensors.append(tensor)
         if dense_memory(tensor) is None:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

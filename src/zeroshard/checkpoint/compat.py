@@ -35,6 +35,10 @@ class SavedState:
     """State by this optimizer's parameter index. The caller's objects: to be copied before use."""
     others: dict[Hashable, Any]
     """State that belongs to no parameter."""
+    extra: StateDict
+    """What the dict has beside the state and the groups."""
+    names: list[str] | None
+    """What this optimizer calls its parameters, whatever the dict calls them."""
 
     def facts(self) -> list[str]:
         """What must be equal on all ranks that load it."""
@@ -46,19 +50,20 @@ class SavedState:
 
 def read(saved: Any, specs: Sequence[ParamSpec], group_count: int, param_shaped: frozenset[str]) -> SavedState:
     """Check `saved` and match its entries with `specs`, by name where both have names, else by position."""
-    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
-        raise CheckpointError("not an optimizer state dict: it needs the keys 'state' and 'param_groups'")
-    groups = saved["param_groups"]
+    groups = _groups(saved)
     _check_sizes(groups, specs, group_count)
     ids = [key for group in groups for key in group["params"]]
     if len(set(ids)) != len(ids):
         raise CheckpointError("the loaded state dict lists a parameter twice in its param_groups")
     places = _places(groups, ids, specs)
     by_param = {places[key]: state for key, state in saved["state"].items() if key in places}
-    others = {key: state for key, state in saved["state"].items() if key not in places}
+    # A number that no group lists would be taken for one of this rank's own numbers.
+    others = {key: state for key, state in saved["state"].items() if key not in places and not isinstance(key, int)}
     for index, state in by_param.items():
         _check_shapes(specs[index], state, param_shaped)
-    return SavedState([dict(group) for group in groups], by_param, others)
+    names = [spec.name for spec in specs if spec.name is not None]
+    extra = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
+    return SavedState([dict(group) for group in groups], by_param, others, extra, names or None)
 
 
 def local_dict(saved: SavedState, owned: Sequence[Sequence[int]]) -> StateDict:
@@ -67,17 +72,19 @@ def local_dict(saved: SavedState, owned: Sequence[Sequence[int]]) -> StateDict:
     groups, number = [], 0
     for group, indices in zip(saved.groups, owned, strict=True):
         state |= {number + i: saved.by_param[index] for i, index in enumerate(indices) if index in saved.by_param}
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append({**options, "params": list(range(number, number + len(indices)))})
+        own: dict[str, Any] = {"params": list(range(number, number + len(indices)))}
+        if saved.names is not None:
+            own["param_names"] = [saved.names[index] for index in indices]
+        options = {key: value for key, value in group.items() if key != "param_names" or key in own}
+        groups.append(options | own)
         number += len(indices)
-    return {"state": state, "param_groups": groups}
+    return {**saved.extra, "state": state, "param_groups": groups}
 
 
 def describe_options(group: ParamGroup) -> str:
     """Hyper-parameters in one line that is equal on ranks with equal values."""
-    return ", ".join(
-        f"{key}={_describe(value)}" for key, value in group.items() if key not in ("params", "param_names")
-    )
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return ", ".join(f"{key}={_describe(value)}" for key, value in sorted(options.items()))
 
 
 def _describe(value: Any) -> str:
@@ -86,16 +93,27 @@ def _describe(value: Any) -> str:
         return f"tensor({inside}, {value.dtype})"
     if isinstance(value, (list, tuple)):
         return f"{type(value).__name__}({', '.join(map(_describe, value))})"
+    if isinstance(value, Mapping):
+        items = ", ".join(f"{_describe(key)}: {_describe(item)}" for key, item in value.items())
+        return f"{type(value).__name__}({items})"
     if isinstance(value, (int, float, complex, str, bytes, type(None), torch.dtype)):
         return repr(value)
     return type(value).__qualname__  # a repr may hold an address, which differs from rank to rank
 
 
 def _outline(state: Any) -> str:
-    outline = map_tensors(state, lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype}")
-    if not isinstance(outline, Mapping):
-        return type(outline).__qualname__
-    return ", ".join(f"{key}: {_describe(value)}" for key, value in outline.items())
+    return _describe(map_tensors(state, lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype}"))
+
+
+def _groups(saved: Any) -> Sequence[ParamGroup]:
+    """The groups of what must look like a state dict."""
+    state, groups = (saved.get("state"), saved.get("param_groups")) if isinstance(saved, Mapping) else (None, None)
+    listed = groups if isinstance(groups, (list, tuple)) else [None]
+    if isinstance(state, Mapping) and all(isinstance(group, Mapping) and "params" in group for group in listed):
+        return listed
+    raise CheckpointError(
+        "not an optimizer state dict: it needs 'state', a dict, and 'param_groups', a list of dicts with 'params'"
+    )
 
 
 def _check_sizes(groups: Sequence[ParamGroup], specs: Sequence[ParamSpec], group_count: int) -> None:

@@ -1,6 +1,6 @@
 """The user's optimizer class on this rank's parameters: the only holder of optimizer state."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,6 @@ import torch
 from torch.optim import Optimizer
 
 from ..checkpoint.compat import StateDict
-from ..checkpoint.trees import copy_mutable, map_tensors
 
 ParamGroup = dict[str, Any]
 Factory = Callable[..., Optimizer]
@@ -65,10 +64,6 @@ class ShardOptimizer:
                 self.optimizer.state.pop(param, None)
         del self.optimizer.param_groups[first:], self._stand_ins[first:]
 
-    @property
-    def params(self) -> list[torch.Tensor]:
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
-
     def push(self, outer: Sequence[ParamGroup]) -> None:
         for inner, group in zip(self.optimizer.param_groups, outer, strict=True):
             _copy_options(group, inner)
@@ -77,24 +72,11 @@ class ShardOptimizer:
         for inner, group in zip(self.optimizer.param_groups, outer, strict=True):
             _copy_options(inner, group)
 
-    def load(self, local: StateDict) -> Callable[[], None]:
-        """Load this rank's part as torch's own `load_state_dict` does; returns how to undo it.
-
-        The caller's tensors and containers are neither kept nor changed.
-        """
-        before = dict(vars(self.optimizer))
-
-        def undo() -> None:
-            vars(self.optimizer).clear()
-            vars(self.optimizer).update(before)
-
-        try:
-            self.optimizer.load_state_dict(_sealed(local, self.params))
-            _unseal(self.optimizer.state, foreign=_storages(local["state"]))
-        except BaseException:
-            undo()
-            raise
-        return undo
+    def extra(self) -> StateDict:
+        """What the optimizer's class adds to torch's state dict."""
+        if type(self.optimizer).state_dict is Optimizer.state_dict:
+            return {}
+        return {k: v for k, v in self.optimizer.state_dict().items() if k not in ("state", "param_groups")}
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The inner optimizer's step. Its own hooks fire, global ones do not: they fire for the outer step."""
@@ -171,65 +153,3 @@ def _call_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
     for after in list(optimizer._optimizer_step_post_hooks.values()):
         after(optimizer, args, kwargs)
     return result
-
-
-class _Sealed:
-    """A value on its way through torch's loading, which would change its type."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _sealed(local: StateDict, params: list[torch.Tensor]) -> StateDict:
-    """The dict for torch to load, with what it would spoil sealed, copied and already cast."""
-    groups = local["param_groups"]
-
-    def seal(number: Any, key: Any, value: Any) -> Any:
-        if _kept_by_torch(value):
-            return value
-        cast = Optimizer._process_value_according_to_param_policy
-        mine = copy_mutable(value)
-        return _Sealed(map_tensors(mine, lambda tensor: cast(params[number], tensor, number, groups, key)))
-
-    state: dict[Any, Any] = {}
-    for number, value in local["state"].items():
-        if not isinstance(number, int) or number >= len(params):
-            state[number] = map_tensors(copy_mutable(value), torch.clone)
-        elif isinstance(value, Mapping):
-            state[number] = {key: seal(number, key, item) for key, item in value.items()}
-        else:
-            state[number] = seal(number, None, value)
-    return {"state": state, "param_groups": groups}
-
-
-def _kept_by_torch(value: Any) -> bool:
-    """Whether torch's loading makes an equal copy: it rebuilds containers, but only the plain ones well."""
-    if type(value) is dict:
-        return all(map(_kept_by_torch, value.values()))
-    if type(value) in (list, tuple, set):
-        return all(map(_kept_by_torch, value))
-    return isinstance(value, torch.Tensor) or not isinstance(value, Iterable)
-
-
-def _unseal(state: dict[Any, Any], foreign: set[int]) -> None:
-    """Open what was sealed, and copy tensors that torch took over from the caller as they were."""
-
-    def own(value: Any) -> Any:
-        opened = value.value if isinstance(value, _Sealed) else value
-        return map_tensors(opened, lambda tensor: tensor.clone() if _storage(tensor) in foreign else tensor)
-
-    for param, value in state.items():
-        if isinstance(value, dict):
-            value.update({key: own(item) for key, item in value.items()})
-        else:
-            state[param] = own(value)
-
-
-def _storages(value: Any) -> set[int]:
-    found: set[int] = set()
-    map_tensors(value, lambda tensor: found.add(_storage(tensor)))
-    return found
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

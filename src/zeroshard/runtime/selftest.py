@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim import optimizer
 
 from .inner import ParamGroup, Recipe, ShardOptimizer
 
@@ -36,7 +37,8 @@ def examine(recipe: Recipe) -> Traits:
         trial = _Trial(recipe, sparse=sparse)
         with (
             warnings.catch_warnings(),
-            _own_random_numbers(trial.cuda_devices),
+            _untouched_random_numbers(trial.cuda_devices),
+            _no_global_hooks(),
             suppress(Exception),
         ):
             warnings.simplefilter("ignore")
@@ -45,14 +47,31 @@ def examine(recipe: Recipe) -> Traits:
 
 
 @contextmanager
-def _own_random_numbers(cuda_devices: set[torch.device]) -> Iterator[None]:
-    """What is drawn inside does not change what is drawn afterwards. Two draws inside differ."""
+def _untouched_random_numbers(cuda_devices: set[torch.device]) -> Iterator[None]:
+    """Draws inside differ from each other and change no draw afterwards."""
     state = random.getstate()
     try:
         with torch.random.fork_rng(devices=cuda_devices):
             yield
     finally:
         random.setstate(state)
+
+
+@contextmanager
+def _no_global_hooks() -> Iterator[None]:
+    """A step that calls its base class's step would fire them for the probes."""
+    registries: list[dict[int, Any]] = [
+        optimizer._global_optimizer_pre_hooks,
+        optimizer._global_optimizer_post_hooks,
+    ]
+    hooks = [dict(registry) for registry in registries]
+    try:
+        for registry in registries:
+            registry.clear()
+        yield
+    finally:
+        for registry, kept in zip(registries, hooks, strict=True):
+            registry.update(kept)
 
 
 class _Trial:

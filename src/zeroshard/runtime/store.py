@@ -129,8 +129,7 @@ class Store(ABC):
             return
         for spec, param in zip(self._layout.params, self._params, strict=True):
             _require_same_kind(spec, param)
-        for bucket in self._layout.buckets:
-            self._rebind(bucket)
+        self._rebind()
         self._remember()
 
     def shipment(self, moving: bytes) -> Shipment:
@@ -181,7 +180,7 @@ class Store(ABC):
     def _take_in(self, bucket: Bucket) -> None: ...
 
     @abstractmethod
-    def _rebind(self, bucket: Bucket) -> None: ...
+    def _rebind(self) -> None: ...
 
     @abstractmethod
     def _parcels_of(self, bucket: Bucket, owner: Rank, pieces: list[Piece], moving: bytes) -> Iterator[Parcel]: ...
@@ -193,7 +192,7 @@ class LooseStore(Store):
     def _take_in(self, bucket: Bucket) -> None:
         pass
 
-    def _rebind(self, bucket: Bucket) -> None:
+    def _rebind(self) -> None:
         pass
 
     def _parcels_of(self, _: Bucket, owner: Rank, pieces: list[Piece], moving: bytes) -> Iterator[Parcel]:
@@ -236,17 +235,18 @@ class FlatStore(Store):
             # parameter then writes that one, not the whole bucket.
             memory = from_dlpack(buffer[slice(*piece.in_bucket)])
             self._homes[piece.param] = memory.as_strided(spec.shape, spec.stride)
-            self._move_home(piece.param)
+            self._move_home(piece.param, self._params[piece.param].detach())
 
-    def _rebind(self, bucket: Bucket) -> None:
-        for piece in bucket.pieces:
-            if self._params[piece.param].data_ptr() != self._homes[piece.param].data_ptr():
-                self._move_home(piece.param)
+    def _rebind(self) -> None:
+        away = [i for i, home in self._homes.items() if self._params[i].data_ptr() != home.data_ptr()]
+        # Hazard: one may lie in the home of another, so all are read before any is written.
+        values = [self._params[i].detach().clone() for i in away]
+        for index, value in zip(away, values, strict=True):
+            self._move_home(index, value)
 
-    def _move_home(self, index: int) -> None:
-        param, home = self._params[index], self._homes[index]
-        home.copy_(param.detach())
-        param.data = home
+    def _move_home(self, index: int, value: torch.Tensor) -> None:
+        self._homes[index].copy_(value)
+        self._params[index].data = self._homes[index]
 
     def _parcels_of(self, bucket: Bucket, owner: Rank, pieces: list[Piece], moving: bytes) -> Iterator[Parcel]:
         for moves, run in groupby(pieces, key=lambda piece: moving[piece.param]):

@@ -1,0 +1,127 @@
+"""Loading as torch's optimizers do it, without what torch's loading spoils."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..checkpoint.compat import StateDict
+from ..checkpoint.trees import copy_mutable, map_tensors
+
+
+def load(optimizer: Optimizer, local: StateDict) -> Callable[[], None]:
+    """Load a dict through the optimizer's own `load_state_dict`; returns how to undo it.
+
+    Hooks, overrides and `__setstate__` of the class see what they would see unsharded. The caller's tensors and
+    containers are neither kept nor changed.
+    """
+    before = dict(vars(optimizer))
+
+    def undo() -> None:
+        vars(optimizer).clear()
+        vars(optimizer).update(before)
+
+    try:
+        with _types_kept(optimizer):
+            optimizer.load_state_dict(copy_mutable(local))
+        _disown(optimizer, foreign=_storages(local))
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+class _Sealed:
+    """A value on its way through torch's loading, which would change its type."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _sealed(local: StateDict, params: list[torch.Tensor]) -> StateDict:
+    """The dict for torch to load, with what it would spoil sealed, copied and already cast."""
+    groups = local["param_groups"]
+
+    def seal(number: Any, key: Any, value: Any) -> Any:
+        if _kept_by_torch(value):
+            return value
+        cast = Optimizer._process_value_according_to_param_policy
+        mine = copy_mutable(value)
+        return _Sealed(map_tensors(mine, lambda tensor: cast(params[number], tensor, number, groups, key)))
+
+    state: dict[Any, Any] = {}
+    for number, value in local["state"].items():
+        if not isinstance(number, int) or number >= len(params):
+            state[number] = map_tensors(copy_mutable(value), torch.clone)
+        elif isinstance(value, Mapping):
+            state[number] = {key: seal(number, key, item) for key, item in value.items()}
+        else:
+            state[number] = seal(number, None, value)
+    return {**local, "state": state}
+
+
+def _kept_by_torch(value: Any) -> bool:
+    """Whether torch's loading makes an equal copy: it rebuilds containers, but only the plain ones well."""
+    if type(value) is dict:
+        return all(map(_kept_by_torch, value.values()))
+    if type(value) in (list, tuple, set):
+        return all(map(_kept_by_torch, value))
+    return isinstance(value, torch.Tensor) or not isinstance(value, Iterable)
+
+
+def _unseal(state: dict[Any, Any]) -> None:
+    for param, value in state.items():
+        if isinstance(value, dict):
+            value.update({key: _open(item) for key, item in value.items()})
+        else:
+            state[param] = _open(value)
+
+
+def _open(value: Any) -> Any:
+    return value.value if isinstance(value, _Sealed) else value
+
+
+@contextmanager
+def _types_kept(optimizer: Optimizer) -> Iterator[None]:
+    """While torch loads: seal what it would spoil at the last moment, and open it before `__setstate__` sees it."""
+
+    def set_state(state: StateDict) -> None:
+        _unseal(state["state"])
+        type(optimizer).__setstate__(optimizer, state)
+
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    handle = optimizer.register_load_state_dict_pre_hook(lambda _, saved: _sealed(saved, params))
+    vars(optimizer)["__setstate__"] = set_state
+    try:
+        yield
+    finally:
+        handle.remove()
+        vars(optimizer).pop("__setstate__", None)
+
+
+def _disown(optimizer: Optimizer, foreign: set[int]) -> None:
+    """Copy tensors that were taken over from the caller as they were."""
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        shared = tensor.layout != torch.strided or _storage(tensor) in foreign
+        return tensor.clone() if shared else tensor
+
+    for param, value in optimizer.state.items():
+        optimizer.state[param] = map_tensors(value, own)
+
+
+def _storages(value: Any) -> set[int]:
+    found: set[int] = set()
+
+    def note(tensor: torch.Tensor) -> None:
+        if tensor.layout == torch.strided:
+            found.add(_storage(tensor))
+
+    map_tensors(value, note)
+    return found
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
