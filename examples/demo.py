@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from train_gpt import Run, join_group, train
+from train_gpt import Run, join_group, train  # type: ignore[import-not-found]
 
 
 def launch() -> int:
@@ -41,7 +41,7 @@ def compare() -> int:
 def results(unsharded: Run, sharded: Run, device: torch.device) -> Table:
     """The table of both runs, with the number of the worst rank in each cell."""
     runs, ranks = (unsharded, sharded), dist.get_world_size()
-    size = sum(parameter.numel() for parameter in sharded.model.parameters()) / 1e6
+    size = sum(parameter.numel() for parameter in sharded.parameters) / 1e6
     title = f"GPT, {size:.1f} M parameters, AdamW, {ranks} x {device.type}"
     table = Table(title=title, caption="worst rank; times are medians")
     table.add_column()
@@ -59,7 +59,7 @@ def results(unsharded: Run, sharded: Run, device: torch.device) -> Table:
 
 
 def parameter_difference(a: Run, b: Run) -> float:
-    pairs = zip(a.model.parameters(), b.model.parameters(), strict=True)
+    pairs = zip(a.parameters, b.parameters, strict=True)
     return torch.stack([(p - q).abs().max() for p, q in pairs]).max().item()
 
 

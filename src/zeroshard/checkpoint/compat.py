@@ -108,7 +108,7 @@ def _outline(state: Any) -> str:
 def _groups(saved: Any) -> Sequence[ParamGroup]:
     """The groups of what must look like a state dict."""
     state, groups = (saved.get("state"), saved.get("param_groups")) if isinstance(saved, Mapping) else (None, None)
-    listed = groups if isinstance(groups, (list, tuple)) else [None]
+    listed: Sequence[Any] = groups if isinstance(groups, (list, tuple)) else [None]
     if isinstance(state, Mapping) and all(isinstance(group, Mapping) and "params" in group for group in listed):
         return listed
     raise CheckpointError(
