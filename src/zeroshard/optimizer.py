@@ -1,7 +1,6 @@
 """`ZeroRedundancyOptimizer`: wires the parts together and delegates."""
 
 import warnings
-from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -25,7 +24,7 @@ from .layout.specs import read_specs
 from .params import read_group, read_params
 from .runtime import amp
 from .runtime.inner import Factory, ParamGroup, Recipe
-from .runtime.step import Engine
+from .runtime.step import Closure, Engine
 from .units import GlobalRank, Rank
 
 
@@ -132,7 +131,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     # ---- training
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:
         """Update this rank's parameters and bring everyone's updates to all ranks.
 
         Returns what the inner optimizer's step returned. `closure` and `kwargs` are handed on to it.
@@ -165,6 +164,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """For `torch.distributed.algorithms.join.Join`."""
         if self._overlap is not None:
             return ShadowStep(self._overlap.shadow_step)
+        self._lender.forget()
         return ShadowStep(lambda: self._step(None, {}, joined=True))
 
     @property
@@ -277,18 +277,32 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._engine.extend(layout, all_params(self.param_groups))
         return self._engine
 
-    def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any], *, joined: bool) -> Any:
-        uneven = self._join_config.enable and self.world_size > 1
-        if uneven:
-            self._lender.before_step(joined=joined)
+    def _step(self, closure: Closure | None, kwargs: dict[str, Any], *, joined: bool) -> Any:
         try:
-            if amp.skips(self, self.optim, self._engine.params, self._comm):
+            if self._join_config.enable and self.world_size > 1:
+                return self._uneven_step(closure, kwargs, joined=joined)
+            if amp.drives(self) and self._skips(uneven=False):
                 return None
             return self._engine.run(self.param_groups, closure, kwargs)
         finally:
             amp.forget(self.optim)
-            if uneven:
-                self._lender.after_step(joined=joined)
+
+    def _uneven_step(self, closure: Closure | None, kwargs: dict[str, Any], *, joined: bool) -> Any:
+        """A step that ranks without inputs shadow."""
+        try:
+            if closure is not None:
+                return self._engine.run(self.param_groups, self._lender.lending(closure), kwargs)
+            survey = self._lender.survey(joined=joined, scaled=amp.drives(self))
+            if survey.scaled and self._skips(uneven=True):
+                return None
+            self._lender.lend(survey)
+            shadow = self._lender.borrowing() if survey.closure else None
+            return self._engine.run(self.param_groups, shadow, kwargs)
+        finally:
+            self._lender.after_step(joined=joined)
+
+    def _skips(self, *, uneven: bool) -> bool:
+        return amp.skips(self, self.optim, self._engine.params, self._comm, uneven=uneven)
 
     def _require_settled(self, call: str) -> None:
         if self._overlap is not None and not self._overlap.settled:

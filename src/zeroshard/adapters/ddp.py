@@ -10,6 +10,7 @@ the others fill, and it goes on updating what it owns.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -164,8 +165,8 @@ class Overlap:
         if arrival.last:
             self._pass = None
             trained, uneven = _running_backward() != NO_BACKWARD, ddp._join_config.enable
-            update_used = (lambda: running.update_used(trained=trained, uneven=uneven)) if plan.late else running.finish
-            self._after(ddp, update_used)
+            late_end = partial(running.update_used, trained=trained, uneven=uneven)
+            self._after(ddp, late_end if plan.late else running.finish)
 
     def _after(self, ddp: DistributedDataParallel, action: Callable[[], None]) -> None:
         """Run `action` when DDP is done with this pass, so that it may look at `param.grad`, and may raise."""

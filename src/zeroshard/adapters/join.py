@@ -5,17 +5,29 @@ parameters it owns, unless another joinable of the same context has set them.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
 from ..checkpoint.exchange import Outbox, receive
 from ..comm.collectives import Comm
+from ..runtime.step import Closure
 from ..units import Rank
 
 OwnedParams = Callable[[Rank], Mapping[int, torch.Tensor]]
 """The parameters that a rank owns, by index."""
+
+
+class Survey(NamedTuple):
+    """How the ranks that still train make the coming step, and who needs their gradients."""
+
+    lender: Rank
+    needy: list[Rank]
+    closure: bool
+    scaled: bool
+    """A GradScaler drives it."""
 
 
 class Lender:
@@ -29,18 +41,50 @@ class Lender:
         """A new context begins: gradients that are on this rank now are its own."""
         self._cleared = False
 
-    def before_step(self, *, joined: bool) -> None:
-        """On all ranks: those that still train, and those that shadow them."""
+    def survey(self, *, joined: bool, closure: bool = False, scaled: bool = False) -> Survey:
+        """On all ranks, when gradients are there: those that still train say how they step, their shadows listen."""
         rank, size = self._comm.group.rank, self._comm.group.size
         # Gradients on a rank that cleared them after its last shadow step were set by another joinable.
         given = self._cleared and any(param.grad is not None for param in self._mine().values())
-        flags = self._comm.union(_flag(rank, size, not joined) + _flag(rank, size, joined and not given))
-        lender = Rank(flags.index(1))
-        for needy in (Rank(i) for i in range(size) if flags[size + i]):
-            if rank == lender:
+        mine = (not joined, joined and not given, closure, scaled)
+        flags = self._comm.union(b"".join(bytes(i == rank and flag for i in range(size)) for flag in mine))
+        trains, needs, closures, scales = (flags[i * size : (i + 1) * size] for i in range(len(mine)))
+        needy = [Rank(i) for i in range(size) if needs[i]]
+        return Survey(Rank(trains.index(1)), needy, any(closures), any(scales))
+
+    def lend(self, survey: Survey) -> None:
+        """On all ranks, after a survey."""
+        for needy in survey.needy:
+            if self._comm.group.rank == survey.lender:
                 self._send(needy)
-            elif rank == needy:
-                self._take(receive(self._comm, lender))
+            elif self._comm.group.rank == needy:
+                self._take(receive(self._comm, survey.lender))
+
+    def lending(self, closure: Closure) -> Closure:
+        """A closure of a rank that trains, which lends what the given one has computed."""
+
+        def run() -> Any:
+            loss, failure = None, None
+            try:
+                loss = closure()
+            except Exception as error:
+                failure = error  # raised only after lending: another rank waits for our gradients
+            self.lend(self.survey(joined=False, closure=True))
+            if failure is not None:
+                raise failure
+            return loss
+
+        return run
+
+    def borrowing(self) -> Closure:
+        """A closure for a shadow of such ranks that has borrowed already: only a further call borrows again."""
+        calls = count()
+
+        def run() -> None:
+            if next(calls) > 0:
+                self.lend(self.survey(joined=True))
+
+        return run
 
     def after_step(self, *, joined: bool) -> None:
         """No later shadow step may use what is on this rank now."""
@@ -69,10 +113,6 @@ class ShadowStep(JoinHook):
 
     def main_hook(self) -> None:
         self._step()
-
-
-def _flag(rank: Rank, size: int, value: bool) -> bytes:
-    return bytes(i == rank and value for i in range(size))
 
 
 def _portable(grad: torch.Tensor) -> Any:

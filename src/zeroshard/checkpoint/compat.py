@@ -107,13 +107,13 @@ def _outline(state: Any) -> str:
 
 def _groups(saved: Any) -> Sequence[ParamGroup]:
     """The groups of what must look like a state dict."""
-    state, groups = (saved.get("state"), saved.get("param_groups")) if isinstance(saved, Mapping) else (None, None)
-    listed: Sequence[Any] = groups if isinstance(groups, (list, tuple)) else [None]
-    if isinstance(state, Mapping) and all(isinstance(group, Mapping) and "params" in group for group in listed):
-        return listed
-    raise CheckpointError(
-        "not an optimizer state dict: it needs 'state', a dict, and 'param_groups', a list of dicts with 'params'"
-    )
+    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    listed = isinstance(groups, (list, tuple)) and all(isinstance(g, Mapping) and "params" in g for g in groups)
+    if groups is None or not listed or not isinstance(saved.get("state"), Mapping):
+        raise CheckpointError(
+            "not an optimizer state dict: it needs 'state', a dict, and 'param_groups', a list of dicts with 'params'"
+        )
+    return list(groups)
 
 
 def _check_sizes(groups: Sequence[ParamGroup], specs: Sequence[ParamSpec], group_count: int) -> None:

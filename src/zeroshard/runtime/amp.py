@@ -5,7 +5,7 @@ The scaler hands a scale and a found-inf flag to optimizers that ask for them, a
 """
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -13,19 +13,25 @@ from torch.optim import Optimizer
 from ..comm.collectives import Comm
 
 
-def skips(outer: Optimizer, inner: Optimizer, params: Iterable[torch.Tensor], comm: Comm) -> bool:
-    """Whether the step is to be left out, on all ranks alike; if not, gradients are ready for `inner`."""
-    if getattr(outer, "found_inf", None) is None:
-        return False
-    found = _flag(outer)
+def drives(outer: Optimizer) -> bool:
+    """Whether a GradScaler is making this step."""
+    return getattr(outer, "found_inf", None) is not None
+
+
+def skips(outer: Optimizer, inner: Optimizer, params: Sequence[torch.Tensor], comm: Comm, *, uneven: bool) -> bool:
+    """Whether the step is to be left out, on all ranks alike; if not, gradients are ready for `inner`.
+
+    `uneven`: some ranks may only shadow the step. They have no scale, so gradients are unscaled before they are lent.
+    """
+    found = _flag(outer, params[0].device)
     anywhere = comm.maximum_of(found.clone())
     scale: torch.Tensor | None = getattr(outer, "grad_scale", None)
-    if getattr(inner, "_step_supports_amp_scaling", False):
+    if getattr(inner, "_step_supports_amp_scaling", False) and not uneven:
         # Fused kernels unscale and skip on the device.
         inner.found_inf, inner.grad_scale = anywhere, scale  # type: ignore[attr-defined]
         return False
     if anywhere.item():
-        _warn_if_alone(found)
+        _warn_if_alone(outer, found)
         return True
     if scale is not None:
         _unscale(params, scale)
@@ -38,15 +44,14 @@ def forget(inner: Optimizer) -> None:
         vars(inner).pop(name, None)
 
 
-def _flag(outer: Optimizer) -> torch.Tensor:
-    """What the scaler found: a tensor, or a bare 0 on a rank without gradients."""
-    device = outer.param_groups[0]["params"][0].device
-    found: torch.Tensor | int = outer.found_inf  # type: ignore[attr-defined]
+def _flag(outer: Optimizer, device: torch.device) -> torch.Tensor:
+    """What the scaler found: a tensor, or a bare 0 on a rank without gradients, or nothing on one without a scaler."""
+    found = getattr(outer, "found_inf", None)
     return found if isinstance(found, torch.Tensor) else torch.zeros((), device=device)
 
 
-def _warn_if_alone(found: torch.Tensor) -> None:
-    if not found.item():
+def _warn_if_alone(outer: Optimizer, found: torch.Tensor) -> None:
+    if drives(outer) and not found.item():
         warnings.warn(
             "another rank found gradients that are not finite, so this rank skips its step too; its GradScaler "
             "does not know and keeps another scale. Reduce gradients over all ranks before scaler.step().",

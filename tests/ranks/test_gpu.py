@@ -1,0 +1,103 @@
+"""On a GPU: NCCL with one rank, gloo with CUDA tensors for several. Skipped where there is none."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from tests.support import RankContext, ranks
+from tests.support.oracle import Twins, assert_same, small_model
+from zeroshard import ZeroRedundancyOptimizer
+from zeroshard.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
+
+pytestmark = pytest.mark.gpu
+
+CASES: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (AdamW, {"lr": 0.01, "fused": True}),
+    (AdamW, {"lr": 0.01, "foreach": True}),
+    (AdamW, {"lr": 0.01, "foreach": False}),
+    (Adam, {"lr": 0.01, "capturable": True}),
+    (SGD, {"lr": 0.01, "momentum": 0.9, "fused": True}),
+]
+
+
+def cuda_model() -> nn.Module:
+    return small_model().cuda()
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_parity_and_going_on_after_a_load(ctx: RankContext, bucket_view: bool) -> None:
+    for factory, options in CASES:
+        twins = Twins(factory, model=cuda_model, zero_only={"parameters_as_bucket_view": bucket_view}, **options)
+        twins.train(3)
+        state = twins.zero.full_state_dict()
+        if state is not None:
+            assert_same(state["state"], _on_cpu(twins.plain.state_dict()["state"]))
+        twins.zero.load_state_dict(twins.plain.state_dict())
+        twins.train(3)
+
+
+@ranks(1)
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_nccl(ctx: RankContext, bucket_view: bool) -> None:
+    torch.cuda.set_device(0)
+    # A group that carries no CPU tensors: its control channel must come from elsewhere.
+    nccl = dist.new_group([0], backend="nccl")
+    zero_only = {"process_group": nccl, "parameters_as_bucket_view": bucket_view}
+    for factory, options in CASES:
+        twins = Twins(factory, model=cuda_model, zero_only=zero_only, **options)
+        twins.train(2)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            twins.zero.step()
+            twins.plain.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        twins.check()
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("make_hook", [hook_with_zero_step, hook_with_zero_step_interleaved])
+def test_overlap(ctx: RankContext, make_hook: Callable[..., Any]) -> None:
+    ours, theirs = (DistributedDataParallel(cuda_model(), bucket_cap_mb=1e-4) for _ in range(2))
+    zero = ZeroRedundancyOptimizer(ours.parameters(), AdamW, overlap_with_ddp=True, lr=0.01)
+    plain = AdamW(theirs.parameters(), lr=0.01)
+    ours.register_comm_hook(None, make_hook(allreduce_hook, ours, zero))
+    theirs.register_comm_hook(None, allreduce_hook)
+    for step in range(6):
+        inputs = torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + ctx.rank)).cuda()
+        for model, optimizer in ((ours, zero), (theirs, plain)):
+            optimizer.zero_grad()
+            model(inputs).square().sum().backward()
+        if step >= 2:
+            plain.step()
+        assert_same(ours.module.state_dict(), theirs.module.state_dict(), f"the model after pass {step}")
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_ranks_skip_when_one_overflows(ctx: RankContext, fused: bool) -> None:
+    model = cuda_model()
+    zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    scaler.scale(model(torch.ones(3, 5).cuda()).sum()).backward()
+    if ctx.rank == ctx.world_size - 1:
+        weight = next(model.parameters())
+        assert weight.grad is not None
+        weight.grad.fill_(float("inf"))
+    scaler.step(zero)
+    assert_same(dict(model.state_dict()), before)
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _on_cpu(item) for key, item in value.items()}
+    return value.cpu() if isinstance(value, torch.Tensor) else value

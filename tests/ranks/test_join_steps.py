@@ -1,0 +1,81 @@
+"""Uneven inputs, with steps that are made by a closure or a GradScaler."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+
+from tests.support import RankContext, ranks
+from tests.support.oracle import Twins, assert_same, set_grads, small_model
+from zeroshard import RankFailedError, ZeroRedundancyOptimizer
+
+Train = Callable[[nn.Module, Optimizer, int], None]
+OVERFLOW_AT = 1
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.arange(10.0).add_(step).sin_().view(2, 5)).square().mean()
+    return loss
+
+
+def with_closure(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
+    for step in range(steps):
+
+        def closure(step: int = step) -> float:
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            torch.autograd.backward(loss)
+            return loss.item()
+
+        assert isinstance(optimizer.step(closure), float)
+
+
+def with_scaler(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        weight = torch.inf if step == OVERFLOW_AT else 1.0
+        torch.autograd.backward(scaler.scale(loss_of(model, step) * weight))
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("train", [with_closure, with_scaler])
+@pytest.mark.parametrize(("factory", "options"), [(SGD, {"momentum": 0.9}), (AdamW, {"fused": True})])
+def test_parity_under_join(
+    ctx: RankContext, train: Train, factory: Callable[..., Optimizer], options: dict[str, Any]
+) -> None:
+    for counts in ([3 + rank for rank in range(4)], [4, 3, 2, 4], [0, 4, 1, 3]):
+        ours, theirs = (DistributedDataParallel(small_model()) for _ in range(2))
+        zero = ZeroRedundancyOptimizer(ours.parameters(), factory, lr=0.1, **options)
+        plain = factory(theirs.parameters(), lr=0.1, **options)
+        with Join([theirs]):
+            train(theirs, plain, counts[ctx.rank])
+        with Join([ours, zero]):
+            train(ours, zero, counts[ctx.rank])
+        assert_same(ours.state_dict(), theirs.state_dict(), f"the model with {counts}")
+
+
+@ranks(2, 3)
+def test_a_closure_that_fails_under_join_is_raised_on_all(ctx: RankContext) -> None:
+    twins = Twins(SGD, lr=0.1)
+
+    def closure() -> None:
+        set_grads(twins.model.parameters(), 0)
+        raise ArithmeticError("out of luck")
+
+    def train() -> None:
+        with Join([twins.zero]):
+            if last:
+                twins.zero.step(closure)
+
+    last = ctx.rank == ctx.world_size - 1
+    with pytest.raises(ArithmeticError if last else RankFailedError, match="out of luck"):
+        train()
+    twins.check()
