@@ -76,6 +76,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._lender = Lender(self._comm, lambda rank: self._engine.owned(rank))  # noqa: PLW0108, engines change
         if overlap_with_ddp:
             self._overlap = Overlap(self._comm, self._repartition, self.param_groups)
+            self._opt_called = True  # LR schedulers would warn that step() is never called
             if parameters_as_bucket_view:
                 warnings.warn("parameters_as_bucket_view has no effect with overlap_with_ddp=True", stacklevel=2)
         self.initialized = True

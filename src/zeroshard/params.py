@@ -98,8 +98,6 @@ def _check_disjoint(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor]) 
 
 def _overlaps(spec: ParamSpec) -> bool:
     """Whether two of its elements lie at one place: then some stride is within reach of the smaller ones."""
-    if spec.numel == 0:
-        return False
     reach = 0
     for step, size in sorted((step, size) for step, size in zip(spec.stride, spec.shape, strict=True) if size > 1):
         if step <= reach:

@@ -188,6 +188,7 @@ class _Pass:
         self._groups, self._comm = groups, comm
         self._mine = {id(param): index for index, param in plan.engine.owned(comm.group.rank).items()}
         self._updates = 0
+        self._put_counters_back = plan.engine.inner.counters()
         self._failure: Exception | None = None
         self.waiting: list[Arrival] = []
         self.guard(plan.engine.store.refresh)
@@ -237,6 +238,8 @@ class _Pass:
 
     def _update(self, number: int, mine: Grads) -> None:
         if mine:
+            if self._updates:
+                self._put_counters_back()  # all updates of a pass are one step
             self._updates += 1
             self.guard(lambda: self._engine.update(self._groups, mine))
         if number in self._places:

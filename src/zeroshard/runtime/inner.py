@@ -9,6 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from ..checkpoint.compat import StateDict
+from ..checkpoint.trees import copy_mutable
+from ..errors import ConfigError
 
 ParamGroup = dict[str, Any]
 Factory = Callable[..., Optimizer]
@@ -51,6 +53,12 @@ class ShardOptimizer:
         self._stand_ins: list[torch.Tensor] = []
         own = [self._own_group(group, owned) for group in recipe.groups]
         self.optimizer = recipe.factory(own[0]["params"] if recipe.plain else own, **recipe.defaults)
+        made = len(self.optimizer.param_groups)
+        if made != len(own):
+            raise ConfigError(
+                f"{recipe.name} made {made} parameter groups of the {len(own)} it was given: "
+                "group the parameters before they are handed to the sharded optimizer"
+            )
         self._leave()
 
     def add_group(self, group: ParamGroup, owned: set[int]) -> None:
@@ -77,6 +85,19 @@ class ShardOptimizer:
         if type(self.optimizer).state_dict is Optimizer.state_dict:
             return {}
         return {k: v for k, v in self.optimizer.state_dict().items() if k not in ("state", "param_groups")}
+
+    def counters(self) -> Callable[[], None]:
+        """How to undo what steps do to numbers on the optimizer itself and to state that belongs to no parameter."""
+        numbers = {key: value for key, value in vars(self.optimizer).items() if isinstance(value, (int, float))}
+        shared = copy_mutable(_shared_state(self.optimizer))
+
+        def put_back() -> None:
+            vars(self.optimizer).update(numbers)
+            for key in _shared_state(self.optimizer):
+                del self.optimizer.state[key]
+            self.optimizer.state.update(copy_mutable(shared))
+
+        return put_back
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The inner optimizer's step. Its own hooks fire, global ones do not: they fire for the outer step."""
@@ -139,6 +160,10 @@ def _copy_options(source: ParamGroup, target: ParamGroup) -> None:
     target.clear()
     target.update(source)
     target.update(kept)
+
+
+def _shared_state(optimizer: Optimizer) -> dict[Any, Any]:
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
 
 
 def _call_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,299 @@
+"""Uneven inputs: ranks that ran out of them go on updating what they own."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from tests.support import RankContext, ranks
+from tests.support.oracle import Twins, assert_same, set_grads, small_model
+from tests.support.overlap import Branches, DdpTwins, Loss, Setup, batch, mlp, regression, setups, through_branches
+from zeroshard import ZeroRedundancyOptimizer
+
+Counts = list[int]
+"""How many inputs each rank has."""
+SetGrads = Callable[[Iterable[torch.Tensor], int], None]
+
+
+def uneven(size: int) -> Iterator[Counts]:
+    """Rank 0 is the longest, the shortest, without any, the only one with any; then the last one is."""
+    yield [size + 1 - rank for rank in range(size)]
+    yield [rank + 1 for rank in range(size)]
+    yield [0] + [2] * (size - 1)
+    yield [2] + [0] * (size - 1)
+    yield [3] * (size - 1) + [0]
+
+
+class Reducer(Joinable):
+    """Adds up the gradients of the ranks that still train, on all ranks."""
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._params = list(params)
+
+    def __call__(self) -> None:
+        Join.notify_join_context(self)
+        self.add_up()
+
+    def add_up(self) -> None:
+        for param in self._params:
+            assert param.grad is not None
+            dist.all_reduce(param.grad)
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        reducer = self
+
+        class Shadow(JoinHook):
+            def main_hook(self) -> None:
+                for param in reducer._params:
+                    param.grad = torch.zeros_like(param)
+                reducer.add_up()
+
+        return Shadow()
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return dist.group.WORLD
+
+
+def whole_grad(param: torch.Tensor, place: int, step: int, rank: int) -> torch.Tensor:
+    """Whole numbers: their sum is exact in any order."""
+    return torch.arange(param.numel()).add_(7 * step + 3 * rank + place).remainder_(5).float().view_as(param)
+
+
+OPTIMIZERS: list[tuple[Callable[..., Optimizer], dict[str, Any]]] = [
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.5}),
+]
+
+
+class Pair:
+    """The sharded optimizer and the plain one, each with a DDP model of its own."""
+
+    def __init__(
+        self, factory: Callable[..., Optimizer], defaults: dict[str, Any], *, bucket_view: bool = False
+    ) -> None:
+        self.ddp, self.plain_ddp = (DistributedDataParallel(small_model()) for _ in range(2))
+        self.zero = ZeroRedundancyOptimizer(
+            self.ddp.parameters(), factory, parameters_as_bucket_view=bucket_view, **defaults
+        )
+        self.plain = factory(self.plain_ddp.parameters(), **defaults)
+
+    def train(self, ctx: RankContext, counts: Counts, *, local_passes: int = 0) -> None:
+        with Join([self.plain_ddp]):
+            _train(self.plain_ddp, self.plain, counts[ctx.rank], local_passes=local_passes)
+        with Join([self.ddp, self.zero]):
+            _train(self.ddp, self.zero, counts[ctx.rank], local_passes=local_passes)
+        # The plain optimizer's state is up to date only where it trained to the end.
+        self.plain.load_state_dict(ctx.gather(self.plain.state_dict())[counts.index(max(counts))])
+        self.compare()
+
+    def compare(self) -> None:
+        assert_same(self.ddp.state_dict(), self.plain_ddp.state_dict(), "the model")
+        for rank in range(self.zero.world_size):
+            self.zero.consolidate_state_dict(to=rank)
+        assert_same(self.zero.state_dict(), self.plain.state_dict(), "the state")
+
+
+def _train(model: Any, optimizer: Optimizer, steps: int, *, local_passes: int = 0) -> None:
+    """`local_passes`: gradients that are accumulated without DDP before each pass through it."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        for number in range(local_passes):
+            torch.autograd.backward(model.module(batch(step + 50 * number)[:, :5]).square().mean())
+        torch.autograd.backward(model(batch(step)[:, :5]).square().mean())
+        optimizer.step()
+
+
+@ranks(1, 2, 3, 4)
+def test_equals_the_plain_optimizer_under_join(ctx: RankContext) -> None:
+    for number, counts in enumerate(uneven(ctx.world_size)):
+        for optimizer in OPTIMIZERS:
+            Pair(*optimizer, bucket_view=number % 2 == 0).train(ctx, counts)
+
+
+@ranks(2, 3)
+def test_training_goes_on_afterwards(ctx: RankContext) -> None:
+    pair = Pair(*OPTIMIZERS[0])
+    first, second, *_ = uneven(ctx.world_size)
+    pair.train(ctx, first)
+    for model, optimizer in ((pair.ddp, pair.zero), (pair.plain_ddp, pair.plain)):
+        _train(model, optimizer, 2)
+    pair.compare()
+    pair.train(ctx, second)
+    pair.train(ctx, first)
+
+
+@ranks(2, 3)
+def test_accumulated_gradients(ctx: RankContext) -> None:
+    for counts in uneven(ctx.world_size):
+        Pair(*OPTIMIZERS[0]).train(ctx, counts, local_passes=2)
+
+
+@ranks(2, 3)
+def test_even_inputs_and_a_join_that_is_off(ctx: RankContext) -> None:
+    pair = Pair(*OPTIMIZERS[0])
+    pair.train(ctx, [2] * ctx.world_size)
+    with Join([pair.ddp, pair.zero], enable=False):
+        _train(pair.ddp, pair.zero, 2)
+    _train(pair.plain_ddp, pair.plain, 2)
+    pair.compare()
+
+
+@ranks(2, 3)
+def test_early_termination_is_raised_on_all(ctx: RankContext) -> None:
+    for with_ddp in (True, False):
+        pair = Pair(*OPTIMIZERS[0])
+        joinables: list[Any] = [pair.ddp, pair.zero] if with_ddp else [pair.zero]
+        model = pair.ddp if with_ddp else pair.ddp.module
+        with pytest.raises(RuntimeError, match="exhausted"), Join(joinables, throw_on_early_termination=True):
+            _train(model, pair.zero, 2 + ctx.rank)
+        assert_same(ctx.gather(model.state_dict()), [model.state_dict()] * ctx.world_size)
+
+
+def join_alone(ctx: RankContext, twins: Twins, counts: Counts, grads: SetGrads = set_grads) -> None:
+    """Gradients are equal on the ranks that still train; a rank that leaves has others, and makes no step with them."""
+    with Join([twins.zero]):
+        for step in range(counts[ctx.rank]):
+            grads(twins.model.parameters(), step)
+            twins.zero.step()
+        set_grads(twins.model.parameters(), 1000 + ctx.rank)
+    for step in range(max(counts)):
+        grads(twins.plain_model.parameters(), step)
+        twins.plain.step()
+    twins.check()
+
+
+@ranks(1, 2, 3, 4)
+def test_never_with_gradients_of_its_own(ctx: RankContext) -> None:
+    for number, counts in enumerate(uneven(ctx.world_size)):
+        for factory, defaults in OPTIMIZERS:
+            twins = Twins(factory, zero_only={"parameters_as_bucket_view": number % 2 == 0}, **defaults)
+            for _ in range(2):
+                join_alone(ctx, twins, counts)
+                set_grads(twins.model.parameters(), 2000 + ctx.rank)
+
+
+def set_some_grads(params: Iterable[torch.Tensor], step: int) -> None:
+    params = list(params)
+    for param in params:
+        param.grad = None
+    set_grads(params[step % 2 :: 2], step)
+
+
+def set_sparse_grads(params: Iterable[torch.Tensor], step: int) -> None:
+    """Not coalesced: a row comes twice."""
+    for param in params:
+        values = torch.linspace(0.1, 0.7 + step, 12).view(4, 3)
+        param.grad = torch.sparse_coo_tensor(torch.tensor([[1, 4, 1, 0]]), values, param.shape)
+
+
+def tables() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleList(nn.Embedding(5, 3) for _ in range(3))
+
+
+@ranks(2, 3)
+def test_parameters_without_gradients(ctx: RankContext) -> None:
+    for counts in uneven(ctx.world_size):
+        join_alone(ctx, Twins(torch.optim.AdamW, lr=0.1), counts, set_some_grads)
+
+
+@ranks(2, 3)
+def test_sparse_gradients(ctx: RankContext) -> None:
+    for counts in uneven(ctx.world_size):
+        join_alone(ctx, Twins(torch.optim.SGD, model=tables, lr=0.3), counts, set_sparse_grads)
+
+
+@ranks(3)
+def test_a_part_of_the_ranks(ctx: RankContext) -> None:
+    group = dist.new_group([0, 2])
+    if ctx.rank != 1:
+        join_alone(ctx, Twins(torch.optim.AdamW, zero_only={"process_group": group}), [1, 0, 3])
+
+
+def set_sums(params: Iterable[torch.Tensor], step: int, counts: Counts) -> None:
+    """What `Reducer` makes of the gradients of the ranks that still train."""
+    for place, param in enumerate(params):
+        param.grad = sum(
+            (whole_grad(param, place, step, rank) for rank, count in enumerate(counts) if step < count),
+            start=torch.zeros_like(param),
+        )
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("zero_first", [False, True])
+def test_with_gradients_that_another_joinable_sets(ctx: RankContext, zero_first: bool) -> None:
+    """With `zero_first` each step takes the gradients that were set after the one before it."""
+    for counts in uneven(ctx.world_size):
+        twins = Twins(torch.optim.SGD, lr=0.1, momentum=0.9)
+        reducer = Reducer(twins.model.parameters())
+        with Join([twins.zero, reducer] if zero_first else [reducer, twins.zero]):
+            for step in range(counts[ctx.rank]):
+                if zero_first:
+                    twins.zero.step()
+                for place, param in enumerate(twins.model.parameters()):
+                    param.grad = whole_grad(param, place, step, ctx.rank)
+                reducer()
+                if not zero_first:
+                    twins.zero.step()
+        for step in range(max(counts)):
+            if zero_first:
+                twins.plain.step()
+            set_sums(twins.plain_model.parameters(), step, counts)
+            if not zero_first:
+                twins.plain.step()
+        twins.check()
+
+
+def join_twins(ctx: RankContext, twins: DdpTwins, counts: Counts, loss: Loss) -> None:
+    with Join([twins.plain_ddp]):
+        for number in range(counts[ctx.rank]):
+            torch.autograd.backward(loss(twins.plain_ddp, number))
+            if number >= twins.setup.warmup:
+                twins.plain.step()
+            twins.plain.zero_grad()
+    with Join([twins.ddp, twins.zero]):
+        for number in range(counts[ctx.rank]):
+            torch.autograd.backward(loss(twins.ddp, number))
+            twins.zero.zero_grad()
+    twins.compare()
+
+
+def each_once(ctx: RankContext, **fixed: Any) -> Iterator[tuple[Setup, Counts]]:
+    """All counts, all setups, and other pairs of them at each number of ranks."""
+    every = list(setups(bucket_view=False, **fixed))
+    for number, counts in enumerate(uneven(ctx.world_size)):
+        yield every[(number + ctx.world_size) % len(every)], counts
+
+
+@ranks(1, 2, 3, 4)
+def test_overlap_under_join(ctx: RankContext) -> None:
+    for setup, counts in each_once(ctx, static_graph=False):
+        twins = DdpTwins(setup, mlp, torch.optim.AdamW, lr=0.01, weight_decay=0.5)
+        join_twins(ctx, twins, [count + 2 * (count > 0) for count in counts], regression)
+
+
+@ranks(2, 3)
+def test_overlap_under_join_with_unused_parameters(ctx: RankContext) -> None:
+    for setup, counts in each_once(ctx, static_graph=False, find_unused=True):
+        twins = DdpTwins(setup, Branches, torch.optim.AdamW, lr=0.01, weight_decay=0.5)
+        # On a rank that never had an input, DDP's map of used parameters is not initialized.
+        join_twins(ctx, twins, [count + 2 for count in counts], through_branches)
+
+
+@ranks(2, 3)
+def test_overlap_under_join_with_a_static_graph(ctx: RankContext) -> None:
+    for setup, counts in each_once(ctx, static_graph=True):
+        twins = DdpTwins(setup, mlp, torch.optim.AdamW, lr=0.01, weight_decay=0.5)
+        join_twins(ctx, twins, [count + 2 for count in counts], regression)
