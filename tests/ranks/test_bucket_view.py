@@ -1,0 +1,257 @@
+"""Where parameters lie, what travels for them, and what autograd sees of it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from tests.support import RankContext, ranks
+from tests.support.oracle import Twins, assert_same, set_grads, small_model
+from tests.support.traffic import recorded
+from zeroshard import BindingError, RankFailedError, ZeroRedundancyOptimizer
+from zeroshard.units import Rank
+
+VIEWS = ({"parameters_as_bucket_view": False}, {"parameters_as_bucket_view": True})
+MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+
+
+# ---- memory
+
+
+@ranks(1, 2, 3, 4)
+def test_one_buffer_a_rank(ctx: RankContext) -> None:
+    model = small_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, parameters_as_bucket_view=True, lr=0.1)
+    assert_same(dict(model.state_dict()), before)
+    params = list(model.parameters())
+    for rank in map(Rank, range(ctx.world_size)):
+        spans = sorted((params[i].data_ptr(), params[i].nbytes) for i in zero.layout.owned_by(rank))
+        for (start, size), (following, _) in pairwise(spans):
+            assert start + size <= following < start + size + 64
+
+
+@ranks(1, 2, 3, 4)
+def test_saving_one_parameter_writes_that_one(ctx: RankContext) -> None:
+    model = nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 2))
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, parameters_as_bucket_view=True, lr=0.1)
+    set_grads(model.parameters(), 0)
+    zero.step()
+    for param in model.parameters():
+        file = io.BytesIO()
+        torch.save(param, file)
+        assert file.tell() < param.nbytes + 4096
+        file.seek(0)
+        assert_same(torch.load(file), param)
+    whole = io.BytesIO()
+    torch.save(model.state_dict(), whole)
+    whole.seek(0)
+    assert_same(torch.load(whole), model.state_dict())
+
+
+Change = Callable[[nn.Module], None]
+
+
+def by_vector(model: nn.Module) -> None:
+    vector_to_parameters(parameters_to_vector(model.parameters()) * 0.5, model.parameters())
+
+
+def by_swap(model: nn.Module) -> None:
+    for param in list(model.parameters())[1::2]:
+        param.data = param.data * 0.5
+
+
+def by_exchange(model: nn.Module) -> None:
+    """Three parameters change places."""
+    biases = [param for name, param in model.named_parameters() if "bias" in name]
+    first, *others = (param.data for param in biases)
+    for param, data in zip(biases, (*others, first), strict=True):
+        param.data = data
+
+
+def by_transposition(model: nn.Module) -> None:
+    """The memory stays, the order of the elements in it changes."""
+    for param in model.parameters():
+        param.data = param.data.t()
+
+
+def by_copy(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+
+
+def by_round_trip(model: nn.Module) -> None:
+    model.double().float()
+
+
+def equal_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+
+
+@ranks(1, 2, 3, 4)
+def test_memory_may_be_exchanged(ctx: RankContext) -> None:
+    for change in (by_vector, by_swap, by_exchange, by_transposition, by_copy, by_round_trip):
+        for zero_only in VIEWS:
+            twins = Twins(optim.SGD, model=equal_layers, zero_only=zero_only, **MOMENTUM)
+            for _ in range(2):
+                twins.train(1)
+                for model, _optimizer in twins.sides:
+                    change(model)
+            twins.train(1)
+
+
+@ranks(1, 2, 3, 4)
+def test_strides_may_be_changed(ctx: RankContext) -> None:
+    """Without bucket view they stay as changed, with it they become again what they were."""
+    for zero_only in VIEWS:
+        twins = Twins(optim.SGD, model=equal_layers, zero_only=zero_only, **MOMENTUM)
+        twins.train(1)
+        for model, _ in twins.sides:
+            for param in model.parameters():
+                param.data = param.data.t().contiguous().t() * 0.5
+        for step in (1, 2):
+            values = []
+            for model, optimizer in twins.sides:
+                set_grads(model.parameters(), step)
+                optimizer.step()
+                values.append(
+                    [param.detach().clone(memory_format=torch.contiguous_format) for param in model.parameters()]
+                )
+            assert_same(values[0], values[1])
+
+
+@ranks(1, 2, 3, 4)
+def test_memory_exchanged_on_one_rank_only(ctx: RankContext) -> None:
+    for zero_only in VIEWS:
+        twins = Twins(optim.SGD, zero_only=zero_only, **MOMENTUM)
+        for step in range(3):
+            if ctx.rank == step:
+                for param in twins.model.parameters():
+                    param.data = param.data.clone()
+            twins.train(1)
+
+
+def cast(model: nn.Module) -> None:
+    model.double()
+
+
+def cast_one(model: nn.Module) -> None:
+    param = list(model.parameters())[2]
+    param.data = param.data.half()
+
+
+def reshape(model: nn.Module) -> None:
+    param = list(model.parameters())[1]
+    param.data = torch.zeros(3)
+
+
+@ranks(1, 2, 3, 4)
+def test_casts_are_refused(ctx: RankContext) -> None:
+    for change in (cast, cast_one, reshape):
+        for zero_only in VIEWS:
+            twins = Twins(optim.SGD, zero_only=zero_only, **MOMENTUM)
+            twins.train(1)
+            kept = [(param, param.data) for param in twins.model.parameters()]
+            for everywhere in (True, False):
+                mine = everywhere or ctx.rank == 0
+                for param in twins.model.parameters():
+                    param.grad = None
+                if mine:
+                    change(twins.model)
+                with pytest.raises(BindingError if mine else RankFailedError, match="when the optimizer was made"):
+                    twins.zero.step()
+                for param, data in kept:
+                    param.data = data
+            twins.train(2)
+
+
+# ---- traffic
+
+
+def blocks() -> nn.ParameterList:
+    """Sizes that need no padding."""
+    torch.manual_seed(0)
+    return nn.ParameterList([torch.randn(16 * size) for size in (1, 2, 3, 4, 5, 6)])
+
+
+@ranks(2, 3, 4)
+def test_only_what_trains_travels(ctx: RankContext) -> None:
+    for zero_only in VIEWS:
+        twins = Twins(optim.SGD, model=blocks, zero_only=zero_only, **MOMENTUM)
+        for frozen in ((), (0,), (1, 4), (0, 1, 2, 3, 4, 5), (5,), ()):
+            for model, optimizer in twins.sides:
+                optimizer.zero_grad()
+                for place, param in enumerate(model.parameters()):
+                    param.requires_grad_(place not in frozen)
+            with recorded() as traffic:
+                twins.train(1)
+            trained = [param for param in twins.model.parameters() if param.requires_grad]
+            assert sum(traffic.sizes("broadcast")) == sum(param.nbytes for param in trained)
+
+
+def half_frozen() -> nn.ParameterList:
+    model = blocks()
+    for place in (1, 3, 5):
+        model[place].requires_grad_(False)
+    return model
+
+
+@ranks(2, 3, 4)
+def test_frozen_parameters_do_not_weigh(ctx: RankContext) -> None:
+    for zero_only in VIEWS:
+        twins = Twins(optim.SGD, model=half_frozen, zero_only=zero_only, **MOMENTUM)
+        trained = [param for param in twins.model.parameters() if param.requires_grad]
+        alone = ZeroRedundancyOptimizer([nn.Parameter(param.detach().clone()) for param in trained], optim.SGD, lr=0.1)
+        owners = [twins.zero.layout.owner_of(place) for place in (0, 2, 4)]
+        assert owners == [alone.layout.owner_of(place) for place in range(3)]
+        with recorded() as traffic:
+            twins.train(1)
+        assert sum(traffic.sizes("broadcast")) == sum(param.nbytes for param in trained)
+        assert len(traffic.sizes("broadcast")) == len(set(owners))
+
+
+@ranks(2, 3, 4)
+def test_one_message_a_rank(ctx: RankContext) -> None:
+    for zero_only in VIEWS:
+        twins = Twins(optim.SGD, zero_only=zero_only, **MOMENTUM)
+        with recorded() as traffic:
+            twins.train(1)
+        assert len(traffic.sizes("broadcast")) == ctx.world_size
+
+
+# ---- autograd
+
+
+def all_sizes() -> nn.ParameterList:
+    return nn.ParameterList([torch.ones(520, 510), torch.ones(3), torch.ones(7), torch.ones(4, 3).t()])
+
+
+@ranks(1, 2, 3, 4)
+def test_an_update_counts_as_a_change_in_place(ctx: RankContext) -> None:
+    """Also that of another rank: a graph from before the step must not go unnoticed."""
+    for zero_only in VIEWS:
+        twins = Twins(optim.SGD, model=all_sizes, zero_only=zero_only, lr=0.1)
+        graphs = [param.square().sum() for part, _ in twins.sides for param in part.parameters()]
+        twins.train(1)
+        for graph in graphs:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.backward(graph)
+
+
+@ranks(2, 3)
+def test_what_did_not_change_keeps_its_graph(ctx: RankContext) -> None:
+    for zero_only in VIEWS:
+        twins = Twins(optim.SGD, zero_only=zero_only, lr=0.1)
+        params = list(twins.model.parameters())
+        graphs = [param.square().sum() for param in params[:3]]
+        set_grads(params[3:], 0)
+        twins.zero.step()
+        for graph in graphs:
+            torch.autograd.backward(graph)

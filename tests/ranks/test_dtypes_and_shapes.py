@@ -1,0 +1,215 @@
+"""Parameters of all kinds: dtypes, sizes, strides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from tests.support import RankContext, ranks
+from tests.support.oracle import Twins, assert_same, set_grads
+from zeroshard import ConfigError, ZeroConfig, ZeroRedundancyOptimizer
+
+MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+MIXED = ZeroConfig(mixed_dtypes=True)
+
+
+def settings(**more: Any) -> Iterable[dict[str, Any]]:
+    """With and without bucket view."""
+    return ({"parameters_as_bucket_view": bucket_view, **more} for bucket_view in (False, True))
+
+
+def randoms(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> nn.ParameterList:
+    torch.manual_seed(0)
+    return nn.ParameterList([torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes])
+
+
+OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (optim.SGD, MOMENTUM),
+    (optim.Adam, {"eps": 1e-3}),
+    (optim.AdamW, {"eps": 1e-3, "amsgrad": True, "foreach": True}),
+]
+
+
+@ranks(1, 2, 3, 4)
+def test_dtypes(ctx: RankContext) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128):
+        model = partial(randoms, (3, 4), (5,), (), (2, 2, 2), (0,), dtype=dtype)
+        for zero_only in settings():
+            for cls, options in OPTIMIZERS:
+                Twins(cls, model=model, zero_only=zero_only, **options).train(2)
+            if not dtype.is_complex:
+                Twins(optim.AdamW, model=model, zero_only=zero_only, eps=1e-3, fused=True).train(2)
+
+
+def mixture() -> nn.ParameterList:
+    dtypes = (torch.float32, torch.bfloat16, torch.complex64, torch.float32, torch.float64, torch.bfloat16)
+    shapes = ((3, 3), (7,), (2, 2), (5,), (4,), ())
+    return nn.ParameterList([randoms(shape, dtype=dtype)[0] for shape, dtype in zip(shapes, dtypes, strict=True)])
+
+
+def one_by_one(model: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": [param]} for param in model.parameters()]
+
+
+@ranks(1, 2, 3, 4)
+def test_several_dtypes_if_asked_for(ctx: RankContext) -> None:
+    for handed in (nn.Module.parameters, one_by_one):
+        with pytest.raises(
+            ConfigError, match=r"parameter 0 is torch.float32, parameter 1 is torch.bfloat16.*mixed_dtypes"
+        ):
+            ZeroRedundancyOptimizer(handed(mixture()), optim.SGD, lr=0.1)
+        for zero_only in settings(config=MIXED):
+            for cls, options in OPTIMIZERS:
+                Twins(cls, model=mixture, handed=handed, zero_only=zero_only, **options).train(2)
+
+
+def first(model: nn.Module) -> list[nn.Parameter]:
+    return list(model.parameters())[:1]
+
+
+@ranks(1, 2, 3)
+def test_another_dtype_in_a_later_group(ctx: RankContext) -> None:
+    for zero_only in settings():
+        twins = Twins(optim.SGD, model=mixture, handed=first, zero_only=zero_only, **MOMENTUM)
+        twins.train(1)
+        _, other, *_ = twins.model.parameters()
+        with pytest.raises(ConfigError, match=r"parameter 1 is torch.bfloat16"):
+            twins.zero.add_param_group({"params": other})
+        assert other.dtype == torch.bfloat16
+        twins.train(1)
+    for zero_only in settings(config=MIXED):
+        twins = Twins(optim.SGD, model=mixture, handed=first, zero_only=zero_only, **MOMENTUM)
+        twins.train(1)
+        for model, optimizer in twins.sides:
+            optimizer.add_param_group({"params": list(model.parameters())[1:]})
+        twins.train(2)
+
+
+@ranks(1, 2, 3, 4)
+def test_sizes(ctx: RankContext) -> None:
+    odd: list[list[tuple[int, ...]]] = [[(0,)], [(0,), (3, 0), (2,)], [()], [(), (), ()], [(1,)], [(3, 4)], [(0,), ()]]
+    for shapes in odd:
+        model = partial(randoms, *shapes)
+        for zero_only in settings():
+            Twins(optim.SGD, model=model, zero_only=zero_only, **MOMENTUM).train(2)
+            Twins(optim.AdamW, model=model, handed=one_by_one, zero_only=zero_only).train(2)
+
+
+@ranks(2, 3, 4)
+def test_parameters_that_travel_alone(ctx: RankContext) -> None:
+    """From a mebibyte on a parameter is a message of its own."""
+    model = partial(randoms, (520, 510), (7,), (512, 512), (5,))
+    for zero_only in settings():
+        Twins(optim.SGD, model=model, zero_only=zero_only, **MOMENTUM).train(2)
+
+
+def strided() -> nn.ParameterList:
+    """Every way in which the elements of a parameter may lie in memory, small and large."""
+    torch.manual_seed(0)
+    images = torch.randn(2, 3, 4, 5)
+    layouts: list[Tensor] = [
+        torch.randn(3, 4),
+        images.to(memory_format=torch.channels_last),
+        torch.randn(4, 6).t(),
+        torch.randn(4, 6)[:, ::2],
+        torch.randn(4, 6)[:, :5].t(),
+        torch.randn(9)[::3],
+        torch.randn(3, 1, 2).expand(3, 1, 2).transpose(0, 2),
+        torch.randn(2, 3, 4, 5).permute(3, 1, 0, 2)[1:, :, :, ::3],
+        torch.randn(520, 510).t(),
+        torch.randn(520, 1020)[:, ::2],
+    ]
+    return nn.ParameterList([nn.Parameter(layout) for layout in layouts])
+
+
+@ranks(1, 2, 3, 4)
+def test_strides(ctx: RankContext) -> None:
+    strides = [param.stride() for param in strided()]
+    assert strides[1:4] == [(60, 1, 15, 3), (1, 6), (6, 2)]
+    for zero_only in settings():
+        for cls, options in ((optim.SGD, MOMENTUM), (optim.AdamW, {"foreach": True})):
+            twins = Twins(cls, model=strided, zero_only=zero_only, **options)
+            assert [param.stride() for param in twins.model.parameters()] == strides
+            twins.train(2)
+            assert [param.stride() for param in twins.model.parameters()] == strides
+
+
+@ranks(1, 2, 3, 4)
+def test_gradients_reach_strided_parameters(ctx: RankContext) -> None:
+    """Real backward passes through a channels_last convolution."""
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.Conv2d(4, 2, 3, bias=False))
+        for param in layers.parameters():
+            param.data = param.data.contiguous(memory_format=torch.channels_last)
+        return layers
+
+    for zero_only in settings():
+        twins = Twins(optim.SGD, model=model, zero_only=zero_only, **MOMENTUM)
+        for step in range(2):
+            images = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(step))
+            grads = []
+            for module, optimizer in twins.sides:
+                optimizer.zero_grad()
+                torch.autograd.backward(module(images.contiguous(memory_format=torch.channels_last)).square().mean())
+                optimizer.step()
+                grads.append([param.grad for param in module.parameters()])
+            twins.check()
+            assert_same(grads[0], grads[1])
+
+
+def interleaved() -> nn.ParameterList:
+    """The even and the odd columns of one matrix."""
+    torch.manual_seed(0)
+    whole = torch.randn(4, 6)
+    return nn.ParameterList([nn.Parameter(whole[:, ::2]), nn.Parameter(whole[:, 1::2])])
+
+
+@ranks(1, 2, 3)
+def test_parameters_that_interleave_in_memory(ctx: RankContext) -> None:
+    for zero_only in settings():
+        Twins(optim.SGD, model=interleaved, zero_only=zero_only, **MOMENTUM).train(2)
+
+
+@ranks(1, 2)
+def test_parameters_that_share_memory_are_refused(ctx: RankContext) -> None:
+    shared = torch.randn(3, 4)
+    for alias in (shared, shared[1], shared.t()):
+        params = [nn.Parameter(shared), nn.Parameter(torch.randn(2)), nn.Parameter(alias)]
+        with pytest.raises(ConfigError, match=r"parameter \d and parameter \d share memory"):
+            ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1)
+        zero = ZeroRedundancyOptimizer(params[:2], optim.SGD, lr=0.1)
+        with pytest.raises(ConfigError, match=r"parameter \d and parameter \d share memory"):
+            zero.add_param_group({"params": params[2]})
+        assert len(zero.param_groups) == 1
+
+
+def sparse_param() -> Tensor:
+    return torch.eye(3).to_sparse().requires_grad_()
+
+
+def shared_elements() -> Tensor:
+    return nn.Parameter(torch.randn(3, 1).expand(3, 4))
+
+
+@ranks(1, 2)
+def test_what_cannot_be_a_parameter(ctx: RankContext) -> None:
+    cases: list[tuple[Callable[[], Tensor], str]] = [
+        (sparse_param, "parameter 1 has the layout torch.sparse_coo"),
+        (shared_elements, "parameter 1 has elements that share memory"),
+    ]
+    for make, reason in cases:
+        with pytest.raises(ConfigError, match=reason):
+            ZeroRedundancyOptimizer([torch.ones(2, requires_grad=True), make()], optim.SGD, lr=0.1)
+        zero = ZeroRedundancyOptimizer([torch.ones(2, requires_grad=True)], optim.SGD, lr=0.1)
+        with pytest.raises(ConfigError, match=reason):
+            zero.add_param_group({"params": [make()]})
+        set_grads(zero.param_groups[0]["params"], 0)
+        zero.step()
