@@ -1,0 +1,57 @@
+"""Options check themselves."""
+
+from collections.abc import Sequence
+from dataclasses import FrozenInstanceError, dataclass
+from typing import Any
+
+import pytest
+
+from zeroshard.config import ZeroConfig
+from zeroshard.errors import ConfigError
+from zeroshard.layout.layout import Layout
+from zeroshard.layout.partition import WholeParams
+from zeroshard.layout.specs import ParamSpec
+
+
+class Plain:
+    """A partitioner whose repr holds its address."""
+
+    def extend(self, layout: Layout, specs: Sequence[ParamSpec]) -> Layout:
+        return WholeParams().extend(layout, specs)
+
+
+@dataclass(frozen=True)
+class Tuned(Plain):
+    width: int
+
+
+def test_the_defaults_are_torchs_contract() -> None:
+    assert ZeroConfig() == ZeroConfig(partition=WholeParams(), mixed_dtypes=False)
+
+
+def test_options_do_not_change_later() -> None:
+    with pytest.raises(FrozenInstanceError):
+        ZeroConfig().mixed_dtypes = True  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("partition", [None, "whole", WholeParams, 3])
+def test_only_a_partitioner_is_one(partition: Any) -> None:
+    with pytest.raises(ConfigError, match=r"ZeroConfig\(partition=...\) takes a partitioner such as WholeParams\(\)"):
+        ZeroConfig(partition=partition)
+
+
+@pytest.mark.parametrize("mixed", [None, 1, "yes"])
+def test_flags_are_true_or_false(mixed: Any) -> None:
+    with pytest.raises(ConfigError, match=r"ZeroConfig\(mixed_dtypes=...\) takes True or False"):
+        ZeroConfig(mixed_dtypes=mixed)
+
+
+def test_descriptions_are_equal_for_equal_options() -> None:
+    assert ZeroConfig(Plain()).describe() == ZeroConfig(Plain()).describe()
+    assert ZeroConfig(Tuned(2)).describe() == ZeroConfig(Tuned(2)).describe()
+
+
+def test_descriptions_tell_options_apart() -> None:
+    options = [ZeroConfig(), ZeroConfig(mixed_dtypes=True), ZeroConfig(Plain()), ZeroConfig(Tuned(2))]
+    options.append(ZeroConfig(Tuned(3)))
+    assert len({option.describe() for option in options}) == len(options)

@@ -1,0 +1,204 @@
+"""What may be handed in as parameters, and what is refused."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zeroshard.errors import ConfigError
+from zeroshard.layout.specs import read_specs
+from zeroshard.params import check_specs, read_group, read_params
+
+MODEL = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+A, B, C, D = MODEL.parameters()
+PLAIN = torch.ones(2)
+NAMED = list(MODEL.named_parameters())
+
+# Factories, since a generator can be read once.
+ACCEPTED: dict[str, Callable[[], Any]] = {
+    "a list": lambda: [A, B],
+    "a tuple": lambda: (A, B),
+    "a generator": MODEL.parameters,
+    "the values of a dict": lambda: dict(NAMED).values(),
+    "an iterator": lambda: iter([A, B]),
+    "a plain tensor": lambda: [PLAIN],
+    "names": MODEL.named_parameters,
+    "a list of names": lambda: NAMED,
+    "one group": lambda: [{"params": [A, B], "lr": 2.0}],
+    "a generator of groups": lambda: ({"params": [p]} for p in (A, B)),
+    "a generator in a group": lambda: [{"params": MODEL.parameters()}, {"params": iter(())}],
+    "a tensor in a group": lambda: [{"params": A}, {"params": B, "lr": 3.0}],
+    "names in a group": lambda: [{"params": MODEL[0].named_parameters()}, {"params": NAMED[2:], "lr": 3.0}],
+    "an empty group beside another": lambda: [{"params": []}, {"params": [A]}],
+}
+
+
+@pytest.mark.parametrize("form", ACCEPTED.values(), ids=ACCEPTED)
+def test_what_torch_takes_is_taken_alike(form: Callable[[], Any]) -> None:
+    expected = torch.optim.SGD(form(), lr=1.0)
+    groups, plain = read_params(form())
+    ours = torch.optim.SGD(groups, lr=1.0)
+    assert plain == (not isinstance(next(iter(form())), dict))
+    assert len(ours.param_groups) == len(expected.param_groups)
+    for mine, theirs in zip(ours.param_groups, expected.param_groups, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert [id(param) for param in mine["params"]] == [id(param) for param in theirs["params"]]
+        assert (mine["lr"], mine.get("param_names")) == (theirs["lr"], theirs.get("param_names"))
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a bare tensor": (lambda: A, TypeError, "params must be an iterable of tensors or dicts, not a tensor"),
+    "a number": (lambda: 3, TypeError, "iterable of tensors or dicts, not int"),
+    "None": (lambda: None, TypeError, "not NoneType"),
+    "a module": (lambda: nn.Linear(1, 1), TypeError, "not Linear"),
+    "a string": (lambda: "weights", TypeError, "not str"),
+    "a dict of parameters": (lambda: dict(NAMED), TypeError, "not dict"),
+    "one group without a list": (lambda: {"params": [A]}, TypeError, "not dict"),
+    "a set": (lambda: {A, B}, TypeError, "ordered; the order of a set changes"),
+    "a frozenset": (lambda: frozenset([A]), TypeError, "ordered; the order of a frozenset changes"),
+    "an empty list": (list, ValueError, "empty parameter list"),
+    "an empty generator": (lambda: iter(()), ValueError, "empty parameter list"),
+    "a tensor beside a group": (lambda: [A, {"params": [B]}], TypeError, "all tensors or all dicts; found dict"),
+    "a group beside a tensor": (lambda: [{"params": [B]}, A], TypeError, "all tensors or all dicts; found dict"),
+    "another type": (lambda: [A, "bias"], TypeError, "found str"),
+    "numbers": (lambda: [1.0, 2.0], TypeError, "found float"),
+    "bytes": (lambda: b"ab", TypeError, "found int"),
+    "lists of tensors": (lambda: [[A], [B]], TypeError, "found list"),
+    "a pair the wrong way round": (lambda: [(A, "a")], TypeError, "found tuple"),
+    "a name without a tensor": (lambda: [("a", None)], TypeError, "found tuple"),
+    "a group without params": (lambda: [{"lr": 1.0, "b": 2}], ValueError, r"'params'; found \['b', 'lr'\]"),
+    "another type in a group": (lambda: [{"params": [A, 1]}], TypeError, "found int"),
+    "a group in a group": (lambda: [{"params": [{"params": [A]}]}], TypeError, "found dict"),
+    "a set in a group": (lambda: [{"params": {A, B}}], TypeError, "'params' of a group must be ordered"),
+    "a string in a group": (lambda: [{"params": "weights"}], TypeError, "'params' of a group must be an iterable"),
+    "None in a group": (lambda: [{"params": None}], TypeError, "not NoneType"),
+}
+
+
+@pytest.mark.parametrize(("form", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_the_rest_is_refused(form: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        read_params(form())
+
+
+def test_a_single_group_must_be_a_dict() -> None:
+    with pytest.raises(TypeError, match="a param group must be a dict, not list"):
+        read_group([A])
+
+
+def test_what_was_given_stays_as_it_was() -> None:
+    listed = [A, B]
+    group = {"params": listed, "lr": 1.0}
+    given_groups = [group]
+    made = read_params(given_groups).groups
+    made[0]["lr"] = 5.0
+    made[0]["params"].append(C)
+    made.append({})
+    assert given_groups == [group]
+    assert group == {"params": listed, "lr": 1.0}
+    assert [id(param) for param in listed] == [id(A), id(B)]
+    flat = read_params(listed).groups[0]["params"]
+    flat.clear()
+    assert len(listed) == 2
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that only wraps another, as quantized and distributed tensors do."""
+
+    wrapped: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "Wrapper":
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        assert isinstance(made, Wrapper)
+        made.wrapped = inner
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["wrapped"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> "Wrapper":
+        return cls(inner["wrapped"])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return cls(args[0].wrapped) if func is torch.ops.aten.detach.default else NotImplemented
+
+
+def check(*params: torch.Tensor, mixed: bool = False, names: list[str] | None = None) -> None:
+    group = {"params": list(params), "param_names": names}
+    check_specs(read_specs([group]), params, mixed_dtypes=mixed)
+
+
+GRID = torch.zeros(6, 6)
+UNFIT: dict[str, tuple[torch.Tensor, str]] = {
+    "sparse": (torch.eye(3).to_sparse(), "layout torch.sparse_coo; only dense"),
+    "expanded": (torch.zeros(1, 3).expand(4, 3), r"share memory \(strides \(0, 1\)\)"),
+    "a sliding window": (torch.zeros(9).unfold(0, 3, 1), r"share memory \(strides \(1, 1\)\)"),
+    "half overlapping rows": (torch.zeros(9).as_strided((2, 4), (3, 1)), "share memory"),
+    "a wrapper": (Wrapper(torch.zeros(2)), "is a Wrapper, which cannot be sharded"),
+}
+
+
+@pytest.mark.parametrize(("param", "message"), UNFIT.values(), ids=UNFIT)
+def test_parameters_that_cannot_be_sharded(param: torch.Tensor, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        check(torch.zeros(2), param, names=["fine", "odd"])
+    assert str(caught.value).startswith("parameter 1 (odd)")
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_compressed_sparse_parameters_are_named_too() -> None:
+    with pytest.raises(ConfigError, match=r"parameter 0 has the layout torch\.sparse_csr"):
+        check(torch.eye(3).to_sparse_csr())
+
+
+FIT: dict[str, Iterable[torch.Tensor]] = {
+    "none": [],
+    "transposed, channels_last, with gaps": [
+        torch.zeros(2, 3).t(),
+        torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.zeros(4, 4)[:, ::2],
+    ],
+    "0-dim and empty": [torch.zeros(()), torch.zeros(0), torch.zeros(3, 0), torch.zeros(1, 0).expand(4, 0)],
+    "neighbours in one buffer": torch.split(torch.zeros(10), [4, 6]),
+    "columns of one matrix": torch.split(GRID, 2, dim=1),
+    "every second column": [GRID[:, ::2], GRID[:, 1::2]],
+    "empty views of a parameter": [GRID, GRID[:0], GRID[2:2]],
+    "without memory": [torch.empty(3, device="meta"), torch.empty(3, device="meta")],
+}
+
+
+@pytest.mark.parametrize("params", FIT.values(), ids=FIT)
+def test_parameters_that_can(params: Iterable[torch.Tensor]) -> None:
+    check(*params)
+
+
+SHARED: dict[str, list[torch.Tensor]] = {
+    "the same memory": [GRID, GRID.detach()],
+    "another shape": [GRID, GRID.view(36)],
+    "another order": [GRID, GRID.t()],
+    "a part": [GRID, GRID[2]],
+    "a part with gaps": [GRID, GRID[:, 3]],
+    "two with gaps from one place on": [GRID[:, ::2], GRID[:, ::3]],
+    "not next to each other in the list": [GRID[3:], torch.zeros(3), GRID[:4]],
+}
+
+
+@pytest.mark.parametrize("params", SHARED.values(), ids=SHARED)
+def test_two_parameters_over_the_same_memory_are_refused(params: list[torch.Tensor]) -> None:
+    with pytest.raises(ConfigError, match=r"parameter \d and parameter \d share memory; tie them"):
+        check(*params)
+
+
+def test_several_dtypes_must_be_asked_for() -> None:
+    params = torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.float64)
+    with pytest.raises(ConfigError, match=r"parameter 0 is torch.float32, parameter 2 is torch.float64.*mixed_dtypes"):
+        check(*params)
+    check(*params, mixed=True)

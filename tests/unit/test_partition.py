@@ -1,0 +1,212 @@
+"""Who owns which parameter, and where it lies, for any parameters and any number of ranks."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.specs import spec, specs
+from zeroshard.layout.layout import Layout
+from zeroshard.layout.partition import ALIGNMENT, AssignedOwners, WholeParams
+from zeroshard.layout.specs import ParamSpec, read_specs
+from zeroshard.units import Rank
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex128, torch.uint8]
+WORLD_SIZES = st.integers(1, 9)
+Groups = list[dict[str, list[torch.Tensor]]]
+steadily = settings(
+    max_examples=60, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+)
+
+
+@st.composite
+def params(draw: st.DrawFn) -> torch.Tensor:
+    """A tensor of up to three dimensions, perhaps empty, transposed or with gaps; no memory behind it."""
+    shape = draw(st.lists(st.integers(0, 6), max_size=3))
+    made = torch.empty(shape, dtype=draw(st.sampled_from(DTYPES)), device="meta")
+    form = draw(st.sampled_from(["plain", "plain", "transposed", "gaps"]))
+    if shape and form == "transposed":
+        made = made.transpose(0, -1)
+    if shape and form == "gaps":
+        made = made[..., ::2]
+    trainable = made.is_floating_point() and draw(st.integers(0, 3)) > 0
+    return made.requires_grad_(trainable)
+
+
+GROUPS = st.lists(st.lists(params(), max_size=8), min_size=1, max_size=4).map(
+    lambda groups: [{"params": group} for group in groups]
+)
+
+
+def whole(made: Sequence[ParamSpec], world_size: int) -> Layout:
+    return WholeParams().extend(Layout.empty(world_size), made)
+
+
+def owners(layout: Layout) -> list[int]:
+    return [layout.owner_of(param) for param in range(len(layout.params))]
+
+
+def by_hand(made: Sequence[ParamSpec], world_size: int) -> list[int]:
+    """The rule in plain words: group after group, the largest that is left goes to the first rank of least load."""
+    loads = {True: [0] * world_size, False: [0] * world_size}
+    found = [-1] * len(made)
+    for number in range(1 + max((one.group for one in made), default=-1)):
+        left = [one for one in made if one.group == number]
+        while left:
+            largest = left[0]
+            for one in left:
+                if one.numel > largest.numel:
+                    largest = one
+            left.remove(largest)
+            tally = loads[largest.trainable]
+            found[largest.index] = tally.index(min(tally))
+            tally[found[largest.index]] += largest.numel
+    return found
+
+
+@steadily
+@given(GROUPS, WORLD_SIZES)
+def test_owners_follow_the_rule(groups: Groups, world_size: int) -> None:
+    made = read_specs(groups)
+    assert owners(whole(made, world_size)) == by_hand(made, world_size)
+
+
+@steadily
+@given(GROUPS, WORLD_SIZES)
+def test_every_parameter_has_one_place_of_its_own(groups: Groups, world_size: int) -> None:
+    made = read_specs(groups)
+    layout = whole(made, world_size)
+    pieces = [piece for bucket in layout.buckets for piece in bucket.pieces]
+    assert Counter(piece.param for piece in pieces) == Counter(range(len(made)))
+    for piece in pieces:
+        one = made[piece.param]
+        assert piece.in_param == (0, one.numel)
+        assert piece.in_bucket.length == one.extent
+        assert piece.in_bucket.start * one.dtype.itemsize % ALIGNMENT == 0
+    for bucket in layout.buckets:
+        assert all(a.in_bucket.stop <= b.in_bucket.start for a, b in pairwise(bucket.pieces))
+        assert {made[piece.param].dtype for piece in bucket.pieces} == {bucket.dtype}
+    assert [bucket.dtype for bucket in layout.buckets] == list(dict.fromkeys(one.dtype for one in made))
+
+
+@steadily
+@given(GROUPS, WORLD_SIZES)
+def test_trainable_parameters_form_one_run_in_each_shard(groups: Groups, world_size: int) -> None:
+    made = read_specs(groups)
+    for bucket in whole(made, world_size).buckets:
+        for _, pieces in groupby(bucket.pieces, key=lambda piece: piece.owner):
+            flags = [made[piece.param].trainable for piece in pieces]
+            assert flags == sorted(flags, reverse=True)
+
+
+@steadily
+@given(GROUPS, WORLD_SIZES)
+def test_no_rank_is_ahead_by_more_than_one_parameter(groups: Groups, world_size: int) -> None:
+    made = read_specs(groups)
+    layout = whole(made, world_size)
+    for trainable in (True, False):
+        loads = layout.loads(trainable=trainable)
+        sizes = [one.numel for one in made if one.trainable == trainable]
+        assert sum(loads) == sum(sizes)
+        assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+@steadily
+@given(GROUPS, GROUPS, WORLD_SIZES)
+def test_extending_goes_on_with_the_loads_and_moves_nothing(first: Groups, second: Groups, world_size: int) -> None:
+    made = read_specs([*first, *second])
+    known = sum(len(group["params"]) for group in first)
+    before = whole(made[:known], world_size)
+    after = WholeParams().extend(before, made[known:])
+    assert after.params == made
+    assert after.buckets[: len(before.buckets)] == before.buckets
+    assert owners(after) == by_hand(made, world_size)
+
+
+@pytest.mark.parametrize("world_size", range(1, 10))
+@pytest.mark.parametrize("trainable", [True, False])
+def test_repeated_sizes_balance_exactly(world_size: int, trainable: bool) -> None:
+    for sizes in ([9, 7, 5, 3] * world_size, sorted([9, 7, 5, 3] * world_size)):
+        layout = whole(specs(sizes, trainable=trainable), world_size)
+        assert layout.loads(trainable=trainable) == [24] * world_size
+        assert layout.loads(trainable=not trainable) == [0] * world_size
+
+
+def test_frozen_parameters_do_not_disturb_the_trainable_ones() -> None:
+    """A frozen giant costs its owner no state, so it gets its share of the others all the same."""
+    giant = spec(0, (1000,), trainable=False)
+    small = specs([4, 4, 4, 4], first=1)
+    layout = whole([giant, *small], 2)
+    assert layout.loads(trainable=True) == [8, 8]
+    assert owners(layout) == [0, 0, 1, 0, 1]
+
+
+def test_loads_run_on_across_groups_but_sorting_does_not() -> None:
+    first, second = specs([1, 2]), specs([8, 3], group=1, first=2)
+    assert owners(whole([*first, *second], 2)) == [1, 0, 1, 0]
+
+
+def test_ties_go_to_the_given_order_and_the_lowest_rank() -> None:
+    assert owners(whole(specs([5, 5, 5, 5]), 3)) == [0, 1, 2, 0]
+
+
+def test_more_ranks_than_parameters() -> None:
+    layout = whole(specs([3, 2]), 5)
+    assert [layout.owned_by(Rank(rank)) for rank in range(5)] == [(0,), (1,), (), (), ()]
+    assert [shard.length for shard in layout.buckets[0].shards[2:]] == [0, 0, 0]
+
+
+def test_devices_are_kept_apart() -> None:
+    made = [spec(0, device="cuda:0"), spec(1, device="cpu"), spec(2, device="cuda:0")]
+    buckets = whole(made, 1).buckets
+    assert [[piece.param for piece in bucket.pieces] for bucket in buckets] == [[0, 2], [1]]
+    assert [bucket.device.type for bucket in buckets] == ["cuda", "cpu"]
+
+
+def test_dealing_10000_parameters_costs_the_same_for_any_number_of_ranks() -> None:
+    """Each parameter is compared with a few ranks, not with all of them: counted, not timed."""
+    made = specs([1 + i % 97 for i in range(10_000)])
+    comparisons: dict[int, int] = {}
+
+    class Load(int):
+        seen = 0
+
+        def __lt__(self, other: int) -> bool:
+            Load.seen += 1
+            return int.__lt__(self, other)
+
+        def __add__(self, other: int) -> "Load":
+            return Load(int.__add__(self, other))
+
+    class Start(Layout):
+        def loads(self, *, trainable: bool) -> list[int]:
+            return [Load(load) for load in super().loads(trainable=trainable)]
+
+    for world_size in (8, 1024):
+        Load.seen = 0
+        WholeParams().extend(Start(world_size, (), ()), made)
+        comparisons[world_size] = Load.seen
+    assert comparisons[8] > 0
+    assert comparisons[1024] < 25 * len(made)
+
+
+NAMED = [spec(0, (2,)), spec(1, (9,)), spec(2, (4,)), spec(3, (7,), trainable=False), spec(4, (3,))]
+
+
+def test_assigned_owners_are_taken_as_they_are() -> None:
+    owned = {4: Rank(1), 2: Rank(1), 1: Rank(0), 0: Rank(1)}
+    layout = AssignedOwners(owned, {4: 0, 2: 0, 1: 1, 0: 1}).extend(Layout.empty(2), NAMED)
+    assert owners(layout) == [1, 0, 1, 0, 1]
+    assert [[piece.param for piece in bucket.pieces] for bucket in layout.buckets] == [[2, 4], [1, 0], [3]]
+
+
+def test_what_is_not_assigned_is_dealt_out() -> None:
+    layout = AssignedOwners({1: Rank(2)}, {1: 0}).extend(Layout.empty(3), NAMED)
+    rest = [one for one in NAMED if one.index != 1]
+    dealt = by_hand([spec(i, one.shape, trainable=one.trainable) for i, one in enumerate(rest)], 3)
+    assert owners(layout)[1] == 2
+    assert [owner for i, owner in enumerate(owners(layout)) if i != 1] == dealt

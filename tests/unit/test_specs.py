@@ -1,0 +1,95 @@
+"""What a layout knows of a parameter."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.specs import spec
+from zeroshard.layout.specs import ParamSpec, read_specs
+
+
+def read(param: torch.Tensor) -> ParamSpec:
+    (made,) = read_specs([{"params": [param]}])
+    return made
+
+
+SHAPES: dict[str, tuple[torch.Tensor, int, int]] = {
+    "contiguous": (torch.empty(3, 4), 12, 12),
+    "transposed": (torch.empty(3, 4).t(), 12, 12),
+    "channels_last": (torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last), 120, 120),
+    "every second column": (torch.empty(3, 8)[:, ::2], 12, 2 * 8 + 3 * 2 + 1),
+    "the last column": (torch.empty(3, 8)[:, -1:], 3, 2 * 8 + 1),
+    "expanded": (torch.empty(1).expand(5), 5, 1),
+    "0-dim": (torch.empty(()), 1, 1),
+    "empty": (torch.empty(0), 0, 0),
+    "empty in one dimension": (torch.empty(3, 0, 2), 0, 0),
+    "one element with odd strides": (torch.empty(9, 9)[4:5, 4:5], 1, 1),
+}
+
+
+@pytest.mark.parametrize(("tensor", "numel", "extent"), SHAPES.values(), ids=SHAPES)
+def test_elements_and_the_memory_between_the_first_and_the_last(tensor: torch.Tensor, numel: int, extent: int) -> None:
+    made = read(tensor)
+    assert (made.shape, made.stride) == (tuple(tensor.shape), tensor.stride())
+    assert (made.numel, made.extent) == (numel, extent)
+
+
+def test_parameters_are_numbered_over_all_groups() -> None:
+    groups: list[dict[str, Any]] = [
+        {"params": [torch.empty(1), torch.empty(2)], "param_names": ["a", "b.weight"], "lr": 1.0},
+        {"params": []},
+        {"params": [torch.empty(3, dtype=torch.bfloat16, requires_grad=True)]},
+    ]
+    made = read_specs(groups)
+    assert [(s.index, s.name, s.group, s.trainable) for s in made] == [
+        (0, "a", 0, False),
+        (1, "b.weight", 0, False),
+        (2, None, 2, True),
+    ]
+    assert made[2].dtype == torch.bfloat16
+    later = read_specs(groups[:1], first_index=7, first_group=3)
+    assert [(s.index, s.group) for s in later] == [(7, 3), (8, 3)]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_sparse_parameters_are_numbered_too() -> None:
+    for sparse in (torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr()):
+        assert (read(sparse).shape, read(sparse).stride) == ((2, 2), ())
+
+
+def test_a_spec_is_what_the_parameter_was() -> None:
+    param = torch.nn.Parameter(torch.empty(2, 2))
+    before = read(param)
+    param.data = torch.empty(3, dtype=torch.float64)
+    param.requires_grad_(False)
+    assert before == spec(0, (2, 2))
+
+
+def test_labels_name_the_parameter() -> None:
+    assert spec(3).label == "parameter 3"
+    assert spec(3, name="head.bias").label == "parameter 3 (head.bias)"
+
+
+def test_a_description_says_all_that_must_be_equal_on_all_ranks() -> None:
+    text = spec(1, (2, 3), dtype=torch.bfloat16, group=2, trainable=False, name="w").describe()
+    assert text == "parameter 1 (w) in group 2: shape (2, 3), strides (3, 1), bfloat16 on cpu, frozen"
+
+
+def test_descriptions_differ_where_ranks_may_not() -> None:
+    one = spec(0, (2, 2), name="w")
+    others = [
+        spec(1, (2, 2), name="w"),
+        spec(0, (2, 2), name="v"),
+        spec(0, (4, 1), name="w"),
+        spec(0, (2, 2), stride=(1, 2), name="w"),
+        spec(0, (2, 2), name="w", dtype=torch.float64),
+        spec(0, (2, 2), name="w", device="cuda:0"),
+        spec(0, (2, 2), name="w", group=1),
+        spec(0, (2, 2), name="w", trainable=False),
+    ]
+    assert one.describe() not in {other.describe() for other in others}
+
+
+def test_descriptions_do_not_tell_device_numbers() -> None:
+    assert spec(device="cuda:0").describe() == spec(device="cuda:5").describe()
