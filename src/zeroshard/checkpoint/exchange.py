@@ -28,7 +28,7 @@ class Outbox:
         """Pairs with `receive` on rank `to`."""
         window = Window(IN_FLIGHT)
         header = torch.frombuffer(bytearray(self._header), dtype=torch.uint8)
-        window.add(comm.send(torch.tensor([len(header)]), to))
+        window.add(comm.send(torch.tensor([len(header)], device="cpu"), to))
         window.add(comm.send(header, to))
         for piece in _pieces(self._tensors):
             window.make_room()
@@ -57,7 +57,7 @@ def gather(comm: Comm, call: str, facts: Sequence[str], mine: Any, to: Rank) -> 
 
 def receive(comm: Comm, source: Rank) -> Any:
     """What `source` sends from its `Outbox`, in host memory of its own."""
-    size = torch.empty(1, dtype=torch.int64)
+    size = torch.empty(1, dtype=torch.int64, device="cpu")
     comm.receive(size, source).wait()
     buffer = bytearray(int(size.item()))
     comm.receive(torch.frombuffer(buffer, dtype=torch.uint8), source).wait()
@@ -66,7 +66,7 @@ def receive(comm: Comm, source: Rank) -> Any:
     def allocate(meta: torch.Tensor) -> torch.Tensor:
         if not meta.is_meta:
             return meta
-        tensors.append(torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype))
+        tensors.append(torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device="cpu"))
         return tensors[-1]
 
     value = map_tensors(unpack(bytes(buffer)), allocate)
@@ -116,7 +116,7 @@ def _receive_piece(comm: Comm, source: Rank, piece: Piece, window: Window) -> No
     if len(parts) == 1:
         window.add(comm.receive(parts[0], source))
         return
-    staging = torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8)
+    staging = torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8, device="cpu")
     sizes = [part.nbytes for part in parts]
 
     def distribute() -> None:

@@ -14,8 +14,8 @@ RING_RANKS = 16
 class Comm:
     """The verbs, bound to a group. Every verb but `send` and `receive` must be called on all of its ranks.
 
-    Parameters travel in the user's group, wherever they lie. The rest is host memory and travels in
-    `Group.control`.
+    Parameters travel in the user's group, wherever they lie. The rest is host memory, whatever the user's default
+    device, and travels in `Group.control`.
     """
 
     def __init__(self, group: Group) -> None:
@@ -30,7 +30,7 @@ class Comm:
 
     def maximum(self, values: list[int]) -> list[int]:
         """The largest of each value over all ranks."""
-        tensor = torch.tensor(values, dtype=torch.int64)
+        tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         if self.group.size <= RING_RANKS:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group.control)
         else:
@@ -39,10 +39,10 @@ class Comm:
 
     def _maximum_by_tree(self, tensor: torch.Tensor) -> None:
         root = self.group.to_global(Rank(0))
-        gathered = [tensor.clone() for _ in range(self.group.size)] if self.group.rank == 0 else None
-        dist.gather(tensor, gathered, root, group=self.group.control)
-        if gathered is not None:
-            tensor.copy_(torch.stack(gathered).amax(0))
+        gathered = tensor.repeat(self.group.size if self.group.rank == 0 else 0, 1)
+        dist.gather(tensor, list(gathered) or None, root, group=self.group.control)
+        if self.group.rank == 0:
+            tensor.copy_(gathered.amax(0))
         dist.broadcast(tensor, root, group=self.group.control)
 
     def maximum_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class Comm:
 
     def broadcast_bytes(self, data: bytes | None, source: Rank) -> bytes:
         """The source's `data`, on every rank. The others pass None."""
-        size = torch.tensor([len(data or b"")])
+        size = torch.tensor([len(data or b"")], device="cpu")
         root = self.group.to_global(source)
         dist.broadcast(size, root, group=self.group.control)
         buffer = bytearray(data or bytes(int(size.item())))
@@ -90,4 +90,4 @@ def as_bytes(flat: torch.Tensor) -> torch.Tensor:
 
 def _over(buffer: bytearray) -> torch.Tensor:
     """A tensor that shares the memory of `buffer`."""
-    return torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8, device="cpu")

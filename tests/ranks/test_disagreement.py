@@ -1,0 +1,233 @@
+"""Ranks that are about to do different things: all of them are told, by rank and first difference, and none hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+
+from tests.support import RankContext, ranks
+from tests.support.oracle import Twins, assert_same, set_grads, small_model
+from tests.support.traffic import recorded
+from zeroshard import RankMismatchError, WholeParams, ZeroConfig, ZeroRedundancyOptimizer, broadcast_object
+from zeroshard.comm import collectives
+
+Change = Callable[[nn.Module], dict[str, Any]]
+"""The arguments of a rank that differs, given its model."""
+
+
+def usual(model: nn.Module) -> dict[str, Any]:
+    return {"params": model.named_parameters(), "optimizer_class": Adam, "lr": 0.1}
+
+
+class Renamed(Adam):
+    pass
+
+
+class Reversed(WholeParams):
+    """Another strategy, which says what it is only by its type."""
+
+
+def edited(edit: Callable[[Any], object]) -> Change:
+    """The usual arguments, after something was done to the model."""
+
+    def change(model: nn.Module) -> dict[str, Any]:
+        edit(model)
+        return usual(model)
+
+    return change
+
+
+def transpose(model: Any) -> None:
+    model[1].weight.data = model[1].weight.data.t().contiguous().t()
+
+
+def reshape(model: Any) -> None:
+    model[1].weight = nn.Parameter(model[1].weight.view(7, 4))
+
+
+def handed(choose: Callable[[list[tuple[str, nn.Parameter]]], Any]) -> Change:
+    """The usual arguments, but for the parameters."""
+    return lambda model: usual(model) | {"params": choose(list(model.named_parameters()))}
+
+
+def but(**changed: Any) -> Change:
+    return lambda model: usual(model) | changed
+
+
+def differences() -> Iterator[tuple[str, str, Change]]:
+    """What the usual rank says, what the other one says, and the arguments of the other."""
+    yield r"parameter 0 \(0.weight\)", r"parameter 0 \(2.bias\)", handed(lambda pairs: pairs[::-1])
+    yield r"parameter 2 \(1.weight\) .*shape \(4, 7\)", r"parameter 2 .*shape \(7, 4\)", edited(reshape)
+    yield r"parameter 2 .*strides \(7, 1\)", r"parameter 2 .*strides \(1, 4\)", edited(transpose)
+    yield "parameter 0 .*float32", "parameter 0 .*float64", edited(nn.Module.double)
+    yield "parameter 5 .*trainable", "parameter 5 .*frozen", edited(lambda model: model[2].bias.requires_grad_(False))
+    yield r"parameter 0 \(0.weight\)", "parameter 0 in", handed(lambda pairs: [param for _, param in pairs])
+    yield (
+        r"parameter 0 \(0.weight\)",
+        r"parameter 0 \(other.0.weight\)",
+        handed(lambda pairs: [(f"other.{name}", param) for name, param in pairs]),
+    )
+    yield r"parameter 5 \(2.bias\)", "options of group 0", handed(lambda pairs: pairs[:-1])
+    yield "1 group", "2 groups", handed(lambda pairs: [{"params": pairs[:3]}, {"params": pairs[3:]}])
+    yield r"lr=0\.1,", r"lr=0\.2,", but(lr=0.2)
+    yield r"lr=0\.1,", r"lr=tensor\(0\.1", but(lr=torch.tensor(0.1), foreach=False)
+    yield r"betas=tuple\(0\.9, 0\.999\)", r"betas=tuple\(0\.9, 0\.9\)", but(betas=(0.9, 0.9))
+    yield (
+        r"betas=tuple\(0\.9, 0\.999\)",
+        r"betas=tuple\(0\.8, 0\.9\)",
+        handed(lambda pairs: [{"params": pairs, "betas": (0.8, 0.9)}]),
+    )
+    yield "amsgrad=False", "amsgrad=True", but(amsgrad=True)
+    yield "Adam,", "AdamW,", but(optimizer_class=AdamW)
+    yield "Adam,", "Renamed,", but(optimizer_class=Renamed)
+    yield "bucket view False", "bucket view True", but(parameters_as_bucket_view=True)
+    yield "overlap with DDP False", "overlap with DDP True", but(overlap_with_ddp=True)
+    yield "mixed dtypes False", "mixed dtypes True", but(config=ZeroConfig(mixed_dtypes=True))
+    yield "WholeParams", "Reversed", but(config=ZeroConfig(partition=Reversed()))
+
+
+@ranks(2, 3, 4)
+def test_different_constructions_are_a_mismatch_on_every_rank(ctx: RankContext) -> None:
+    for number, (expected, found, change) in enumerate(differences()):
+        odd = number % ctx.world_size
+        others = ", ".join(str(rank) for rank in range(ctx.world_size) if rank != odd)
+        model = small_model()
+        before = [param.data_ptr() for param in model.parameters()]
+        with pytest.raises(RankMismatchError) as caught:
+            ZeroRedundancyOptimizer(**(change if ctx.rank == odd else usual)(model))
+        sides = dict(side.split(": ", 1) for side in str(caught.value).split(". ", 1)[1].split("; "))
+        assert sides.keys() == {f"rank {odd}", f"rank{'s' if ctx.world_size > 2 else ''} {others}"}
+        assert_mentions(sides.pop(f"rank {odd}"), found)
+        assert_mentions(sides.popitem()[1], expected)
+        if ctx.rank != odd:
+            assert [param.data_ptr() for param in model.parameters()] == before
+
+
+def assert_mentions(text: str, pattern: str) -> None:
+    with pytest.raises(ValueError, match=pattern):
+        raise ValueError(text)
+
+
+@ranks(3, 4)
+def test_every_side_is_named_with_its_ranks(ctx: RankContext) -> None:
+    with pytest.raises(RankMismatchError) as caught:
+        ZeroRedundancyOptimizer(small_model().parameters(), SGD, lr=0.1 * (ctx.rank % 3))
+    sides = {0.0: [0, 3], 0.1: [1], 0.2: [2]}
+    for lr, members in sides.items():
+        present = [rank for rank in members if rank < ctx.world_size]
+        named = f"rank {present[0]}" if len(present) == 1 else f"ranks {', '.join(map(str, present))}"
+        assert_mentions(str(caught.value), rf"{named}: [^;]*lr={lr}")
+
+
+@ranks(1, 2, 3, 4)
+def test_constructing_costs_one_small_collective(ctx: RankContext) -> None:
+    for bucket_view in (False, True):
+        with recorded() as traffic:
+            ZeroRedundancyOptimizer(small_model(width=500).parameters(), Adam, parameters_as_bucket_view=bucket_view)
+        assert traffic == ([] if ctx.world_size == 1 else [("all_reduce", 40)])
+
+
+@ranks(2, 3)
+def test_a_different_new_group_is_a_mismatch_and_changes_nothing(ctx: RankContext) -> None:
+    def added(model: nn.Module, **options: Any) -> dict[str, Any]:
+        return {"params": list(model.parameters()), **options}
+
+    for bucket_view in (False, True):
+        twins = Twins(Adam, lr=0.1, zero_only={"parameters_as_bucket_view": bucket_view})
+        twins.train(2)
+        twins.zero.consolidate_state_dict()
+        odd_groups: list[tuple[str, dict[str, Any]]] = [
+            (r"shape \(3, 5\)", added(small_model(width=3))),
+            (r"lr=0\.7", added(small_model(), lr=0.7)),
+            ("parameter 11 .*frozen", added(frozen_at_the_end())),
+            ("options of group 0", {"params": []}),
+        ]
+        for what, group in odd_groups:
+            before = [dict(group) for group in twins.zero.param_groups]
+            with pytest.raises(RankMismatchError, match=rf"add_param_group.*rank 1: [^;]*{what}"):
+                twins.zero.add_param_group(group if ctx.rank == 1 else added(small_model()))
+            assert_same(twins.zero.param_groups, before)
+            assert len(twins.zero.optim.param_groups) == 1
+            assert len(twins.zero.layout.params) == 6
+            if ctx.rank == 0:
+                assert_same(twins.zero.state_dict()["param_groups"], twins.plain.state_dict()["param_groups"])
+        twins.train(2)
+        assert_goes_on_with_a_new_group(twins)
+
+
+def frozen_at_the_end() -> nn.Module:
+    model = small_model()
+    list(model.parameters())[-1].requires_grad_(False)
+    return model
+
+
+def assert_goes_on_with_a_new_group(twins: Twins) -> None:
+    """What was refused for a moment can still be done."""
+    ours, theirs = small_model(1), small_model(1)
+    twins.zero.add_param_group({"params": list(ours.parameters()), "lr": 0.3})
+    twins.plain.add_param_group({"params": list(theirs.parameters()), "lr": 0.3})
+    for step in range(2):
+        set_grads(ours.parameters(), step)
+        set_grads(theirs.parameters(), step)
+        twins.train(1)
+        assert_same(ours.state_dict(), theirs.state_dict())
+    found = twins.zero.full_state_dict()
+    if found is not None:
+        assert_same(found, twins.plain.state_dict())
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_ranks_in_different_calls_are_told_and_do_not_hang(ctx: RankContext, bucket_view: bool) -> None:
+    make = partial(Twins, SGD, lr=0.1, momentum=0.9, zero_only={"parameters_as_bucket_view": bucket_view})
+    twins = make()
+    saved = twins.plain.state_dict()
+
+    def new_group() -> dict[str, Any]:
+        return {"params": list(small_model().parameters())}
+
+    calls: dict[str, Callable[[Twins], object]] = {
+        "step": lambda twins: twins.zero.step(),
+        "closure": lambda twins: twins.zero.step(lambda: 0.0),
+        "consolidate_state_dict": lambda twins: twins.zero.consolidate_state_dict(),
+        "full_state_dict": lambda twins: twins.zero.full_state_dict(),
+        "load_state_dict": lambda twins: twins.zero.load_state_dict(saved),
+        "add_param_group": lambda twins: twins.zero.add_param_group(new_group()),
+        "making a ZeroRedundancyOptimizer": lambda twins: ZeroRedundancyOptimizer(twins.model.parameters(), Adam),
+        "broadcast_object": lambda _: broadcast_object("text", 0),
+    }
+    names = list(calls)
+    for place, name in enumerate(names):
+        other = names[place - 1]
+        twins = make()
+        set_grads(twins.model.parameters(), 0)
+        with pytest.raises(
+            RankMismatchError, match=rf"different calls.*{name}.*{other}|different calls.*{other}.*{name}"
+        ):
+            calls[name if ctx.rank == 0 else other](twins)
+
+
+@ranks(2)
+def test_a_refused_call_leaves_the_next_ones_in_step(ctx: RankContext) -> None:
+    twins = Twins(Adam)
+    twins.train(1)
+    with pytest.raises(RankMismatchError):
+        (twins.zero.consolidate_state_dict if ctx.rank else twins.zero.full_state_dict)()
+    twins.train(2)
+
+
+@ranks(3, 4)
+def test_agreement_in_a_tree_of_messages(ctx: RankContext) -> None:
+    """What large groups do, forced on small ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "RING_RANKS", 1)
+        with pytest.raises(RankMismatchError, match=r"ranks 0, 1.*: .*lr=0\.1.*rank 2: .*lr=0\.2"):
+            ZeroRedundancyOptimizer(small_model().parameters(), Adam, lr=0.2 if ctx.rank == 2 else 0.1)
+        twins = Twins(Adam)
+        twins.train(2)

@@ -1,0 +1,503 @@
+"""State from a dict to all ranks: from any world size and origin, as torch's own loading does it, all or nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, OrderedDict, namedtuple
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tests.support import RankContext, ranks
+from tests.support.keeper import Keeper
+from tests.support.oracle import Twins, assert_same, in_groups, set_grads, small_model
+from zeroshard import CheckpointError, RankFailedError, RankMismatchError, broadcast_object
+
+StateDict = dict[str, Any]
+named = nn.Module.named_parameters
+
+
+def trained(make: Callable[[], Twins], steps: int = 2) -> Twins:
+    twins = make()
+    twins.train(steps)
+    return twins
+
+
+def resume(make: Callable[[], Twins], before: Twins, saved: StateDict) -> Twins:
+    """A new sharded optimizer that goes on from `saved`, beside the plain one that was never interrupted."""
+    after = make()
+    after.model.load_state_dict(before.plain_model.state_dict())
+    after.plain_model, after.plain = copy.deepcopy((before.plain_model, before.plain))
+    after.steps = before.steps
+    after.zero.load_state_dict(saved)
+    return after
+
+
+def assert_loads_as_torch_does(twins: Twins, saved: StateDict) -> None:
+    """Both load; then both have the same state, and go on alike."""
+    twins.zero.load_state_dict(copy.deepcopy(saved))
+    twins.plain.load_state_dict(copy.deepcopy(saved))
+    assert_state(twins)
+    twins.train(2)
+
+
+def assert_state(twins: Twins) -> None:
+    found = twins.zero.full_state_dict()
+    if found is not None:
+        assert_same(found, twins.plain.state_dict(), "the state dict")
+
+
+CASES: list[Callable[..., Twins]] = [
+    partial(Twins, Adam, lr=0.05, handed=in_groups),
+    partial(Twins, SGD, lr=0.05, momentum=0.9, handed=named),
+    partial(Twins, Adagrad, lr=0.05),
+    partial(Twins, Adafactor, lr=0.05),
+    partial(Twins, AdamW, lr=torch.tensor(0.05), fused=True),
+]
+
+
+@ranks(4)
+def test_goes_on_bit_for_bit_from_any_world_size_at_any_other(ctx: RankContext, tmp_path: Path) -> None:
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, 5)}
+    mine = {size: group for size, group in groups.items() if ctx.rank < size}
+    before: dict[int, Twins] = {}
+    for size, group in mine.items():
+        for number, make in enumerate(CASES[:3]):
+            before[number] = trained(partial(make, zero_only={"process_group": group}))
+            saved = before[number].zero.full_state_dict()
+            if saved is not None:
+                torch.save(saved, tmp_path / f"{number} from {size}")
+    dist.barrier()
+    for size, group in mine.items():
+        for number, make in enumerate(CASES[:3]):
+            for origin in groups:
+                saved = torch.load(tmp_path / f"{number} from {origin}", weights_only=True)
+                options = {"process_group": group, "parameters_as_bucket_view": origin == size}
+                resume(partial(make, zero_only=options), before[number], saved).train(5)
+
+
+@ranks(1, 2, 3)
+def test_goes_on_from_torchs_classes(ctx: RankContext) -> None:
+    for make in CASES:
+        before = trained(make)
+        resume(make, before, before.plain.state_dict()).train(2)
+    model = small_model()
+    theirs = TorchZero(model.parameters(), Adam, lr=0.05)
+    for step in range(2):
+        set_grads(model.parameters(), step)
+        theirs.step()
+    theirs.consolidate_state_dict()
+    saved = [theirs.state_dict() if ctx.rank == 0 else None]
+    dist.broadcast_object_list(saved)
+    assert saved[0] is not None
+    make = partial(Twins, Adam, lr=0.05)
+    resume(make, trained(make), saved[0]).train(2)
+
+
+@ranks(2)
+def test_goes_on_with_sparse_momentum(ctx: RankContext) -> None:
+    def sparse_grads(params: Iterable[torch.Tensor], step: int) -> None:
+        set_grads(params := list(params), step)
+        for param in params:
+            assert param.grad is not None
+            param.grad = (param.grad * (torch.arange(len(param)) % 2 == step % 2).unsqueeze(1)).to_sparse(1)
+
+    def tables() -> nn.Module:
+        return nn.ModuleList(nn.Embedding(6, 3, _weight=torch.ones(6, 3)) for _ in range(3))
+
+    make = partial(Twins, SGD, model=tables, lr=0.1, momentum=0.9)
+    before = make()
+    before.train(2, sparse_grads)
+    saved = before.plain.state_dict()
+    resume(make, before, saved).train(2, sparse_grads)
+
+
+def renumbered(saved: StateDict, ids: list[Any]) -> StateDict:
+    """The same dict with other ids for the parameters, and its state in another order."""
+    groups = copy.deepcopy(saved["param_groups"])
+    for group in groups:
+        group["params"] = [ids[number] for number in group["params"]]
+    state = {ids[number]: saved["state"][number] for number in reversed(saved["state"])}
+    return {"param_groups": groups, "state": state}
+
+
+@ranks(1, 2, 3)
+def test_ids_need_not_count_up_from_zero(ctx: RankContext) -> None:
+    for make in CASES[:2]:
+        for ids in ([5, 4, 3, 2, 1, 0], [70, 10, 50, 20, 0, 90], list("fedcba"), [(0, "x"), 1.5, None, "a", 3, -1]):
+            before = trained(make)
+            resume(make, before, renumbered(before.plain.state_dict(), ids)).train(2)
+
+
+@ranks(1, 2, 3)
+def test_state_under_an_id_that_no_group_lists_reaches_no_parameter(ctx: RankContext) -> None:
+    before = trained(partial(Twins, Adam))
+    saved = renumbered(before.plain.state_dict(), [70, 10, 50, 20, 80, 90])
+    strays = {number: saved["state"].pop(number) for number in (10, 20, 70)}
+    saved["state"] |= {number: strays[number * 10] for number in (1, 2)} | {0: strays[70]}
+    after = Twins(Adam)
+    after.zero.load_state_dict(saved)
+    found = after.zero.full_state_dict()
+    if found is not None:
+        assert [number for number in found["state"] if number in range(6)] == [2, 4, 5]
+
+
+def other_order(model: nn.Module) -> list[dict[str, Any]]:
+    """All parameters in one group, by name, last first."""
+    return [{"params": list(model.named_parameters())[::-1], "lr": 0.05}]
+
+
+def wrapped(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The same, with what DDP and torch.compile make of the names."""
+    return [(f"module._orig_mod.{name}", param) for name, param in model.named_parameters()][::-1]
+
+
+@ranks(1, 2, 3)
+def test_parameters_are_matched_by_name_where_both_sides_have_names(ctx: RankContext) -> None:
+    make = partial(Twins, Adam, lr=0.05, handed=named)
+    before = trained(make)
+    saved = before.plain.state_dict()
+    by_name = renumbered(saved, saved["param_groups"][0]["param_names"])
+    del by_name["param_groups"][0]["param_names"]
+    for handed, loaded in ((other_order, saved), (wrapped, saved), (other_order, by_name)):
+        after = resume(partial(Twins, Adam, lr=0.05, handed=handed), before, loaded)
+        names = after.zero.param_groups[0]["param_names"]
+        assert names == Twins(Adam, handed=handed).plain.param_groups[0]["param_names"]
+        group = after.plain.param_groups[0] | {"param_names": names}  # of no matter to its steps
+        after.plain.param_groups[0] = {key: group[key] for key in after.zero.param_groups[0]}
+        after.train(2)
+
+
+@ranks(2)
+def test_names_that_do_not_fit_are_ignored_with_a_warning(ctx: RankContext) -> None:
+    make = partial(Twins, Adam, handed=named)
+    before = trained(make)
+    saved = before.plain.state_dict()
+    saved["param_groups"][0]["param_names"] = list("abcdef")
+    with pytest.warns(UserWarning, match="names"):
+        resume(make, before, saved).train(1)
+    unnamed = resume(partial(Twins, Adam), before, saved)
+    del unnamed.plain.param_groups[0]["param_names"]
+    unnamed.train(1)
+
+
+@ranks(2)
+def test_a_parameter_that_moved_to_another_group_is_refused(ctx: RankContext) -> None:
+    def halves(model: nn.Module, cut: int) -> list[dict[str, Any]]:
+        pairs = list(model.named_parameters())
+        return [{"params": pairs[:cut]}, {"params": pairs[cut:]}]
+
+    def swapped(model: nn.Module) -> list[dict[str, Any]]:
+        return halves(model, 3)[::-1]
+
+    saved = trained(partial(Twins, Adam, handed=partial(halves, cut=3))).plain.state_dict()
+    with pytest.raises(CheckpointError, match=r"parameter \d \(\d\.(weight|bias)\) is in another group"):
+        Twins(Adam, handed=swapped).zero.load_state_dict(saved)
+
+
+Point = namedtuple("Point", "where value")
+
+
+class Witness(Keeper):
+    """Looks at the state that it is given to load, and at the state that it then has."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.seen: list[type] = []
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        self._look(state_dict["state"])
+        super().load_state_dict(state_dict)
+
+    def __setstate__(self, state: StateDict) -> None:
+        super().__setstate__(state)
+        self._look(self.state)
+
+    def _look(self, state: dict[Any, Any]) -> None:
+        for kept in state.values():
+            self.seen += [type(value) for key, value in kept.items() if key in ("point", "ordered", "text", "list")]
+            kept["list"].append("seen")
+
+
+@ranks(1, 2, 3)
+def test_containers_keep_their_types_for_the_optimizer_and_for_what_it_overrides(ctx: RankContext) -> None:
+    twins = trained(partial(Twins, Witness))
+    inner = twins.zero.optim
+    assert isinstance(inner, Witness)
+    saved = copy.deepcopy(twins.plain.state_dict())
+    for state in saved["state"].values():
+        state["point"] = Point("here", torch.ones(1))
+    saved["state"]["shared"] = {"list": [1, torch.ones(2)]}
+    twins.zero.load_state_dict(saved)
+    for param, kept in twins.zero.state.items():
+        if param != "shared":
+            # Torch casts all tensors to the dtype of the parameter.
+            number = next(i for i, mine in enumerate(twins.model.parameters()) if mine is param)
+            expected = tree_map_only(torch.Tensor, torch.Tensor.float, saved["state"][number])
+            expected["list"] += ["seen", "seen"]
+            expected["size"] = torch.Size(expected["size"])
+            assert_same(kept, expected, f"state of parameter {number}")
+    assert_same(twins.zero.state["shared"], {"list": [1, torch.ones(2), "seen", "seen"]})
+    owned = len(twins.zero.state) - 1
+    assert Counter(inner.seen) == Counter(2 * (owned * [list, OrderedDict, str, Point] + [list]))
+    twins.train(2)
+
+
+@ranks(1, 2)
+def test_loads_what_torch_loads_as_torch_does(ctx: RankContext) -> None:
+    make = partial(Twins, Adam, lr=0.1, handed=in_groups)
+    before = trained(make).plain.state_dict()
+    for number, change in enumerate(changes()):
+        saved = copy.deepcopy(before)
+        change(saved)
+        assert_loads_as_torch_does(trained(make, steps=number % 2), saved)
+
+
+def changes() -> Iterator[Callable[[StateDict], object]]:
+    """What may happen to a state dict between two runs."""
+    yield lambda _: None
+    yield lambda saved: saved["state"].clear()
+    yield lambda saved: [saved["state"].pop(number) for number in (0, 3)]
+    yield lambda saved: saved["state"].update(note="text", shared={"moment": torch.ones(2, dtype=torch.float64)})
+    yield lambda saved: saved.update(version=3)
+    yield lambda saved: [group.update(lr=0.7, mine="own") for group in saved["param_groups"]]
+    yield lambda saved: [group.pop("fused") for group in saved["param_groups"]]  # an older version of torch
+    yield lambda saved: [group.update(lr=torch.tensor(0.2), foreach=False) for group in saved["param_groups"]]
+    yield lambda saved: [state.update(step=int(state["step"])) for state in saved["state"].values()]
+    yield lambda saved: [group.update(fused=True) for group in saved["param_groups"]]
+    yield lambda saved: [state.update(exp_avg=state["exp_avg"].double()) for state in saved["state"].values()]
+    yield lambda saved: [state.update(exp_avg=state["exp_avg"].bfloat16()) for state in saved["state"].values()]
+    yield lambda saved: [state.update(step=state["step"].double()) for state in saved["state"].values()]
+    yield lambda saved: [state.update(mine=[torch.ones(1).half(), 3]) for state in saved["state"].values()]
+
+
+@ranks(1, 2)
+def test_dtypes_of_state_follow_the_parameter_as_in_torch(ctx: RankContext) -> None:
+    saved = trained(partial(Twins, Adam, lr=0.1)).plain.state_dict()
+    for dtype in (torch.bfloat16, torch.float64, torch.complex64):
+        for factory in (Adam, partial(Adam, fused=True), partial(Adam, amsgrad=True), partial(Adam, foreach=False)):
+            twins = Twins(factory, lr=0.1, model=partial(small_model().to, dtype))
+            for optimizer in (twins.zero, twins.plain):
+                optimizer.load_state_dict(copy.deepcopy(saved))
+            assert_state(twins)
+    capturable = Twins(Adam, capturable=True)
+    for optimizer in (capturable.zero, capturable.plain):
+        optimizer.load_state_dict({**saved, "param_groups": optimizer_groups(capturable.plain)})
+    assert_state(capturable)
+
+
+def optimizer_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
+    return groups
+
+
+def storages(value: Any) -> set[int]:
+    """Addresses of the memory of all tensors in `value`."""
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.nbytes]
+    assert tensors
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+@ranks(1, 2, 3)
+def test_the_callers_dict_stays_as_it_was_and_is_not_shared(ctx: RankContext) -> None:
+    for make in (partial(Twins, Witness), partial(Twins, Adam, lr=torch.tensor(0.1), fused=True, handed=named)):
+        saved = copy.deepcopy(trained(make).plain.state_dict())
+        saved["state"]["shared"] = {"moment": torch.ones(2), "list": [1]}
+        kept = copy.deepcopy(saved)
+        after = make()
+        after.zero.load_state_dict(saved)
+        ours = [list(after.zero.state.values()), after.zero.param_groups, after.zero.optim.param_groups]
+        assert not storages(ours) & storages(saved)
+        for optimizer in (after.zero, after.zero.optim):
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+        set_grads(after.model.parameters(), 0)
+        after.zero.step()
+        after.zero.state["shared"]["list"].append(2)
+        assert_same(saved, kept)
+
+
+def refused() -> Iterator[tuple[str, Callable[[StateDict], Any]]]:
+    """What each error says, and the dict that it is about, made of a good one."""
+
+    def without(saved: StateDict, key: str) -> StateDict:
+        return {other: value for other, value in saved.items() if other != key}
+
+    def with_group(saved: StateDict, number: int, **changed: Any) -> StateDict:
+        saved["param_groups"][number].update(changed)
+        return saved
+
+    def with_state(saved: StateDict, number: int, **changed: Any) -> StateDict:
+        saved["state"][number].update(changed)
+        return saved
+
+    yield "state dict", lambda _: None
+    yield "state dict", lambda saved: [saved]
+    yield "'state'", lambda saved: without(saved, "state")
+    yield "'param_groups'", lambda saved: without(saved, "param_groups")
+    yield "'state'", lambda saved: {**saved, "state": None}
+    yield "'param_groups'", lambda saved: {**saved, "param_groups": 3}
+    yield "'params'", lambda saved: {**saved, "param_groups": [{}, {}]}
+    yield "groups.* 1.* 2", lambda saved: {**saved, "param_groups": saved["param_groups"][:1]}
+    yield "groups.* 4.* 2", lambda saved: {**saved, "param_groups": saved["param_groups"] * 2}
+    yield "group 0 has 1 .* 5 here", lambda saved: {**saved, "param_groups": saved["param_groups"][::-1]}
+    yield "twice", lambda saved: with_group(saved, 1, params=[0])
+    yield "'exp_avg' of parameter 2 has shape", lambda saved: with_state(saved, 2, exp_avg=torch.ones(3))
+    yield "'exp_avg_sq' of parameter 0 has shape", lambda saved: with_state(saved, 0, exp_avg_sq=torch.ones(()))
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    first, *rest = model.parameters()
+    return [{"params": rest[::-1]}, {"params": [first]}]
+
+
+@ranks(1, 2, 3)
+def test_a_dict_that_does_not_fit_is_refused_everywhere_and_changes_nothing(ctx: RankContext) -> None:
+    twins = trained(partial(Twins, Adam, lr=0.1, handed=two_groups))
+    good = Twins(Adam, lr=0.9, handed=two_groups)
+    good.train(3)
+    saved = good.plain.state_dict()
+    for message, spoil in refused():
+        spoiled = spoil(copy.deepcopy(saved))
+        for culprit in range(ctx.world_size):
+            with pytest.raises(CheckpointError, match=message):
+                twins.zero.load_state_dict(spoiled)
+            mine = ctx.rank == culprit
+            with pytest.raises(CheckpointError if mine else RankFailedError, match=message) as caught:
+                twins.zero.load_state_dict(spoiled if mine else saved)
+            assert mine or f"rank {culprit}" in str(caught.value)
+        assert_state(twins)
+        twins.train(1)
+    twins.zero.load_state_dict(saved)  # still possible
+
+
+@ranks(2, 3)
+def test_different_dicts_are_a_mismatch_everywhere_and_change_nothing(ctx: RankContext) -> None:
+    twins = trained(partial(Twins, Adam, lr=0.1))
+    saved = copy.deepcopy(twins.plain.state_dict())
+    changes: list[tuple[str, Callable[[StateDict], object]]] = [
+        ("lr=0.2", lambda saved: saved["param_groups"][0].update(lr=0.2)),
+        ("parameter 3", lambda saved: saved["state"].pop(3)),
+        ("parameter 4.*mine", lambda saved: saved["state"][4].update(mine=3)),
+        ("parameter 5.*bfloat16", lambda saved: saved["state"][5].update(exp_avg=torch.ones(2).bfloat16())),
+    ]
+    for what, change in changes:
+        spoiled = copy.deepcopy(saved)
+        change(spoiled)
+        with pytest.raises(RankMismatchError, match=f"load_state_dict.*ranks? 0(, 2)?: (?=.*{what}).*rank 1: "):
+            twins.zero.load_state_dict(spoiled if ctx.rank == 1 else saved)
+        assert_state(twins)
+        twins.train(1)
+
+
+class Picky(Adam):
+    """Refuses state when told so, after it has taken it over."""
+
+    refuses = False
+
+    def __setstate__(self, state: StateDict) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.marked = True
+        if self.refuses:
+            raise LookupError("not to my taste")
+
+
+@ranks(1, 2, 3)
+def test_what_fails_inside_the_optimizer_on_one_rank_is_undone_on_all(ctx: RankContext) -> None:
+    twins = trained(partial(Twins, Picky, lr=0.1))
+    other = trained(partial(Twins, Picky, lr=0.7), steps=3).plain.state_dict()
+    for culprit in range(ctx.world_size):
+        inner = twins.zero.optim
+        assert isinstance(inner, Picky)
+        inner.refuses = ctx.rank == culprit
+        with pytest.raises(LookupError if inner.refuses else RankFailedError, match="not to my taste"):
+            twins.zero.load_state_dict(other)
+        inner.refuses = False
+        assert not hasattr(inner, "marked")
+        assert_state(twins)
+        twins.train(1)
+
+
+class Extra(SGD):
+    """Adds to its state dict, and wants it back."""
+
+    extra = 0
+
+    def state_dict(self) -> StateDict:
+        return {**super().state_dict(), "extra": self.extra}
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        self.extra = state_dict["extra"] + 1
+        super().load_state_dict(state_dict)
+
+
+@ranks(1, 2, 3)
+def test_what_an_optimizer_adds_to_its_dict_is_kept_for_its_loading(ctx: RankContext) -> None:
+    twins = trained(partial(Twins, Extra, lr=0.1, momentum=0.9))
+    assert isinstance(twins.zero.optim, Extra)
+    twins.zero.optim.extra = twins.plain.extra = 7  # type: ignore[attr-defined]
+    assert_state(twins)
+    assert_loads_as_torch_does(twins, twins.plain.state_dict())
+    assert twins.zero.optim.extra == 8
+
+
+@ranks(1, 2)
+def test_load_hooks_fire_once_and_may_replace_the_dict(ctx: RankContext) -> None:
+    twins = trained(partial(Twins, Adam, lr=0.1))
+    other = trained(partial(Twins, Adam, lr=0.5)).plain.state_dict()
+    calls: list[str] = []
+
+    def before(optimizer: Optimizer, saved: StateDict) -> StateDict:
+        calls.append("before")
+        groups = [{**group, "lr": group["lr"] + 1} for group in saved["param_groups"]]
+        return {"state": {}, "param_groups": groups}
+
+    def after(optimizer: Optimizer) -> None:
+        calls.append(f"after, lr={optimizer.param_groups[0]['lr']}")
+
+    kept = copy.deepcopy(other)
+    for optimizer in (twins.zero, twins.plain):
+        optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append("first"))
+        optimizer.register_load_state_dict_pre_hook(before)
+        optimizer.register_load_state_dict_post_hook(after)
+        calls.clear()
+        optimizer.load_state_dict(other)
+        assert calls == ["first", "before", "after, lr=1.5"]
+    assert_same(other, kept)
+    assert_state(twins)
+    twins.train(2)
+
+
+@ranks(1, 2)
+def test_an_old_snapshot_does_not_outlive_a_load(ctx: RankContext) -> None:
+    twins = trained(partial(Twins, Adam))
+    saved = twins.plain.state_dict()
+    twins.zero.consolidate_state_dict()
+    twins.zero.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+        twins.zero.state_dict()
+
+
+@ranks(1, 2)
+def test_the_default_device_is_of_no_matter(ctx: RankContext) -> None:
+    with torch.device("meta"):
+        twins = Twins(SGD, lr=0.1, momentum=0.9, model=lambda: small_model().to_empty(device="cpu"))
+    twins.model.load_state_dict(small_model().state_dict())
+    twins.plain_model.load_state_dict(small_model().state_dict())
+    twins.train(1)
+    with torch.device("meta"):
+        saved = broadcast_object(twins.zero.full_state_dict(), 0)
+        twins.zero.load_state_dict(saved)
+        found = twins.zero.full_state_dict()
+    if found is not None:
+        assert_same(found, twins.plain.state_dict())
+    twins.train(1)

@@ -1,0 +1,120 @@
+"""Objects between ranks, and the optimizer as an object."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim import SGD, Adagrad, Adam
+
+from tests.support import RankContext, ranks
+from tests.support.oracle import Twins, assert_same
+from zeroshard import CheckpointError, RankFailedError, RankMismatchError, broadcast_object
+
+
+def plain_values() -> dict[Any, Any]:
+    return {
+        "tensors": [torch.arange(6.0).view(2, 3), torch.tensor(3, dtype=torch.int8), torch.empty(0)],
+        "ordered": OrderedDict(b=1, a=(2, None, True)),
+        "text": "text",
+        "bytes": b"\0\1",
+        "numbers": [1, 0.1, 1j],
+        "sparse": torch.eye(3).to_sparse(),
+        "empty": {},
+        7: torch.bfloat16,
+    }
+
+
+@ranks(1, 2, 3, 4)
+def test_an_object_reaches_every_rank(ctx: RankContext) -> None:
+    for source in range(ctx.world_size):
+        values: list[Any] = [plain_values(), None, "text", torch.ones(2), [], 10**30]
+        for value in values:
+            mine = value if ctx.rank == source else object()
+            found = broadcast_object(mine, source)
+            assert_same(found, value)
+            assert (found is mine) == (ctx.rank == source)
+
+
+@ranks(2)
+def test_received_tensors_lie_on_the_given_device(ctx: RankContext) -> None:
+    sent = {"deep": (torch.ones(2, 3), [torch.ones(1)])} if ctx.rank == 0 else None
+    found = broadcast_object(sent, 0, device=torch.device("cpu" if ctx.rank == 0 else "meta"))
+    tensor, (other,) = found["deep"]
+    assert (tensor.shape, tensor.is_meta, other.is_meta) == ((2, 3), ctx.rank == 1, ctx.rank == 1)
+
+
+@ranks(3, 4)
+def test_the_source_is_a_global_rank_also_in_a_smaller_group(ctx: RankContext) -> None:
+    members = [1, ctx.world_size - 1]
+    group = dist.new_group(members)
+    if ctx.rank not in members:
+        return
+    for source in members:
+        assert broadcast_object(f"from {ctx.rank}", source, group) == f"from {source}"
+    with pytest.raises(ValueError, match="0"):
+        broadcast_object("from no member", 0, group)
+
+
+class Opaque:
+    pass
+
+
+@ranks(1, 2, 3)
+def test_what_could_run_code_is_refused_on_all_ranks(ctx: RankContext) -> None:
+    for source in range(ctx.world_size):
+        for value, place in ((Opaque(), "the value"), ({"a": [1, Opaque()]}, r"\['a'\]\[1\]"), (lambda: 1, "function")):
+            mine = ctx.rank == source
+            with pytest.raises(CheckpointError if mine else RankFailedError, match=place) as caught:
+                broadcast_object(value if mine else None, source)
+            assert "add_safe_globals" in str(caught.value)
+            assert mine or f"rank {source}" in str(caught.value)
+        assert broadcast_object("afterwards", source) == "afterwards"
+
+
+@ranks(2)
+def test_different_sources_are_a_mismatch(ctx: RankContext) -> None:
+    with pytest.raises(RankMismatchError, match="rank 0: src_rank=0; rank 1: src_rank=1"):
+        broadcast_object("text", ctx.rank)
+
+
+@ranks(1, 2)
+def test_an_optimizer_is_not_copied_or_pickled(ctx: RankContext) -> None:
+    twins = Twins(Adam)
+    for attempt in (
+        copy.copy,
+        copy.deepcopy,
+        pickle.dumps,
+        lambda zero: torch.save(zero, io.BytesIO()),
+        lambda zero: copy.deepcopy({"nested": [zero]}),
+    ):
+        with pytest.raises(TypeError, match=r"(?s)copied or pickled.*full_state_dict"):
+            attempt(twins.zero)
+    twins.train(1)
+
+
+@ranks(1, 2, 3)
+def test_state_shows_what_this_rank_keeps(ctx: RankContext) -> None:
+    for make in (partial(Twins, Adam), partial(Twins, Adagrad), partial(Twins, SGD, lr=0.1, momentum=0.9)):
+        twins = make()
+        twins.train(2)
+        params = list(zip(twins.model.parameters(), twins.plain_model.parameters(), strict=True))
+        owned = {id(param) for group in twins.zero.optim.param_groups for param in group["params"]}
+        for param, plain in params:
+            assert (param in twins.zero.state) == (id(param) in owned)
+            assert_same(dict(twins.zero.state[param]), twins.plain.state[plain] if id(param) in owned else {})
+        assert twins.zero.state is twins.zero.optim.state
+        everywhere = ctx.gather(len(owned))
+        assert sum(everywhere) == len(params)
+        # The look at the others' state above has left no trace in what is gathered.
+        found = twins.zero.full_state_dict()
+        if found is not None:
+            assert_same(found, twins.plain.state_dict())
+        twins.train(1)
