@@ -1,0 +1,56 @@
+"""zeroshard against torch's own ZeroRedundancyOptimizer and the plain optimizer, as ratios within one run.
+
+python benchmarks/dropin.py [--quick] [--only SECTION ...] [--out DIR] [--no-fail]
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.cases import construction, iteration, state, steps  # noqa: E402
+from benchmarks.harness.report import Section, finish, measure  # noqa: E402
+
+TITLE = "zeroshard as a drop-in"
+NOTE = (
+    "Times are medians. Contestants run in turns, one thread a rank, gloo over loopback. A ratio is the median of "
+    "the rounds' own quotients, with their quartiles in parentheses."
+)
+
+
+def sections(quick: bool) -> dict[str, Section]:
+    """All measurements by name; `quick` makes fewer rounds and leaves out 4 ranks."""
+    scale = 1 if quick else 2
+    return {
+        "small": lambda: steps.many_small(6 * scale, more_ranks=not quick),
+        "alone": lambda: steps.alone(12 * scale),
+        "beyond": lambda: steps.beyond_inner(6 * scale),
+        "construct": lambda: construction.growth(4 * scale),
+        "state": lambda: state.consolidation(1 if quick else 3, more_ranks=not quick),
+        "iteration": lambda: iteration.iterations(3 * scale),
+    }
+
+
+def main() -> int:
+    options = _options()
+    available = sections(options.quick)
+    rows = measure({name: available[name] for name in options.only or available})
+    return finish(rows, TITLE, NOTE, options.out and options.out / "dropin", fail=not options.no_fail)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, no 4 ranks; writes no results")
+    parser.add_argument("--only", nargs="+", choices=sorted(sections(True)), help="these sections; writes no results")
+    parser.add_argument("--out", type=Path, help="where dropin.json and dropin.md go, also of a partial run")
+    parser.add_argument("--no-fail", action="store_true", help="exit with 0 even where a bar is missed")
+    options = parser.parse_args()
+    if options.out is None and not options.quick and options.only is None:
+        options.out = ROOT / "benchmarks" / "results"
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Rows of results: as a table on the screen, as JSON and as Markdown."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .timing import Spread
+
+HEADINGS = ("what", "zeroshard", "peer", "ratio or value", "bar", "met")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison. `bar` is the most that `value` may be; without one the row is for information."""
+
+    what: str
+    zeroshard: str
+    peer: str
+    value: float | None = None
+    spread: tuple[float, float] | None = None
+    bar: float | None = None
+    failed: bool = False
+
+    @property
+    def met(self) -> bool | None:
+        if self.failed:
+            return False
+        return None if self.bar is None or self.value is None else self.value <= self.bar
+
+    def cells(self) -> tuple[str, ...]:
+        value = "" if self.value is None else f"{self.value:.3g}"
+        if self.spread is not None:
+            value += f" ({self.spread[0]:.3g} to {self.spread[1]:.3g})"
+        bar = "" if self.bar is None else f"{self.bar:g}"
+        verdict = {None: "", True: "yes", False: "NO"}[self.met]
+        return (self.what, self.zeroshard, self.peer, value, bar, verdict)
+
+
+Section = Callable[[], list[Row]]
+
+
+def ratio_row(what: str, zeroshard: str, peer: str, ratio: Spread, bar: float | None = None) -> Row:
+    return Row(what, zeroshard, peer, ratio.median, (ratio.low, ratio.high), bar)
+
+
+def failed_row(what: str, error: BaseException) -> Row:
+    last = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+    return Row(what, f"failed: {last[0]}", "", failed=True)
+
+
+def measure(sections: Mapping[str, Section]) -> list[Row]:
+    """The rows of all sections; one that fails gives a row that says so."""
+    rows: list[Row] = []
+    for name, section in sections.items():
+        start = time.monotonic()
+        try:
+            rows += section()
+        except Exception as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            rows.append(failed_row(name, error))
+        print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    return rows
+
+
+def finish(rows: Sequence[Row], title: str, note: str, stem: Path | None, *, fail: bool) -> int:
+    """Show and write the results; the exit status is 1 where a bar was missed."""
+    _show(title, rows)
+    if stem is not None:
+        _write(stem, title, note, rows)
+    return int(fail and any(row.met is False for row in rows))
+
+
+def _machine() -> dict[str, Any]:
+    facts: dict[str, Any] = {"torch": torch.__version__, "cpus": os.cpu_count()}
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+def _show(title: str, rows: Sequence[Row]) -> None:
+    """In plain text where `rich` is not installed."""
+    cells = [row.cells() for row in rows]
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(f"\n{title}\n{_plain(cells)}")
+        return
+    table = Table(*HEADINGS, title=title)
+    for row, line in zip(rows, cells, strict=True):
+        table.add_row(*line, style={None: "", True: "green", False: "bold red"}[row.met])
+    Console(width=max(Console().width, 150)).print(table)
+
+
+def _write(stem: Path, title: str, note: str, rows: Sequence[Row]) -> None:
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    contents = {"machine": _machine(), "rows": [{**asdict(row), "met": row.met} for row in rows]}
+    stem.with_suffix(".json").write_text(json.dumps(contents, indent=2) + "\n")
+    facts = ", ".join(f"{key} {value}" for key, value in _machine().items())
+    lines = [HEADINGS, tuple("---" for _ in HEADINGS), *(row.cells() for row in rows)]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    stem.with_suffix(".md").write_text(f"# {title}\n\nMeasured with {facts}. {note}\n\n{table}\n")
+
+
+def _plain(cells: Sequence[tuple[str, ...]]) -> str:
+    lines = [HEADINGS, *cells]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

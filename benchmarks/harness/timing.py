@@ -1,0 +1,95 @@
+"""Contestants run in turns, so that whatever else the machine does hits them alike."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+Run = Callable[[], object]
+Times = dict[str, list[float]]
+"""Seconds of each round, by contestant."""
+Clock = Callable[[Run], float]
+"""Runs something and says how many seconds it took."""
+
+
+def wall_clock(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def cuda_clock(run: Run) -> float:
+    """From an idle device to the end of all the work that `run` put on it."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def race(contestants: Mapping[str, Run], rounds: int, *, warmup: int = 2, clock: Clock = wall_clock) -> Times:
+    """Time all contestants `rounds` times in turns, every other round backwards, each from a barrier on."""
+    times: Times = {name: [] for name in contestants}
+    order = list(contestants)
+    with _no_garbage_collection():
+        for turn in range(warmup + rounds):
+            for name in order if turn % 2 else reversed(order):
+                if dist.is_initialized() and dist.get_world_size() > 1:
+                    dist.barrier()
+                seconds = clock(contestants[name])
+                if turn >= warmup:
+                    times[name].append(seconds)
+    return times
+
+
+def slowest(by_rank: Sequence[Times]) -> Times:
+    """A round is over when the last rank is done with it."""
+    return {name: [max(turn) for turn in zip(*(times[name] for times in by_rank), strict=True)] for name in by_rank[0]}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median and the quartiles around it."""
+
+    low: float
+    median: float
+    high: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> "Spread":
+        if len(values) == 1:
+            return Spread(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return Spread(low, median, high)
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
+    """Of the quotients of all rounds: what slows a whole round down cancels out."""
+    return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
+def minus(left: Sequence[float], right: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(left, right, strict=True)]
+
+
+def ms(seconds: Sequence[float]) -> str:
+    """The median of a measurement, to three digits."""
+    value = 1e3 * statistics.median(seconds)
+    return f"{value:.0f} ms" if abs(value) >= 100 else f"{value:.3g} ms"
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
