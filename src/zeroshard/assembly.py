@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -30,15 +31,10 @@ class Assembly:
     overlap: bool
     """DDP shall drive the steps."""
 
+    @cached_property
     def traits(self) -> Traits:
-        """What the self-test finds; refuses an optimizer that cannot be right when it is sharded."""
-        traits = examine(self.recipe)
-        if traits.couples_params:
-            raise ConfigError(
-                f"{self.recipe.name} cannot be sharded: its update of one parameter depends on the others, "
-                "which live on other ranks"
-            )
-        return traits
+        """What the self-test finds."""
+        return examine(self.recipe)
 
     def extend(self, layout: Layout, groups: Sequence[ParamGroup], first_group: int = 0) -> Layout:
         """`layout` with the groups from `first_group` on, once they are found fit to be sharded."""
@@ -53,10 +49,16 @@ class Assembly:
         """An engine for this rank, which is to `extend` to `layout` next."""
         inner = self.recipe.build(self.owned_ids(layout, groups))
         self.check(inner)
-        return Engine(self.comm, inner, FlatStore() if self.flat else LooseStore())
+        store = FlatStore() if self.flat else LooseStore()
+        return Engine(self.comm, inner, store, moves_all=self.traits.moves_without_grads)
 
     def check(self, inner: ShardOptimizer) -> None:
-        """Refuse options under which a sharded step cannot be right."""
+        """Refuse an optimizer, or options of it, that cannot be right when it is sharded."""
+        if self.traits.couples_params:
+            raise ConfigError(
+                f"{self.recipe.name} cannot be sharded: its update of one parameter depends on the others, "
+                "which live on other ranks"
+            )
         if any(group.get("differentiable") for group in inner.optimizer.param_groups):
             raise ConfigError("differentiable=True cannot be sharded: the graph of a step would span all ranks")
 

@@ -5,12 +5,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .checkpoint.codec import pack, unpack
+from .checkpoint.codec import pack, readable_types, unpack
 from .checkpoint.trees import map_tensors
-from .comm.agreement import agree
+from .comm.agreement import Proposal, agreed
 from .comm.collectives import Comm
 from .comm.group import Group
-from .units import Rank
 
 
 def broadcast_object(
@@ -24,15 +23,13 @@ def broadcast_object(
     `src_rank` is a global rank. What `torch.load(weights_only=True)` would not read is refused, on all ranks.
     """
     comm = Comm(Group(group))
-    source = Rank(dist.get_group_rank(comm.group.process_group, src_rank))
-    data, failure = None, None
-    if comm.group.rank == source:
-        try:
-            data = pack(obj)
-        except Exception as error:
-            failure = error
-    agree(comm, "broadcast_object", [f"src_rank={src_rank}"], failure)
-    received = comm.broadcast_bytes(data, source)
-    if comm.group.rank == source:
+
+    def propose() -> Proposal[bytes | None]:
+        data = pack(obj) if comm.group.from_global(src_rank) == comm.group.rank else None
+        return Proposal(data, [f"src_rank={src_rank}", *readable_types()])
+
+    data = agreed(comm, "broadcast_object", propose)
+    received = comm.broadcast_bytes(data, comm.group.from_global(src_rank))
+    if data is not None:
         return obj
     return map_tensors(unpack(received), lambda tensor: tensor.to(device))

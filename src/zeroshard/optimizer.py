@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 
 from . import state_dicts
 from .adapters.ddp import Overlap, plain_class
-from .adapters.join import Lender, ShadowStep
-from .assembly import Assembly, all_params
+from .adapters.join import ShadowStep, UnevenStep
+from .assembly import Assembly
 from .checkpoint.compat import StateDict
+from .checkpoint.trees import snapshot
 from .comm.agreement import Proposal, agreed
 from .comm.collectives import Comm
 from .comm.group import Group
@@ -72,8 +73,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._snapshot: _Snapshot | None = None
         call = f"making a {type(self).__name__}"
         layout = agreed(self._comm, call, lambda: self._assemble(params, optimizer_class, overlap_with_ddp, defaults))
-        self._engine.extend(layout, all_params(self.param_groups))
-        self._lender = Lender(self._comm, lambda rank: self._engine.owned(rank))  # noqa: PLW0108, engines change
+        self._engine.extend(layout, self.param_groups)
+        self._grads_cleared = False
         if overlap_with_ddp:
             self._overlap = Overlap(self._comm, self._repartition, self.param_groups)
             self._opt_called = True  # LR schedulers would warn that step() is never called
@@ -139,6 +140,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self._overlap is not None:
             self._overlap.check_trainable()
+            if amp.drives(self):
+                raise RuntimeError(
+                    "GradScaler cannot be used with overlap_with_ddp=True: the hook steps before gradients are unscaled"
+                )
             warnings.warn("step() does nothing with overlap_with_ddp=True: the DDP hook makes the steps", stacklevel=3)
             return None
         Join.notify_join_context(self)
@@ -156,16 +161,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return
         if self._overlap is not None:
             raise RuntimeError("parameter groups cannot be added with overlap_with_ddp=True: DDP's buckets are fixed")
-        known = len(self.param_groups)
         layout = agreed(self._comm, "add_param_group", lambda: self._with_group(read_group(param_group)))
-        self._engine.extend(layout, self.param_groups[known]["params"])
-        self._snapshot = None
+        self._engine.extend(layout, self.param_groups)
+        self._forget_snapshot()
 
     def join_hook(self, **_: Any) -> JoinHook:
         """For `torch.distributed.algorithms.join.Join`."""
         if self._overlap is not None:
             return ShadowStep(self._overlap.shadow_step)
-        self._lender.forget()
+        self._grads_cleared = False
         return ShadowStep(lambda: self._step(None, {}, joined=True))
 
     @property
@@ -181,7 +185,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather all state on rank `to` of the group, for `state_dict()` there. Called on all ranks."""
         self._require_settled("consolidate_state_dict")
-        contents = state_dicts.gathered(self._engine, self.param_groups, "consolidate_state_dict", to)
+        # An older snapshot goes before the new one comes: the target never holds both.
+        forget = self._forget_snapshot if self.rank == to else lambda: None
+        contents = state_dicts.gathered(self._engine, self.param_groups, "consolidate_state_dict", to, forget)
         if contents is not None:
             self._snapshot = _Snapshot(contents, self._engine.steps)
 
@@ -192,7 +198,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return None if contents is None else state_dicts.through_save_hooks(self, contents)
 
     def state_dict(self) -> StateDict:
-        """What `consolidate_state_dict` gathered on this rank, in the format of the unsharded optimizer."""
+        """A copy of what `consolidate_state_dict` gathered on this rank, in the format of the unsharded optimizer.
+
+        `full_state_dict` gathers and returns it without keeping one, and so needs half the memory.
+        """
         self._require_settled("state_dict")
         if self._snapshot is None:
             raise RuntimeError(
@@ -206,7 +215,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "again for the present one",
                 stacklevel=2,
             )
-        return state_dicts.through_save_hooks(self, self._snapshot.contents)
+        return state_dicts.through_save_hooks(self, snapshot(self._snapshot.contents))
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Take this rank's part of a dict saved at any world size, or by the plain optimizer. Called on all ranks.
@@ -217,11 +226,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         def propose() -> Proposal[None]:
             saved = state_dicts.through_load_hooks(self, state_dict)
-            return state_dicts.loading(self._engine, saved, self._traits.param_shaped)
+            return state_dicts.loading(self._engine, saved, self._assembly.traits.param_shaped)
 
         agreed(self._comm, "load_state_dict", propose)
         self._engine.inner.pull(self.param_groups)
-        self._snapshot = None
+        self._forget_snapshot()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -245,7 +254,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         flat = self.parameters_as_bucket_view and not overlap
         self._assembly = Assembly(self._comm, self._config, recipe, flat=flat, overlap=overlap)
         layout = self._assembly.extend(Layout.empty(self.world_size), self.param_groups)
-        self._traits = self._assembly.traits()
         self._engine = self._assembly.engine(layout, self.param_groups)
         self._engine.inner.pull(self.param_groups)
         self.defaults = self.optim.defaults
@@ -275,7 +283,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Start afresh with other owners, before there is any state."""
         layout = partition.extend(Layout.empty(self.world_size), read_specs(self.param_groups))
         self._engine = self._assembly.engine(layout, self.param_groups)
-        self._engine.extend(layout, all_params(self.param_groups))
+        self._engine.extend(layout, self.param_groups)
         return self._engine
 
     def _step(self, closure: Closure | None, kwargs: dict[str, Any], *, joined: bool) -> Any:
@@ -290,20 +298,25 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _uneven_step(self, closure: Closure | None, kwargs: dict[str, Any], *, joined: bool) -> Any:
         """A step that ranks without inputs shadow."""
+        uneven = UnevenStep(self._engine, self.param_groups, kwargs, joined=joined, cleared=self._grads_cleared)
         try:
             if closure is not None:
-                return self._engine.run(self.param_groups, self._lender.lending(closure), kwargs)
-            survey = self._lender.survey(joined=joined, scaled=amp.drives(self))
+                return self._engine.run(self.param_groups, uneven.lending(closure), kwargs)
+            survey = uneven.survey(scaled=amp.drives(self))
             if survey.scaled and self._skips(uneven=True):
                 return None
-            self._lender.lend(survey)
-            shadow = self._lender.borrowing() if survey.closure else None
-            return self._engine.run(self.param_groups, shadow, kwargs)
+            uneven.lend(survey)
+            shadow = uneven.borrowing() if survey.closure else None
+            return self._engine.run(self.param_groups, shadow, uneven.kwargs)
         finally:
-            self._lender.after_step(joined=joined)
+            uneven.end()
+            self._grads_cleared = joined
 
     def _skips(self, *, uneven: bool) -> bool:
         return amp.skips(self, self.optim, self._engine.params, self._comm, uneven=uneven)
+
+    def _forget_snapshot(self) -> None:
+        self._snapshot = None
 
     def _require_settled(self, call: str) -> None:
         if self._overlap is not None and not self._overlap.settled:

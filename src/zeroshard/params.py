@@ -49,13 +49,30 @@ def check_specs(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor], *, m
             raise ConfigError(f"{spec.label} is a {type(param.data).__name__}, which cannot be sharded")
         if not param.is_contiguous() and _overlaps(spec):
             raise ConfigError(f"{spec.label} has elements that share memory (strides {spec.stride}); clone it first")
-    _check_disjoint(specs, params)
+    check_disjoint(specs, params)
     others = [spec for spec in specs if spec.dtype != specs[0].dtype]
     if others and not mixed_dtypes:
         raise ConfigError(
             f"all parameters must have one dtype: {specs[0].label} is {specs[0].dtype}, {others[0].label} is "
             f"{others[0].dtype}. Pass config=ZeroConfig(mixed_dtypes=True) to allow several."
         )
+
+
+def check_disjoint(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor]) -> None:
+    """Two parameters over the same memory would be updated by two owners."""
+    ranges = sorted(
+        (str(param.device), param.data_ptr(), param.data_ptr() + spec.extent * param.element_size(), spec.index)
+        for spec, param in zip(specs, params, strict=True)
+        if spec.numel and param.data_ptr()
+    )
+    for (device, start, stop, index), (next_device, next_start, _, next_index) in pairwise(ranges):
+        # The next one may start in a gap of this one: columns of one matrix interleave and share nothing.
+        gaps = specs[index].extent > specs[index].numel
+        if device == next_device and next_start < stop and (next_start == start or not gaps):
+            raise ConfigError(
+                f"{specs[index].label} and {specs[next_index].label} share memory; "
+                "tie them by using one parameter in both places"
+            )
 
 
 def _as_list(given: Any, what: str) -> list[Any]:
@@ -77,23 +94,6 @@ def _check_entries(entries: Iterable[Any]) -> None:
 
 def _is_named(entry: Any) -> bool:
     return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
-
-
-def _check_disjoint(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor]) -> None:
-    """Two parameters over the same memory would be updated by two owners."""
-    ranges = sorted(
-        (str(param.device), param.data_ptr(), param.data_ptr() + spec.extent * param.element_size(), spec.index)
-        for spec, param in zip(specs, params, strict=True)
-        if spec.numel and param.data_ptr()
-    )
-    for (device, start, stop, index), (next_device, next_start, _, next_index) in pairwise(ranges):
-        # The next one may start in a gap of this one: columns of one matrix interleave and share nothing.
-        gaps = specs[index].extent > specs[index].numel
-        if device == next_device and next_start < stop and (next_start == start or not gaps):
-            raise ConfigError(
-                f"{specs[index].label} and {specs[next_index].label} share memory; "
-                "tie them by using one parameter in both places"
-            )
 
 
 def _overlaps(spec: ParamSpec) -> bool:

@@ -1,6 +1,6 @@
 """The state of all ranks as one dict in torch's format, and back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -8,8 +8,8 @@ from torch.optim import Optimizer
 from .assembly import option_facts
 from .checkpoint import compat
 from .checkpoint.compat import StateDict
-from .checkpoint.exchange import gather
-from .checkpoint.trees import copy_mutable, snapshot
+from .checkpoint.exchange import Share, gather
+from .checkpoint.trees import snapshot
 from .comm.agreement import Proposal
 from .runtime.inner import ParamGroup
 from .runtime.loading import load
@@ -17,21 +17,33 @@ from .runtime.step import Engine
 from .units import Rank
 
 
-def gathered(engine: Engine, groups: Sequence[ParamGroup], call: str, to: int) -> StateDict | None:
-    """The unsharded optimizer's dict, as a snapshot on the CPU of rank `to`; None on the others."""
-    state = engine.inner.optimizer.state
-    owned = engine.owned(engine.comm.group.rank)
-    # A look at the state of another rank's parameter leaves an empty entry in a defaultdict: not ours to send.
-    by_param = {index: state[param] for index, param in owned.items() if param in state}
-    others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
-    mine = {"params": by_param, "others": others}
-    shares = gather(engine.comm, call, option_facts(groups), mine, Rank(to))
+def gathered(
+    engine: Engine, groups: Sequence[ParamGroup], call: str, to: int, agreed_on: Callable[[], object] = lambda: None
+) -> StateDict | None:
+    """The unsharded optimizer's dict, as a snapshot on the CPU of rank `to`; None on the others.
+
+    `agreed_on` is called when all ranks have agreed, before anything is gathered.
+    """
+    written: StateDict = {}
+
+    def share() -> Share:
+        engine.check_groups(groups)
+        state = engine.inner.optimizer.state
+        owned = engine.owned(engine.comm.group.rank)
+        # A look at the state of another rank's parameter leaves an empty entry in a defaultdict: not ours to send.
+        by_param = {index: state[param] for index, param in owned.items() if param in state}
+        others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+        extra = snapshot(engine.inner.extra())
+        written.update({"param_groups": compat.write_groups(groups), **extra})
+        facts = [*option_facts(groups), f"what the optimizer adds to its dict: {compat.describe_options(extra)}"]
+        return Share({"params": by_param, "others": others}, facts)
+
+    shares = gather(engine.comm, call, share, Rank(to), agreed_on)
     if shares is None:
         return None
-    by_param = {key: value for share in shares for key, value in share["params"].items()}
-    others = {key: value for share in reversed(shares) for key, value in share["others"].items()}
-    extra = snapshot(engine.inner.extra())
-    return {"state": dict(sorted(by_param.items())) | others, "param_groups": compat.write_groups(groups), **extra}
+    by_param = {key: value for part in shares for key, value in part["params"].items()}
+    others = {key: value for part in reversed(shares) for key, value in part["others"].items()}
+    return {"state": dict(sorted(by_param.items())) | others, **written}
 
 
 def loading(engine: Engine, saved: StateDict, param_shaped: frozenset[str]) -> Proposal[None]:
@@ -43,10 +55,10 @@ def loading(engine: Engine, saved: StateDict, param_shaped: frozenset[str]) -> P
 
 
 def through_save_hooks(optimizer: Optimizer, contents: StateDict) -> StateDict:
-    """A copy of all but the tensors, as the optimizer's state-dict hooks leave it."""
+    """`contents` as the optimizer's state-dict hooks leave it."""
     for before in optimizer._optimizer_state_dict_pre_hooks.values():
         before(optimizer)
-    result: StateDict = copy_mutable(contents)
+    result = contents
     for after in optimizer._optimizer_state_dict_post_hooks.values():
         result = after(optimizer, result) or result
     return result

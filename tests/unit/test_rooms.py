@@ -23,7 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "params": {"layout", "errors"},
     "comm": {"units", "errors"},
     "checkpoint": {"layout", "comm", "units", "errors"},
-    "runtime": {"layout", "comm", "checkpoint", "units", "errors"},
+    "runtime": {"layout", "params", "comm", "checkpoint", "units", "errors"},
     "adapters": {"layout", "comm", "checkpoint", "runtime", "units", "errors"},
     "assembly": {"layout", "config", "params", "comm", "checkpoint", "runtime", "units", "errors"},
     "state_dicts": {"assembly", "layout", "comm", "checkpoint", "runtime", "units", "errors"},

@@ -97,7 +97,7 @@ class Overlap:
             future = hook(state, bucket)
             arrival = Arrival(bucket.index(), bucket.is_last(), bucket.parameters(), future)
             if self._plan is None:
-                self._learn(ddp, arrival, shard_buckets)
+                self._learn(ddp, arrival, shard_buckets, eager)
             else:
                 self._step(ddp, self._plan, arrival, eager)
             return future
@@ -114,7 +114,7 @@ class Overlap:
         while self._deferred:
             self._deferred.pop(0)()
 
-    def _learn(self, ddp: DistributedDataParallel, arrival: Arrival, shard_buckets: bool) -> None:
+    def _learn(self, ddp: DistributedDataParallel, arrival: Arrival, shard_buckets: bool, eager: bool) -> None:
         backward = _running_backward()
         # In the first pass of a static graph DDP numbers all buckets 0, and calls none the last.
         if arrival.number == 0 and (backward == NO_BACKWARD or backward != self._backward):
@@ -124,18 +124,24 @@ class Overlap:
         self._buckets.append([self._index[id(p)] for p in arrival.params if id(p) in self._index])
         if arrival.last and self._seen_passes >= self.warmup_passes:
             trained = backward != NO_BACKWARD
-            self._after(ddp, lambda: self._settle(ddp, shard_buckets, trained))
+            self._after(ddp, lambda: self._settle(ddp, shard_buckets, eager, trained))
 
-    def _settle(self, ddp: DistributedDataParallel, shard_buckets: bool, trained: bool) -> None:
+    def _settle(self, ddp: DistributedDataParallel, shard_buckets: bool, eager: bool, trained: bool) -> None:
         """Deal out the buckets. Raises on all ranks alike."""
         late = bool(ddp.find_unused_parameters)
         if ddp.static_graph:
             used = self._comm.union(bytes(trained and param.grad is not None for param in _params(self._groups)))
             late |= any(trains and not flag for trains, flag in zip(self._trainable, used, strict=True))
-        self._plan = agreed(self._comm, "settling on DDP's buckets", lambda: self._propose(shard_buckets, late))
+        choices = f"shard_buckets={shard_buckets}, interleaved={eager}, late={late}"
+        self._plan = agreed(
+            self._comm,
+            "settling on DDP's buckets",
+            lambda: self._propose(choices, shard_buckets=shard_buckets, late=late),
+        )
 
-    def _propose(self, shard_buckets: bool, late: bool) -> Proposal[Plan]:
-        facts = [f"parameters {members} are in DDP's bucket {i}" for i, members in enumerate(self._buckets)]
+    def _propose(self, choices: str, *, shard_buckets: bool, late: bool) -> Proposal[Plan]:
+        facts = [choices]
+        facts += [f"parameters {members} are in DDP's bucket {i}" for i, members in enumerate(self._buckets)]
         bucket_of = {index: number for number, members in enumerate(self._buckets) for index in members}
         missing = [i for i, trains in enumerate(self._trainable) if trains and i not in bucket_of]
         if missing:
@@ -143,7 +149,7 @@ class Overlap:
         owners = self._dealt(bucket_of) if shard_buckets else self._in_turns(bucket_of)
         engine = self._repartition(AssignedOwners(owners, bucket_of))
         places = {bucket_of[index]: engine.layout.pieces_by_param[index][0].bucket for index in bucket_of}
-        return Proposal(Plan(engine, places, late), facts)
+        return Proposal(Plan(engine, places, late), [*facts, f"layout {engine.layout.digest}"])
 
     def _in_turns(self, bucket_of: dict[int, int]) -> dict[int, Rank]:
         return {index: Rank(number % self._comm.group.size) for index, number in bucket_of.items()}
@@ -226,7 +232,7 @@ class _Pass:
         if not self._updates:
             self.guard(lambda: self._engine.update(self._groups, {}))
         self._engine.sync.finish()
-        self._engine.inner.pull(self._groups)
+        self.guard(lambda: self._engine.inner.pull(self._groups))
         self._engine.steps += 1
         call = f"overlapped step {self._engine.steps}"
         trouble = Trouble.NONE if self._failure is None else Trouble.FAILED

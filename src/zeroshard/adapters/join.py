@@ -1,7 +1,8 @@
 """Uneven inputs: a rank that ran out of data goes on updating its shard for the others.
 
-It has no gradients of its own any more. In each step the lowest rank that still trains lends it those of the
-parameters it owns, unless another joinable of the same context has set them.
+It has no gradients of its own any more, and its LR scheduler stands still. In each step the lowest rank that still
+trains lends it the options of the groups and the gradients of the parameters it owns, unless another joinable of the
+same context has set those.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,53 +13,54 @@ import torch
 from torch.distributed.algorithms.join import JoinHook
 
 from ..checkpoint.exchange import Outbox, receive
-from ..comm.collectives import Comm
-from ..runtime.step import Closure
+from ..runtime.inner import ParamGroup
+from ..runtime.step import Closure, Engine
 from ..units import Rank
-
-OwnedParams = Callable[[Rank], Mapping[int, torch.Tensor]]
-"""The parameters that a rank owns, by index."""
 
 
 class Survey(NamedTuple):
     """How the ranks that still train make the coming step, and who needs their gradients."""
 
     lender: Rank
-    needy: list[Rank]
+    shadows: list[Rank]
+    supplied: bytes
+    """A flag for each rank: its gradients were set by another joinable."""
     closure: bool
     scaled: bool
     """A GradScaler drives it."""
 
 
-class Lender:
-    """Brings gradients to the ranks that ran out of inputs."""
+class UnevenStep:
+    """One step that ranks without inputs shadow: before it they borrow what they lack."""
 
-    def __init__(self, comm: Comm, owned: OwnedParams) -> None:
-        self._comm, self._owned = comm, owned
-        self._cleared = False
+    def __init__(
+        self, engine: Engine, groups: list[ParamGroup], kwargs: dict[str, Any], *, joined: bool, cleared: bool
+    ) -> None:
+        """`joined`: this rank only shadows. `cleared`: it did so before, and has cleared its gradients since."""
+        self._engine, self._comm, self._groups = engine, engine.comm, groups
+        self.kwargs = kwargs
+        self._joined, self._cleared = joined, cleared
 
-    def forget(self) -> None:
-        """A new context begins: gradients that are on this rank now are its own."""
-        self._cleared = False
-
-    def survey(self, *, joined: bool, closure: bool = False, scaled: bool = False) -> Survey:
+    def survey(self, *, closure: bool = False, scaled: bool = False) -> Survey:
         """On all ranks, when gradients are there: those that still train say how they step, their shadows listen."""
         rank, size = self._comm.group.rank, self._comm.group.size
         # Gradients on a rank that cleared them after its last shadow step were set by another joinable.
         given = self._cleared and any(param.grad is not None for param in self._mine().values())
-        mine = (not joined, joined and not given, closure, scaled)
+        mine = (not self._joined, self._joined, self._joined and given, closure, scaled)
         flags = self._comm.union(b"".join(bytes(i == rank and flag for i in range(size)) for flag in mine))
-        trains, needs, closures, scales = (flags[i * size : (i + 1) * size] for i in range(len(mine)))
-        needy = [Rank(i) for i in range(size) if needs[i]]
-        return Survey(Rank(trains.index(1)), needy, any(closures), any(scales))
+        trains, joined, supplied, closures, scales = (flags[i * size : (i + 1) * size] for i in range(len(mine)))
+        shadows = [Rank(i) for i in range(size) if joined[i]]
+        return Survey(Rank(trains.index(1)), shadows, supplied, any(closures), any(scales))
 
     def lend(self, survey: Survey) -> None:
-        """On all ranks, after a survey."""
-        for needy in survey.needy:
+        """On all ranks, after a survey: gradients, options as schedulers left them, arguments of the step."""
+        for shadow in survey.shadows:
             if self._comm.group.rank == survey.lender:
-                self._send(needy)
-            elif self._comm.group.rank == needy:
-                self._take(receive(self._comm, survey.lender))
+                grads = None if survey.supplied[shadow] else self._grads_of(shadow)
+                options = [_portable_options(group) for group in self._groups]
+                Outbox([grads, options, _portable_options(self.kwargs)]).send(self._comm, shadow)
+            elif self._comm.group.rank == shadow:
+                self._take(*receive(self._comm, survey.lender))
 
     def lending(self, closure: Closure) -> Closure:
         """A closure of a rank that trains, which lends what the given one has computed."""
@@ -69,7 +71,7 @@ class Lender:
                 loss = closure()
             except Exception as error:
                 failure = error  # raised only after lending: another rank waits for our gradients
-            self.lend(self.survey(joined=False, closure=True))
+            self.lend(self.survey(closure=True))
             if failure is not None:
                 raise failure
             return loss
@@ -82,27 +84,30 @@ class Lender:
 
         def run() -> None:
             if next(calls) > 0:
-                self.lend(self.survey(joined=True))
+                self.lend(self.survey())
 
         return run
 
-    def after_step(self, *, joined: bool) -> None:
+    def end(self) -> None:
         """No later shadow step may use what is on this rank now."""
-        self._cleared = joined
-        if joined:
+        if self._joined:
             for param in self._mine().values():
                 param.grad = None
 
-    def _mine(self) -> Mapping[int, torch.Tensor]:
-        return self._owned(self._comm.group.rank)
+    def _mine(self) -> dict[int, torch.Tensor]:
+        return self._engine.owned(self._comm.group.rank)
 
-    def _send(self, needy: Rank) -> None:
-        grads = {i: _portable(param.grad) for i, param in self._owned(needy).items() if param.grad is not None}
-        Outbox(grads).send(self._comm, needy)
+    def _grads_of(self, owner: Rank) -> dict[int, Any]:
+        params = self._engine.owned(owner)
+        return {i: _portable(param.grad) for i, param in params.items() if param.grad is not None}
 
-    def _take(self, grads: dict[int, Any]) -> None:
-        for index, param in self._mine().items():
-            param.grad = _restored(grads[index]).to(param.device) if index in grads else None
+    def _take(self, grads: dict[int, Any] | None, options: list[dict[str, Any]], kwargs: dict[str, Any]) -> None:
+        self.kwargs = kwargs
+        for group, lent in zip(self._groups, options, strict=True):
+            group.update({key: _like(value, group.get(key)) for key, value in lent.items()})
+        if grads is not None:
+            for index, param in self._mine().items():
+                param.grad = _restored(grads[index]).to(param.device) if index in grads else None
 
 
 class ShadowStep(JoinHook):
@@ -125,3 +130,18 @@ def _portable(grad: torch.Tensor) -> Any:
 
 def _restored(value: Any) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else torch.sparse_coo_tensor(**value)
+
+
+def _portable_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that can change from step to step: numbers, and what is made of them."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names") and _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return type(value) in (list, tuple) and all(map(_is_plain, value))
+    return isinstance(value, (torch.Tensor, int, float, str, type(None)))
+
+
+def _like(value: Any, present: Any) -> Any:
+    return value.to(present.device) if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor) else value

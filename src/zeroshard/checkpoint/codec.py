@@ -30,6 +30,13 @@ def unpack(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
+def readable_types() -> list[str]:
+    """What the user has allowed beyond torch's own list, for ranks to compare: readers must know writers' types."""
+    allowed = [entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals()]
+    names = sorted(f"{entry.__module__}.{entry.__qualname__}" for entry in allowed)
+    return [f"types allowed by add_safe_globals: {names}"]
+
+
 def take_out_tensors(value: Any) -> tuple[Any, list[torch.Tensor]]:
     """`value` with memory-less stand-ins for its tensors, and the tensors in order.
 

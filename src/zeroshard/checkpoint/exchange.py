@@ -1,16 +1,16 @@
 """State from one rank to another: structure first, then the bytes of the tensors in bounded pieces."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from ..comm.agreement import agree
+from ..comm.agreement import Proposal, agreed
 from ..comm.collectives import Comm, as_bytes
 from ..comm.pending import Window
 from ..errors import ConfigError
 from ..units import MIB, Rank
-from .codec import pack, take_out_tensors, unpack
+from .codec import pack, readable_types, take_out_tensors, unpack
 from .trees import dense_memory, map_tensors, snapshot
 
 PIECE_BYTES = 4 * MIB
@@ -36,20 +36,31 @@ class Outbox:
         window.drain()
 
 
-def gather(comm: Comm, call: str, facts: Sequence[str], mine: Any, to: Rank) -> list[Any] | None:
+class Share(NamedTuple):
+    """What one rank gives to a gathering, and what must be equal on all ranks for it."""
+
+    value: Any
+    facts: Sequence[str]
+
+
+def gather(
+    comm: Comm, call: str, share: Callable[[], Share], to: Rank, agreed_on: Callable[[], object]
+) -> list[Any] | None:
     """Every rank's value in the order of ranks, as a snapshot in host memory, on rank `to`; None on the others.
 
-    Called on all ranks. What cannot be sent from one rank is raised on all, before anything is.
+    Called on all ranks. What cannot be made or sent on one rank is raised on all, before anything is sent; then
+    `agreed_on` is called.
     """
-    outbox, failure = None, None
-    try:
+
+    def propose() -> Proposal[tuple[Any, Outbox]]:
         if to not in range(comm.group.size):
             raise ConfigError(f"{call}: to={to!r} is not a rank of a group of {comm.group.size}")
-        outbox = Outbox(mine)
-    except Exception as error:
-        failure = error
-    agree(comm, call, [f"to={to}", *facts], failure)
-    if outbox is not None and comm.group.rank != to:
+        value, facts = share()
+        return Proposal((value, Outbox(value)), [f"to={to}", *readable_types(), *facts])
+
+    mine, outbox = agreed(comm, call, propose)
+    agreed_on()
+    if comm.group.rank != to:
         outbox.send(comm, to)
         return None
     return [snapshot(mine) if rank == to else receive(comm, Rank(rank)) for rank in range(comm.group.size)]

@@ -1,12 +1,16 @@
 """The process group, and this process's place in it."""
 
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
 from ..units import GlobalRank, Rank
+
+_companions: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""One for each process group that carries no CPU tensors, however many optimizers use it."""
 
 
 class Group:
@@ -32,6 +36,12 @@ class Group:
     def to_global(self, rank: Rank) -> GlobalRank:
         return self._members[rank]
 
+    def from_global(self, rank: int) -> Rank:
+        for mine, member in self._members.items():
+            if member == rank:
+                return mine
+        raise ConfigError(f"global rank {rank} is not a member of the process group of {list(self._members.values())}")
+
     def carries(self, device: torch.device) -> bool:
         """Whether tensors on `device` can travel in this group."""
         return any(kind.type == device.type for kind in self.process_group._device_types)
@@ -45,6 +55,7 @@ class Group:
         """
         if self.carries(torch.device("cpu")):
             return self.process_group
-        companion = dist.new_group(list(self._members.values()), backend="gloo", use_local_synchronization=True)
-        assert isinstance(companion, dist.ProcessGroup)
-        return companion
+        if self.process_group not in _companions:
+            members = list(self._members.values())
+            _companions[self.process_group] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        return _companions[self.process_group]

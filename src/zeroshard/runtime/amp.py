@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.optim import Optimizer
 
+from ..comm.agreement import compare
 from ..comm.collectives import Comm
 
 
@@ -23,6 +24,8 @@ def skips(outer: Optimizer, inner: Optimizer, params: Sequence[torch.Tensor], co
 
     `uneven`: some ranks may only shadow the step. They have no scale, so gradients are unscaled before they are lent.
     """
+    if not uneven:
+        compare(comm, "a step that a GradScaler drives", b"")  # or another rank steps without one
     found = _flag(outer, params[0].device)
     anywhere = comm.maximum_of(found.clone())
     scale: torch.Tensor | None = getattr(outer, "grad_scale", None)

@@ -4,7 +4,7 @@ import copy
 import math
 import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,7 +15,9 @@ from torch.optim import optimizer
 from .inner import ParamGroup, Recipe, ShardOptimizer
 
 _SIZES = (2, 3, 4, 5)
-_STEPS = 3
+_SCALES = (1.0, 1e3, 1e-2)
+"""Gradients of these sizes, one a step: some optimizers look at the others only beyond a threshold."""
+_LEAST_LR = 0.05
 _MOST_GROUPS = 3
 
 
@@ -26,6 +28,8 @@ class Traits(NamedTuple):
     """The update of one parameter depends on the others, so that they cannot live on different ranks."""
     param_shaped: frozenset[str] = frozenset()
     """Keys of state that has the shape of its parameter."""
+    moves_without_grads: bool = False
+    """It changes parameters that have no gradient, too."""
 
 
 def examine(recipe: Recipe) -> Traits:
@@ -83,35 +87,57 @@ class _Trial:
         self.cuda_devices = {like.device for like in self._likes if like.device.type == "cuda"}
 
     def traits(self) -> Traits:
-        together, state = self.run(range(self.size))
-        if not _same(together, self.run(range(self.size))[0]):
-            return Traits()
-        alone = [self.run([chosen])[0][chosen] for chosen in range(self.size)]
-        return Traits(not _same(together, alone), state)
+        together = self.run(range(self.size))
+        if not _same(together.values, self.run(range(self.size)).values):
+            return Traits(param_shaped=together.param_shaped)
+        alone = [self.run([chosen]).values[chosen] for chosen in range(self.size)]
+        return Traits(not _same(together.values, alone), together.param_shaped, together.moves_without_grads)
 
-    def run(self, owned: Sequence[int]) -> tuple[list[torch.Tensor], frozenset[str]]:
-        """Values of all probes after a few steps by an optimizer that owns some of them, and its state's keys."""
+    def run(self, owned: Sequence[int]) -> "_Outcome":
+        """A few steps by an optimizer that owns some of the probes."""
         probes = [_probe(self._likes[i // 2], i) for i in range(self.size)]
         groups = [self._probe_group(group, probes[2 * i : 2 * i + 2]) for i, group in enumerate(self._groups)]
-        ids = {id(probes[i]) for i in owned}
-        inner = replace(self._recipe, groups=groups, defaults=copy.deepcopy(self._recipe.defaults)).build(ids)
-        for step in range(_STEPS):
+        defaults = _lively(self._recipe.defaults)
+        inner = replace(self._recipe, groups=groups, defaults=defaults).build({id(probes[i]) for i in owned})
+        for step, scale in enumerate(_SCALES):
             for i in owned:
-                gradient = _wave(probes[i].shape, phase=step + 10 * i).to(probes[i])
+                gradient = scale * _wave(probes[i].shape, phase=step + 10 * i).to(probes[i])
                 probes[i].grad = gradient.to_sparse(1) if self._sparse else gradient
             _step(inner)
-        states = [inner.optimizer.state[probes[i]] for i in owned]
-        return [probe.detach() for probe in probes], _param_shaped(states, [probes[i] for i in owned])
+        values = [probe.detach().clone() for probe in probes]
+        states = [(inner.optimizer.state[probes[i]], probes[i]) for i in owned]
+        for probe in probes:
+            probe.grad = None
+        with suppress(Exception):
+            _step(inner)
+        return _Outcome(values, _param_shaped(states), not _same(values, [probe.detach() for probe in probes]))
 
     def _probe_group(self, group: ParamGroup, probes: list[torch.Tensor]) -> ParamGroup:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         names = {"param_names": ["a", "b"]} if "param_names" in group else {}
-        return {**copy.deepcopy(options), **names, "params": probes}
+        return {**_lively(options), **names, "params": probes}
+
+
+class _Outcome(NamedTuple):
+    values: list[torch.Tensor]
+    param_shaped: frozenset[str]
+    moves_without_grads: bool
+
+
+def _lively(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with a learning rate that shows what a step does: warm-ups begin with almost none."""
+    copied = copy.deepcopy(dict(options))
+    lr = copied.get("lr")
+    if isinstance(lr, (float, int, torch.Tensor)) and abs(float(lr)) < _LEAST_LR:
+        copied["lr"] = torch.full_like(lr, _LEAST_LR) if isinstance(lr, torch.Tensor) else _LEAST_LR
+    return copied
 
 
 def _probe(like: torch.Tensor, number: int) -> torch.Tensor:
     shape = tuple(_SIZES[i % len(_SIZES)] for i in range(like.dim()))
-    return torch.nn.Parameter(_wave(shape, phase=number).to(like.device, like.dtype))
+    # In low precision a coupling could vanish in the rounding.
+    dtype = torch.float32 if like.dtype in (torch.bfloat16, torch.float16) else like.dtype
+    return torch.nn.Parameter(_wave(shape, phase=number).to(like.device, dtype))
 
 
 def _wave(shape: tuple[int, ...], phase: int) -> torch.Tensor:
@@ -125,19 +151,14 @@ def _step(inner: ShardOptimizer) -> None:
         inner.step(lambda: torch.tensor(1.0))
 
 
-def _param_shaped(states: list[dict[str, Any]], probes: list[torch.Tensor]) -> frozenset[str]:
-    keys = {key for state in states for key in state}
-    return frozenset(
-        key
-        for key in keys
-        if all(
-            _shape(state.get(key)) == probe.shape and probe.dim() for state, probe in zip(states, probes, strict=True)
-        )
-    )
-
-
-def _shape(value: object) -> torch.Size | None:
-    return value.shape if isinstance(value, torch.Tensor) else None
+def _param_shaped(states: list[tuple[dict[str, Any], torch.Tensor]]) -> frozenset[str]:
+    """Keys whose tensors all have the shape of their parameter, wherever there is one that has dimensions."""
+    seen: dict[str, bool] = {}
+    for state, probe in states:
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and probe.dim():
+                seen[key] = seen.get(key, True) and value.shape == probe.shape
+    return frozenset(key for key, shaped in seen.items() if shaped)
 
 
 def _same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:

@@ -1,12 +1,14 @@
 """The few lines of a step."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from ..comm.agreement import Trouble, agree, compare, raise_failure
 from ..comm.collectives import Comm
+from ..errors import BindingError
 from ..layout.layout import Layout
 from ..units import Rank
 from .inner import ParamGroup, ShardOptimizer
@@ -20,18 +22,23 @@ class Engine:
     """This rank's share of the work, and the order of it: update what it owns, agree that all is well, bring
     the updates to everyone."""
 
-    def __init__(self, comm: Comm, inner: ShardOptimizer, store: Store) -> None:
-        self.comm, self.inner, self.store = comm, inner, store
+    def __init__(self, comm: Comm, inner: ShardOptimizer, store: Store, *, moves_all: bool) -> None:
+        """`moves_all`: the optimizer changes parameters that have no gradient, too."""
+        self.comm, self.inner, self.store, self._moves_all = comm, inner, store, moves_all
         self.sync = ParamSync(comm)
         self.layout = Layout.empty(comm.group.size)
         self.params: list[torch.Tensor] = []
         self.steps = 0
         self._owned: tuple[int, ...] = ()
+        self._group_sizes: list[int] = []
+        self._undelivered = b""
 
-    def extend(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
-        """Take in the parameters that `layout` has beyond the present ones."""
+    def extend(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
+        """Take in the parameters that `layout` has beyond the present ones. `groups` are all groups."""
+        params = [param for group in groups for param in group["params"]][len(self.params) :]
         self.layout = layout
         self.params.extend(params)
+        self._group_sizes = [len(group["params"]) for group in groups]
         self._owned = layout.owned_by(self.comm.group.rank)
         self.store.extend(layout, params)
 
@@ -41,16 +48,17 @@ class Engine:
 
     def run(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
         """One step on all ranks. What fails on one rank is raised on all, after the others' updates arrived."""
-        self.steps += 1
         if self.comm.group.size == 1:
-            self.store.refresh()
+            self.check_groups(groups)
+            self.steps += 1
             return self._inner_step(groups, closure, kwargs)
-        call = f"step {self.steps}"
+        call = f"step {self.steps + 1}"
         attempt = _Attempt()
+        attempt.require(lambda: self.check_groups(groups))
         attempt.require(self.store.refresh)
-        watch = _Watch(self.params, self._owned, grads_are_there=closure is None)
+        watch = _Watch(self.params, self._owned, grads_are_there=closure is None, everything=self._moves_all)
         if not attempt.failure:
-            shared = None if closure is None else _SharedClosure(self.comm, call, closure)
+            shared = None if closure is None else _SharedClosure(self.comm, call, closure, watch)
             attempt.update(lambda: self._inner_step(groups, shared, kwargs))
             if shared and shared.failed and attempt.failure:
                 raise attempt.failure  # on all ranks alike, before anything was updated
@@ -86,15 +94,30 @@ class Engine:
         self.inner.pull(groups)
         return result
 
+    def check_groups(self, groups: Sequence[ParamGroup]) -> None:
+        """Refuse groups whose parameters are no longer those of the layout."""
+        if [len(group["params"]) for group in groups] != self._group_sizes:
+            raise BindingError(
+                "the parameters in param_groups were changed by hand; add some with add_param_group(), "
+                "or make a new optimizer"
+            )
+
     def _bring_to_all(self, call: str, attempt: "_Attempt", moving: bytes) -> None:
+        # What an earlier step could not deliver goes along. Whatever follows, nothing of it is forgotten.
+        moving = self._undelivered = _either(moving, self._undelivered)
+        attempt.require(lambda: self.store.shipment(moving))
         verdict = compare(self.comm, call, moving, attempt.trouble)
+        self.steps += 1
+        if verdict.trouble < Trouble.UNFIT and not verdict.same_plan:
+            # Which gradients there are differs from rank to rank: the owners decide.
+            mine = set(self._owned)
+            moving = self.comm.union(bytes(flag and i in mine for i, flag in enumerate(moving)))
+            attempt.require(lambda: self.store.shipment(moving))
+            verdict = compare(self.comm, call, moving, attempt.trouble)
         if verdict.trouble < Trouble.UNFIT:
-            if not verdict.same_plan:
-                # Which gradients there are differs from rank to rank: the owners decide.
-                mine = set(self._owned)
-                moving = self.comm.union(bytes(flag and i in mine for i, flag in enumerate(moving)))
             self.sync.start(self.store.shipment(moving))
             self.sync.finish()
+            self._undelivered = b""
         if verdict.trouble:
             raise_failure(self.comm, call, attempt.failure)
 
@@ -102,21 +125,29 @@ class Engine:
 class _Watch:
     """Which parameters a step moves: those with a gradient, and those that this rank changes without one."""
 
-    def __init__(self, params: Sequence[torch.Tensor], owned: Sequence[int], *, grads_are_there: bool) -> None:
-        """`grads_are_there`: what has a gradient is known now, and not only after the step."""
+    def __init__(
+        self, params: Sequence[torch.Tensor], owned: Sequence[int], *, grads_are_there: bool, everything: bool
+    ) -> None:
+        """`grads_are_there`: else a closure makes them, and `note_grads` must follow it."""
         self._params = params
-        self._flags = self._with_grads() if grads_are_there else None
-        watched = [i for i in owned if not (self._flags and self._flags[i])]
-        self._versions = {i: params[i]._version for i in watched}
+        self._flags = bytearray(b"\1" * len(params)) if everything else bytearray(len(params))
+        if grads_are_there:
+            self.note_grads()
+        self._versions = {i: params[i]._version for i in owned if not self._flags[i]}
+
+    def note_grads(self) -> None:
+        # Hazard: some optimizers clear gradients in their step, so they are looked at before it.
+        flags = bytes([param.grad is not None for param in self._params])
+        self._flags = bytearray(_either(flags, bytes(self._flags)) if any(self._flags) else flags)
 
     def moving(self) -> bytes:
-        flags = self._flags or self._with_grads()
         for index, before in self._versions.items():
-            flags[index] |= self._params[index]._version != before
-        return bytes(flags)
+            self._flags[index] |= self._params[index]._version != before
+        return bytes(self._flags)
 
-    def _with_grads(self) -> bytearray:
-        return bytearray([param.grad is not None for param in self._params])
+
+def _either(flags: bytes, others: bytes) -> bytes:
+    return bytes(a | b for a, b in zip_longest(flags, others, fillvalue=0)) if others else flags
 
 
 class _Attempt:
@@ -134,7 +165,7 @@ class _Attempt:
         except Exception as error:
             self.failure, self.trouble = error, Trouble.FAILED
 
-    def require(self, check: Callable[[], None]) -> None:
+    def require(self, check: Callable[[], object]) -> None:
         """A check without which this rank cannot take part in what follows."""
         try:
             check()
@@ -145,8 +176,8 @@ class _Attempt:
 class _SharedClosure:
     """The user's closure, after which all ranks learn whether it failed on one, before any of them updates."""
 
-    def __init__(self, comm: Comm, call: str, closure: Closure) -> None:
-        self._comm, self._call, self._closure = comm, call, closure
+    def __init__(self, comm: Comm, call: str, closure: Closure, watch: _Watch) -> None:
+        self._comm, self._call, self._closure, self._watch = comm, call, closure, watch
         self._calls = 0
         self.failed = False
 
@@ -161,4 +192,5 @@ class _SharedClosure:
         self.failed = True
         agree(self._comm, f"closure {self._calls} of {self._call}", (), failure)
         self.failed = False
+        self._watch.note_grads()
         return loss

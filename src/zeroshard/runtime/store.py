@@ -10,7 +10,7 @@ A parcel is the memory of one message from one owner. Two stores make them:
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
@@ -22,6 +22,7 @@ from ..errors import BindingError
 from ..layout.layout import Bucket, Layout, Piece
 from ..layout.partition import ALIGNMENT
 from ..layout.specs import ParamSpec
+from ..params import check_disjoint
 from ..units import MIB, Rank, align_up
 
 ALONE_BYTES = MIB
@@ -29,6 +30,7 @@ ALONE_BYTES = MIB
 PARCEL_BYTES = 32 * MIB
 STAGING_BYTES = 64 * MIB
 """What all staging buffers of a store may take."""
+KEPT_SHIPMENTS = 4
 
 
 class Parcel(Protocol):
@@ -107,7 +109,7 @@ class Store(ABC):
         self._layout = Layout.empty(0)
         self._pointers: list[int] = []
         self._staging: dict[torch.device, torch.Tensor] = {}
-        self._prepared = lru_cache(maxsize=4)(self._prepare)
+        self._prepared: dict[bytes, Shipment] = {}
         self._by_bucket: dict[int, Shipment] = {}
 
     def extend(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
@@ -124,17 +126,25 @@ class Store(ABC):
         if among is None:
             same = [param.data_ptr() for param in self._params] == self._pointers
         else:
-            same = all(self._params[i].data_ptr() == self._pointers[i] for i in among)
+            # Hazard: a parameter turned over (`param.data = param.data.t()`) keeps its pointer, not its shape.
+            params, specs = self._params, self._layout.params
+            same = all(params[i].data_ptr() == self._pointers[i] and params[i].shape == specs[i].shape for i in among)
         if same:
             return
         for spec, param in zip(self._layout.params, self._params, strict=True):
             _require_same_kind(spec, param)
+        check_disjoint(self._layout.params, self._params)
         self._rebind()
         self._remember()
 
     def shipment(self, moving: bytes) -> Shipment:
         """Parcels of the parameters flagged in `moving`, in an order that is the same on all ranks."""
-        return self._prepared(moving)
+        if moving not in self._prepared:
+            shipment = self._prepare(moving, self._layout.buckets)
+            while len(self._prepared) >= KEPT_SHIPMENTS:
+                del self._prepared[next(iter(self._prepared))]
+            self._prepared[moving] = shipment
+        return self._prepared[moving]
 
     def bucket_shipment(self, index: int) -> Shipment:
         """Parcels of all parameters of one bucket."""
@@ -142,9 +152,9 @@ class Store(ABC):
             self._by_bucket[index] = self._prepare(b"\1" * len(self._params), [self._layout.buckets[index]])
         return self._by_bucket[index]
 
-    def _prepare(self, moving: bytes, buckets: Sequence[Bucket] | None = None) -> Shipment:
+    def _prepare(self, moving: bytes, buckets: Sequence[Bucket]) -> Shipment:
         queues: dict[Rank, list[Parcel]] = defaultdict(list)
-        for bucket in self._layout.buckets if buckets is None else buckets:
+        for bucket in buckets:
             full = [piece for piece in bucket.pieces if piece.in_param.length]
             for owner, pieces in groupby(full, key=lambda piece: piece.owner):
                 queues[owner].extend(self._parcels_of(bucket, owner, list(pieces), moving))
@@ -169,7 +179,7 @@ class Store(ABC):
         return arena
 
     def _forget_shipments(self) -> None:
-        self._prepared.cache_clear()
+        self._prepared.clear()
         self._by_bucket.clear()
 
     def _remember(self) -> None:
