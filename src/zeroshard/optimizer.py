@@ -168,9 +168,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def join_hook(self, **_: Any) -> JoinHook:
         """For `torch.distributed.algorithms.join.Join`."""
         if self._overlap is not None:
-            return ShadowStep(self._overlap.shadow_step)
+            return ShadowStep(self._overlap.shadow_step, self._comm, self.param_groups)
         self._grads_cleared = False
-        return ShadowStep(lambda: self._step(None, {}, joined=True))
+        return ShadowStep(lambda: self._step(None, {}, joined=True), self._comm, self.param_groups)
 
     @property
     def join_device(self) -> torch.device:
@@ -293,6 +293,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if amp.drives(self) and self._skips(uneven=False):
                 return None
             return self._engine.run(self.param_groups, closure, kwargs)
+        except BaseException:
+            amp.forget(self)  # GradScaler takes back what it set only after a step that returns
+            raise
         finally:
             amp.forget(self.optim)
 

@@ -27,6 +27,7 @@ from ..layout.specs import read_specs
 from ..runtime.inner import Factory, ParamGroup
 from ..runtime.step import Engine
 from ..units import Rank
+from .join import share_options
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 Grads = dict[torch.Tensor, torch.Tensor]
@@ -161,7 +162,10 @@ class Overlap:
         return deal(Layout.empty(self._comm.group.size), members)
 
     def _step(self, ddp: DistributedDataParallel, plan: Plan, arrival: Arrival, eager: bool) -> None:
+        trained, uneven = _running_backward() != NO_BACKWARD, ddp._join_config.enable
         if self._pass is None or arrival.number == 0:
+            if uneven:
+                share_options(self._comm, self._groups, current=trained)
             self._pass = _Pass(plan, self._groups, self._comm)
             self._pass.guard(self.check_trainable)
         running = self._pass
@@ -170,7 +174,6 @@ class Overlap:
             running.update_arrived(but=0 if arrival.last else 1)
         if arrival.last:
             self._pass = None
-            trained, uneven = _running_backward() != NO_BACKWARD, ddp._join_config.enable
             late_end = partial(running.update_used, trained=trained, uneven=uneven)
             self._after(ddp, late_end if plan.late else running.finish)
 

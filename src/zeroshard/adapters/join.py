@@ -2,7 +2,8 @@
 
 It has no gradients of its own any more, and its LR scheduler stands still. In each step the lowest rank that still
 trains lends it the options of the groups and the gradients of the parameters it owns, unless another joinable of the
-same context has set those.
+same context has set those. When all have joined, options are once more those of the ranks that trained longest: their
+schedulers stepped after the last step.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
+from ..checkpoint.codec import pack, unpack
 from ..checkpoint.exchange import Outbox, receive
+from ..comm.collectives import Comm
 from ..runtime.inner import ParamGroup
 from ..runtime.step import Closure, Engine
 from ..units import Rank
@@ -57,8 +60,8 @@ class UnevenStep:
         for shadow in survey.shadows:
             if self._comm.group.rank == survey.lender:
                 grads = None if survey.supplied[shadow] else self._grads_of(shadow)
-                options = [_portable_options(group) for group in self._groups]
-                Outbox([grads, options, _portable_options(self.kwargs)]).send(self._comm, shadow)
+                lent = [grads, _options_of(self._groups), _portable_options(self.kwargs)]
+                Outbox(lent).send(self._comm, shadow)
             elif self._comm.group.rank == shadow:
                 self._take(*receive(self._comm, survey.lender))
 
@@ -103,8 +106,7 @@ class UnevenStep:
 
     def _take(self, grads: dict[int, Any] | None, options: list[dict[str, Any]], kwargs: dict[str, Any]) -> None:
         self.kwargs = kwargs
-        for group, lent in zip(self._groups, options, strict=True):
-            group.update({key: _like(value, group.get(key)) for key, value in lent.items()})
+        _adopt(self._groups, options)
         if grads is not None:
             for index, param in self._mine().items():
                 param.grad = _restored(grads[index]).to(param.device) if index in grads else None
@@ -113,11 +115,26 @@ class UnevenStep:
 class ShadowStep(JoinHook):
     """What `Join` runs on a rank that ran out of inputs, as often as the others step."""
 
-    def __init__(self, step: Callable[[], object]) -> None:
-        self._step = step
+    def __init__(self, step: Callable[[], object], comm: Comm, groups: list[ParamGroup]) -> None:
+        self._step, self._comm, self._groups = step, comm, groups
 
     def main_hook(self) -> None:
         self._step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """On all ranks, when all have joined."""
+        share_options(self._comm, self._groups, current=is_last_joiner)
+
+
+def share_options(comm: Comm, groups: list[ParamGroup], *, current: bool) -> None:
+    """On all ranks: the options of the first one that has the current ones, for those that have not."""
+    rank, size = comm.group.rank, comm.group.size
+    holders = comm.union(bytes(i == rank and current for i in range(size)))
+    if not all(holders):
+        source = Rank(holders.index(1))
+        data = comm.broadcast_bytes(pack(_options_of(groups)) if rank == source else None, source)
+        if not current:
+            _adopt(groups, unpack(data))
 
 
 def _portable(grad: torch.Tensor) -> Any:
@@ -132,15 +149,31 @@ def _restored(value: Any) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else torch.sparse_coo_tensor(**value)
 
 
+def _options_of(groups: list[ParamGroup]) -> list[dict[str, Any]]:
+    return [_portable_options(group) for group in groups]
+
+
+def _adopt(groups: list[ParamGroup], options: list[dict[str, Any]]) -> None:
+    for group, lent in zip(groups, options, strict=True):
+        group.update({key: _like(value, group.get(key)) for key, value in lent.items()})
+
+
 def _portable_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """The options that can change from step to step: numbers, and what is made of them."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names") and _is_plain(value)}
+    chosen = {key: value for key, value in group.items() if key not in ("params", "param_names") and _is_plain(value)}
+    return {key: _plain(value) for key, value in chosen.items()}
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return type(value) in (list, tuple) and all(map(_is_plain, value))
-    return isinstance(value, (torch.Tensor, int, float, str, type(None)))
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return type(value) in (bool, int, str, type(None)) or isinstance(value, (torch.Tensor, float))
+
+
+def _plain(value: Any) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return float(value) if isinstance(value, float) else value  # numpy's floats could not be sent
 
 
 def _like(value: Any, present: Any) -> Any:

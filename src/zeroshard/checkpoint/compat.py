@@ -96,7 +96,9 @@ def _describe(value: Any) -> str:
     if isinstance(value, Mapping):
         items = ", ".join(f"{_describe(key)}: {_describe(item)}" for key, item in value.items())
         return f"{type(value).__name__}({items})"
-    if isinstance(value, (int, float, complex, str, bytes, type(None), torch.dtype)):
+    if isinstance(value, float):
+        return float.__repr__(value)  # numpy's floats are equal to plain ones
+    if isinstance(value, (int, complex, str, bytes, type(None), torch.dtype)):
         return repr(value)
     return type(value).__qualname__  # a repr may hold an address, which differs from rank to rank
 

@@ -41,10 +41,10 @@ def skips(outer: Optimizer, inner: Optimizer, params: Sequence[torch.Tensor], co
     return False
 
 
-def forget(inner: Optimizer) -> None:
-    """Undo what `skips` left on the inner optimizer."""
+def forget(optimizer: Optimizer) -> None:
+    """Undo what `skips` left on the inner optimizer, or a GradScaler on the outer one."""
     for name in ("found_inf", "grad_scale"):
-        vars(inner).pop(name, None)
+        vars(optimizer).pop(name, None)
 
 
 def _flag(outer: Optimizer, device: torch.device) -> torch.Tensor:

@@ -82,7 +82,7 @@ class _Trial:
     def __init__(self, recipe: Recipe, *, sparse: bool) -> None:
         self._recipe, self._sparse = recipe, sparse
         self._groups = [group for group in recipe.groups if group["params"]][:_MOST_GROUPS]
-        self._likes = [group["params"][0] for group in self._groups]
+        self._likes = [_typical(group["params"]) for group in self._groups]
         self.size = 2 * len(self._groups)
         self.cuda_devices = {like.device for like in self._likes if like.device.type == "cuda"}
 
@@ -131,6 +131,11 @@ def _lively(options: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(lr, (float, int, torch.Tensor)) and abs(float(lr)) < _LEAST_LR:
         copied["lr"] = torch.full_like(lr, _LEAST_LR) if isinstance(lr, torch.Tensor) else _LEAST_LR
     return copied
+
+
+def _typical(params: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The first one with dimensions: a scalar's state does not show its shape."""
+    return next((param for param in params if param.dim()), params[0])
 
 
 def _probe(like: torch.Tensor, number: int) -> torch.Tensor:

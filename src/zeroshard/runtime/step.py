@@ -30,7 +30,7 @@ class Engine:
         self.params: list[torch.Tensor] = []
         self.steps = 0
         self._owned: tuple[int, ...] = ()
-        self._group_sizes: list[int] = []
+        self._members: list[list[int]] = []
         self._undelivered = b""
 
     def extend(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
@@ -38,7 +38,7 @@ class Engine:
         params = [param for group in groups for param in group["params"]][len(self.params) :]
         self.layout = layout
         self.params.extend(params)
-        self._group_sizes = [len(group["params"]) for group in groups]
+        self._members = _ids(groups)
         self._owned = layout.owned_by(self.comm.group.rank)
         self.store.extend(layout, params)
 
@@ -96,7 +96,7 @@ class Engine:
 
     def check_groups(self, groups: Sequence[ParamGroup]) -> None:
         """Refuse groups whose parameters are no longer those of the layout."""
-        if [len(group["params"]) for group in groups] != self._group_sizes:
+        if _ids(groups) != self._members:
             raise BindingError(
                 "the parameters in param_groups were changed by hand; add some with add_param_group(), "
                 "or make a new optimizer"
@@ -144,6 +144,10 @@ class _Watch:
         for index, before in self._versions.items():
             self._flags[index] |= self._params[index]._version != before
         return bytes(self._flags)
+
+
+def _ids(groups: Sequence[ParamGroup]) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in groups]
 
 
 def _either(flags: bytes, others: bytes) -> bytes:

@@ -107,7 +107,7 @@ class Store(ABC):
     def __init__(self) -> None:
         self._params: list[torch.Tensor] = []
         self._layout = Layout.empty(0)
-        self._pointers: list[int] = []
+        self._places: list[_Place] = []
         self._staging: dict[torch.device, torch.Tensor] = {}
         self._prepared: dict[bytes, Shipment] = {}
         self._by_bucket: dict[int, Shipment] = {}
@@ -123,13 +123,10 @@ class Store(ABC):
 
     def refresh(self, among: Sequence[int] | None = None) -> None:
         """Notice parameters whose memory was exchanged since (`param.data = ...`): bind anew, or refuse."""
-        if among is None:
-            same = [param.data_ptr() for param in self._params] == self._pointers
-        else:
-            # Hazard: a parameter turned over (`param.data = param.data.t()`) keeps its pointer, not its shape.
-            params, specs = self._params, self._layout.params
-            same = all(params[i].data_ptr() == self._pointers[i] and params[i].shape == specs[i].shape for i in among)
-        if same:
+        params, places = self._params, self._places
+        if among is not None:
+            params, places = [params[i] for i in among], [places[i] for i in among]
+        if list(map(_place, params)) == places:
             return
         for spec, param in zip(self._layout.params, self._params, strict=True):
             _require_same_kind(spec, param)
@@ -183,7 +180,7 @@ class Store(ABC):
         self._by_bucket.clear()
 
     def _remember(self) -> None:
-        self._pointers = [param.data_ptr() for param in self._params]
+        self._places = list(map(_place, self._params))
         self._forget_shipments()
 
     @abstractmethod
@@ -270,6 +267,14 @@ def _in_turns(queues: dict[Rank, list[Parcel]]) -> Iterator[tuple[int, Rank, Par
     """First one parcel of every owner, then the second ones: all links are busy."""
     for owner, parcels in queues.items():
         yield from ((turn, owner, parcel) for turn, parcel in enumerate(parcels))
+
+
+_Place = tuple[int, torch.Size]
+
+
+def _place(param: torch.Tensor) -> _Place:
+    # Hazard: a parameter turned over (`param.data = param.data.t()`) keeps its pointer, not its shape.
+    return param.data_ptr(), param.shape
 
 
 def _require_same_kind(spec: ParamSpec, param: torch.Tensor) -> None:

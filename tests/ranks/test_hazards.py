@@ -1,0 +1,350 @@
+"""Ways to be silently wrong, or to wait for ever, that a step, a join or a backward pass must not take."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import ExponentialLR
+
+from tests.support import RankContext, ranks
+from tests.support.oracle import Twins, assert_same, set_grads, small_model
+from tests.support.overlap import DdpTwins, Setup, batch, mlp
+from zeroshard import BindingError, ConfigError, RankFailedError, RankMismatchError, ZeroError, ZeroRedundancyOptimizer
+
+
+def assert_alike(ctx: RankContext, model: nn.Module) -> None:
+    """All ranks have the same parameters."""
+    models = ctx.gather([param.detach().clone() for param in model.parameters()])
+    assert_same(models[ctx.rank], models[0], f"the model of rank {ctx.rank}")
+
+
+def step_with_a_few(ctx: RankContext, twins: Twins) -> None:
+    """A step that has gradients for one parameter only, and yet must bring along all that others have missed."""
+    twins.zero.zero_grad()
+    set_grads([next(iter(twins.model.parameters()))], 7)
+    twins.zero.step()
+    assert_alike(ctx, twins.model)
+
+
+# ---- uneven inputs
+
+
+class Rate(float):
+    """A number that, like numpy's, is a float and yet cannot be sent as one."""
+
+
+@ranks(2, 3)
+def test_a_scheduler_under_join(ctx: RankContext) -> None:
+    for counts in ([4, 2, 1], [1, 4, 2], [0, 3, 1]):
+        ours, theirs = (DistributedDataParallel(small_model()) for _ in range(2))
+        zero = ZeroRedundancyOptimizer(ours.parameters(), SGD, lr=Rate(1.0), momentum=0.9)
+        plain = SGD(theirs.parameters(), lr=Rate(1.0), momentum=0.9)
+        joining: list[tuple[nn.Module, Optimizer, list[Any]]] = [(ours, zero, [ours, zero]), (theirs, plain, [theirs])]
+        for model, optimizer, joinables in joining:
+            scheduler = ExponentialLR(optimizer, 0.5)
+            with Join(joinables):
+                for step in range(counts[ctx.rank]):
+                    optimizer.zero_grad()
+                    torch.autograd.backward(model(torch.full((3, 5), step + 1.0)).sum() * 0.01)
+                    optimizer.step()
+                    scheduler.step()
+        assert_same(ours.state_dict(), theirs.state_dict(), f"the model with {counts}")
+        longest = counts.index(max(counts[: ctx.world_size]))
+        zero.consolidate_state_dict(to=longest)
+        if ctx.rank == longest:
+            assert_same(zero.state_dict(), plain.state_dict(), f"the state with {counts}")
+
+
+@ranks(2, 3)
+def test_a_scheduler_of_overlapped_steps_under_join(ctx: RankContext) -> None:
+    for counts in ([3, 6, 1], [6, 3, 0]):
+        setup = Setup()
+        ours, theirs = (setup.wrap(small_model()) for _ in range(2))
+        zero = ZeroRedundancyOptimizer(ours.parameters(), SGD, lr=Rate(0.5), overlap_with_ddp=True)
+        plain = SGD(theirs.parameters(), lr=0.5)
+        setup.connect(ours, zero)
+        joining: list[tuple[nn.Module, Optimizer, list[Any]]] = [(ours, zero, [ours, zero]), (theirs, plain, [theirs])]
+        for model, optimizer, joinables in joining:
+            scheduler = ExponentialLR(optimizer, 0.5)
+            with Join(joinables):
+                for number in range(counts[ctx.rank]):
+                    torch.autograd.backward(model(torch.full((3, 5), number + 1.0)).sum() * 0.01)
+                    if optimizer is plain and number >= setup.warmup:
+                        plain.step()
+                    optimizer.zero_grad()
+                    scheduler.step()
+        assert_same(ours.state_dict(), theirs.state_dict(), f"the model with {counts}")
+        zero.consolidate_state_dict()
+
+
+class Scaled(SGD):
+    """Takes an argument in each step."""
+
+    def step(self, closure: Any = None, *, factor: float = 1.0) -> Any:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.grad.mul_(factor)
+        return super().step(closure)
+
+
+@ranks(2, 3)
+def test_arguments_of_a_step_under_join(ctx: RankContext) -> None:
+    for longest in range(ctx.world_size):
+        twins = Twins(Scaled, lr=0.1, momentum=0.9)
+        with Join([twins.zero]):
+            for step in range(3 if ctx.rank == longest else 1):
+                set_grads(twins.model.parameters(), step)
+                twins.zero.step(factor=2.0 + step)
+        for step in range(3):
+            set_grads(twins.plain_model.parameters(), step)
+            twins.plain.step(factor=2.0 + step)  # type: ignore[call-overload]
+        twins.check()
+
+
+# ---- after an error all goes on, and nothing that was updated is forgotten
+
+
+@ranks(2, 3)
+def test_going_on_after_ranks_made_different_calls(ctx: RankContext) -> None:
+    def steps(twins: Twins) -> None:
+        twins.zero.step()
+
+    def consolidates(twins: Twins) -> None:
+        twins.zero.consolidate_state_dict()
+
+    def calls_a_closure(twins: Twins) -> None:
+        twins.zero.step(lambda: 1.0)
+
+    def is_scaled(twins: Twins) -> None:
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        scaler.step(twins.zero)
+
+    for differs in (consolidates, calls_a_closure, is_scaled):
+        for odd in range(ctx.world_size):
+            twins = Twins(Adam, lr=0.1)
+            set_grads(twins.model.parameters(), 0)
+            with pytest.raises(RankMismatchError, match=f"rank {odd}: "):
+                (differs if ctx.rank == odd else steps)(twins)
+            step_with_a_few(ctx, twins)
+            twins.zero.consolidate_state_dict()
+
+
+@ranks(2, 3)
+def test_going_on_after_a_parameter_was_put_right(ctx: RankContext) -> None:
+    for culprit in range(ctx.world_size):
+        twins = Twins(Adam, lr=0.1)
+        set_grads(twins.model.parameters(), 0)
+        if ctx.rank == culprit:
+            twins.model.double()
+        with pytest.raises(BindingError if ctx.rank == culprit else RankFailedError, match="float64"):
+            twins.zero.step()
+        twins.model.float()
+        step_with_a_few(ctx, twins)
+
+
+@ranks(2, 3)
+def test_turning_a_parameter_over(ctx: RankContext) -> None:
+    """It keeps its pointer and not its shape."""
+
+    def turn(culprits: Iterable[int]) -> None:
+        if ctx.rank in culprits:
+            weight.grad = None
+            weight.data = weight.data.t()
+            weight.grad = torch.ones_like(weight)
+
+    for bucket_view in (False, True):
+        for culprits in (range(ctx.world_size), *([rank] for rank in range(ctx.world_size))):
+            twins = Twins(SGD, lr=0.1, zero_only={"parameters_as_bucket_view": bucket_view})
+            twins.train(1)
+            weight = next(iter(twins.model.parameters()))
+            pointer = weight.data_ptr()
+            turn(culprits)
+            assert pointer == weight.data_ptr()
+            with pytest.raises((BindingError, RankFailedError), match="with shape"):
+                twins.zero.step()
+            turn(culprits)
+            step_with_a_few(ctx, twins)
+
+
+@ranks(2, 3)
+def test_tying_parameters_later(ctx: RankContext) -> None:
+    def tie(model: Any) -> None:
+        model[1].weight.data = model[0].weight.data
+
+    def two_layers() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    for bucket_view in (False, True):
+        for culprits in (range(ctx.world_size), [0], [1]):
+            twins = Twins(SGD, lr=0.1, model=two_layers, zero_only={"parameters_as_bucket_view": bucket_view})
+            twins.model.load_state_dict(twins.plain_model.state_dict())
+            set_grads(twins.model.parameters(), 0)
+            if ctx.rank in culprits:
+                tie(twins.model)
+            with pytest.raises(ZeroError, match="share memory"):
+                twins.zero.step()
+
+
+@ranks(2, 3)
+def test_groups_edited_by_hand(ctx: RankContext) -> None:
+    edits: list[Callable[[list[Any]], Any]] = [
+        lambda params: params.pop(),
+        lambda params: params.append(nn.Parameter(torch.ones(2))),
+        lambda params: params.__setitem__(0, nn.Parameter(params[0].detach().clone())),
+        lambda params: params.reverse(),
+    ]
+    for edit in edits:
+        for culprits in (range(ctx.world_size), [1]):
+            twins = Twins(SGD, lr=0.1, momentum=0.9)
+            twins.train(1)
+            group = twins.zero.param_groups[0]
+            before = list(group["params"])
+            if ctx.rank in culprits:
+                edit(group["params"])
+            calls: list[Callable[[], Any]] = [twins.zero.step, twins.zero.full_state_dict]
+            for call in [*calls, twins.zero.consolidate_state_dict]:
+                with pytest.raises(BindingError if ctx.rank in culprits else RankFailedError, match="by hand"):
+                    call()
+            group["params"][:] = before
+            step_with_a_few(ctx, twins)
+
+
+@ranks(2, 3)
+def test_a_failed_closure_makes_no_step(ctx: RankContext) -> None:
+    def closure() -> None:
+        raise ArithmeticError
+
+    twins = Twins(SGD, lr=0.1, momentum=0.9)
+    twins.train(1)
+    twins.zero.consolidate_state_dict()
+    with pytest.raises(ArithmeticError):
+        twins.zero.step(closure)
+    if ctx.rank == 0:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert_same(twins.zero.state_dict(), twins.plain.state_dict())
+
+
+# ---- optimizers that write through `.data`, which no version counter sees
+
+
+class DataDecay(SGD):
+    """Shrinks all parameters, with or without a gradient."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.data.add_(param.grad, alpha=-0.1)
+            param.data.mul_(0.9)
+
+
+class Clearing(SGD):
+    """Has its gradients made by a closure, and clears them itself."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.enable_grad():
+            closure()
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.data.add_(param.grad, alpha=-0.1)
+                param.grad = None
+
+
+def some_grads(params: Iterable[torch.Tensor], step: int) -> None:
+    chosen = list(params)
+    set_grads(chosen, step)
+    for param in chosen[step % 2 :: 2]:
+        param.grad = None
+
+
+def no_grads(params: Iterable[torch.Tensor], _: int) -> None:
+    for param in params:
+        param.grad = None
+
+
+@ranks(2, 3)
+def test_changes_without_gradients_that_leave_no_trace(ctx: RankContext) -> None:
+    for bucket_view in (False, True):
+        twins = Twins(DataDecay, lr=0.1, zero_only={"parameters_as_bucket_view": bucket_view})
+        twins.train(3, some_grads)
+        twins.train(1, no_grads)
+
+
+@ranks(2, 3)
+def test_gradients_that_come_and_go_within_a_step(ctx: RankContext) -> None:
+    twins = Twins(Clearing, lr=0.1)
+    for step in range(3):
+        for model, optimizer in twins.sides:
+            optimizer.step(partial(set_grads, list(model.parameters()), step))
+        twins.check()
+
+
+# ---- optimizers that cannot be sharded, however quiet they are at first
+
+
+class GlobalClip(Optimizer):
+    """The norm of all gradients decides about each."""
+
+    def __init__(self, params: Any, lr: float = 0.1, max_norm: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "max_norm": max_norm})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        norm = torch.stack([param.grad.norm() for param in params]).norm().item() if params else 0.0
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] * min(1.0, group["max_norm"] / (norm + 1e-6)))
+
+
+@ranks(2, 3)
+def test_couplings_are_found(ctx: RankContext) -> None:
+    options: list[dict[str, Any]] = [{"lr": lr} for lr in (0.0, 1e-8, 1e-3, torch.tensor(0.0), torch.tensor(1e-8))]
+    cases: list[tuple[Any, dict[str, Any]]] = [(LBFGS, chosen) for chosen in options]
+    cases += [(GlobalClip, chosen) for chosen in (*options, {"max_norm": 5.0}, {"max_norm": 50.0, "lr": 0.0})]
+    for dtype in (torch.float32, torch.bfloat16):
+        for factory, chosen in cases:
+            params = list(small_model().to(dtype).parameters())
+            with pytest.raises(ConfigError):
+                ZeroRedundancyOptimizer(params, factory, **chosen)
+            with pytest.raises(ConfigError):
+                ZeroRedundancyOptimizer([{"params": params, **chosen}], factory)
+    ZeroRedundancyOptimizer(small_model().bfloat16().parameters(), Adam, lr=0.0)
+
+
+# ---- overlap
+
+
+@ranks(2, 3)
+def test_hooks_that_differ_in_their_options(ctx: RankContext) -> None:
+    first = ctx.rank == 0
+    for option, setup in (("shard_buckets", Setup(shard_buckets=first)), ("interleaved", Setup(interleaved=first))):
+        ddp = setup.wrap(mlp(3))
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), SGD, lr=0.1, overlap_with_ddp=True)
+        setup.connect(ddp, zero)
+        torch.autograd.backward(ddp(batch(0)).sum())
+        with pytest.raises(RankMismatchError, match=f"{option}=True"):
+            torch.autograd.backward(ddp(batch(1)).sum())
+
+
+@ranks(2, 3)
+def test_a_grad_scaler_over_overlapped_steps(ctx: RankContext) -> None:
+    twins = DdpTwins(Setup(), partial(mlp, 2), SGD, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    twins.train(2)
+    torch.autograd.backward(scaler.scale(twins.ddp(batch(2)).sum()))
+    with pytest.raises(RuntimeError, match="GradScaler cannot be used"):
+        scaler.step(twins.zero)

@@ -1,0 +1,205 @@
+"""Ways in which state could be wrong when it is saved, kept or dropped, or wait for ever, and must not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.optim import SGD, Adam
+
+from tests.support import RankContext, ranks
+from tests.support.oracle import Twins, assert_same, set_grads, small_model
+from zeroshard import (
+    CheckpointError,
+    ConfigError,
+    RankFailedError,
+    RankMismatchError,
+    ZeroRedundancyOptimizer,
+    broadcast_object,
+)
+from zeroshard.checkpoint import exchange
+
+
+class WithScale(nn.Module):
+    """A model whose first parameter has no dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.layers = small_model()
+
+
+def scale_first(model: Any) -> Any:
+    return list(model.parameters())
+
+
+def scale_apart(model: Any) -> Any:
+    return [{"params": list(model.layers.parameters())}, {"params": [model.scale]}]
+
+
+def scale_before(model: Any) -> Any:
+    return [{"params": [model.scale]}, {"params": list(model.layers.parameters()), "amsgrad": True}]
+
+
+@ranks(2, 3)
+def test_wrong_shapes_beside_a_scalar(ctx: RankContext) -> None:
+    for handed in (scale_first, scale_apart, scale_before):
+        twins = Twins(Adam, model=WithScale, handed=handed, lr=0.1)
+        twins.train(1)
+        saved = twins.plain.state_dict()
+        for index, state in saved["state"].items():
+            for key in ("exp_avg", "exp_avg_sq"):
+                if state[key].dim():
+                    spoiled = copy.deepcopy(saved)
+                    spoiled["state"][index][key] = torch.ones(7, 7)
+                    with pytest.raises(CheckpointError, match="shape"):
+                        twins.zero.load_state_dict(spoiled)
+        twins.train(1)
+
+
+def momentum_in_one(model: Any) -> Any:
+    first, *rest = model.parameters()
+    return [{"params": [first]}, {"params": rest, "momentum": 0.9}]
+
+
+@ranks(2, 3)
+def test_wrong_shapes_where_groups_have_different_options(ctx: RankContext) -> None:
+    twins = Twins(SGD, handed=momentum_in_one, lr=0.1)
+    twins.train(1)
+    spoiled = copy.deepcopy(twins.plain.state_dict())
+    spoiled["state"][1]["momentum_buffer"] = torch.ones(7, 7)
+    with pytest.raises(CheckpointError, match="shape"):
+        twins.zero.load_state_dict(spoiled)
+    twins.train(1)
+
+
+@ranks(2, 3)
+def test_a_kept_snapshot_is_no_one_elses(ctx: RankContext) -> None:
+    twins = Twins(Adam, lr=0.1)
+    twins.train(1)
+    twins.zero.consolidate_state_dict()
+    if ctx.rank == 0:
+        before = copy.deepcopy(twins.zero.state_dict())
+        other = small_model()
+        plain = Adam(other.parameters())
+        plain.load_state_dict(twins.zero.state_dict())
+        set_grads(other.parameters(), 1)
+        plain.step()
+        assert_same(twins.zero.state_dict(), before)
+
+
+@ranks(2, 3)
+def test_a_new_snapshot_never_meets_the_old_one(ctx: RankContext) -> None:
+    twins = Twins(Adam, lr=0.1)
+    twins.train(1)
+    twins.zero.consolidate_state_dict()
+    kept = [] if twins.zero._snapshot is None else list(twins.zero._snapshot.contents["state"].values())
+    old = [weakref.ref(state["exp_avg"]) for state in kept]
+    del kept
+    found: list[bool] = []
+
+    def watching(*args: Any) -> Any:
+        found.extend(tensor() is not None for tensor in old)
+        return receive(*args)
+
+    receive = exchange.receive
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "receive", watching)
+        twins.zero.consolidate_state_dict()
+    assert found == ([False] * 6 * (ctx.world_size - 1) if ctx.rank == 0 else [])
+
+
+class Mark:
+    """State of a type that only `add_safe_globals` allows."""
+
+
+@ranks(2, 3)
+def test_types_allowed_on_one_rank_only(ctx: RankContext) -> None:
+    twins = Twins(SGD, lr=0.1, momentum=0.9)
+    twins.train(1)
+    calls: list[Callable[[], Any]] = [
+        twins.zero.consolidate_state_dict,
+        twins.zero.full_state_dict,
+        lambda: broadcast_object(Mark() if ctx.rank == 1 else None, 1),
+    ]
+    states = list(twins.zero.state.values())
+    with torch.serialization.safe_globals([Mark] if ctx.rank == 1 else []):
+        if ctx.rank == 1:
+            states[0]["mark"] = Mark()
+        for call in calls:
+            with pytest.raises(RankMismatchError, match="Mark"):
+                call()
+    states[0].pop("mark", None)
+    twins.train(1)
+    for call in calls[:2]:
+        call()
+
+
+@ranks(2, 3)
+def test_a_source_outside_of_the_group(ctx: RankContext) -> None:
+    pair = dist.new_group([1, 0])
+    for group, members in ((None, range(ctx.world_size)), (pair, (0, 1))):
+        if ctx.rank not in members:
+            continue
+        for outside in (99, -1, 2 if group else 3):
+            with pytest.raises(ConfigError, match=f"rank {outside} is not"):
+                broadcast_object({"a": 1}, outside, group)
+            with pytest.raises(ConfigError if ctx.rank == 1 else RankFailedError, match=f"rank {outside} is not"):
+                broadcast_object({"a": 1}, outside if ctx.rank == 1 else 0, group)
+        with pytest.raises(RankMismatchError, match="src_rank"):
+            broadcast_object({"a": 1}, ctx.rank, group)
+        assert broadcast_object({"a": ctx.rank}, 1, group) == {"a": 1}
+
+
+class Summing(SGD):
+    """Adds something of each of its parameters to its dict, or fails to."""
+
+    fails = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.fails:
+            raise ArithmeticError("no sums today")
+        sums = [param.sum().item() for param in self.param_groups[0]["params"]]
+        return {**super().state_dict(), "sums": sums}
+
+
+@ranks(2, 3)
+def test_additions_to_the_dict_that_differ(ctx: RankContext) -> None:
+    twins = Twins(Summing, lr=0.1)
+    for call in (twins.zero.full_state_dict, twins.zero.consolidate_state_dict):
+        twins.zero.optim.fails = False  # type: ignore[attr-defined]
+        with pytest.raises(RankMismatchError, match="adds to its dict"):
+            call()
+        twins.zero.optim.fails = ctx.rank == 1  # type: ignore[attr-defined]
+        with pytest.raises(ArithmeticError if ctx.rank == 1 else RankFailedError, match="no sums today"):
+            call()
+    twins.train(1)
+
+
+@ranks(2, 3)
+def test_an_optimizer_that_is_dropped_is_gone(ctx: RankContext) -> None:
+    gc.disable()
+    try:
+        for bucket_view in (False, True):
+            model = small_model()
+            zero = ZeroRedundancyOptimizer(model.parameters(), Adam, parameters_as_bucket_view=bucket_view)
+            with Join([zero]):
+                for step in range(1 + ctx.rank):
+                    set_grads(model.parameters(), step)
+                    zero.step()
+            zero.step(lambda: 1.0)
+            zero.consolidate_state_dict()
+            watched: list[weakref.ref[Any]] = [weakref.ref(zero), weakref.ref(zero.optim)]
+            watched += [weakref.ref(state["exp_avg"]) for state in zero.state.values()]
+            del zero
+            assert [found() for found in watched] == [None] * len(watched)
+    finally:
+        gc.enable()
