@@ -13,7 +13,7 @@ from .adapters.ddp import Overlap, plain_class
 from .adapters.join import ShadowStep, UnevenStep
 from .assembly import Assembly
 from .checkpoint.compat import StateDict
-from .checkpoint.trees import snapshot
+from .checkpoint.trees import copy_mutable, versions
 from .comm.agreement import Proposal, agreed
 from .comm.collectives import Comm
 from .comm.group import Group
@@ -189,7 +189,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         forget = self._forget_snapshot if self.rank == to else lambda: None
         contents = state_dicts.gathered(self._engine, self.param_groups, "consolidate_state_dict", to, forget)
         if contents is not None:
-            self._snapshot = _Snapshot(contents, self._engine.steps)
+            self._snapshot = _Snapshot(contents, self._engine.steps, versions(contents))
 
     def full_state_dict(self, to: int = 0) -> StateDict | None:
         """Gather all state and return it on rank `to`, None on the others. Called on all ranks; nothing is kept."""
@@ -198,9 +198,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return None if contents is None else state_dicts.through_save_hooks(self, contents)
 
     def state_dict(self) -> StateDict:
-        """A copy of what `consolidate_state_dict` gathered on this rank, in the format of the unsharded optimizer.
+        """What `consolidate_state_dict` gathered on this rank, in the format of the unsharded optimizer.
 
-        `full_state_dict` gathers and returns it without keeping one, and so needs half the memory.
+        To spare memory its tensors are those that were gathered, not copies.
         """
         self._require_settled("state_dict")
         if self._snapshot is None:
@@ -215,7 +215,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "again for the present one",
                 stacklevel=2,
             )
-        return state_dicts.through_save_hooks(self, snapshot(self._snapshot.contents))
+        if versions(self._snapshot.contents) != self._snapshot.versions:
+            raise RuntimeError(
+                "the tensors of an earlier state_dict() were changed in place, and it shares them with what was "
+                "gathered: call consolidate_state_dict() again, and change a copy"
+            )
+        return state_dicts.through_save_hooks(self, copy_mutable(self._snapshot.contents))
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Take this rank's part of a dict saved at any world size, or by the plain optimizer. Called on all ranks.
@@ -332,3 +337,5 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 class _Snapshot(NamedTuple):
     contents: StateDict
     steps: int
+    versions: list[int]
+    """Of its tensors, to notice when somebody changes one."""

@@ -27,6 +27,13 @@ def snapshot(value: Any) -> Any:
     return map_tensors(copy_mutable(value), _to_host)
 
 
+def versions(value: Any) -> list[int]:
+    """A number for each tensor that changes when the tensor is changed in place."""
+    found: list[int] = []
+    map_tensors(value, lambda tensor: found.append(tensor._version))
+    return found
+
+
 def copy_mutable(value: Any) -> Any:
     """Deep copies of everything but tensors."""
     memo: dict[int, Any] = {}
