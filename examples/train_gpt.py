@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args()
     run = train(join_group(), not options.unsharded, options.steps)
-    print(f"rank {dist.get_rank()}: loss {run.loss:.3f}, optimizer state {run.state_mib:.1f} MiB")
+    print(f"rank {dist.get_rank()}: loss of its last batch {run.loss:.3f}, optimizer state {run.state_mib:.1f} MiB")
     dist.destroy_process_group()
 
 

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from .checkpoint.compat import describe_options
+from .checkpoint.compat import describe_groups
 from .comm.collectives import Comm
 from .config import ZeroConfig
 from .errors import ConfigError
@@ -73,12 +73,8 @@ class Assembly:
             f"overlap with DDP {self.overlap}, {len(groups)} groups"
         )
         specs = [spec.describe() for spec in layout.params]
-        return [settings, *specs, *option_facts(groups), f"layout {layout.digest}"]
+        return [settings, *specs, *describe_groups(groups), f"layout {layout.digest}"]
 
 
 def all_params(groups: Sequence[ParamGroup]) -> list[torch.Tensor]:
     return [param for group in groups for param in group["params"]]
-
-
-def option_facts(groups: Sequence[ParamGroup]) -> list[str]:
-    return [f"options of group {number}: {describe_options(group)}" for number, group in enumerate(groups)]

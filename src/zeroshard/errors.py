@@ -3,7 +3,7 @@
     ZeroError
     ├── ConfigError (ValueError)          an argument that cannot work
     ├── LayoutError                       an inconsistent layout: a bug in a partitioner
-    ├── BindingError (RuntimeError)       a parameter is no longer what the optimizer was built on
+    ├── BindingError (RuntimeError)       parameters are no longer what the optimizer was built on
     ├── CheckpointError (ValueError)      a state dict that does not fit
     ├── RankMismatchError (RuntimeError)  the ranks are about to do different things
     └── RankFailedError (RuntimeError)    another rank failed; its message is in this one

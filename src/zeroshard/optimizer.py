@@ -253,6 +253,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Read what the user gave and build this rank's engine of it."""
         if not isinstance(self._config, ZeroConfig):
             raise TypeError(f"config must be a ZeroConfig, not {type(self._config).__name__}")
+        if not callable(optimizer_class):
+            raise TypeError(
+                f"optimizer_class must be a class such as torch.optim.AdamW, not a {type(optimizer_class).__name__}"
+            )
         given = read_params(params)
         Optimizer.__init__(self, given.groups, {})
         recipe = Recipe(plain_class(optimizer_class, overlap=overlap), self.param_groups, given.plain, defaults)

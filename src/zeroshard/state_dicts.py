@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.optim import Optimizer
 
-from .assembly import option_facts
 from .checkpoint import compat
 from .checkpoint.compat import StateDict
 from .checkpoint.exchange import Share, gather
@@ -35,7 +34,10 @@ def gathered(
         others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
         extra = snapshot(engine.inner.extra())
         written.update({"param_groups": compat.write_groups(groups), **extra})
-        facts = [*option_facts(groups), f"what the optimizer adds to its dict: {compat.describe_options(extra)}"]
+        facts = [
+            *compat.describe_groups(groups),
+            f"what the optimizer adds to its dict: {compat.describe_options(extra)}",
+        ]
         return Share({"params": by_param, "others": others}, facts)
 
     shares = gather(engine.comm, call, share, Rank(to), agreed_on)

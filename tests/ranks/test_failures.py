@@ -80,7 +80,7 @@ def test_arguments_that_fit_no_optimizer(ctx: RankContext) -> None:
         (ValueError, "learning rate", {"lr": -1.0}),
         (TypeError, "nonsense", {"nonsense": 1}),
         (TypeError, "config", {"config": "x"}),
-        (TypeError, "callable", {"optimizer_class": "Adam"}),
+        (TypeError, "must be a class", {"optimizer_class": "Adam"}),
         (LookupError, "nothing to see", {"optimizer_class": Unbuildable}),
     ]
     for culprit in range(ctx.world_size):

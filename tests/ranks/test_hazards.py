@@ -348,3 +348,23 @@ def test_a_grad_scaler_over_overlapped_steps(ctx: RankContext) -> None:
     torch.autograd.backward(scaler.scale(twins.ddp(batch(2)).sum()))
     with pytest.raises(RuntimeError, match="GradScaler cannot be used"):
         scaler.step(twins.zero)
+
+
+@ranks(2, 3)
+def test_a_learning_rate_that_differs_is_named_in_the_step(ctx: RankContext) -> None:
+    twins = Twins(SGD, lr=0.1)
+    twins.train(1)
+    twins.zero.param_groups[0]["lr"] = 0.5 if ctx.rank == 1 else 0.1
+    set_grads(twins.model.parameters(), 1)
+    with pytest.raises(RankMismatchError, match=r"group 0 has lr=0\.1; rank 1: group 0 has lr=0\.5"):
+        twins.zero.step()
+    twins.zero.param_groups[0]["lr"] = 0.1
+    twins.zero.step()
+    assert_same(ctx.gather(twins.model.state_dict()), [twins.model.state_dict()] * ctx.world_size)
+
+
+@ranks(1, 2)
+def test_an_instance_is_no_optimizer_class(ctx: RankContext) -> None:
+    params = list(small_model().parameters())
+    with pytest.raises(TypeError, match=r"must be a class such as .* not a SGD"):
+        ZeroRedundancyOptimizer(params, SGD(params, lr=0.1))  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ class SavedState:
 
     def facts(self) -> list[str]:
         """What must be equal on all ranks that load it."""
-        lines = [f"param_groups[{i}] of the loaded dict: {describe_options(g)}" for i, g in enumerate(self.groups)]
+        lines = describe_groups(self.groups, "the loaded dict's group")
         for index, state in sorted(self.by_param.items()):
             lines.append(f"state of parameter {index} in the loaded dict: {_outline(state)}")
         return lines
@@ -81,10 +81,22 @@ def local_dict(saved: SavedState, owned: Sequence[Sequence[int]]) -> StateDict:
     return {**saved.extra, "state": state, "param_groups": groups}
 
 
+def describe_groups(groups: Sequence[ParamGroup], where: str = "group") -> list[str]:
+    """A line for each option of each group."""
+    return [
+        f"{where} {number} has {key}={_describe(value)}"
+        for number, group in enumerate(groups)
+        for key, value in sorted(_options(group).items())
+    ]
+
+
 def describe_options(group: ParamGroup) -> str:
     """Hyper-parameters in one line that is equal on ranks with equal values."""
-    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    return ", ".join(f"{key}={_describe(value)}" for key, value in sorted(options.items()))
+    return ", ".join(f"{key}={_describe(value)}" for key, value in sorted(_options(group).items()))
+
+
+def _options(group: ParamGroup) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _describe(value: Any) -> str:

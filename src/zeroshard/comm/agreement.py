@@ -30,20 +30,21 @@ class Trouble(IntEnum):
 class Verdict(NamedTuple):
     trouble: Trouble
     same_plan: bool
+    same_options: bool = True
 
 
-def compare(comm: Comm, call: str, plan: bytes, trouble: Trouble = Trouble.NONE) -> Verdict:
-    """State `call`, `plan` and `trouble`; learn the worst trouble and whether all plans are equal.
+def compare(comm: Comm, call: str, plan: bytes, trouble: Trouble = Trouble.NONE, *, options: bytes = b"") -> Verdict:
+    """State `call`, `plan`, `options` and `trouble`; learn the worst trouble and what is equal on all ranks.
 
     Ranks in different calls raise `RankMismatchError`, all of them.
     """
     if comm.group.size == 1:
         return Verdict(trouble, True)
-    calling, planning = fingerprint(call.encode()), fingerprint(plan)
-    worst, *most = comm.maximum([trouble, calling, -calling, planning, -planning])
+    marks = [fingerprint(call.encode()), fingerprint(plan), fingerprint(options)]
+    worst, *most = comm.maximum([trouble, *(signed for mark in marks for signed in (mark, -mark))])
     if most[0] != -most[1]:
         _raise_mismatch(comm, "the ranks are in different calls", call)
-    return Verdict(Trouble(worst), most[2] == -most[3])
+    return Verdict(Trouble(worst), most[2] == -most[3], most[4] == -most[5])
 
 
 def agree(comm: Comm, call: str, facts: Sequence[str], failure: BaseException | None = None) -> None:
@@ -57,7 +58,7 @@ def agree(comm: Comm, call: str, facts: Sequence[str], failure: BaseException | 
     if verdict.trouble:
         raise_failure(comm, call, failure)
     if not verdict.same_plan:
-        _raise_first_difference(comm, call, facts)
+        raise_first_difference(comm, call, facts)
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def fingerprint(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 2
 
 
-def _raise_first_difference(comm: Comm, call: str, facts: Sequence[str]) -> NoReturn:
+def raise_first_difference(comm: Comm, call: str, facts: Sequence[str]) -> NoReturn:
     """Find the shortest prefix of facts that differs: a few small collectives, whatever the number of facts."""
     same, different = 0, comm.maximum([len(facts)])[0]
     while different - same > 1:

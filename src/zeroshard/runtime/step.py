@@ -1,12 +1,15 @@
 """The few lines of a step."""
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
 
-from ..comm.agreement import Trouble, agree, compare, raise_failure
+from ..checkpoint.compat import describe_groups
+from ..comm.agreement import Trouble, agree, compare, raise_failure, raise_first_difference
 from ..comm.collectives import Comm
 from ..errors import BindingError
 from ..layout.layout import Layout
@@ -16,6 +19,8 @@ from .param_sync import ParamSync
 from .store import Store
 
 Closure = Callable[[], Any]
+
+_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -63,7 +68,7 @@ class Engine:
             if shared and shared.failed and attempt.failure:
                 raise attempt.failure  # on all ranks alike, before anything was updated
             attempt.require(lambda: self.store.refresh(self._owned))
-        self._bring_to_all(call, attempt, watch.moving())
+        self._bring_to_all(call, attempt, watch.moving(), groups)
         return attempt.result
 
     def update(self, groups: Sequence[ParamGroup], grads: Mapping[torch.Tensor, torch.Tensor]) -> None:
@@ -102,11 +107,15 @@ class Engine:
                 "or make a new optimizer"
             )
 
-    def _bring_to_all(self, call: str, attempt: "_Attempt", moving: bytes) -> None:
+    def _bring_to_all(self, call: str, attempt: "_Attempt", moving: bytes, groups: Sequence[ParamGroup]) -> None:
         # What an earlier step could not deliver goes along. Whatever follows, nothing of it is forgotten.
         moving = self._undelivered = _either(moving, self._undelivered)
         attempt.require(lambda: self.store.shipment(moving))
-        verdict = compare(self.comm, call, moving, attempt.trouble)
+        verdict = compare(
+            self.comm, call, moving, attempt.trouble, options=_hyper_parameters(groups, self.inner.optimizer.defaults)
+        )
+        if not verdict.same_options and not verdict.trouble:
+            raise_first_difference(self.comm, call, describe_groups(groups))
         self.steps += 1
         if verdict.trouble < Trouble.UNFIT and not verdict.same_plan:
             # Which gradients there are differs from rank to rank: the owners decide.
@@ -144,6 +153,16 @@ class _Watch:
         for index, before in self._versions.items():
             self._flags[index] |= self._params[index]._version != before
         return bytes(self._flags)
+
+
+def _hyper_parameters(groups: Sequence[ParamGroup], names: Iterable[str]) -> bytes:
+    """The numbers among the options of these names, cheap to compare in every step."""
+    numbers = array("d")
+    for group in groups:
+        for value in map(group.get, names):
+            if isinstance(value, (int, float)):
+                numbers.append(value)
+    return numbers.tobytes()
 
 
 def _ids(groups: Sequence[ParamGroup]) -> list[list[int]]:
@@ -192,6 +211,8 @@ class _SharedClosure:
         try:
             loss = self._closure()
         except Exception as error:
+            # Hazard: the other ranks may be in a collective of the closure, where our agreement never reaches them.
+            _log.error("the closure failed on rank %d: %r", self._comm.group.rank, error)
             failure = error
         self.failed = True
         agree(self._comm, f"closure {self._calls} of {self._call}", (), failure)
