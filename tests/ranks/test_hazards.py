@@ -368,3 +368,38 @@ def test_an_instance_is_no_optimizer_class(ctx: RankContext) -> None:
     params = list(small_model().parameters())
     with pytest.raises(TypeError, match=r"must be a class such as .* not a SGD"):
         ZeroRedundancyOptimizer(params, SGD(params, lr=0.1))  # type: ignore[arg-type]
+
+
+class Counting(SGD):
+    """Counts steps in an option of its groups, and stumbles once."""
+
+    stumbles = False
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.defaults["k"] = 0
+        for group in self.param_groups:
+            group["k"] = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        for group in self.param_groups:
+            group["k"] += 1
+        if self.stumbles:
+            raise ArithmeticError("stumbled")
+        super().step()
+
+
+@ranks(2, 3)
+def test_what_a_failed_step_counted_is_taken_back_on_all_ranks(ctx: RankContext) -> None:
+    twins = Twins(Counting)
+    twins.train(2)
+    set_grads(twins.model.parameters(), 2)
+    twins.zero.optim.stumbles = ctx.rank == 0  # type: ignore[attr-defined]
+    with pytest.raises((ArithmeticError, RankFailedError), match="stumbled"):
+        twins.zero.step()
+    assert twins.zero.param_groups[0]["k"] == 2
+    twins.zero.optim.stumbles = False  # type: ignore[attr-defined]
+    twins.zero.step()
+    assert twins.zero.param_groups[0]["k"] == 3
+    assert_same(ctx.gather(twins.model.state_dict()), [twins.model.state_dict()] * ctx.world_size)
+    twins.zero.consolidate_state_dict()

@@ -58,6 +58,7 @@ class Engine:
             self.steps += 1
             return self._inner_step(groups, closure, kwargs)
         call = f"step {self.steps + 1}"
+        before = [dict(group) for group in groups]
         attempt = _Attempt()
         attempt.require(lambda: self.check_groups(groups))
         attempt.require(self.store.refresh)
@@ -68,7 +69,14 @@ class Engine:
             if shared and shared.failed and attempt.failure:
                 raise attempt.failure  # on all ranks alike, before anything was updated
             attempt.require(lambda: self.store.refresh(self._owned))
-        self._bring_to_all(call, attempt, watch.moving(), groups)
+        try:
+            self._bring_to_all(call, attempt, watch.moving(), before)
+        except BaseException:
+            # What a step counts in its groups would else differ between the ranks that made it and those that failed.
+            for group, options in zip(groups, before, strict=True):
+                group.clear()
+                group.update(options)
+            raise
         return attempt.result
 
     def update(self, groups: Sequence[ParamGroup], grads: Mapping[torch.Tensor, torch.Tensor]) -> None:
@@ -108,6 +116,7 @@ class Engine:
             )
 
     def _bring_to_all(self, call: str, attempt: "_Attempt", moving: bytes, groups: Sequence[ParamGroup]) -> None:
+        """`groups`: as they were before the step."""
         # What an earlier step could not deliver goes along. Whatever follows, nothing of it is forgotten.
         moving = self._undelivered = _either(moving, self._undelivered)
         attempt.require(lambda: self.store.shipment(moving))
