@@ -11,9 +11,12 @@ from .errors import (
     RankMismatchError,
     ZeroError,
 )
-from .layout.partition import WholeParams
+from .layout.partition import FlatShards, WholeParams
 from .objects import broadcast_object
 from .optimizer import ZeroRedundancyOptimizer
+from .policies import KeepFull, KeepShard, MasterWeights, Reduce
+from .scaler import GradScaler
+from .sharded import ShardedOptimizer, shard
 
 __version__ = "0.1.0"
 
@@ -21,13 +24,21 @@ __all__ = [
     "BindingError",
     "CheckpointError",
     "ConfigError",
+    "FlatShards",
+    "GradScaler",
+    "KeepFull",
+    "KeepShard",
     "LayoutError",
+    "MasterWeights",
     "RankFailedError",
     "RankMismatchError",
+    "Reduce",
+    "ShardedOptimizer",
     "WholeParams",
     "ZeroConfig",
     "ZeroError",
     "ZeroRedundancyOptimizer",
     "broadcast_object",
     "ddp_hooks",
+    "shard",
 ]

@@ -1,5 +1,6 @@
 """From what the user gave to an engine that runs it. Everything here is local to the rank and changes no parameter."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,12 +12,15 @@ from .comm.collectives import Comm
 from .config import ZeroConfig
 from .errors import ConfigError
 from .layout.layout import Layout
+from .layout.partition import FlatShards, Partitioner, WholeParams
 from .layout.specs import read_specs
 from .params import check_specs
-from .runtime.inner import ParamGroup, Recipe, ShardOptimizer
-from .runtime.selftest import Traits, examine
+from .runtime.flat import FlatEngine
+from .runtime.inner import ParamGroup, Recipe
+from .runtime.selftest import Traits, examine, is_separable
 from .runtime.step import Engine
 from .runtime.store import FlatStore, LooseStore
+from .runtime.whole import WholeEngine
 
 
 @dataclass(frozen=True)
@@ -26,54 +30,99 @@ class Assembly:
     comm: Comm
     config: ZeroConfig
     recipe: Recipe
-    flat: bool
-    """Parameters shall live in flat buffers."""
-    overlap: bool
+    bucket_view: bool = False
+    """Whole parameters shall live in flat buffers."""
+    overlap: bool = False
     """DDP shall drive the steps."""
+    reduces: bool = False
+    """Gradients are to be reduced to their owners, so that parameters lie in buckets in any case."""
 
     @cached_property
     def traits(self) -> Traits:
         """What the self-test finds."""
         return examine(self.recipe)
 
+    @cached_property
+    def separable(self) -> bool:
+        """The optimizer updates flat pieces of a parameter as it would update the whole."""
+        return not self.traits.couples_params and is_separable(self.recipe)
+
+    @cached_property
+    def partition(self) -> Partitioner:
+        if self.config.partition is not None:
+            return self.config.partition
+        if not self.reduces:
+            return WholeParams()
+        if not self.separable:
+            warnings.warn(
+                f"{self.recipe.name} looks at whole parameters, so each is updated by one rank: shards are as "
+                "balanced as the sizes of parameters allow, and gradients travel after the backward pass",
+                stacklevel=2,
+            )
+            return WholeParams()
+        return FlatShards()
+
+    @property
+    def flat(self) -> bool:
+        """Ranks own slices of buckets."""
+        return self.reduces or isinstance(self.partition, FlatShards)
+
     def extend(self, layout: Layout, groups: Sequence[ParamGroup], first_group: int = 0) -> Layout:
         """`layout` with the groups from `first_group` on, once they are found fit to be sharded."""
         specs = read_specs(groups[first_group:], first_index=len(layout.params), first_group=first_group)
-        check_specs([*layout.params, *specs], all_params(groups), mixed_dtypes=self.config.mixed_dtypes)
+        mixed = self.config.mixed_dtypes or self.reduces
+        check_specs([*layout.params, *specs], all_params(groups), mixed_dtypes=mixed)
         for device in {spec.device for spec in specs}:
             if not self.comm.group.carries(device):
                 raise ConfigError(f"the backend of the process group cannot carry parameters on {device}")
-        return self.config.partition.extend(layout, specs)
+        return self.partition.extend(layout, specs)
 
     def engine(self, layout: Layout, groups: Sequence[ParamGroup]) -> Engine:
         """An engine for this rank, which is to `extend` to `layout` next."""
-        inner = self.recipe.build(self.owned_ids(layout, groups))
-        self.check(inner)
-        store = FlatStore() if self.flat else LooseStore()
-        return Engine(self.comm, inner, store, moves_all=self.traits.moves_without_grads)
+        engine = self._engine()
+        engine.prepare(layout, groups)
+        self.check(engine)
+        return engine
 
-    def check(self, inner: ShardOptimizer) -> None:
+    def check(self, engine: Engine) -> None:
         """Refuse an optimizer, or options of it, that cannot be right when it is sharded."""
         if self.traits.couples_params:
             raise ConfigError(
                 f"{self.recipe.name} cannot be sharded: its update of one parameter depends on the others, "
                 "which live on other ranks"
             )
-        if any(group.get("differentiable") for group in inner.optimizer.param_groups):
+        if any(group.get("differentiable") for group in engine.inner.optimizer.param_groups):
             raise ConfigError("differentiable=True cannot be sharded: the graph of a step would span all ranks")
 
-    def owned_ids(self, layout: Layout, groups: Sequence[ParamGroup]) -> set[int]:
-        params = all_params(groups)
-        return {id(params[index]) for index in layout.owned_by(self.comm.group.rank)}
+    def check_options(self) -> None:
+        """Refuse options that do not go together."""
+        if isinstance(self.partition, FlatShards) and not self.separable:
+            raise ConfigError(
+                f"FlatShards() cannot be used with {self.recipe.name}: a self-test found that it updates a parameter "
+                "in another way when it is cut into pieces. Use WholeParams()."
+            )
+        if self.overlap and self.flat:
+            raise ConfigError("overlap_with_ddp=True deals out whole parameters: with FlatShards() use ddp_hook()")
+        if self.config.masters is not None and not self.flat:
+            raise ConfigError("MasterWeights(...) needs partition=FlatShards()")
+        if self.config.overlap_gather and not self.reduces:
+            raise ConfigError("overlap_gather=True needs to see the model: use zeroshard.shard(model, ...)")
 
     def facts(self, layout: Layout, groups: Sequence[ParamGroup]) -> list[str]:
         """What must be equal on all ranks, most telling first."""
         settings = (
-            f"{self.recipe.name}, {self.config.describe()}, bucket view {self.flat}, "
+            f"{self.recipe.name}, {self.config.describe()}, bucket view {self.bucket_view}, "
             f"overlap with DDP {self.overlap}, {len(groups)} groups"
         )
         specs = [spec.describe() for spec in layout.params]
         return [settings, *specs, *describe_groups(groups), f"layout {layout.digest}"]
+
+    def _engine(self) -> Engine:
+        if self.flat:
+            cut = isinstance(self.partition, FlatShards)
+            return FlatEngine(self.comm, self.recipe, self.traits, self.config.masters, cut=cut)
+        store = FlatStore() if self.bucket_view and not self.overlap else LooseStore()
+        return WholeEngine(self.comm, self.recipe, store, moves_all=self.traits.moves_without_grads)
 
 
 def all_params(groups: Sequence[ParamGroup]) -> list[torch.Tensor]:

@@ -1,31 +1,56 @@
 """Options beyond torch's signature, in one frozen object."""
 
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 
 from .errors import ConfigError
-from .layout.partition import Partitioner, WholeParams
+from .layout.partition import Partitioner
+from .policies import KeepFull, KeepShard, MasterWeights, Reduce, Retention
 
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """How to shard. The defaults are the contract of torch's class.
+    """How to shard.
 
-    partition: who owns what.
-    mixed_dtypes: allow parameters of several dtypes in one optimizer.
+    partition: who owns what. By default `ZeroRedundancyOptimizer` takes `WholeParams()`, as torch's class does, and
+        `shard` takes `FlatShards()` where the optimizer can be cut.
+    retention: what is kept of gradients once they are reduced: `KeepShard()` (ZeRO-2) or `KeepFull()` (ZeRO-1).
+    reduce: how gradients are averaged.
+    masters: update parameters of less precision in this one, and round once.
+    overlap_gather: parameters come back while the next forward pass runs, instead of at the end of `step()`.
+    sync_buffers: make the buffers of the model those of rank 0 before each forward pass.
+    mixed_dtypes: allow parameters of several dtypes in one `ZeroRedundancyOptimizer`; `shard` always does.
+
+    `retention`, `overlap_gather` and `sync_buffers` are for `shard`, which sees the model.
     """
 
-    partition: Partitioner = field(default_factory=WholeParams)
+    partition: Partitioner | None = None
+    retention: Retention = field(default_factory=KeepShard)
+    reduce: Reduce = field(default_factory=Reduce)
+    masters: MasterWeights | None = None
+    overlap_gather: bool = False
+    sync_buffers: bool = True
     mixed_dtypes: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.partition, type) or not callable(getattr(self.partition, "extend", None)):
-            raise ConfigError(
-                f"ZeroConfig(partition=...) takes a partitioner such as WholeParams(), not {self.partition!r}"
-            )
-        if not isinstance(self.mixed_dtypes, bool):
-            raise ConfigError(f"ZeroConfig(mixed_dtypes=...) takes True or False, not {self.mixed_dtypes!r}")
+        partition = self.partition
+        if partition is not None and (isinstance(partition, type) or not callable(getattr(partition, "extend", None))):
+            raise ConfigError(f"ZeroConfig(partition=...) takes a partitioner such as FlatShards(), not {partition!r}")
+        self._require("retention", (KeepShard, KeepFull), "KeepShard() or KeepFull()")
+        self._require("reduce", (Reduce,), "a Reduce(...)")
+        self._require("masters", (MasterWeights, type(None)), "MasterWeights(...) or None")
+        for name in ("overlap_gather", "sync_buffers", "mixed_dtypes"):
+            self._require(name, (bool,), "True or False")
 
     def describe(self) -> str:
         """One line that is equal on ranks with equal options; a plain object's repr would hold its address."""
-        partition = repr(self.partition) if is_dataclass(self.partition) else type(self.partition).__qualname__
-        return f"partition {partition}, mixed dtypes {self.mixed_dtypes}"
+        return ", ".join(f"{it.name}={_describe(getattr(self, it.name))}" for it in fields(self))
+
+    def _require(self, name: str, types: tuple[type, ...], wanted: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, types):
+            raise ConfigError(f"ZeroConfig({name}=...) takes {wanted}, not {value!r}")
+
+
+def _describe(value: object) -> str:
+    plain = value is None or isinstance(value, bool) or (is_dataclass(value) and not isinstance(value, type))
+    return repr(value) if plain else type(value).__qualname__

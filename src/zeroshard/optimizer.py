@@ -9,8 +9,9 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from . import state_dicts
-from .adapters.ddp import Overlap, plain_class
-from .adapters.join import ShadowStep, UnevenStep
+from .adapters.ddp import CommHook, Overlap, plain_class
+from .adapters.ddp_grads import hand_over
+from .adapters.join import ShadowStep
 from .assembly import Assembly
 from .checkpoint.compat import StateDict
 from .checkpoint.trees import copy_mutable, versions
@@ -23,9 +24,14 @@ from .layout.layout import Layout
 from .layout.partition import Partitioner
 from .layout.specs import read_specs
 from .params import read_group, read_params
-from .runtime import amp
+from .policies import KeepFull
+from .runtime import amp, clip
+from .runtime.flat import FlatEngine
+from .runtime.grad_sync import GradSync
 from .runtime.inner import Factory, ParamGroup, Recipe
 from .runtime.step import Closure, Engine
+from .runtime.whole import WholeEngine
+from .stepping import Stepping
 from .units import GlobalRank, Rank
 
 
@@ -67,14 +73,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Joinable.__init__(self)
         self.initialized = False
         self.parameters_as_bucket_view = parameters_as_bucket_view
+        self.engine: Engine
         self._comm = Comm(Group(process_group))
         self._config = ZeroConfig() if config is None else config
         self._overlap: Overlap | None = None
         self._snapshot: _Snapshot | None = None
+        self._stepping = Stepping(self, self._comm)
         call = f"making a {type(self).__name__}"
         layout = agreed(self._comm, call, lambda: self._assemble(params, optimizer_class, overlap_with_ddp, defaults))
-        self._engine.extend(layout, self.param_groups)
-        self._grads_cleared = False
+        self.engine.extend(layout, self.param_groups)
         if overlap_with_ddp:
             self._overlap = Overlap(self._comm, self._repartition, self.param_groups)
             self._opt_called = True  # LR schedulers would warn that step() is never called
@@ -87,12 +94,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def optim(self) -> Optimizer:
         """This rank's inner optimizer, an instance of the given class."""
-        return self._engine.inner.optimizer
+        return self.engine.inner.optimizer
 
     @property
     def state(self) -> Any:
         """This rank's optimizer state, by parameter: the one copy there is."""
-        return self.optim.state
+        return self.engine.state()
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -119,7 +126,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def layout(self) -> Layout:
         """Which rank owns which parameter."""
-        return self._engine.layout
+        return self.engine.layout
+
+    @property
+    def reduces(self) -> bool:
+        """Gradients are averaged here, each slice at its owner, and not by DDP."""
+        return self.engine.reduces
 
     @property
     def overlap(self) -> Overlap:
@@ -153,6 +165,41 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._overlap is not None:
             self._overlap.check_trainable()
         super().zero_grad(set_to_none)
+        self.engine.clear_grads(to_none=set_to_none)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` on all parameters, wherever their gradients are. Called on all ranks."""
+        grads = self._spread_grads("clip_grad_norm_")
+        if grads is None:
+            return torch.nn.utils.clip_grad_norm_(self.engine.params, max_norm, norm_type, error_if_nonfinite)
+        return clip.clip_norm(grads, max_norm, norm_type, self._comm, error_if_nonfinite=error_if_nonfinite)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """As `torch.nn.utils.clip_grad_value_` on all parameters, wherever their gradients are. Called on all ranks."""
+        grads = self._spread_grads("clip_grad_value_")
+        if grads is None:
+            torch.nn.utils.clip_grad_value_(self.engine.params, clip_value)
+        else:
+            clip.clip_value(grads, clip_value)
+
+    def ddp_hook(self) -> CommHook:
+        """A communication hook for DDP that brings gradients to their owners only; `step()` then does as usual.
+
+        For `config=ZeroConfig(partition=FlatShards())`. `param.grad` holds this rank's own gradients afterwards: clip
+        with `clip_grad_norm_` of this optimizer.
+        """
+        if not isinstance(self.engine, FlatEngine):
+            raise ConfigError("ddp_hook() brings slices of gradients to their owners: it needs partition=FlatShards()")
+        sync = GradSync(self._comm, KeepFull(), self._config.reduce, self._config.masters)
+        self.engine.reduce_by(sync)
+        return hand_over(sync, self.engine.params)
+
+    def unscale_grads(self, inverse_scale: torch.Tensor) -> dict[torch.device, torch.Tensor]:
+        """For `zeroshard.GradScaler`: scale gradients that are spread over ranks, and say where some are not finite."""
+        grads = self._spread_grads("unscaling gradients")
+        return self._stepping.unscale(grads or [], inverse_scale)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group in the middle of training, on all ranks. No earlier parameter changes its owner."""
@@ -162,19 +209,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._overlap is not None:
             raise RuntimeError("parameter groups cannot be added with overlap_with_ddp=True: DDP's buckets are fixed")
         layout = agreed(self._comm, "add_param_group", lambda: self._with_group(read_group(param_group)))
-        self._engine.extend(layout, self.param_groups)
+        self.engine.extend(layout, self.param_groups)
         self._forget_snapshot()
 
     def join_hook(self, **_: Any) -> JoinHook:
         """For `torch.distributed.algorithms.join.Join`."""
         if self._overlap is not None:
             return ShadowStep(self._overlap.shadow_step, self._comm, self.param_groups)
-        self._grads_cleared = False
+        self._stepping.start_join()
         return ShadowStep(lambda: self._step(None, {}, joined=True), self._comm, self.param_groups)
 
     @property
     def join_device(self) -> torch.device:
-        return self._engine.params[0].device
+        return self.engine.params[0].device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -187,14 +234,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._require_settled("consolidate_state_dict")
         # An older snapshot goes before the new one comes: the target never holds both.
         forget = self._forget_snapshot if self.rank == to else lambda: None
-        contents = state_dicts.gathered(self._engine, self.param_groups, "consolidate_state_dict", to, forget)
+        contents = state_dicts.gathered(self.engine, self.param_groups, "consolidate_state_dict", to, forget)
         if contents is not None:
-            self._snapshot = _Snapshot(contents, self._engine.steps, versions(contents))
+            self._snapshot = _Snapshot(contents, self.engine.steps, versions(contents))
 
     def full_state_dict(self, to: int = 0) -> StateDict | None:
         """Gather all state and return it on rank `to`, None on the others. Called on all ranks; nothing is kept."""
         self._require_settled("full_state_dict")
-        contents = state_dicts.gathered(self._engine, self.param_groups, "full_state_dict", to)
+        contents = state_dicts.gathered(self.engine, self.param_groups, "full_state_dict", to)
         return None if contents is None else state_dicts.through_save_hooks(self, contents)
 
     def state_dict(self) -> StateDict:
@@ -208,7 +255,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"rank {self.rank} holds only its own share of the state: call consolidate_state_dict(to={self.rank}) "
                 "on all ranks first, or full_state_dict()"
             )
-        since = self._engine.steps - self._snapshot.steps
+        since = self.engine.steps - self._snapshot.steps
         if since:
             warnings.warn(
                 f"state_dict() returns the state of {since} steps ago: call consolidate_state_dict() on all ranks "
@@ -231,10 +278,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         def propose() -> Proposal[None]:
             saved = state_dicts.through_load_hooks(self, state_dict)
-            return state_dicts.loading(self._engine, saved, self._assembly.traits.param_shaped)
+            return state_dicts.loading(self.engine, saved, self._assembly.traits.param_shaped)
 
         agreed(self._comm, "load_state_dict", propose)
-        self._engine.inner.pull(self.param_groups)
+        self.engine.inner.pull(self.param_groups)
         self._forget_snapshot()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -260,72 +307,52 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         given = read_params(params)
         Optimizer.__init__(self, given.groups, {})
         recipe = Recipe(plain_class(optimizer_class, overlap=overlap), self.param_groups, given.plain, defaults)
-        flat = self.parameters_as_bucket_view and not overlap
-        self._assembly = Assembly(self._comm, self._config, recipe, flat=flat, overlap=overlap)
+        self._assembly = self._assembly_of(recipe, overlap)
+        self._assembly.check_options()
         layout = self._assembly.extend(Layout.empty(self.world_size), self.param_groups)
-        self._engine = self._assembly.engine(layout, self.param_groups)
-        self._engine.inner.pull(self.param_groups)
+        self.engine = self._assembly.engine(layout, self.param_groups)
+        self.engine.inner.pull(self.param_groups)
         self.defaults = self.optim.defaults
         return Proposal(layout, self._assembly.facts(layout, self.param_groups))
 
     def _with_group(self, group: ParamGroup) -> Proposal[Layout]:
         """The layout with one more group, which our groups and those of the inner optimizer already have."""
-        known, inner = len(self.param_groups), self._engine.inner
+        known, engine = len(self.param_groups), self.engine
 
         def undo() -> None:
             del self.param_groups[known:]
-            inner.drop_groups(known)
+            engine.take_back(known)
 
         try:
             super().add_param_group(group)
             layout = self._assembly.extend(self.layout, self.param_groups, known)
-            inner.push(self.param_groups[:known])
-            inner.add_group(self.param_groups[known], self._assembly.owned_ids(layout, self.param_groups))
-            self._assembly.check(inner)
+            engine.prepare(layout, self.param_groups, known)
+            self._assembly.check(engine)
         except BaseException:
             undo()
             raise
-        inner.pull(self.param_groups)
+        engine.inner.pull(self.param_groups)
         return Proposal(layout, self._assembly.facts(layout, self.param_groups), undo)
 
-    def _repartition(self, partition: Partitioner) -> Engine:
+    def _assembly_of(self, recipe: Recipe, overlap: bool) -> Assembly:
+        return Assembly(self._comm, self._config, recipe, bucket_view=self.parameters_as_bucket_view, overlap=overlap)
+
+    def _repartition(self, partition: Partitioner) -> WholeEngine:
         """Start afresh with other owners, before there is any state."""
         layout = partition.extend(Layout.empty(self.world_size), read_specs(self.param_groups))
-        self._engine = self._assembly.engine(layout, self.param_groups)
-        self._engine.extend(layout, self.param_groups)
-        return self._engine
+        self.engine = engine = self._assembly.engine(layout, self.param_groups)
+        assert isinstance(engine, WholeEngine), "overlap_with_ddp is refused with anything else"
+        engine.extend(layout, self.param_groups)
+        return engine
 
     def _step(self, closure: Closure | None, kwargs: dict[str, Any], *, joined: bool) -> Any:
-        try:
-            if self._join_config.enable and self.world_size > 1:
-                return self._uneven_step(closure, kwargs, joined=joined)
-            if amp.drives(self) and self._skips(uneven=False):
-                return None
-            return self._engine.run(self.param_groups, closure, kwargs)
-        except BaseException:
-            amp.forget(self)  # GradScaler takes back what it set only after a step that returns
-            raise
-        finally:
-            amp.forget(self.optim)
+        return self._stepping.step(closure, kwargs, uneven=self._join_config.enable, joined=joined)
 
-    def _uneven_step(self, closure: Closure | None, kwargs: dict[str, Any], *, joined: bool) -> Any:
-        """A step that ranks without inputs shadow."""
-        uneven = UnevenStep(self._engine, self.param_groups, kwargs, joined=joined, cleared=self._grads_cleared)
-        try:
-            if closure is not None:
-                return self._engine.run(self.param_groups, uneven.lending(closure), kwargs)
-            survey = uneven.survey(scaled=amp.drives(self))
-            if survey.scaled and self._skips(uneven=True):
-                return None
-            uneven.lend(survey)
-            shadow = uneven.borrowing() if survey.closure else None
-            return self._engine.run(self.param_groups, shadow, uneven.kwargs)
-        finally:
-            uneven.end()
-            self._grads_cleared = joined
+    def _spread_grads(self, call: str) -> list[torch.Tensor] | None:
+        return self._stepping.spread_grads(call, uneven=self._join_config.enable)
 
-    def _skips(self, *, uneven: bool) -> bool:
-        return amp.skips(self, self.optim, self._engine.params, self._comm, uneven=uneven)
+    def before_uneven_step(self, source: Rank) -> None:
+        """For `Stepping`."""
 
     def _forget_snapshot(self) -> None:
         self._snapshot = None

@@ -88,8 +88,8 @@ def differences() -> Iterator[tuple[str, str, Change]]:
     yield "Adam,", "Renamed,", but(optimizer_class=Renamed)
     yield "bucket view False", "bucket view True", but(parameters_as_bucket_view=True)
     yield "overlap with DDP False", "overlap with DDP True", but(overlap_with_ddp=True)
-    yield "mixed dtypes False", "mixed dtypes True", but(config=ZeroConfig(mixed_dtypes=True))
-    yield "WholeParams", "Reversed", but(config=ZeroConfig(partition=Reversed()))
+    yield "mixed_dtypes=False", "mixed_dtypes=True", but(config=ZeroConfig(mixed_dtypes=True))
+    yield "partition=None", "Reversed", but(config=ZeroConfig(partition=Reversed()))
 
 
 @ranks(2, 3, 4)

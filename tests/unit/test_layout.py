@@ -37,7 +37,7 @@ def layout(device: str = "cpu") -> Layout:
         piece(0, (0, 4), 0, (0, 4), 0),
         piece(1, (0, 3), 0, (4, 7), 0),
         piece(1, (3, 6), 0, (7, 10), 1),
-        piece(2, (0, 2), 0, (10, 14), 1),
+        piece(2, (0, 4), 0, (10, 14), 1),
     )
     full = Bucket(0, torch.float32, where, 14, (Span(0, 7), Span(7, 14)), pieces)
     empty = Bucket(1, torch.float64, where, 0, (Span(0, 0), Span(0, 0)), (piece(3, (0, 0), 1, (0, 0), 1),))

@@ -84,7 +84,7 @@ def test_every_parameter_has_one_place_of_its_own(groups: Groups, world_size: in
     assert Counter(piece.param for piece in pieces) == Counter(range(len(made)))
     for piece in pieces:
         one = made[piece.param]
-        assert piece.in_param == (0, one.numel)
+        assert piece.in_param == (0, one.extent)
         assert piece.in_bucket.length == one.extent
         assert piece.in_bucket.start * one.dtype.itemsize % ALIGNMENT == 0
     for bucket in layout.buckets:

@@ -25,8 +25,9 @@ from ..layout.layout import Layout
 from ..layout.partition import AssignedOwners, Partitioner, deal
 from ..layout.specs import read_specs
 from ..runtime.inner import Factory, ParamGroup
-from ..runtime.step import Engine
+from ..runtime.whole import WholeEngine
 from ..units import Rank
+from .engine_events import NO_BACKWARD, at_end_of_backward, running_backward
 from .join import share_options
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
@@ -54,7 +55,7 @@ class Arrival(NamedTuple):
 class Plan(NamedTuple):
     """What is known once DDP's buckets are settled."""
 
-    engine: Engine
+    engine: WholeEngine
     places: dict[int, int]
     """Buckets of the layout, by DDP's number. DDP's buckets without any of our parameters are not among them."""
     late: bool
@@ -64,7 +65,7 @@ class Plan(NamedTuple):
 class Overlap:
     """An optimizer that DDP drives: first it learns the buckets, then it steps with them."""
 
-    def __init__(self, comm: Comm, repartition: Callable[[Partitioner], Engine], groups: list[ParamGroup]) -> None:
+    def __init__(self, comm: Comm, repartition: Callable[[Partitioner], WholeEngine], groups: list[ParamGroup]) -> None:
         self._comm, self._repartition, self._groups = comm, repartition, groups
         self._index = {id(param): i for i, param in enumerate(_params(groups))}
         self._trainable = [param.requires_grad for param in _params(groups)]
@@ -116,7 +117,7 @@ class Overlap:
             self._deferred.pop(0)()
 
     def _learn(self, ddp: DistributedDataParallel, arrival: Arrival, shard_buckets: bool, eager: bool) -> None:
-        backward = _running_backward()
+        backward = running_backward()
         # In the first pass of a static graph DDP numbers all buckets 0, and calls none the last.
         if arrival.number == 0 and (backward == NO_BACKWARD or backward != self._backward):
             self._backward = backward
@@ -162,7 +163,7 @@ class Overlap:
         return deal(Layout.empty(self._comm.group.size), members)
 
     def _step(self, ddp: DistributedDataParallel, plan: Plan, arrival: Arrival, eager: bool) -> None:
-        trained, uneven = _running_backward() != NO_BACKWARD, ddp._join_config.enable
+        trained, uneven = running_backward() != NO_BACKWARD, ddp._join_config.enable
         if self._pass is None or arrival.number == 0:
             if uneven:
                 share_options(self._comm, self._groups, current=trained)
@@ -179,9 +180,9 @@ class Overlap:
 
     def _after(self, ddp: DistributedDataParallel, action: Callable[[], None]) -> None:
         """Run `action` when DDP is done with this pass, so that it may look at `param.grad`, and may raise."""
-        if _running_backward() != NO_BACKWARD:
+        if running_backward() != NO_BACKWARD:
             # DDP queues its own end behind this hook.
-            _at_end_of_backward(lambda: _at_end_of_backward(action))
+            at_end_of_backward(lambda: at_end_of_backward(action))
         elif ddp.find_unused_parameters:
             # DDP will reduce its map of used parameters behind this hook.
             self._deferred.append(action)
@@ -278,15 +279,3 @@ def _shaped(part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     if not torch.ops.aten.is_non_overlapping_and_dense(param):
         return part.view(param.shape).to(param.dtype)
     return part.as_strided(param.shape, param.stride(), part.storage_offset()).to(param.dtype)
-
-
-def _running_backward() -> int:
-    return torch._C._current_graph_task_id()
-
-
-NO_BACKWARD = -1
-
-
-def _at_end_of_backward(action: Callable[[], None]) -> None:
-    """Queue `action` behind all that is queued for the end of the running backward; it may raise there."""
-    torch.autograd.Variable._execution_engine.queue_callback(action)

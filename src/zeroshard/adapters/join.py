@@ -126,15 +126,16 @@ class ShadowStep(JoinHook):
         share_options(self._comm, self._groups, current=is_last_joiner)
 
 
-def share_options(comm: Comm, groups: list[ParamGroup], *, current: bool) -> None:
-    """On all ranks: the options of the first one that has the current ones, for those that have not."""
+def share_options(comm: Comm, groups: list[ParamGroup], *, current: bool) -> Rank:
+    """On all ranks: the options of the first one that has the current ones, for those that have not. Returns that."""
     rank, size = comm.group.rank, comm.group.size
     holders = comm.union(bytes(i == rank and current for i in range(size)))
+    source = Rank(holders.index(1))
     if not all(holders):
-        source = Rank(holders.index(1))
         data = comm.broadcast_bytes(pack(_options_of(groups)) if rank == source else None, source)
         if not current:
             _adopt(groups, unpack(data))
+    return source
 
 
 def _portable(grad: torch.Tensor) -> Any:

@@ -84,7 +84,7 @@ def local_dict(saved: SavedState, owned: Sequence[Sequence[int]]) -> StateDict:
 def describe_groups(groups: Sequence[ParamGroup], where: str = "group") -> list[str]:
     """A line for each option of each group."""
     return [
-        f"{where} {number} has {key}={_describe(value)}"
+        f"{where} {number} has {key}={describe(value)}"
         for number, group in enumerate(groups)
         for key, value in sorted(_options(group).items())
     ]
@@ -92,21 +92,22 @@ def describe_groups(groups: Sequence[ParamGroup], where: str = "group") -> list[
 
 def describe_options(group: ParamGroup) -> str:
     """Hyper-parameters in one line that is equal on ranks with equal values."""
-    return ", ".join(f"{key}={_describe(value)}" for key, value in sorted(_options(group).items()))
+    return ", ".join(f"{key}={describe(value)}" for key, value in sorted(_options(group).items()))
 
 
 def _options(group: ParamGroup) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _describe(value: Any) -> str:
+def describe(value: Any) -> str:
+    """Equal for equal values, on all ranks."""
     if isinstance(value, torch.Tensor):
         inside = value.tolist() if value.numel() <= 16 else f"shape {tuple(value.shape)}"
         return f"tensor({inside}, {value.dtype})"
     if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__}({', '.join(map(_describe, value))})"
+        return f"{type(value).__name__}({', '.join(map(describe, value))})"
     if isinstance(value, Mapping):
-        items = ", ".join(f"{_describe(key)}: {_describe(item)}" for key, item in value.items())
+        items = ", ".join(f"{describe(key)}: {describe(item)}" for key, item in value.items())
         return f"{type(value).__name__}({items})"
     if isinstance(value, float):
         return float.__repr__(value)  # numpy's floats are equal to plain ones
@@ -116,7 +117,7 @@ def _describe(value: Any) -> str:
 
 
 def _outline(state: Any) -> str:
-    return _describe(map_tensors(state, lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype}"))
+    return describe(map_tensors(state, lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype}"))
 
 
 def _groups(saved: Any) -> Sequence[ParamGroup]:

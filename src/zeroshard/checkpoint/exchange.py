@@ -44,12 +44,18 @@ class Share(NamedTuple):
 
 
 def gather(
-    comm: Comm, call: str, share: Callable[[], Share], to: Rank, agreed_on: Callable[[], object]
-) -> list[Any] | None:
-    """Every rank's value in the order of ranks, as a snapshot in host memory, on rank `to`; None on the others.
+    comm: Comm,
+    call: str,
+    share: Callable[[], Share],
+    to: Rank,
+    *,
+    agreed_on: Callable[[], object],
+    take: Callable[[Any], object],
+) -> bool:
+    """Rank `to` gets to `take` every rank's value in the order of ranks, as a snapshot in host memory.
 
-    Called on all ranks. What cannot be made or sent on one rank is raised on all, before anything is sent; then
-    `agreed_on` is called.
+    Called on all ranks; says whether this is rank `to`. What cannot be made or sent on one rank is raised on all,
+    before anything is sent; then `agreed_on` is called.
     """
 
     def propose() -> Proposal[tuple[Any, Outbox]]:
@@ -62,8 +68,10 @@ def gather(
     agreed_on()
     if comm.group.rank != to:
         outbox.send(comm, to)
-        return None
-    return [snapshot(mine) if rank == to else receive(comm, Rank(rank)) for rank in range(comm.group.size)]
+        return False
+    for rank in range(comm.group.size):
+        take(snapshot(mine) if rank == to else receive(comm, Rank(rank)))
+    return True
 
 
 def receive(comm: Comm, source: Rank) -> Any:

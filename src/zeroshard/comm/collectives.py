@@ -50,6 +50,11 @@ class Comm:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group.process_group)
         return tensor
 
+    def sum_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, changed to the sum over all ranks, wherever it lies."""
+        dist.all_reduce(tensor, group=self.group.process_group)
+        return tensor
+
     def union(self, flags: bytes) -> bytes:
         """Flags (0 or 1 a byte) that any rank has set."""
         buffer = bytearray(flags)

@@ -4,7 +4,8 @@ A bucket is one flat run of memory of one dtype on one device. Rank r owns the r
 A piece puts a span of a parameter into a shard; a parameter is the sum of its pieces.
 
     bucket 0   |    shard of rank 0    |  shard of rank 1  |   shard of rank 2   |
-    pieces     | p0 ....... | p3 ..... | p1 .............. | p2 .... | p4 . | p5 |
+    whole      | p0 ....... | p3 ..... | p1 .............. | p2 .... | p4 . | p5 |
+    cut        | p0 ....... | p1 .....   p1 ..... | p2 ...   p2 | p3 .. | p4 | p5 |
 """
 
 import hashlib
@@ -25,7 +26,8 @@ from .specs import ParamSpec
 class Piece(NamedTuple):
     """A span of a parameter, and the place of its memory in a bucket.
 
-    `in_param` counts elements. `in_bucket` is as long, or longer for a whole parameter whose strides leave gaps.
+    `in_param` counts the elements of the parameter's memory, gaps that its strides leave included; `in_bucket` is as
+    long.
     """
 
     param: int
@@ -86,8 +88,9 @@ class Layout:
         """Elements owned by each rank, of the trainable or of the frozen parameters."""
         loads = [0] * self.world_size
         for piece in self._pieces():
-            if self.params[piece.param].trainable == trainable:
-                loads[piece.owner] += piece.in_param.length
+            spec = self.params[piece.param]
+            if spec.trainable == trainable and spec.extent:
+                loads[piece.owner] += piece.in_param.length * spec.numel // spec.extent  # gaps do not count
         return loads
 
     @cached_property
@@ -149,9 +152,8 @@ def _uncovered(spec: ParamSpec, pieces: Sequence[Piece]) -> Iterator[str]:
             yield f"{spec.label} has a gap or an overlap at element {end}"
         if len(pieces) > 1 and piece.in_param.length < 1:
             yield f"{spec.label} has an empty piece"
-        whole = piece.in_param == Span(0, spec.numel)
-        if piece.in_bucket.length != (spec.extent if whole else piece.in_param.length):
+        if piece.in_bucket.length != piece.in_param.length:
             yield f"{spec.label} has a place of the wrong size"
         end = piece.in_param.stop
-    if not pieces or end != spec.numel:
+    if not pieces or end != spec.extent:
         yield f"{spec.label} is not covered from element {end} on"

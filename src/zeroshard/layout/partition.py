@@ -2,12 +2,13 @@
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
 
-from ..units import Rank, Span, align_up
+from ..errors import ConfigError
+from ..units import MIB, Rank, Span, align_up
 from .layout import Bucket, Layout, Piece
 from .specs import ParamSpec
 
@@ -55,6 +56,42 @@ class AssignedOwners:
         return self.buckets.get(spec.index, -1)
 
 
+@dataclass(frozen=True)
+class FlatShards:
+    """Every rank owns an equal slice of every bucket; a parameter may be cut anywhere.
+
+    Buckets hold parameters of one dtype and device in the order in which backward is expected to finish them: the
+    reverse of the given one. Frozen parameters have buckets of their own, so that neither their gradients nor their
+    values travel. A parameter of `bucket_bytes` or more has a bucket for itself.
+    """
+
+    bucket_bytes: int = 8 * MIB
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.bucket_bytes, int) or self.bucket_bytes < 1:
+            raise ConfigError(f"FlatShards(bucket_bytes=...) takes a number of bytes, not {self.bucket_bytes!r}")
+
+    def extend(self, layout: Layout, specs: Sequence[ParamSpec]) -> Layout:
+        members = sorted(self._fill(specs), key=lambda bucket: not bucket[0].trainable)
+        first = len(layout.buckets)
+        return _grown(layout, specs, [_cut(i, bucket, layout.world_size) for i, bucket in enumerate(members, first)])
+
+    def _fill(self, specs: Sequence[ParamSpec]) -> Iterator[list[ParamSpec]]:
+        """Buckets in the order in which they are full."""
+        filling: dict[Hashable, list[ParamSpec]] = defaultdict(list)
+        room: dict[Hashable, int] = {}
+        for spec in reversed(specs):
+            kind, nbytes = (spec.trainable, spec.dtype, spec.device), spec.extent * spec.dtype.itemsize
+            if nbytes >= self.bucket_bytes:
+                yield [spec]
+                continue
+            if nbytes > room.get(kind, 0) and filling[kind]:
+                yield filling.pop(kind)
+            room[kind] = (room[kind] if filling[kind] else self.bucket_bytes) - nbytes
+            filling[kind].append(spec)
+        yield from (bucket for bucket in filling.values() if bucket)
+
+
 def deal(layout: Layout, specs: Sequence[ParamSpec]) -> dict[int, Rank]:
     """An owner for each new parameter; the loads of `layout` run on."""
     tallies = {trains: _Tally(layout.loads(trainable=trains)) for trains in (True, False)}
@@ -78,6 +115,10 @@ def place(
         kinds[bucket_of(spec), spec.dtype, spec.device].append(spec)
     first = len(layout.buckets)
     buckets = [_bucket(index, kind, owners, layout.world_size) for index, kind in enumerate(kinds.values(), first)]
+    return _grown(layout, specs, buckets)
+
+
+def _grown(layout: Layout, specs: Sequence[ParamSpec], buckets: Sequence[Bucket]) -> Layout:
     params = tuple(sorted((*layout.params, *specs), key=lambda spec: spec.index))
     return Layout(layout.world_size, params, (*layout.buckets, *buckets))
 
@@ -95,10 +136,47 @@ def _bucket(index: int, specs: Sequence[ParamSpec], owners: Mapping[int, Rank], 
         # Frozen ones last: what travels is then one run.
         for spec in sorted(queue, key=lambda spec: not spec.trainable):
             room = Span(end, end + spec.extent)
-            pieces.append(Piece(spec.index, Span(0, spec.numel), index, room, Rank(rank)))
+            pieces.append(Piece(spec.index, Span(0, spec.extent), index, room, Rank(rank)))
             end = align_up(room.stop, step)
         shards.append(Span(start, end))
     return Bucket(index, specs[0].dtype, specs[0].device, end, tuple(shards), tuple(pieces))
+
+
+def _cut(index: int, specs: Sequence[ParamSpec], world_size: int) -> Bucket:
+    """A bucket of equal shards. Parameters of one group are neighbours, so that a shard has few runs of one group."""
+    step = max(1, ALIGNMENT // specs[0].dtype.itemsize)
+    rooms: list[tuple[ParamSpec, Span]] = []
+    end = 0
+    # Those that leave the next one aligned come first.
+    for spec in sorted(specs, key=lambda spec: (spec.group, spec.extent % step != 0)):
+        aligned = align_up(end, step)
+        start = aligned if _is_cheap(aligned - end, spec.extent) else end
+        end = start + spec.extent
+        rooms.append((spec, Span(start, end)))
+    shard = -(-end // world_size)
+    while not _is_cheap(world_size * (align_up(shard, step) - shard), end):
+        step //= 2
+    shard = align_up(shard, step)
+    shards = tuple(Span(rank * shard, (rank + 1) * shard) for rank in range(world_size))
+    pieces = tuple(piece for spec, room in rooms for piece in _pieces(index, spec, room, shard))
+    return Bucket(index, specs[0].dtype, specs[0].device, shard * world_size, shards, pieces)
+
+
+def _pieces(bucket: int, spec: ParamSpec, room: Span, shard: int) -> Iterator[Piece]:
+    """What each shard has of a parameter."""
+    start = room.start
+    while True:
+        owner = min(start, max(room.stop - 1, 0)) // max(shard, 1)
+        stop = min(room.stop, (owner + 1) * shard) if room.length else room.stop
+        yield Piece(spec.index, Span(start - room.start, stop - room.start), bucket, Span(start, stop), Rank(owner))
+        if stop == room.stop:
+            return
+        start = stop
+
+
+def _is_cheap(padding: int, elements: int) -> bool:
+    """Alignment may cost half a thousandth: with that of the shards, less than one."""
+    return 2048 * padding <= elements
 
 
 class _Tally:

@@ -41,6 +41,42 @@ def skips(outer: Optimizer, inner: Optimizer, params: Sequence[torch.Tensor], co
     return False
 
 
+def unscale_jointly(
+    grads: Sequence[torch.Tensor], inverse_scale: torch.Tensor, comm: Comm
+) -> dict[torch.device, torch.Tensor]:
+    """Scale gradients that are spread over ranks; says for each device whether some on any rank are not finite."""
+    found: dict[torch.device, torch.Tensor] = {}
+    for grad in grads:
+        flag = found.setdefault(grad.device, torch.zeros((), device=grad.device))
+        torch._amp_foreach_non_finite_check_and_unscale_([grad], flag, inverse_scale.to(grad.device))
+    if not found:
+        found[inverse_scale.device] = torch.zeros((), device=inverse_scale.device)
+    return {device: comm.maximum_of(flag) if comm.group.size > 1 else flag for device, flag in found.items()}
+
+
+def skips_jointly(outer: Optimizer, inner: Optimizer, grads: Sequence[torch.Tensor], *, checked: bool) -> bool:
+    """Whether the step is to be left out; if not, gradients are ready for `inner`.
+
+    `checked`: the scaler has found what is not finite on any rank.
+    """
+    if not checked:
+        raise RuntimeError(
+            "torch's GradScaler cannot see gradients that are spread over ranks: use zeroshard.GradScaler"
+        )
+    found = _flag(outer, grads[0].device if grads else torch.device("cpu"))
+    scale: torch.Tensor | None = getattr(outer, "grad_scale", None)
+    if getattr(inner, "_step_supports_amp_scaling", False):
+        inner.found_inf, inner.grad_scale = found, scale  # type: ignore[attr-defined]
+        return False
+    if found.item():
+        return True
+    if scale is not None:
+        inverse = scale.double().reciprocal().float()
+        for grad in grads:
+            grad.mul_(inverse.to(grad.device))
+    return False
+
+
 def forget(optimizer: Optimizer) -> None:
     """Undo what `skips` left on the inner optimizer, or a GradScaler on the outer one."""
     for name in ("found_inf", "grad_scale"):

@@ -1,9 +1,14 @@
 """Updated parameters from their owners to everyone."""
 
+from collections.abc import Iterable
+
 import torch
 
 from ..comm.collectives import Comm
-from ..comm.pending import Window
+from ..comm.pending import Pending, Window
+from ..comm.shards import ShardWay, best_way
+from ..layout.layout import Bucket
+from ..policies import Reduce
 from .store import InPlace, Parcel, Shipment
 
 
@@ -35,3 +40,33 @@ class ParamSync:
             parcel.pack()
         pending = self._comm.broadcast(parcel.wire, parcel.owner)
         window.add(pending, then=None if mine else parcel.unpack)
+
+
+class ShardSync:
+    """Brings all shards of a bucket to everyone. All ranks must send the same buckets in the same order."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._ways: dict[torch.device, ShardWay] = {}
+        self._under_way: dict[int, Pending] = {}
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._under_way)
+
+    def start(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        """Send this rank's shard of `flat`, and receive the others'."""
+        if self._comm.group.size == 1:
+            return
+        if bucket.device not in self._ways:
+            self._ways[bucket.device] = best_way(self._comm.group, bucket.device, Reduce())
+        self._under_way[bucket.index] = self._ways[bucket.device].gather(flat, bucket.shards)
+
+    def wait(self, buckets: Iterable[int]) -> None:
+        """These buckets have arrived."""
+        for bucket in buckets:
+            if bucket in self._under_way:
+                self._under_way.pop(bucket).wait()
+
+    def finish(self) -> None:
+        self.wait(list(self._under_way))

@@ -19,6 +19,8 @@ _SCALES = (1.0, 1e3, 1e-2)
 """Gradients of these sizes, one a step: some optimizers look at the others only beyond a threshold."""
 _LEAST_LR = 0.05
 _MOST_GROUPS = 3
+_CUT = 12345
+"""Where the large probe is cut: within a row, and at no multiple of anything."""
 
 
 class Traits(NamedTuple):
@@ -39,15 +41,36 @@ def examine(recipe: Recipe) -> Traits:
     """
     for sparse in (False, True):
         trial = _Trial(recipe, sparse=sparse)
-        with (
-            warnings.catch_warnings(),
-            _untouched_random_numbers(trial.cuda_devices),
-            _no_global_hooks(),
-            suppress(Exception),
-        ):
-            warnings.simplefilter("ignore")
+        with _quietly(recipe), suppress(Exception):
             return trial.traits()
     return Traits()
+
+
+def is_separable(recipe: Recipe) -> bool:
+    """Whether a parameter that is cut into flat pieces is updated as the whole one would be."""
+    with _quietly(recipe), suppress(Exception):
+        return all(_CutTrial(recipe, group).is_separable() for group in recipe.groups if group["params"])
+    return False
+
+
+def same_bits(recipe: Recipe, other: Recipe) -> bool:
+    """Whether both make the same of the same gradients, bit by bit, as far as they can be stepped."""
+    with _quietly(recipe), suppress(Exception):
+        return all(
+            _same(_CutTrial(recipe, group).whole(), _CutTrial(other, group).whole())
+            for group in recipe.groups
+            if group["params"]
+        )
+    return False
+
+
+@contextmanager
+def _quietly(recipe: Recipe) -> Iterator[None]:
+    """What happens inside leaves no trace."""
+    devices = {param.device for group in recipe.groups for param in group["params"] if param.device.type == "cuda"}
+    with warnings.catch_warnings(), _untouched_random_numbers(devices), _no_global_hooks():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextmanager
@@ -84,7 +107,6 @@ class _Trial:
         self._groups = [group for group in recipe.groups if group["params"]][:_MOST_GROUPS]
         self._likes = [_typical(group["params"]) for group in self._groups]
         self.size = 2 * len(self._groups)
-        self.cuda_devices = {like.device for like in self._likes if like.device.type == "cuda"}
 
     def traits(self) -> Traits:
         together = self.run(range(self.size))
@@ -118,6 +140,63 @@ class _Trial:
         return {**_lively(options), **names, "params": probes}
 
 
+class _CutTrial:
+    """One parameter of a group, whole and in flat pieces, large enough for what optimizers do to large ones only."""
+
+    def __init__(self, recipe: Recipe, group: ParamGroup) -> None:
+        self._recipe, self._group = recipe, group
+        like = max(group["params"], key=torch.Tensor.dim)
+        self._whole = _wave(_large(like.dim()), phase=1).to(like.device, _precise(like.dtype))
+
+    def is_separable(self) -> bool:
+        flat = self._whole.view(-1)
+        whole, _ = self._run([self._whole])
+        cut, states = self._run([flat[:_CUT], flat[_CUT:]])
+        # Vector units may round the last elements of a run in another way than those in its midst.
+        same = torch.allclose(torch.cat(cut), whole[0].view(-1), rtol=1e-4, atol=1e-5)
+        return same and _are_cut(states, cut)
+
+    def whole(self) -> list[torch.Tensor]:
+        """What becomes of it, uncut."""
+        return self._run([self._whole])[0]
+
+    def _run(self, values: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+        probes = [torch.nn.Parameter(value.clone()) for value in values]
+        options = {k: v for k, v in self._group.items() if k not in ("params", "param_names")}
+        names = {"param_names": ["a", "b"][: len(probes)]} if "param_names" in self._group else {}
+        group = {**_lively(options), **names, "params": probes}
+        recipe = replace(self._recipe, groups=[group], defaults=_lively(self._recipe.defaults))
+        inner = recipe.build(set(map(id, probes)))
+        for step, scale in enumerate(_SCALES):
+            gradient = scale * _wave(self._whole.shape, phase=step).to(self._whole)
+            parts = torch.split(gradient.view(-1), [probe.numel() for probe in probes])
+            for probe, part in zip(probes, parts, strict=True):
+                probe.grad = part.view(probe.shape).clone()
+            _step(inner)
+        return [probe.detach() for probe in probes], [dict(inner.optimizer.state[probe]) for probe in probes]
+
+
+def _are_cut(states: list[dict[str, Any]], probes: list[torch.Tensor]) -> bool:
+    """Whether all state has an element for each of the parameter's, or is the same for all pieces."""
+    first, second = states
+    if list(first) != list(second):
+        return False
+    for key in first:
+        shaped = [
+            isinstance(state[key], torch.Tensor) and state[key].shape == probe.shape
+            for state, probe in zip(states, probes, strict=True)
+        ]
+        if not all(shaped) and (any(shaped) or not _equal(first[key], second[key])):
+            return False
+    return True
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return left.shape == right.shape and bool(torch.equal(left, right))
+    return bool(left == right)
+
+
 class _Outcome(NamedTuple):
     values: list[torch.Tensor]
     param_shaped: frozenset[str]
@@ -141,8 +220,15 @@ def _typical(params: Sequence[torch.Tensor]) -> torch.Tensor:
 def _probe(like: torch.Tensor, number: int) -> torch.Tensor:
     shape = tuple(_SIZES[i % len(_SIZES)] for i in range(like.dim()))
     # In low precision a coupling could vanish in the rounding.
-    dtype = torch.float32 if like.dtype in (torch.bfloat16, torch.float16) else like.dtype
-    return torch.nn.Parameter(_wave(shape, phase=number).to(like.device, dtype))
+    return torch.nn.Parameter(_wave(shape, phase=number).to(like.device, _precise(like.dtype)))
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _large(dims: int) -> tuple[int, ...]:
+    return (160, 208, *[1] * (dims - 2)) if dims > 1 else (160 * 208,)
 
 
 def _wave(shape: tuple[int, ...], phase: int) -> torch.Tensor:

@@ -233,27 +233,47 @@ class FlatStore(Store):
         self._buffers: list[torch.Tensor] = []
         self._homes: dict[int, torch.Tensor] = {}
 
+    def prepare(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
+        """Make the buffers that `layout` has beyond the present ones, with the values of its new parameters.
+
+        No parameter is moved before `extend` takes them in. `params` are all of them.
+        """
+        for bucket in layout.buckets[len(self._buffers) :]:
+            self._make_buffer(bucket, layout, params)
+
+    def take_back(self) -> None:
+        """Undo `prepare`."""
+        self._homes = {index: home for index, home in self._homes.items() if index < len(self._params)}
+        del self._buffers[len(self._layout.buckets) :]
+
+    def buffer(self, bucket: int) -> torch.Tensor:
+        return self._buffers[bucket]
+
     def _take_in(self, bucket: Bucket) -> None:
+        if bucket.index == len(self._buffers):
+            self._make_buffer(bucket, self._layout, self._params)
+        for index in {piece.param: None for piece in bucket.pieces}:
+            self._params[index].data = self._homes[index]
+
+    def _make_buffer(self, bucket: Bucket, layout: Layout, params: Sequence[torch.Tensor]) -> None:
         buffer = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         self._buffers.append(buffer)
-        for piece in bucket.pieces:
-            spec = self._layout.params[piece.param]
+        for index, pieces in groupby(bucket.pieces, key=lambda piece: piece.param):
+            places = [piece.in_bucket for piece in pieces]
             # Through DLPack each parameter gets a storage of its own over the shared memory: saving one
             # parameter then writes that one, not the whole bucket.
-            memory = from_dlpack(buffer[slice(*piece.in_bucket)])
-            self._homes[piece.param] = memory.as_strided(spec.shape, spec.stride)
-            self._move_home(piece.param, self._params[piece.param].detach())
+            memory = from_dlpack(buffer[places[0].start : places[-1].stop])
+            spec = layout.params[index]
+            self._homes[index] = memory.as_strided(spec.shape, spec.stride)
+            self._homes[index].copy_(params[index].detach())
 
     def _rebind(self) -> None:
         away = [i for i, home in self._homes.items() if self._params[i].data_ptr() != home.data_ptr()]
         # Hazard: one may lie in the home of another, so all are read before any is written.
         values = [self._params[i].detach().clone() for i in away]
         for index, value in zip(away, values, strict=True):
-            self._move_home(index, value)
-
-    def _move_home(self, index: int, value: torch.Tensor) -> None:
-        self._homes[index].copy_(value)
-        self._params[index].data = self._homes[index]
+            self._homes[index].copy_(value)
+            self._params[index].data = self._homes[index]
 
     def _parcels_of(self, bucket: Bucket, owner: Rank, pieces: list[Piece], moving: bytes) -> Iterator[Parcel]:
         for moves, run in groupby(pieces, key=lambda piece: moving[piece.param]):

@@ -1,0 +1,63 @@
+"""Gradient hooks without DDP: autograd says when a gradient is there, and when a backward pass is over."""
+
+import sys
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from types import CodeType, FrameType
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from ..runtime.grad_sync import GradSync
+from .engine_events import NO_BACKWARD, at_end_of_backward, running_backward
+
+
+class GradHooks:
+    """Hooks on parameters, which live as long as the `GradSync` that they tell."""
+
+    def __init__(self, sync: GradSync) -> None:
+        self._sync = sync
+        self._hooked = 0
+        self._frozen: dict[int, torch.Tensor] = {}
+        self._pass = NO_BACKWARD
+
+    def attach(self, params: Sequence[torch.Tensor]) -> None:
+        """Hook all parameters that train and have no hook yet. `params` are all of them."""
+        waiting = {**self._frozen, **dict(enumerate(params[self._hooked :], self._hooked))}
+        self._hooked = len(params)
+        self._frozen = {index: param for index, param in waiting.items() if not param.requires_grad}
+        for index in waiting.keys() - self._frozen.keys():
+            hook = partial(_tell, weakref.ref(self), index)
+            waiting[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def ready(self, index: int) -> None:
+        running = running_backward()
+        if running != self._pass:
+            self._pass = running
+            # The end of a backward pass inside another one (checkpointing that is re-entrant) ends nothing.
+            if not _inside_custom_backward():
+                at_end_of_backward(self._end)
+        self._sync.ready(index)
+
+    def _end(self) -> None:
+        self._pass = NO_BACKWARD
+        self._sync.end_round()
+
+
+def _tell(hooks: "weakref.ref[GradHooks]", index: int, _: torch.Tensor) -> None:
+    alive = hooks()
+    if alive is not None:
+        alive.ready(index)
+
+
+_CUSTOM_BACKWARD: CodeType = BackwardCFunction.apply.__code__
+
+
+def _inside_custom_backward() -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CUSTOM_BACKWARD:
+            return True
+        frame = frame.f_back
+    return False

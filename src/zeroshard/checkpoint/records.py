@@ -1,0 +1,68 @@
+"""State of parameters that may be cut: in records on every rank, whole in torch's dict."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..layout.specs import ParamSpec
+from ..units import Span
+from .trees import dense_memory
+
+MASTER = "master_weights"
+"""The key of a parameter's more precise copy in its state."""
+
+
+class StateRecord(NamedTuple):
+    """A rank's state of a parameter, or of a span of its memory.
+
+    `cut` are the keys whose values have an element for each of the span.
+    """
+
+    param: int
+    span: Span | None
+    cut: tuple[str, ...]
+    state: Any
+
+    def portable(self) -> Any:
+        """In plain containers, as it travels."""
+        return (None if self.span is None else list(self.span), list(self.cut), self.state)
+
+
+class Whole:
+    """Puts records together, from whichever rank they come, into the state of whole parameters."""
+
+    def __init__(self, specs: Sequence[ParamSpec]) -> None:
+        self._specs = specs
+        self._by_param: dict[int, Any] = {}
+
+    def add(self, records: dict[int, Any]) -> None:
+        """A rank's portable records, by parameter."""
+        for param, (span, cut, state) in records.items():
+            if span is None:
+                self._by_param[param] = state
+            else:
+                self._add_piece(self._specs[param], Span(*span), frozenset(cut), state)
+
+    def state(self) -> dict[int, Any]:
+        return dict(sorted(self._by_param.items()))
+
+    def _add_piece(self, spec: ParamSpec, span: Span, cut: frozenset[str], state: dict[str, Any]) -> None:
+        whole = self._by_param.setdefault(spec.index, {})
+        for key, value in state.items():
+            if key not in cut:
+                whole.setdefault(key, value)
+                continue
+            if key not in whole:
+                whole[key] = value.new_zeros(spec.extent).as_strided(spec.shape, spec.stride)
+            whole[key].as_strided((spec.extent,), (1,))[slice(*span)] = value
+
+
+def in_memory_order(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+    """A tensor of a parameter's shape as a flat one, in the order of the parameter's memory."""
+    dense = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    if dense.stride() == spec.stride and (memory := dense_memory(dense)) is not None:
+        return memory
+    flat = dense.new_zeros(spec.extent)
+    flat.as_strided(spec.shape, spec.stride).copy_(dense)
+    return flat

@@ -1,0 +1,73 @@
+"""How gradients travel and what is kept: frozen objects that check themselves."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .errors import ConfigError
+
+
+@dataclass(frozen=True)
+class KeepShard:
+    """ZeRO-2: a gradient is freed as soon as it is on its way to its owners, who keep their slice of the average.
+
+    Further backward passes add to that slice: every pass travels, and gradients never take more than 1/N. Inside
+    `no_sync()` they add up in `param.grad` instead: nothing travels, and they take their full size.
+    """
+
+    frees: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class KeepFull:
+    """ZeRO-1: `param.grad` stays, and holds what this rank's own backward passes have added up: not the average."""
+
+    frees: ClassVar[bool] = False
+
+
+Retention = KeepShard | KeepFull
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """How gradients of all ranks become their average.
+
+    dtype: what travels, and is rounded to for that; sums are made in float32 at least. By default that of the gradient.
+    fixed_order: always add in the order of ranks, so that results do not depend on timing or on the backend's
+        algorithms. On CPU tensors this is so in any case; with NCCL it costs the memory of another bucket.
+    """
+
+    dtype: torch.dtype | None = None
+    fixed_order: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise ConfigError(f"Reduce(dtype=...) takes a floating-point dtype, not {self.dtype!r}")
+        if not isinstance(self.fixed_order, bool):
+            raise ConfigError(f"Reduce(fixed_order=...) takes True or False, not {self.fixed_order!r}")
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What gradients of this dtype travel as. Complex ones, and those that are small already, stay as they are."""
+        if self.dtype is None or not dtype.is_floating_point or dtype.itemsize <= self.dtype.itemsize:
+            return dtype
+        return self.dtype
+
+
+@dataclass(frozen=True)
+class MasterWeights:
+    """Parameters of less precision are updated in `dtype`, of which every rank keeps its 1/N, and rounded once."""
+
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise ConfigError(f"MasterWeights(...) takes a floating-point dtype, not {self.dtype!r}")
+
+    def covers(self, dtype: torch.dtype) -> bool:
+        return dtype.is_floating_point and dtype.itemsize < self.dtype.itemsize
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What gradients of this dtype are added up in."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

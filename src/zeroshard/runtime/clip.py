@@ -1,0 +1,59 @@
+"""Clipping gradients that are spread over ranks, as torch clips whole ones."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ..comm.collectives import Comm
+
+ROW = 4096
+"""Elements that are added up in single precision; sums of more lose digits."""
+
+
+@torch.no_grad()
+def clip_norm(
+    grads: Sequence[torch.Tensor], max_norm: float, norm_type: float, comm: Comm, *, error_if_nonfinite: bool
+) -> torch.Tensor:
+    """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
+
+    On all ranks. The host waits for nothing where gradients are on another device.
+    """
+    if not grads:
+        return torch.tensor(0.0)
+    total = total_norm(grads, norm_type, comm)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients of all ranks is {total.item()}, so they cannot be "
+            "clipped. Pass error_if_nonfinite=False to scale them by it nevertheless."
+        )
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for grad in grads:
+        grad.mul_(scale.to(grad.device))
+    return total
+
+
+def total_norm(grads: Sequence[torch.Tensor], norm_type: float, comm: Comm) -> torch.Tensor:
+    """The norm over all elements on all ranks."""
+    parts = [_norms(grad, norm_type).to(grads[0].device) for grad in grads]
+    local: torch.Tensor = torch.linalg.vector_norm(torch.cat(parts), norm_type)
+    if comm.group.size == 1:
+        return local.float()
+    if math.isinf(norm_type):
+        return comm.maximum_of(local).float()
+    return comm.sum_of(local.pow(norm_type)).pow(1.0 / norm_type).float()
+
+
+@torch.no_grad()
+def clip_value(grads: Sequence[torch.Tensor], limit: float) -> None:
+    for grad in grads:
+        grad.clamp_(-float(limit), float(limit))
+
+
+def _norms(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Norms of all rows of a flat gradient, and of the rest."""
+    wide = torch.float32 if grad.dtype in (torch.bfloat16, torch.float16) else None
+    full = grad.numel() // ROW * ROW
+    rows = torch.linalg.vector_norm(grad[:full].view(-1, ROW), norm_type, dim=1, dtype=wide)
+    rest = torch.linalg.vector_norm(grad[full:], norm_type, dtype=wide).view(1) if full < grad.numel() else rows[:0]
+    return torch.cat([rows, rest]).double()

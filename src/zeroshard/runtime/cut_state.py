@@ -1,0 +1,116 @@
+"""State of segments as state of parameters, and back."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..checkpoint.compat import SavedState, StateDict, describe
+from ..checkpoint.records import MASTER, StateRecord, in_memory_order
+from ..layout.layout import Piece
+from ..layout.specs import ParamSpec
+from .loading import load
+from .masters import ShardMemory
+from .segments import Holdings, Segment, State
+
+
+class CutState:
+    """The state of a rank's pieces."""
+
+    def __init__(self, holdings: Holdings, memory: ShardMemory) -> None:
+        self._holdings, self._memory = holdings, memory
+
+    def by_param(self, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> dict[Any, Any]:
+        """Views of it, by the user's parameter, and what belongs to no parameter."""
+        found = {params[piece.param]: state for piece, state, _ in self._each(optimizer)}
+        return found | {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+
+    def records(self, optimizer: Optimizer) -> list[StateRecord]:
+        records = []
+        for piece, state, cut in self._each(optimizer):
+            copy = self._memory.precise(piece)
+            more = {} if copy is None else {MASTER: copy}
+            records.append(StateRecord(piece.param, piece.in_param, (*cut, *more), {**state, **more}))
+        return records
+
+    def load(self, optimizer: Optimizer, saved: SavedState, specs: Sequence[ParamSpec]) -> Callable[[], None]:
+        """Pieces with equal step counts, and whatever else a parameter has one of, become one segment."""
+
+        def alike(piece: Piece) -> object:
+            state = saved.by_param.get(piece.param)
+            spec = specs[piece.param]
+            return state and describe({k: v for k, v in state.items() if not self._is_cut(k, v, spec)})
+
+        regrouped = self._holdings.regroup(optimizer, alike)
+        undo_masters = self._load_masters(saved, specs)
+        try:
+            loaded = load(optimizer, self._local_dict(saved, specs))
+        except BaseException:
+            undo_masters()
+            regrouped()
+            raise
+
+        def undo() -> None:
+            loaded()
+            undo_masters()
+            regrouped()
+
+        return undo
+
+    def _each(self, optimizer: Optimizer) -> Iterator[tuple[Piece, State, tuple[str, ...]]]:
+        """All pieces that have state, with it and the keys of what is cut."""
+        for segment in self._holdings:
+            if segment.param in optimizer.state:
+                state = optimizer.state[segment.param]
+                cut = tuple(key for key, value in state.items() if self._holdings.is_cut(key, value, segment.param))
+                for piece in segment.pieces:
+                    yield piece, self._holdings.state_of(segment, piece, state), cut
+
+    def _local_dict(self, saved: SavedState, specs: Sequence[ParamSpec]) -> StateDict:
+        state: dict[Any, Any] = dict(saved.others)
+        groups, number = [], 0
+        for group, segments in zip(saved.groups, self._holdings.by_group, strict=True):
+            for place, segment in enumerate(segments, number):
+                if segment.pieces[0].param in saved.by_param:
+                    state[place] = self._joined(segment, saved, specs)
+            numbers = list(range(number, number + len(segments)))
+            groups.append({**{k: v for k, v in group.items() if k != "param_names"}, "params": numbers})
+            number += len(segments)
+        return {**saved.extra, "state": state, "param_groups": groups}
+
+    def _joined(self, segment: Segment, saved: SavedState, specs: Sequence[ParamSpec]) -> Any:
+        """The state of a segment, of the states of its parameters."""
+        first = saved.by_param[segment.pieces[0].param]
+        joined = {}
+        for key, value in first.items():
+            if key == MASTER:
+                continue
+            if not self._is_cut(key, value, specs[segment.pieces[0].param]):
+                joined[key] = value
+                continue
+            joined[key] = torch.zeros_like(segment.param, dtype=value.dtype, device=value.device)
+            flat = joined[key].view(-1)
+            for piece in segment.pieces:
+                source = in_memory_order(saved.by_param[piece.param][key], specs[piece.param])
+                flat[slice(*segment.within(piece))] = source[slice(*piece.in_param)]
+        return joined
+
+    def _is_cut(self, key: Any, value: Any, spec: ParamSpec) -> bool:
+        return isinstance(value, torch.Tensor) and self._holdings.has_shape(key, tuple(value.shape), spec.shape)
+
+    def _load_masters(self, saved: SavedState, specs: Sequence[ParamSpec]) -> Callable[[], None]:
+        before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for piece in (piece for segment in self._holdings for piece in segment.pieces):
+            copy = self._memory.precise(piece)
+            state = saved.by_param.get(piece.param)
+            if copy is not None and isinstance(state, dict) and MASTER in state:
+                before.append((copy, copy.clone()))
+                copy.copy_(in_memory_order(state[MASTER], specs[piece.param])[slice(*piece.in_param)])
+        self._memory.doubt()
+
+        def undo() -> None:
+            for copy, value in before:
+                copy.copy_(value)
+
+        return undo

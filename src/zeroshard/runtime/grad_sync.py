@@ -1,0 +1,260 @@
+"""Gradients to their owners: a gradient is ready, its bucket is full, its slices are on their way.
+
+All ranks send buckets in the same order, round after round: a bucket goes when all its parameters have gradients and
+its elders have gone. A rank where that never happens, since it used other parameters or made no backward pass at all,
+catches up in `settle`, with zeros for what it lacks. So no rank ever waits for another inside a backward pass.
+
+What is in `param.grad` in `settle` and has not travelled yet (it came too late, or from `no_sync`) goes along then.
+"""
+
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from struct import pack
+from typing import NamedTuple
+
+import torch
+
+from ..comm.collectives import Comm
+from ..comm.shards import Arriving, ShardWay, best_way
+from ..layout.layout import Bucket, Layout
+from ..policies import MasterWeights, Reduce, Retention
+from .grads import Gradients
+from .packing import Buffer, Grads, Packing, Pool
+
+UNFINISHED = 1
+"""The newest buckets are left on their way: taking them in at once would stop what they are to overlap with."""
+
+
+class GradSync(Gradients):
+    """Averages gradients over all ranks, each slice at its owner."""
+
+    def __init__(self, comm: Comm, retention: Retention, reduce: Reduce, masters: MasterWeights | None) -> None:
+        super().__init__(comm, masters)
+        self._retention, self._reduce = retention, reduce
+        self.paused = False
+        """Gradients add up in `param.grad`, and nothing travels."""
+        self._slots: list[_Slot] = []
+        self._slot_of: dict[int, _Slot] = {}
+        self._present = bytearray()
+        self._fired = bytearray()
+        self._unsent = bytearray()
+        self._offered: dict[int, torch.Tensor] = {}
+        self._round: list[_Slot] = []
+        self._sent = 0
+        self._under_way: deque[_Sending] = deque()
+        self._pools: dict[tuple[torch.dtype, torch.device], Pool] = {}
+        self._ways: dict[torch.device, ShardWay] = {}
+        self._spent = False
+
+    def extend(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
+        super().extend(layout, params)
+        for bucket in layout.buckets[len(self._slots) :]:
+            slot = self._slot(layout, bucket)
+            self._slots.append(slot)
+            self._slot_of |= {place.param: slot for place in slot.places}
+            if any(place.spec.trainable for place in slot.places):
+                self._round.append(slot)
+        self._present.extend(bytes(len(params) - len(self._present)))
+        self._start_over()
+
+    def _slot(self, layout: Layout, bucket: Bucket) -> "_Slot":
+        dtype = self._reduce.wire_dtype(bucket.dtype)
+        pool = self._pools.setdefault((dtype, bucket.device), Pool(dtype, bucket.device))
+        way = self._ways.setdefault(bucket.device, best_way(self._comm.group, bucket.device, self._reduce))
+        return _Slot(layout, bucket, way, pool)
+
+    def ready(self, index: int, grad: torch.Tensor | None = None) -> None:
+        """A parameter has its gradient: the given one, or that in `param.grad`. Never waits for another rank."""
+        if grad is not None:
+            self._offered[index] = grad
+        if self._spent:
+            self._warn_of_old_grads()
+        self._unsent[index] = 1
+        if self.paused or self._fired[index] or index not in self._slot_of:
+            return
+        self._fired[index] = 1
+        slot = self._slot_of[index]
+        slot.missing -= 1
+        if not slot.missing:
+            self._send_full()
+
+    def _send_full(self) -> None:
+        """Send all buckets that are full and whose turn it is."""
+        while self._round and not self._next.missing:
+            self._send(self._next)
+            if self._sent % len(self._round) == 0:
+                return  # the same bucket twice in one go would be empty
+
+    def end_round(self) -> None:
+        """A backward pass is over: send what is left of a round that has begun."""
+        if not self.paused and any(self._fired):
+            while self._sent % len(self._round):
+                self._send(self._next)
+
+    @torch.no_grad()
+    def statement(self) -> bytes:
+        late = self._late()
+        have = bytes(flag or i in late for i, flag in enumerate(self._present_flags()))
+        buckets = sorted({self._slot_of[i].bucket for i in late})
+        return have + pack(f"{len(buckets) + 1}q", self._sent, *buckets)
+
+    @torch.no_grad()
+    def settle(self, *, same: bool) -> bytes:
+        goal = self._sent if same else self._comm.maximum([self._sent])[0]
+        while self._sent < goal:
+            self._send(self._next)
+        late = self._late()
+        flags = bytes(any(place.param in late for place in slot.places) for slot in self._slots)
+        for slot, flag in zip(self._slots, flags if same else self._comm.union(flags), strict=True):
+            if flag:
+                self._send(slot)
+        while self._under_way:
+            self._take_in()
+        present = self._present_flags()
+        present = present if same else self._comm.union(present)
+        self._present[:] = present
+        # What had no gradients this time is not expected to have any next time.
+        used = [slot for slot in self._slots if any(present[place.param] for place in slot.places)]
+        self._round = used or self._round
+        self._start_over()
+        return present
+
+    def clear(self, *, to_none: bool) -> None:
+        while self._under_way:  # they would arrive after they were cleared
+            self._take_in()
+        for slot in self._slots:
+            slot.holds = slot.holds and not to_none
+            if not to_none and slot.bucket in self._shards:
+                self._shards[slot.bucket].zero_()
+        if to_none:
+            self._present[:] = bytes(len(self._present))
+        self._spent = False
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.shard(slot.bucket) for slot in self._slots if slot.holds]
+
+    def spend(self) -> None:
+        """A later backward pass adds to them unless they are cleared."""
+        self._spent = self._retention.frees
+
+    @property
+    def _next(self) -> "_Slot":
+        return self._round[self._sent % len(self._round)]
+
+    def _late(self) -> set[int]:
+        """Parameters with a gradient that has not travelled."""
+        if self._retention.frees:
+            return {i for i, param in enumerate(self._params) if param.grad is not None and i in self._slot_of}
+        have = [i for i, param in enumerate(self._params) if param.grad is not None and i in self._slot_of]
+        return {i for i in have if self._unsent[i] or not self._present[i]}
+
+    def _present_flags(self) -> bytes:
+        if self._retention.frees:
+            return bytes(self._present)
+        return bytes([param.grad is not None for param in self._params])
+
+    def _start_over(self) -> None:
+        self._sent = 0
+        self._fired = bytearray(len(self._params))
+        self._unsent = bytearray(len(self._params))
+        for slot in self._slots:
+            slot.expect(self._params)
+
+    @torch.no_grad()
+    def _send(self, slot: "_Slot") -> None:
+        grads = [self._grad(place.param) for place in slot.places]
+        for place, grad in zip(slot.places, grads, strict=True):
+            self._unsent[place.param] = self._fired[place.param] = 0
+            self._present[place.param] |= grad is not None
+        self._sent += slot in self._round
+        if self._comm.group.size == 1:
+            self._keep(slot, grads)
+        else:
+            self._under_way.append(slot.send(grads))
+        if self._retention.frees:
+            for place in slot.places:
+                self._params[place.param].grad = None
+        slot.expect(self._params)
+        while len(self._under_way) > UNFINISHED and self._under_way[0].arriving.arrived:
+            self._take_in()
+
+    def _grad(self, index: int) -> torch.Tensor | None:
+        offered = self._offered.pop(index, None)
+        return self._params[index].grad if offered is None else offered
+
+    def _keep(self, slot: "_Slot", grads: Grads) -> None:
+        """There are no other ranks: the shard is the whole bucket."""
+        buffer = slot.as_buffer(self.shard(slot.bucket))
+        if slot.holds and self._retention.frees:
+            slot.packing.add(grads, buffer)
+        else:
+            slot.packing.pack(grads, buffer)
+        slot.holds = True
+
+    @torch.no_grad()
+    def _take_in(self) -> None:
+        sending = self._under_way.popleft()
+        slot = sending.slot
+        shard = self.shard(slot.bucket)[: slot.packing.shards[self._comm.group.rank].length]
+        if slot.holds and self._retention.frees:
+            more = torch.empty_like(shard)
+            sending.arriving.average(more)
+            shard.add_(more)
+        else:
+            sending.arriving.average(shard)
+        slot.holds = True
+        slot.give_back(sending)
+
+    def _warn_of_old_grads(self) -> None:
+        self._spent = False
+        warnings.warn(
+            "gradients of the last step were not cleared, so this backward pass adds to them. "
+            "Call optimizer.zero_grad() after each step.",
+            stacklevel=2,
+        )
+
+
+class _Slot:
+    """A bucket as gradients see it."""
+
+    def __init__(self, layout: Layout, bucket: Bucket, way: ShardWay, pool: Pool) -> None:
+        self.bucket, self._way, self._pool = bucket.index, way, pool
+        self.packing = Packing(layout, bucket, pool.dtype, padded=way.equal_shards)
+        self.places = self.packing.places
+        self.holds = False
+        """Its shard has gradients, to which further ones are added."""
+        self.missing = 0
+        """Parameters of which the gradients are awaited."""
+        if len(self.places) > 1 or way.equal_shards:
+            pool.make_room(self.packing.numel)
+        self._own: Buffer | None = None
+
+    def expect(self, params: Sequence[torch.Tensor]) -> None:
+        """Await a gradient for each parameter that trains."""
+        self.missing = sum(params[place.param].requires_grad for place in self.places)
+
+    def send(self, grads: Grads) -> "_Sending":
+        flat, buffer = self.packing.as_it_lies(grads), None
+        if flat is None:
+            self._pool.make_room(self.packing.numel)
+            buffer = self._pool.take()
+            flat = self.packing.pack(grads, buffer)
+        return _Sending(self, self._way.reduce(flat, self.packing.shards), buffer)
+
+    def give_back(self, sending: "_Sending") -> None:
+        if sending.buffer is not None:
+            self._pool.give_back(sending.buffer)
+
+    def as_buffer(self, shard: torch.Tensor) -> Buffer:
+        """The shard as something to pack into, with views made once."""
+        if self._own is None or self._own.flat is not shard:
+            self._own = Buffer(shard)
+        return self._own
+
+
+class _Sending(NamedTuple):
+    slot: _Slot
+    arriving: Arriving
+    buffer: Buffer | None
+    """What must be given back once it has arrived."""

@@ -1,0 +1,108 @@
+"""Where this rank's slices of the gradients come from."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from ..checkpoint.records import in_memory_order
+from ..comm.collectives import Comm
+from ..errors import RankMismatchError
+from ..layout.layout import Bucket, Layout, Piece
+from ..policies import MasterWeights
+
+
+class Gradients(ABC):
+    """One flat shard of gradients a bucket. They stay until `clear`, as gradients do in torch."""
+
+    def __init__(self, comm: Comm, masters: MasterWeights | None) -> None:
+        self._comm, self._masters = comm, masters
+        self._layout = Layout.empty(comm.group.size)
+        self._params: list[torch.Tensor] = []
+        self._shards: dict[int, torch.Tensor] = {}
+
+    def extend(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
+        """Take in the buckets that `layout` has beyond the present ones. `params` are all parameters."""
+        self._layout, self._params = layout, list(params)
+
+    @abstractmethod
+    def statement(self) -> bytes:
+        """What this rank has, in a form that is equal on ranks that have gradients of the same parameters."""
+
+    @abstractmethod
+    def settle(self, *, same: bool) -> bytes:
+        """All gradients are where they belong; a flag for each parameter that has one. On all ranks.
+
+        `same`: all ranks made the same statement.
+        """
+
+    @abstractmethod
+    def clear(self, *, to_none: bool) -> None:
+        """What `zero_grad` does beyond `param.grad`."""
+
+    @abstractmethod
+    def tensors(self) -> list[torch.Tensor]:
+        """All gradients that this rank has, once they are settled."""
+
+    def spend(self) -> None:  # noqa: B027 (nothing, by default)
+        """A step has used the gradients."""
+
+    def shard(self, bucket: int) -> torch.Tensor:
+        """This rank's slice of a bucket's gradients; zeros where nothing came."""
+        if bucket not in self._shards:
+            it = self._layout.buckets[bucket]
+            dtype = self._masters.dtype if self._masters and self._masters.covers(it.dtype) else it.dtype
+            length = it.shards[self._comm.group.rank].length
+            self._shards[bucket] = torch.zeros(length, dtype=dtype, device=it.device)
+        return self._shards[bucket]
+
+
+class LocalGrads(Gradients):
+    """`param.grad` is complete and equal on all ranks, as DDP makes it: a slice is copied when it is needed."""
+
+    def statement(self) -> bytes:
+        return bytes([param.grad is not None for param in self._params])
+
+    @torch.no_grad()
+    def settle(self, *, same: bool) -> bytes:
+        present = self.statement() if same else self._decided_by_owners()
+        for bucket in self._layout.buckets:
+            self._take(bucket, present)
+        return present
+
+    def clear(self, *, to_none: bool) -> None:
+        pass
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [param.grad for param in self._params if param.grad is not None]
+
+    def _decided_by_owners(self) -> bytes:
+        """Which gradients there are differs from rank to rank: those that own a parameter decide, if they agree."""
+        owned = set(self._layout.owned_by(self._comm.group.rank))
+        mine = self.statement()
+        present = self._comm.union(bytes(flag and i in owned for i, flag in enumerate(mine)))
+        lacking = next((i for i in owned if present[i] and not mine[i]), None)
+        problem = "" if lacking is None else f"rank {self._comm.group.rank} has no gradient of {self._label(lacking)}"
+        if self._comm.maximum([bool(problem)])[0]:
+            who = "; ".join(filter(None, self._comm.share(problem)))
+            raise RankMismatchError(f"step: {who}, and others have. Reduce gradients over all ranks before step().")
+        return present
+
+    def _label(self, index: int) -> str:
+        return self._layout.params[index].label
+
+    def _take(self, bucket: Bucket, present: bytes) -> None:
+        mine = self._comm.group.rank
+        targets, sources = [], []
+        for piece in bucket.pieces:
+            if piece.owner == mine and present[piece.param] and piece.in_param.length:
+                grad = self._params[piece.param].grad
+                assert grad is not None
+                targets.append(self._place(bucket, piece))
+                sources.append(in_memory_order(grad, self._layout.params[piece.param])[slice(*piece.in_param)])
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _place(self, bucket: Bucket, piece: Piece) -> torch.Tensor:
+        base = bucket.shards[piece.owner].start
+        return self.shard(bucket.index)[piece.in_bucket.start - base : piece.in_bucket.stop - base]

@@ -1,0 +1,180 @@
+"""What the inner optimizer holds of flat buckets: few long tensors instead of one a parameter.
+
+A segment is a run of this rank's pieces of one group in one bucket. As long as all parameters in it get gradients it
+is updated as one tensor. When some do not, it is split, so that those keep their momenta, their step counts and
+themselves, as the unsharded optimizer leaves them.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..layout.layout import Layout, Piece
+from ..units import Rank, Span
+from .inner import ParamGroup
+
+Memory = Callable[[int], torch.Tensor]
+"""This rank's shard of a bucket, flat."""
+State = dict[Any, Any]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Neighbouring pieces, and the tensor over their memory that the inner optimizer updates."""
+
+    pieces: tuple[Piece, ...]
+    group: int
+    in_shard: Span
+    param: torch.nn.Parameter
+
+    @property
+    def bucket(self) -> int:
+        return self.pieces[0].bucket
+
+    def within(self, piece: Piece) -> Span:
+        """Where a piece lies in the tensor."""
+        start = piece.in_bucket.start - self.pieces[0].in_bucket.start
+        return Span(start, start + piece.in_bucket.length)
+
+    def of(self, shard: torch.Tensor) -> torch.Tensor:
+        """The part of a flat shard that goes with the tensor, in its shape."""
+        return shard[slice(*self.in_shard)].as_strided(self.param.shape, self.param.stride())
+
+
+class Holdings:
+    """All segments of a rank, and the inner optimizer's view of them."""
+
+    def __init__(self, rank: Rank, memory: Memory, *, cut: bool, param_shaped: frozenset[str]) -> None:
+        """`cut`: the optimizer updates a flat run as it would update its parts; else each parameter is on its own,
+        in its shape. `param_shaped`: keys of state that has the shape of the parameter."""
+        self._rank, self._memory, self._cut, self._param_shaped = rank, memory, cut, param_shaped
+        self._layout = Layout.empty(0)
+        self.by_group: list[list[Segment]] = []
+
+    def __iter__(self) -> Iterator[Segment]:
+        return chain.from_iterable(self.by_group)
+
+    def extend(self, layout: Layout, group_count: int) -> None:
+        """Add segments for the buckets that `layout` has beyond the present ones."""
+        known, self._layout = len(self._layout.buckets), layout
+        self.by_group.extend([] for _ in range(group_count - len(self.by_group)))
+        for bucket in layout.buckets[known:]:
+            mine = [piece for piece in bucket.pieces if piece.owner == self._rank and piece.in_param.length]
+            for pieces in self._runs(mine, lambda piece: layout.params[piece.param].group):
+                segment = self._segment(pieces)
+                self.by_group[segment.group].append(segment)
+
+    def take_back(self, layout: Layout, group_count: int) -> None:
+        """Undo `extend`."""
+        self._layout = layout
+        del self.by_group[group_count:]
+
+    def inner_groups(self, groups: Sequence[ParamGroup]) -> list[ParamGroup]:
+        """The user's groups, with segments in the place of parameters. A group without any keeps the user's."""
+        return [
+            {
+                **{key: value for key, value in group.items() if key != "param_names"},
+                "params": [segment.param for segment in segments] or group["params"],
+            }
+            for group, segments in zip(groups, self.by_group, strict=True)
+        ]
+
+    def ids(self) -> set[int]:
+        return {id(segment.param) for segment in self}
+
+    def split(self, present: bytes, optimizer: Optimizer) -> None:
+        """Split segments in which only some parameters are flagged, with their state."""
+        for segments, group in zip(self.by_group, optimizer.param_groups, strict=True):
+            if all(_uniform(segment, present) for segment in segments):
+                continue
+            parts = [self._parts(segment, present, optimizer) for segment in segments]
+            segments[:] = chain.from_iterable(parts)
+            group["params"] = [segment.param for segment in segments]
+
+    def regroup(self, optimizer: Optimizer, alike: Callable[[Piece], object]) -> Callable[[], None]:
+        """Cut anew into runs of pieces that are `alike`, and drop all state; returns how to undo it."""
+        before = [(list(segments), group["params"]) for segments, group in self._paired(optimizer)]
+        state = dict(optimizer.state)
+
+        def undo() -> None:
+            for (segments, group), (kept, params) in zip(self._paired(optimizer), before, strict=True):
+                segments[:], group["params"] = kept, params
+            optimizer.state.clear()
+            optimizer.state.update(state)
+
+        for segments, group in self._paired(optimizer):
+            pieces = [piece for segment in segments for piece in segment.pieces]
+            segments[:] = [self._segment(run) for run in self._runs(pieces, lambda p: (p.bucket, alike(p)))]
+            group["params"] = [segment.param for segment in segments]
+        for key in [key for key in optimizer.state if isinstance(key, torch.Tensor)]:
+            del optimizer.state[key]
+        return undo
+
+    def state_of(self, segment: Segment, piece: Piece, state: State) -> State:
+        """The state of one piece of a segment: views of what has the parameter's shape, the rest as it is."""
+        span = segment.within(piece)
+        return {
+            key: value.view(-1)[slice(*span)] if self.is_cut(key, value, segment.param) and self._cut else value
+            for key, value in state.items()
+        }
+
+    def is_cut(self, key: Any, value: Any, param: torch.Tensor) -> bool:
+        """Whether a value has an element for each of the parameter's."""
+        return isinstance(value, torch.Tensor) and self.has_shape(key, tuple(value.shape), tuple(param.shape))
+
+    def has_shape(self, key: Any, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+        """Of one element the shape says nothing, so the self-test does."""
+        return shape == expected and (key in self._param_shaped or math.prod(shape) > 1)
+
+    def _paired(self, optimizer: Optimizer) -> Iterable[tuple[list[Segment], ParamGroup]]:
+        return zip(self.by_group, optimizer.param_groups, strict=True)
+
+    def _runs(self, pieces: Iterable[Piece], key: Callable[[Piece], object]) -> Iterator[tuple[Piece, ...]]:
+        if not self._cut:
+            return ((piece,) for piece in pieces)
+        return (tuple(run) for _, run in groupby(pieces, key=key))
+
+    def _segment(self, pieces: tuple[Piece, ...]) -> Segment:
+        first, last = pieces[0], pieces[-1]
+        spec = self._layout.params[first.param]
+        base = self._layout.buckets[first.bucket].shards[self._rank].start
+        span = Span(first.in_bucket.start - base, last.in_bucket.stop - base)
+        memory = self._memory(first.bucket)[slice(*span)]
+        if not self._cut:
+            memory = memory.as_strided(spec.shape, spec.stride)
+        return Segment(pieces, spec.group, span, torch.nn.Parameter(memory, requires_grad=_differentiable(memory)))
+
+    def _parts(self, segment: Segment, present: bytes, optimizer: Optimizer) -> list[Segment]:
+        if _uniform(segment, present):
+            return [segment]
+        runs = self._runs(segment.pieces, lambda piece: present[piece.param])
+        parts = [self._segment(run) for run in runs]
+        state = optimizer.state.pop(segment.param, None)
+        for part in parts if state is not None else ():
+            optimizer.state[part.param] = self._state_of_part(segment, part, state)
+        return parts
+
+    def _state_of_part(self, segment: Segment, part: Segment, state: State) -> State:
+        start = part.in_shard.start - segment.in_shard.start
+        span = slice(start, start + part.in_shard.length)
+        return {
+            key: value[span] if self.is_cut(key, value, segment.param) else _own(value) for key, value in state.items()
+        }
+
+
+def _uniform(segment: Segment, present: bytes) -> bool:
+    return len({present[piece.param] for piece in segment.pieces}) == 1
+
+
+def _own(value: Any) -> Any:
+    """Step counts are tensors that optimizers change in place: parts must not share them."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _differentiable(memory: torch.Tensor) -> bool:
+    return memory.is_floating_point() or memory.is_complex()

@@ -1,0 +1,148 @@
+"""Whole parameters: each is updated by the one rank that owns it, with the gradient that lies in `param.grad`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from ..checkpoint.compat import SavedState, local_dict
+from ..checkpoint.records import StateRecord
+from ..comm.agreement import Trouble, compare, raise_failure
+from ..comm.collectives import Comm
+from ..layout.layout import Layout
+from .inner import ParamGroup, Recipe
+from .loading import load
+from .param_sync import ParamSync
+from .step import Attempt, Closure, Engine, SharedClosure
+from .store import Store
+
+
+class WholeEngine(Engine):
+    """The inner optimizer holds the user's own parameters, those that this rank owns."""
+
+    def __init__(self, comm: Comm, recipe: Recipe, store: Store, *, moves_all: bool) -> None:
+        """`moves_all`: the optimizer changes parameters that have no gradient, too."""
+        super().__init__(comm, recipe, store)
+        self._moves_all = moves_all
+        self.sync = ParamSync(comm)
+        self._undelivered = b""
+
+    def prepare(self, layout: Layout, groups: Sequence[ParamGroup], first_group: int = 0) -> None:
+        params = [param for group in groups for param in group["params"]]
+        owned = {id(params[index]) for index in layout.owned_by(self.comm.group.rank)}
+        if not first_group:
+            self.inner = self._recipe.build(owned)
+            return
+        self.inner.push(groups[:first_group])
+        for group in groups[first_group:]:
+            self.inner.add_group(group, owned)
+
+    def take_back(self, first_group: int) -> None:
+        self.inner.drop_groups(first_group)
+
+    def state(self) -> dict[Any, Any]:
+        return self.inner.optimizer.state
+
+    def records(self) -> list[StateRecord]:
+        state = self.inner.optimizer.state
+        # A look at the state of another rank's parameter leaves an empty entry in a defaultdict: not ours to send.
+        mine = self.owned(self.comm.group.rank)
+        return [StateRecord(index, None, (), state[param]) for index, param in mine.items() if param in state]
+
+    def load(self, saved: SavedState) -> Callable[[], None]:
+        owned: list[list[int]] = [[] for _ in self.inner.optimizer.param_groups]
+        for index in self._owned:
+            owned[self.layout.params[index].group].append(index)
+        return load(self.inner.optimizer, local_dict(saved, owned))
+
+    def _run(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
+        if self.comm.group.size == 1:
+            self.check_groups(groups)
+            self.steps += 1
+            return self._inner_step(groups, closure, kwargs)
+        call = f"step {self.steps + 1}"
+        before = [dict(group) for group in groups]
+        attempt = Attempt()
+        attempt.require(lambda: self.check_groups(groups))
+        attempt.require(self.store.refresh)
+        watch = _Watch(self.params, self._owned, grads_are_there=closure is None, everything=self._moves_all)
+        if not attempt.failure:
+            shared = None if closure is None else SharedClosure(self.comm, call, closure, watch.note_grads)
+            attempt.update(lambda: self._inner_step(groups, shared, kwargs))
+            if shared and shared.failed and attempt.failure:
+                raise attempt.failure  # on all ranks alike, before anything was updated
+            attempt.require(lambda: self.store.refresh(self._owned))
+        self._bring_to_all(call, attempt, watch.moving(), before)
+        return attempt.result
+
+    def update(self, groups: Sequence[ParamGroup], grads: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Update some of this rank's parameters with the given gradients, and tell no one.
+
+        Any number of such updates make one step: each starts from the groups as they were before it.
+        """
+        self.inner.push(groups)
+        kept = {param: param.grad for param in grads}
+        try:
+            for param, grad in grads.items():
+                param.grad = grad
+            with self.inner.only({id(param) for param in grads}):
+                self.inner.step()
+            self.store.refresh(self._owned)
+        finally:
+            for param, before in kept.items():
+                param.grad = before
+
+    def send_bucket(self, bucket: int) -> None:
+        """Start bringing the parameters of one bucket to everyone; `sync.finish` ends it."""
+        if self.comm.group.size > 1:
+            self.sync.start(self.store.bucket_shipment(bucket))
+
+    def _bring_to_all(self, call: str, attempt: Attempt, moving: bytes, groups: Sequence[ParamGroup]) -> None:
+        """`groups`: as they were before the step."""
+        # What an earlier step could not deliver goes along. Whatever follows, nothing of it is forgotten.
+        moving = self._undelivered = _either(moving, self._undelivered)
+        attempt.require(lambda: self.store.shipment(moving))
+        verdict = compare(self.comm, call, moving, attempt.trouble, options=self._hyper_parameters(groups))
+        self._require_same_options(call, verdict, groups)
+        self.steps += 1
+        if verdict.trouble < Trouble.UNFIT and not verdict.same_plan:
+            # Which gradients there are differs from rank to rank: the owners decide.
+            mine = set(self._owned)
+            moving = self.comm.union(bytes(flag and i in mine for i, flag in enumerate(moving)))
+            attempt.require(lambda: self.store.shipment(moving))
+            verdict = compare(self.comm, call, moving, attempt.trouble)
+        if verdict.trouble < Trouble.UNFIT:
+            self.sync.start(self.store.shipment(moving))
+            self.sync.finish()
+            self._undelivered = b""
+        if verdict.trouble:
+            raise_failure(self.comm, call, attempt.failure)
+
+
+class _Watch:
+    """Which parameters a step moves: those with a gradient, and those that this rank changes without one."""
+
+    def __init__(
+        self, params: Sequence[torch.Tensor], owned: Sequence[int], *, grads_are_there: bool, everything: bool
+    ) -> None:
+        """`grads_are_there`: else a closure makes them, and `note_grads` must follow it."""
+        self._params = params
+        self._flags = bytearray(b"\1" * len(params)) if everything else bytearray(len(params))
+        if grads_are_there:
+            self.note_grads()
+        self._versions = {i: params[i]._version for i in owned if not self._flags[i]}
+
+    def note_grads(self) -> None:
+        # Hazard: some optimizers clear gradients in their step, so they are looked at before it.
+        flags = bytes([param.grad is not None for param in self._params])
+        self._flags = bytearray(_either(flags, bytes(self._flags)) if any(self._flags) else flags)
+
+    def moving(self) -> bytes:
+        for index, before in self._versions.items():
+            self._flags[index] |= self._params[index]._version != before
+        return bytes(self._flags)
+
+
+def _either(flags: bytes, others: bytes) -> bytes:
+    return bytes(a | b for a, b in zip_longest(flags, others, fillvalue=0)) if others else flags

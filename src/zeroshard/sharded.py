@@ -1,0 +1,142 @@
+"""`shard`: an optimizer for a whole model, without DDP."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from .adapters.autograd import GradHooks
+from .adapters.module import EqualBuffers, Gates, ZeroGrad
+from .assembly import Assembly
+from .config import ZeroConfig
+from .errors import ConfigError
+from .optimizer import ZeroRedundancyOptimizer
+from .runtime.flat import FlatEngine
+from .runtime.fused import with_fused
+from .runtime.grad_sync import GradSync
+from .runtime.inner import Factory, ParamGroup, Recipe
+from .units import Rank
+
+
+def shard(
+    model: torch.nn.Module,
+    optimizer_class: Factory,
+    *,
+    params: Any = None,
+    process_group: dist.ProcessGroup | None = None,
+    config: ZeroConfig | None = None,
+    **defaults: Any,
+) -> "ShardedOptimizer":
+    """An optimizer for `model` of which every rank holds 1/N: of the state, and of the gradients.
+
+    The model is neither wrapped nor changed in what it computes. Its parameters and buffers become those of rank 0, its
+    parameters move into flat buffers, and gradients are averaged over the ranks while backward runs. Called on all
+    ranks.
+
+    Args:
+        model: a module that no `DistributedDataParallel` wraps.
+        optimizer_class: the class, or any callable, that makes the optimizer to shard.
+        params: parameters or groups of them, if not all of the model in one group.
+        process_group: the ranks to shard over; by default all.
+        config: how to shard.
+        defaults: everything else goes to `optimizer_class`. Where torch has a fused implementation that is as exact, it
+            is taken unless `fused` or `foreach` are given.
+    """
+    given = _named(model) if params is None else params
+    return ShardedOptimizer(model, given, optimizer_class, process_group, config=config, **defaults)
+
+
+class ShardedOptimizer(ZeroRedundancyOptimizer):
+    """What `shard` returns. Gradients come from autograd's hooks and are on their way to their owners at once.
+
+    `param.grad` is None after a backward pass with `KeepShard()`; with `KeepFull()` it is what this rank's own passes
+    have added up. Use `clip_grad_norm_` of this optimizer, and `zeroshard.GradScaler`.
+    """
+
+    engine: FlatEngine
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        params: Any,
+        optimizer_class: Factory,
+        process_group: dist.ProcessGroup | None,
+        *,
+        config: ZeroConfig | None,
+        **defaults: Any,
+    ) -> None:
+        self._model = model
+        super().__init__(params, optimizer_class, process_group, config=config, **defaults)
+        self.engine.waits = not self._config.overlap_gather
+        self._grad_sync = GradSync(self._comm, self._config.retention, self._config.reduce, self._config.masters)
+        self.engine.reduce_by(self._grad_sync)
+        self.engine.broadcast(Rank(0))
+        self._hooks = GradHooks(self._grad_sync)
+        self._hooks.attach(self.engine.params)
+        self._attach_to_model(model)
+
+    def _attach_to_model(self, model: torch.nn.Module) -> None:
+        self._buffers = EqualBuffers(self._comm, model, self._keeps_buffers)
+        self._buffers.sync(Rank(0))
+        self._gates = Gates(model, self.engine) if self._config.overlap_gather else None
+        vars(model)["zero_grad"] = ZeroGrad(model, self._clear_grads)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add up gradients in `param.grad`, in full size, and send nothing.
+
+        The next pass outside, or the next step, sends the sum. Without it every pass travels, and under `KeepShard()`
+        gradients never take more than 1/N.
+        """
+        before, self._grad_sync.paused = self._grad_sync.paused, True
+        try:
+            yield
+        finally:
+            self._grad_sync.paused = before
+
+    def wait(self) -> None:
+        """All parameters have arrived. Needed with `overlap_gather` only, before parameters are read directly."""
+        if self._gates is not None:
+            self._gates.wait()
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        known = len(self.engine.layout.buckets) if self.initialized else 0
+        super().add_param_group(param_group)
+        if self.initialized:
+            self.engine.broadcast(Rank(0), first_bucket=known)
+            self._hooks.attach(self.engine.params)
+
+    def _step(self, closure: Any, kwargs: dict[str, Any], *, joined: bool) -> Any:
+        self._hooks.attach(self.engine.params)
+        try:
+            return super()._step(closure, kwargs, joined=joined)
+        finally:
+            if self._gates is not None and self.engine.sync.under_way:
+                self._gates.close()
+
+    def _assembly_of(self, recipe: Recipe, overlap: bool) -> Assembly:
+        if isinstance(self._model, DistributedDataParallel):
+            raise ConfigError(
+                "shard() reduces gradients itself: give it the model without DistributedDataParallel. To keep that, "
+                "use ZeroRedundancyOptimizer(..., config=ZeroConfig(partition=FlatShards())) and its ddp_hook()."
+            )
+        return Assembly(self._comm, self._config, with_fused(recipe), overlap=overlap, reduces=True)
+
+    def before_uneven_step(self, source: Rank) -> None:
+        self._buffers.sync(source)
+
+    def _keeps_buffers(self) -> bool:
+        return self._grad_sync.paused or not self._config.sync_buffers or self._join_config.enable
+
+    def _clear_grads(self, set_to_none: bool) -> None:
+        self.engine.clear_grads(to_none=set_to_none)
+
+
+def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read only when all ranks are about to agree: what is wrong on one is then raised on all."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"shard() takes a torch.nn.Module, not a {type(model).__name__}")
+    yield from model.named_parameters()

@@ -1,0 +1,105 @@
+"""How a step is driven: plainly, by a GradScaler, or with ranks that ran out of inputs."""
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+from .adapters.join import UnevenStep, share_options
+from .comm.collectives import Comm
+from .runtime import amp
+from .runtime.flat import FlatEngine
+from .runtime.inner import ParamGroup
+from .runtime.step import Closure, Engine
+from .units import Rank
+
+
+class Steered(Protocol):
+    """An optimizer as users hold it."""
+
+    param_groups: list[ParamGroup]
+    engine: Engine
+
+    def before_uneven_step(self, source: Rank) -> None:
+        """Called on all ranks before a step that some only shadow; `source` is one that still trains."""
+
+
+class Stepping:
+    """Steps an engine for the optimizer that users hold."""
+
+    def __init__(self, outer: "Steered", comm: Comm) -> None:
+        # The optimizer holds this, and shall be freed when its user drops it.
+        self._outer: Any = weakref.proxy(outer)
+        self._comm = comm
+        self._cleared = False
+        self._checked = False
+
+    @property
+    def _engine(self) -> Engine:
+        engine: Engine = self._outer.engine
+        return engine
+
+    def start_join(self) -> None:
+        self._cleared = False
+
+    def step(self, closure: Closure | None, kwargs: dict[str, Any], *, uneven: bool, joined: bool) -> Any:
+        """`uneven`: some ranks may only shadow the step; `joined`: this one does."""
+        try:
+            if uneven and self._comm.group.size > 1:
+                run = self._uneven_reduced if self._engine.reduces else self._uneven
+                return run(closure, kwargs, joined=joined)
+            if amp.drives(self._outer) and self._skips(uneven=False):
+                return None
+            return self._engine.run(self._outer.param_groups, closure, kwargs)
+        except BaseException:
+            amp.forget(self._outer)  # GradScaler takes back what it set only after a step that returns
+            raise
+        finally:
+            amp.forget(self._engine.inner.optimizer)
+
+    def spread_grads(self, call: str, *, uneven: bool) -> list[torch.Tensor] | None:
+        """This rank's part of gradients that are spread over ranks; None if all of them are in `param.grad`."""
+        engine = self._engine
+        if not isinstance(engine, FlatEngine) or not engine.reduces:
+            return None
+        if uneven:
+            raise RuntimeError(f"{call} cannot be used inside Join where gradients are spread over ranks")
+        engine.settle(call, self._outer.param_groups)
+        return engine.grads.tensors()
+
+    def unscale(self, grads: list[torch.Tensor], inverse_scale: torch.Tensor) -> dict[torch.device, torch.Tensor]:
+        self._checked = True
+        return amp.unscale_jointly(grads, inverse_scale, self._comm)
+
+    def _uneven(self, closure: Closure | None, kwargs: dict[str, Any], *, joined: bool) -> Any:
+        engine, groups = self._engine, self._outer.param_groups
+        uneven = UnevenStep(engine, groups, kwargs, joined=joined, cleared=self._cleared)
+        try:
+            if closure is not None:
+                return engine.run(groups, uneven.lending(closure), kwargs)
+            survey = uneven.survey(scaled=amp.drives(self._outer))
+            if survey.scaled and self._skips(uneven=True):
+                return None
+            uneven.lend(survey)
+            shadow = uneven.borrowing() if survey.closure else None
+            return engine.run(groups, shadow, uneven.kwargs)
+        finally:
+            uneven.end()
+            self._cleared = joined
+
+    def _uneven_reduced(self, closure: Closure | None, kwargs: dict[str, Any], *, joined: bool) -> Any:
+        """Ranks without inputs have no gradients, and need none: they own slices of those of the others."""
+        if amp.drives(self._outer) or closure is not None:
+            raise RuntimeError(
+                "inside Join, step() takes neither a closure nor a GradScaler where gradients are spread"
+            )
+        source = share_options(self._comm, self._outer.param_groups, current=not joined)
+        self._outer.before_uneven_step(source)
+        return self._engine.run(self._outer.param_groups, None, kwargs)
+
+    def _skips(self, *, uneven: bool) -> bool:
+        engine, inner = self._engine, self._engine.inner.optimizer
+        if isinstance(engine, FlatEngine) and engine.reduces:
+            checked, self._checked = self._checked, False
+            return amp.skips_jointly(self._outer, inner, engine.grads.tensors(), checked=checked)
+        return amp.skips(self._outer, inner, engine.params, self._comm, uneven=uneven)
