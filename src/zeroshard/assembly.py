@@ -85,17 +85,17 @@ class Assembly:
         return engine
 
     def check(self, engine: Engine) -> None:
-        """Refuse an optimizer, or options of it, that cannot be right when it is sharded."""
+        """Refuse options of an optimizer that cannot be right when it is sharded."""
+        _refuse_differentiable(engine.inner.optimizer.param_groups)
+
+    def check_options(self) -> None:
+        """Refuse an optimizer that cannot be right when it is sharded, and options that do not go together."""
         if self.traits.couples_params:
             raise ConfigError(
                 f"{self.recipe.name} cannot be sharded: its update of one parameter depends on the others, "
                 "which live on other ranks"
             )
-        if any(group.get("differentiable") for group in engine.inner.optimizer.param_groups):
-            raise ConfigError("differentiable=True cannot be sharded: the graph of a step would span all ranks")
-
-    def check_options(self) -> None:
-        """Refuse options that do not go together."""
+        _refuse_differentiable([self.recipe.defaults, *self.recipe.groups])
         if isinstance(self.partition, FlatShards) and not self.separable:
             raise ConfigError(
                 f"FlatShards() cannot be used with {self.recipe.name}: a self-test found that it updates a parameter "
@@ -123,6 +123,11 @@ class Assembly:
             return FlatEngine(self.comm, self.recipe, self.traits, self.config.masters, cut=cut)
         store = FlatStore() if self.bucket_view and not self.overlap else LooseStore()
         return WholeEngine(self.comm, self.recipe, store, moves_all=self.traits.moves_without_grads)
+
+
+def _refuse_differentiable(groups: Sequence[ParamGroup]) -> None:
+    if any(group.get("differentiable") for group in groups):
+        raise ConfigError("differentiable=True cannot be sharded: the graph of a step would span all ranks")
 
 
 def all_params(groups: Sequence[ParamGroup]) -> list[torch.Tensor]:

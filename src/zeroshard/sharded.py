@@ -14,6 +14,7 @@ from .assembly import Assembly
 from .config import ZeroConfig
 from .errors import ConfigError
 from .optimizer import ZeroRedundancyOptimizer
+from .runtime.buffers import make_equal
 from .runtime.flat import FlatEngine
 from .runtime.fused import with_fused
 from .runtime.grad_sync import GradSync
@@ -81,6 +82,8 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
     def _attach_to_model(self, model: torch.nn.Module) -> None:
         self._buffers = EqualBuffers(self._comm, model, self._keeps_buffers)
         self._buffers.sync(Rank(0))
+        others = [param for param in model.parameters() if id(param) not in self.engine.bucket_of]
+        make_equal(self._comm, others, Rank(0))
         self._gates = Gates(model, self.engine) if self._config.overlap_gather else None
         vars(model)["zero_grad"] = ZeroGrad(model, self._clear_grads)
 
@@ -108,6 +111,8 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         if self.initialized:
             self.engine.broadcast(Rank(0), first_bucket=known)
             self._hooks.attach(self.engine.params)
+            if self._gates is not None:
+                self._gates.find_params()
 
     def _step(self, closure: Any, kwargs: dict[str, Any], *, joined: bool) -> Any:
         self._hooks.attach(self.engine.params)
@@ -123,7 +128,9 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
                 "shard() reduces gradients itself: give it the model without DistributedDataParallel. To keep that, "
                 "use ZeroRedundancyOptimizer(..., config=ZeroConfig(partition=FlatShards())) and its ddp_hook()."
             )
-        return Assembly(self._comm, self._config, with_fused(recipe), overlap=overlap, reduces=True)
+        return Assembly(
+            self._comm, self._config, with_fused(recipe, self._config.masters), overlap=overlap, reduces=True
+        )
 
     def before_uneven_step(self, source: Rank) -> None:
         self._buffers.sync(source)

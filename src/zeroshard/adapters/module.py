@@ -89,14 +89,12 @@ class Gates:
 
     def __init__(self, model: Module, engine: FlatEngine) -> None:
         self._engine, self._model = engine, model
-        self._buckets = {
-            module: sorted({engine.bucket_of[id(param)] for param in module.parameters(recurse=False)})
-            for module in model.modules()
-        }
-        for module, buckets in self._buckets.items():
+        self._buckets: dict[Module, list[int]] = {}
+        self.find_params()
+        for module in self._buckets:
             if module is model:
                 module.register_forward_pre_hook(Before(self._enter))
-            elif buckets:
+            elif module._parameters:
                 module.register_forward_pre_hook(BeforeInner(self._pass))
         self._traps = [
             (vars(module), name, functools.partial(self._spring, module, name))
@@ -105,6 +103,13 @@ class Gates:
             if name not in vars(module)
         ]
         self._before_steps: Any = None
+
+    def find_params(self) -> None:
+        """Learn which buckets each module needs."""
+        known = self._engine.bucket_of
+        for module in self._model.modules():
+            own = (id(param) for param in module.parameters(recurse=False))
+            self._buckets[module] = sorted({known[key] for key in own if key in known})
 
     def close(self) -> None:
         """Parameters are under way."""

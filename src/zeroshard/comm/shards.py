@@ -4,8 +4,10 @@ A way is a `ShardWay`. The table of measurements behind the choice is in docs/de
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,9 @@ from ..units import Rank, Span
 from .collectives import as_bytes
 from .group import Group
 from .pending import Pending, Together, Waitable, Watched, Watcher
+
+_tags: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+"""Ways are made in the same order on all ranks, and messages of one must not be taken for those of another."""
 
 
 class Arriving(ABC):
@@ -57,6 +62,7 @@ class Pairwise(ShardWay):
     def __init__(self, group: Group, reduce: Reduce) -> None:
         super().__init__(group, reduce)
         self._watcher = Watcher()
+        self._tag = next(_tags.setdefault(group.process_group, count(1)))
 
     def reduce(self, flat: torch.Tensor, shards: Sequence[Span]) -> Arriving:
         me, size = self.group.rank, self.group.size
@@ -74,10 +80,10 @@ class Pairwise(ShardWay):
         return Pending(Together(works), flat)
 
     def _send(self, part: torch.Tensor, other: Rank) -> Any:
-        return dist.isend(as_bytes(part), self.group.to_global(other), group=self.group.process_group)
+        return dist.isend(as_bytes(part), self.group.to_global(other), self.group.process_group, self._tag)
 
     def _receive(self, part: torch.Tensor, other: Rank) -> Any:
-        return dist.irecv(as_bytes(part), self.group.to_global(other), group=self.group.process_group)
+        return dist.irecv(as_bytes(part), self.group.to_global(other), self.group.process_group, self._tag)
 
 
 class Native(ShardWay):

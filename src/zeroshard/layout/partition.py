@@ -65,10 +65,10 @@ class FlatShards:
     values travel. A parameter of `bucket_bytes` or more has a bucket for itself.
     """
 
-    bucket_bytes: int = 8 * MIB
+    bucket_bytes: int = 25 * MIB
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bucket_bytes, int) or self.bucket_bytes < 1:
+        if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
             raise ConfigError(f"FlatShards(bucket_bytes=...) takes a number of bytes, not {self.bucket_bytes!r}")
 
     def extend(self, layout: Layout, specs: Sequence[ParamSpec]) -> Layout:
@@ -143,8 +143,21 @@ def _bucket(index: int, specs: Sequence[ParamSpec], owners: Mapping[int, Rank], 
 
 
 def _cut(index: int, specs: Sequence[ParamSpec], world_size: int) -> Bucket:
-    """A bucket of equal shards. Parameters of one group are neighbours, so that a shard has few runs of one group."""
+    """A bucket of equal shards, aligned as far as that costs next to nothing."""
     step = max(1, ALIGNMENT // specs[0].dtype.itemsize)
+    least = -(-sum(spec.extent for spec in specs) // world_size)
+    for param_step, shard_step in ((step, step), (step, 1), (1, 1)):
+        rooms = _rooms(specs, param_step)
+        shard = align_up(-(-rooms[-1][1].stop // world_size), shard_step)
+        if _is_cheap(2 * (shard - least), least):
+            break
+    shards = tuple(Span(rank * shard, (rank + 1) * shard) for rank in range(world_size))
+    pieces = tuple(piece for spec, room in rooms for piece in _pieces(index, spec, room, shard))
+    return Bucket(index, specs[0].dtype, specs[0].device, shard * world_size, shards, pieces)
+
+
+def _rooms(specs: Sequence[ParamSpec], step: int) -> list[tuple[ParamSpec, Span]]:
+    """Parameters one behind the other; those of one group are neighbours, so that a shard has few runs of one group."""
     rooms: list[tuple[ParamSpec, Span]] = []
     end = 0
     # Those that leave the next one aligned come first.
@@ -153,13 +166,7 @@ def _cut(index: int, specs: Sequence[ParamSpec], world_size: int) -> Bucket:
         start = aligned if _is_cheap(aligned - end, spec.extent) else end
         end = start + spec.extent
         rooms.append((spec, Span(start, end)))
-    shard = -(-end // world_size)
-    while not _is_cheap(world_size * (align_up(shard, step) - shard), end):
-        step //= 2
-    shard = align_up(shard, step)
-    shards = tuple(Span(rank * shard, (rank + 1) * shard) for rank in range(world_size))
-    pieces = tuple(piece for spec, room in rooms for piece in _pieces(index, spec, room, shard))
-    return Bucket(index, specs[0].dtype, specs[0].device, shard * world_size, shards, pieces)
+    return rooms
 
 
 def _pieces(bucket: int, spec: ParamSpec, room: Span, shard: int) -> Iterator[Piece]:
@@ -175,8 +182,8 @@ def _pieces(bucket: int, spec: ParamSpec, room: Span, shard: int) -> Iterator[Pi
 
 
 def _is_cheap(padding: int, elements: int) -> bool:
-    """Alignment may cost half a thousandth: with that of the shards, less than one."""
-    return 2048 * padding <= elements
+    """Alignment may cost less than a thousandth."""
+    return 1024 * padding <= elements
 
 
 class _Tally:

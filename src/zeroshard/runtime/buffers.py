@@ -1,7 +1,7 @@
-"""Buffers of a model, kept equal on all ranks."""
+"""Buffers of a model, and parameters that no optimizer holds, made equal on all ranks."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -10,21 +10,16 @@ from ..units import Rank
 
 
 class BufferSync:
-    """Brings one rank's buffers to all others: one message for each dtype and device."""
+    """Brings one rank's buffers to all others."""
 
     def __init__(self, comm: Comm, model: torch.nn.Module) -> None:
         self._comm = comm
         # By name, since modules may replace their buffers.
         self._places = [(module, name) for module in model.modules() for name in module._buffers]
 
-    @torch.no_grad()
     def sync(self, source: Rank) -> None:
         """On all ranks, which must have buffers of the same shapes."""
-        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
-        for buffer in self._buffers() if self._comm.group.size > 1 else ():
-            kinds[buffer.dtype, buffer.device].append(buffer)
-        for buffers in kinds.values():
-            self._send(buffers, source)
+        make_equal(self._comm, self._buffers(), source)
 
     def _buffers(self) -> Iterator[torch.Tensor]:
         for module, name in self._places:
@@ -32,10 +27,17 @@ class BufferSync:
             if buffer is not None and buffer.numel():
                 yield buffer
 
-    def _send(self, buffers: list[torch.Tensor], source: Rank) -> None:
-        flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-        self._comm.broadcast(flat, source).wait()
-        if self._comm.group.rank != source:
-            parts = torch.split(flat, [buffer.numel() for buffer in buffers])
-            for buffer, part in zip(buffers, parts, strict=True):
-                buffer.copy_(part.view(buffer.shape))
+
+@torch.no_grad()
+def make_equal(comm: Comm, tensors: Iterable[torch.Tensor], source: Rank) -> None:
+    """On all ranks: tensors become those of `source`; one message for each dtype and device."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors if comm.group.size > 1 else ():
+        kinds[tensor.dtype, tensor.device].append(tensor)
+    for alike in kinds.values():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
+        comm.broadcast(flat, source).wait()
+        if comm.group.rank != source:
+            parts = torch.split(flat, [tensor.numel() for tensor in alike])
+            for tensor, part in zip(alike, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))

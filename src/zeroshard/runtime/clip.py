@@ -35,13 +35,20 @@ def clip_norm(
 
 def total_norm(grads: Sequence[torch.Tensor], norm_type: float, comm: Comm) -> torch.Tensor:
     """The norm over all elements on all ranks."""
-    parts = [_norms(grad, norm_type).to(grads[0].device) for grad in grads]
-    local: torch.Tensor = torch.linalg.vector_norm(torch.cat(parts), norm_type)
+    zero = torch.zeros(1, dtype=torch.float64, device=grads[0].device)  # a rank may have nothing
+    parts = torch.cat([zero, *(_norms(grad, norm_type).to(zero.device) for grad in grads)])
+    local: torch.Tensor = torch.linalg.vector_norm(parts, norm_type)
     if comm.group.size == 1:
         return local.float()
     if math.isinf(norm_type):
-        return comm.maximum_of(local).float()
+        return _largest(local, comm).float()
     return comm.sum_of(local.pow(norm_type)).pow(1.0 / norm_type).float()
+
+
+def _largest(value: torch.Tensor, comm: Comm) -> torch.Tensor:
+    """Over all ranks; NaN if it is NaN on one, which a backend's maximum may lose."""
+    most, is_nan = comm.maximum_of(torch.stack([value.nan_to_num(nan=math.inf), value.isnan().double()]))
+    return torch.where(is_nan > 0, math.nan, most)
 
 
 @torch.no_grad()

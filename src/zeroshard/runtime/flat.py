@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 from torch.autograd.graph import increment_version
@@ -100,7 +101,7 @@ class FlatEngine(Engine):
         self.sync.finish()
         attempt = Attempt()
         attempt.require(lambda: self.check_groups(groups))
-        attempt.require(self.store.refresh)
+        attempt.require(lambda: self.store.refresh(shapes=False))
         verdict = compare(
             self.comm, call, self.grads.statement(), attempt.trouble, options=self._hyper_parameters(groups)
         )
@@ -137,10 +138,10 @@ class FlatEngine(Engine):
     def _send(self, moving: bytes) -> None:
         """Start bringing the flagged parameters to everyone, those that a forward pass needs first at the head."""
         for bucket in reversed(self.layout.buckets):
-            if any(moving[index] for index in self._members_of[bucket.index]):
+            if 0 not in moving or any(map(moving.__getitem__, self._members_of[bucket.index])):
                 self.sync.start(bucket, self.store.buffer(bucket.index))
         # Autograd must see an update, local or remote, as the in-place change that it is.
-        increment_version([param for param, moves in zip(self.params, moving, strict=True) if moves])
+        increment_version([*compress(self.params, moving)])
         self.memory.remember(self.params)
 
 

@@ -1,4 +1,4 @@
-"""The fused implementation of an optimizer, where torch has one and it gives the same numbers."""
+"""The fused implementation of an optimizer, where torch has one."""
 
 import inspect
 from dataclasses import replace
@@ -6,24 +6,29 @@ from typing import Any
 
 import torch
 
+from ..policies import MasterWeights
 from .inner import Recipe
-from .selftest import same_bits
+from .selftest import is_separable
 
 _CHOICES = ("fused", "foreach", "capturable", "differentiable")
 
 
-def with_fused(recipe: Recipe) -> Recipe:
-    """`recipe` with `fused=True`, unless the user has chosen, or nothing is known to be fused.
+def with_fused(recipe: Recipe, masters: MasterWeights | None) -> Recipe:
+    """`recipe` with `fused=True`, unless the user has chosen, or there is no such thing.
 
-    On the CPU the fused kernels of some optimizers round in another way than their loops; those are not taken.
+    Some fused kernels round an element in another way where it is near the end of its tensor (SGD's on the CPU): they
+    are not taken, since results would then depend on where parameters are cut.
     """
     given = {*recipe.defaults, *(key for group in recipe.groups for key in group)}
     params = [param for group in recipe.groups for param in group["params"]]
-    if not given.isdisjoint(_CHOICES) or not _takes_fused(recipe.factory) or not all(map(_is_supported, params)):
+    if (
+        not given.isdisjoint(_CHOICES)
+        or not _takes_fused(recipe.factory)
+        or not all(_is_supported(param, masters) for param in params)
+    ):
         return recipe
     fused = replace(recipe, defaults={**recipe.defaults, "fused": True})
-    on_cpu = any(param.device.type == "cpu" for param in params)
-    return fused if not on_cpu or same_bits(recipe, fused) else recipe
+    return fused if is_separable(fused, exactly=True) else recipe
 
 
 def _takes_fused(factory: Any) -> bool:
@@ -33,5 +38,9 @@ def _takes_fused(factory: Any) -> bool:
         return False
 
 
-def _is_supported(param: torch.Tensor) -> bool:
-    return param.is_floating_point() and param.device.type in ("cpu", "cuda", "xpu", "mps", "mtia")
+def _is_supported(param: torch.Tensor, masters: MasterWeights | None) -> bool:
+    dtype = masters.dtype if masters is not None and masters.covers(param.dtype) else param.dtype
+    # Hazard: on the CPU fused SGD writes garbage into half-precision parameters (torch 2.13).
+    if param.device.type == "cpu" and dtype not in (torch.float32, torch.float64):
+        return False
+    return dtype.is_floating_point and param.device.type in ("cpu", "cuda", "xpu", "mps", "mtia")

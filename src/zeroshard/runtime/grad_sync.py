@@ -39,6 +39,7 @@ class GradSync(Gradients):
         self._present = bytearray()
         self._fired = bytearray()
         self._unsent = bytearray()
+        self._late: list[int] = []
         self._offered: dict[int, torch.Tensor] = {}
         self._round: list[_Slot] = []
         self._sent = 0
@@ -52,10 +53,11 @@ class GradSync(Gradients):
         for bucket in layout.buckets[len(self._slots) :]:
             slot = self._slot(layout, bucket)
             self._slots.append(slot)
-            self._slot_of |= {place.param: slot for place in slot.places}
+            self._slot_of |= dict.fromkeys(slot.members, slot)
             if any(place.spec.trainable for place in slot.places):
                 self._round.append(slot)
         self._present.extend(bytes(len(params) - len(self._present)))
+        self._expect_those_that_train()
         self._start_over()
 
     def _slot(self, layout: Layout, bucket: Bucket) -> "_Slot":
@@ -92,30 +94,30 @@ class GradSync(Gradients):
             while self._sent % len(self._round):
                 self._send(self._next)
 
-    @torch.no_grad()
     def statement(self) -> bytes:
-        late = self._late()
-        have = bytes(flag or i in late for i, flag in enumerate(self._present_flags()))
-        buckets = sorted({self._slot_of[i].bucket for i in late})
-        return have + pack(f"{len(buckets) + 1}q", self._sent, *buckets)
+        have, self._late = bytearray(self._present_flags()), self._find_late()
+        for index in self._late:
+            have[index] = 1
+        return bytes(have) + self._late_buckets() + pack("q", self._sent)
 
-    @torch.no_grad()
     def settle(self, *, same: bool) -> bytes:
         goal = self._sent if same else self._comm.maximum([self._sent])[0]
         while self._sent < goal:
             self._send(self._next)
-        late = self._late()
-        flags = bytes(any(place.param in late for place in slot.places) for slot in self._slots)
-        for slot, flag in zip(self._slots, flags if same else self._comm.union(flags), strict=True):
+        if not same:
+            self._late = self._find_late()
+        late = self._late_buckets()
+        for slot, flag in zip(self._slots, late if same else self._comm.union(late), strict=True):
             if flag:
                 self._send(slot)
         while self._under_way:
             self._take_in()
-        present = self._present_flags()
-        present = present if same else self._comm.union(present)
+        present = self._present_flags() if same else self._comm.union(self._present_flags())
         self._present[:] = present
+        if self._late or not same or any(self._fired):
+            self._expect_those_that_train()
         # What had no gradients this time is not expected to have any next time.
-        used = [slot for slot in self._slots if any(present[place.param] for place in slot.places)]
+        used = [slot for slot in self._slots if 0 not in present or any(map(present.__getitem__, slot.members))]
         self._round = used or self._round
         self._start_over()
         return present
@@ -142,12 +144,16 @@ class GradSync(Gradients):
     def _next(self) -> "_Slot":
         return self._round[self._sent % len(self._round)]
 
-    def _late(self) -> set[int]:
+    def _find_late(self) -> list[int]:
         """Parameters with a gradient that has not travelled."""
-        if self._retention.frees:
-            return {i for i, param in enumerate(self._params) if param.grad is not None and i in self._slot_of}
-        have = [i for i, param in enumerate(self._params) if param.grad is not None and i in self._slot_of]
-        return {i for i in have if self._unsent[i] or not self._present[i]}
+        have = [i for i, param in enumerate(self._params) if param.grad is not None]
+        return [
+            i for i in have if i in self._slot_of and (self._retention.frees or self._unsent[i] or not self._present[i])
+        ]
+
+    def _late_buckets(self) -> bytes:
+        late = {self._slot_of[index].bucket for index in self._late}
+        return bytes(slot.bucket in late for slot in self._slots)
 
     def _present_flags(self) -> bytes:
         if self._retention.frees:
@@ -159,23 +165,28 @@ class GradSync(Gradients):
         self._fired = bytearray(len(self._params))
         self._unsent = bytearray(len(self._params))
         for slot in self._slots:
-            slot.expect(self._params)
+            slot.missing = slot.expected
+
+    def _expect_those_that_train(self) -> None:
+        """After a round in which buckets did not fill up by themselves."""
+        for slot in self._slots:
+            slot.expected = sum(self._params[index].requires_grad for index in slot.members)
 
     @torch.no_grad()
     def _send(self, slot: "_Slot") -> None:
-        grads = [self._grad(place.param) for place in slot.places]
-        for place, grad in zip(slot.places, grads, strict=True):
-            self._unsent[place.param] = self._fired[place.param] = 0
-            self._present[place.param] |= grad is not None
+        grads = [self._grad(index) for index in slot.members]
+        for index, grad in zip(slot.members, grads, strict=True):
+            self._unsent[index] = self._fired[index] = 0
+            self._present[index] |= grad is not None
         self._sent += slot in self._round
         if self._comm.group.size == 1:
             self._keep(slot, grads)
         else:
             self._under_way.append(slot.send(grads))
         if self._retention.frees:
-            for place in slot.places:
-                self._params[place.param].grad = None
-        slot.expect(self._params)
+            for index in slot.members:
+                self._params[index].grad = None
+        slot.missing = slot.expected
         while len(self._under_way) > UNFINISHED and self._under_way[0].arriving.arrived:
             self._take_in()
 
@@ -224,15 +235,12 @@ class _Slot:
         self.places = self.packing.places
         self.holds = False
         """Its shard has gradients, to which further ones are added."""
-        self.missing = 0
-        """Parameters of which the gradients are awaited."""
+        self.members = [place.param for place in self.places]
+        self.expected = self.missing = 0
+        """Parameters that train, and those of them of which the gradients are awaited."""
         if len(self.places) > 1 or way.equal_shards:
             pool.make_room(self.packing.numel)
         self._own: Buffer | None = None
-
-    def expect(self, params: Sequence[torch.Tensor]) -> None:
-        """Await a gradient for each parameter that trains."""
-        self.missing = sum(params[place.param].requires_grad for place in self.places)
 
     def send(self, grads: Grads) -> "_Sending":
         flat, buffer = self.packing.as_it_lies(grads), None

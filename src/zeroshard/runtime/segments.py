@@ -23,7 +23,7 @@ Memory = Callable[[int], torch.Tensor]
 State = dict[Any, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Segment:
     """Neighbouring pieces, and the tensor over their memory that the inner optimizer updates."""
 
@@ -31,6 +31,7 @@ class Segment:
     group: int
     in_shard: Span
     param: torch.nn.Parameter
+    _view: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def bucket(self) -> int:
@@ -42,8 +43,12 @@ class Segment:
         return Span(start, start + piece.in_bucket.length)
 
     def of(self, shard: torch.Tensor) -> torch.Tensor:
-        """The part of a flat shard that goes with the tensor, in its shape."""
-        return shard[slice(*self.in_shard)].as_strided(self.param.shape, self.param.stride())
+        """The part of a flat shard that goes with the tensor, in its shape; made once."""
+        if self._view is None or self._view[0] is not shard:
+            view = shard[slice(*self.in_shard)].as_strided(self.param.shape, self.param.stride())
+            object.__setattr__(self, "_view", (shard, view))
+        assert self._view is not None
+        return self._view[1]
 
 
 class Holdings:
@@ -76,13 +81,11 @@ class Holdings:
 
     def inner_groups(self, groups: Sequence[ParamGroup]) -> list[ParamGroup]:
         """The user's groups, with segments in the place of parameters. A group without any keeps the user's."""
-        return [
-            {
-                **{key: value for key, value in group.items() if key != "param_names"},
-                "params": [segment.param for segment in segments] or group["params"],
-            }
-            for group, segments in zip(groups, self.by_group, strict=True)
-        ]
+        own = [dict(group) for group in groups]
+        for group, segments in zip(own, self.by_group, strict=True):
+            if segments:
+                self._fill(group, segments)
+        return own
 
     def ids(self) -> set[int]:
         return {id(segment.param) for segment in self}
@@ -94,23 +97,24 @@ class Holdings:
                 continue
             parts = [self._parts(segment, present, optimizer) for segment in segments]
             segments[:] = chain.from_iterable(parts)
-            group["params"] = [segment.param for segment in segments]
+            self._fill(group, segments)
 
     def regroup(self, optimizer: Optimizer, alike: Callable[[Piece], object]) -> Callable[[], None]:
         """Cut anew into runs of pieces that are `alike`, and drop all state; returns how to undo it."""
-        before = [(list(segments), group["params"]) for segments, group in self._paired(optimizer)]
+        before = [list(segments) for segments in self.by_group]
         state = dict(optimizer.state)
 
         def undo() -> None:
-            for (segments, group), (kept, params) in zip(self._paired(optimizer), before, strict=True):
-                segments[:], group["params"] = kept, params
+            for (segments, group), kept in zip(self._paired(optimizer), before, strict=True):
+                segments[:] = kept
+                self._fill(group, segments)
             optimizer.state.clear()
             optimizer.state.update(state)
 
         for segments, group in self._paired(optimizer):
             pieces = [piece for segment in segments for piece in segment.pieces]
             segments[:] = [self._segment(run) for run in self._runs(pieces, lambda p: (p.bucket, alike(p)))]
-            group["params"] = [segment.param for segment in segments]
+            self._fill(group, segments)
         for key in [key for key in optimizer.state if isinstance(key, torch.Tensor)]:
             del optimizer.state[key]
         return undo
@@ -130,6 +134,11 @@ class Holdings:
     def has_shape(self, key: Any, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
         """Of one element the shape says nothing, so the self-test does."""
         return shape == expected and (key in self._param_shaped or math.prod(shape) > 1)
+
+    def _fill(self, group: ParamGroup, segments: Sequence[Segment]) -> None:
+        group["params"] = [segment.param for segment in segments]
+        if "param_names" in group:
+            group["param_names"] = [str(self._layout.params[segment.pieces[0].param].name) for segment in segments]
 
     def _paired(self, optimizer: Optimizer) -> Iterable[tuple[list[Segment], ParamGroup]]:
         return zip(self.by_group, optimizer.param_groups, strict=True)

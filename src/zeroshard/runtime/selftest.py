@@ -46,20 +46,18 @@ def examine(recipe: Recipe) -> Traits:
     return Traits()
 
 
-def is_separable(recipe: Recipe) -> bool:
-    """Whether a parameter that is cut into flat pieces is updated as the whole one would be."""
-    with _quietly(recipe), suppress(Exception):
-        return all(_CutTrial(recipe, group).is_separable() for group in recipe.groups if group["params"])
-    return False
+def is_separable(recipe: Recipe, *, exactly: bool = False) -> bool:
+    """Whether a parameter that is cut into flat pieces is updated as the whole one would be.
 
-
-def same_bits(recipe: Recipe, other: Recipe) -> bool:
-    """Whether both make the same of the same gradients, bit by bit, as far as they can be stepped."""
+    Vector units may round the last elements of a run in another way than those in its midst, which is let pass unless
+    it has to be `exactly` so.
+    """
+    tolerance = (0.0, 0.0) if exactly else (1e-4, 1e-5)
     with _quietly(recipe), suppress(Exception):
         return all(
-            _same(_CutTrial(recipe, group).whole(), _CutTrial(other, group).whole())
+            _CutTrial(recipe, group, like).is_separable(*tolerance)
             for group in recipe.groups
-            if group["params"]
+            for like in {param.dim(): param for param in group["params"]}.values()
         )
     return False
 
@@ -143,22 +141,16 @@ class _Trial:
 class _CutTrial:
     """One parameter of a group, whole and in flat pieces, large enough for what optimizers do to large ones only."""
 
-    def __init__(self, recipe: Recipe, group: ParamGroup) -> None:
+    def __init__(self, recipe: Recipe, group: ParamGroup, like: torch.Tensor) -> None:
         self._recipe, self._group = recipe, group
-        like = max(group["params"], key=torch.Tensor.dim)
-        self._whole = _wave(_large(like.dim()), phase=1).to(like.device, _precise(like.dtype))
+        self._whole = _slope(_large(like.dim()), 0.1, 3.0, phase=1).to(like.device, _precise(like.dtype))
 
-    def is_separable(self) -> bool:
+    def is_separable(self, rtol: float, atol: float) -> bool:
         flat = self._whole.view(-1)
-        whole, _ = self._run([self._whole])
-        cut, states = self._run([flat[:_CUT], flat[_CUT:]])
-        # Vector units may round the last elements of a run in another way than those in its midst.
-        same = torch.allclose(torch.cat(cut), whole[0].view(-1), rtol=1e-4, atol=1e-5)
-        return same and _are_cut(states, cut)
-
-    def whole(self) -> list[torch.Tensor]:
-        """What becomes of it, uncut."""
-        return self._run([self._whole])[0]
+        whole, (of_whole,) = self._run([self._whole])
+        cut, states = self._run([flat[:_CUT], flat[_CUT:]] if flat.numel() > 1 else [flat])
+        same = torch.allclose(torch.cat(cut), whole[0].view(-1), rtol=rtol, atol=atol)
+        return same and _divides(of_whole, states, whole[0], cut)
 
     def _run(self, values: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
         probes = [torch.nn.Parameter(value.clone()) for value in values]
@@ -168,7 +160,7 @@ class _CutTrial:
         recipe = replace(self._recipe, groups=[group], defaults=_lively(self._recipe.defaults))
         inner = recipe.build(set(map(id, probes)))
         for step, scale in enumerate(_SCALES):
-            gradient = scale * _wave(self._whole.shape, phase=step).to(self._whole)
+            gradient = scale * _slope(self._whole.shape, 2.0, 0.2, phase=step).to(self._whole)
             parts = torch.split(gradient.view(-1), [probe.numel() for probe in probes])
             for probe, part in zip(probes, parts, strict=True):
                 probe.grad = part.view(probe.shape).clone()
@@ -176,19 +168,22 @@ class _CutTrial:
         return [probe.detach() for probe in probes], [dict(inner.optimizer.state[probe]) for probe in probes]
 
 
-def _are_cut(states: list[dict[str, Any]], probes: list[torch.Tensor]) -> bool:
-    """Whether all state has an element for each of the parameter's, or is the same for all pieces."""
-    first, second = states
-    if list(first) != list(second):
+def _divides(
+    of_whole: dict[str, Any], of_pieces: list[dict[str, Any]], whole: torch.Tensor, pieces: list[torch.Tensor]
+) -> bool:
+    """Whether all state has an element for each of the parameter's, or is the same for whole and pieces."""
+    if any(list(state) != list(of_whole) for state in of_pieces):
         return False
-    for key in first:
-        shaped = [
-            isinstance(state[key], torch.Tensor) and state[key].shape == probe.shape
-            for state, probe in zip(states, probes, strict=True)
-        ]
-        if not all(shaped) and (any(shaped) or not _equal(first[key], second[key])):
+    for key, value in of_whole.items():
+        parts = [state[key] for state in of_pieces]
+        is_cut = _has_shape(value, whole) and all(map(_has_shape, parts, pieces))
+        if not is_cut and not all(_equal(part, value) for part in parts):
             return False
     return True
+
+
+def _has_shape(value: Any, param: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == param.shape
 
 
 def _equal(left: Any, right: Any) -> bool:
@@ -228,7 +223,12 @@ def _precise(dtype: torch.dtype) -> torch.dtype:
 
 
 def _large(dims: int) -> tuple[int, ...]:
-    return (160, 208, *[1] * (dims - 2)) if dims > 1 else (160 * 208,)
+    return (160, 208, *[1] * (dims - 2)) if dims > 1 else (160 * 208,) * dims
+
+
+def _slope(shape: tuple[int, ...], start: float, stop: float, phase: int) -> torch.Tensor:
+    """Values that are not of one size: a piece must not be like the whole."""
+    return _wave(shape, phase) * torch.linspace(start, stop, math.prod(shape)).reshape(shape)
 
 
 def _wave(shape: tuple[int, ...], phase: int) -> torch.Tensor:

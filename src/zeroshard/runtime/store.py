@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
@@ -24,6 +24,8 @@ from ..layout.partition import ALIGNMENT
 from ..layout.specs import ParamSpec
 from ..params import check_disjoint
 from ..units import MIB, Rank, align_up
+
+_T = TypeVar("_T")
 
 ALONE_BYTES = MIB
 """From this size on a parameter is worth a message of its own, and not worth a copy."""
@@ -107,7 +109,8 @@ class Store(ABC):
     def __init__(self) -> None:
         self._params: list[torch.Tensor] = []
         self._layout = Layout.empty(0)
-        self._places: list[_Place] = []
+        self._pointers: list[int] = []
+        self._shapes: list[torch.Size] = []
         self._staging: dict[torch.device, torch.Tensor] = {}
         self._prepared: dict[bytes, Shipment] = {}
         self._by_bucket: dict[int, Shipment] = {}
@@ -121,12 +124,16 @@ class Store(ABC):
             self._take_in(bucket)
         self._remember()
 
-    def refresh(self, among: Sequence[int] | None = None) -> None:
-        """Notice parameters whose memory was exchanged since (`param.data = ...`): bind anew, or refuse."""
-        params, places = self._params, self._places
-        if among is not None:
-            params, places = [params[i] for i in among], [places[i] for i in among]
-        if list(map(_place, params)) == places:
+    def refresh(self, among: Sequence[int] | None = None, *, shapes: bool = True) -> None:
+        """Notice parameters whose memory was exchanged since (`param.data = ...`): bind anew, or refuse.
+
+        `among`: look at these only. `shapes`: a parameter turned over (`param.data = param.data.t()`) keeps its
+        pointer, so look at shapes, too; not needed where its gradient would not fit any more.
+        """
+        params = _chosen(self._params, among)
+        if list(map(torch.Tensor.data_ptr, params)) == _chosen(self._pointers, among) and (
+            not shapes or [param.shape for param in params] == _chosen(self._shapes, among)
+        ):
             return
         for spec, param in zip(self._layout.params, self._params, strict=True):
             _require_same_kind(spec, param)
@@ -180,7 +187,8 @@ class Store(ABC):
         self._by_bucket.clear()
 
     def _remember(self) -> None:
-        self._places = list(map(_place, self._params))
+        self._pointers = list(map(torch.Tensor.data_ptr, self._params))
+        self._shapes = [param.shape for param in self._params]
         self._forget_shipments()
 
     @abstractmethod
@@ -289,12 +297,8 @@ def _in_turns(queues: dict[Rank, list[Parcel]]) -> Iterator[tuple[int, Rank, Par
         yield from ((turn, owner, parcel) for turn, parcel in enumerate(parcels))
 
 
-_Place = tuple[int, torch.Size]
-
-
-def _place(param: torch.Tensor) -> _Place:
-    # Hazard: a parameter turned over (`param.data = param.data.t()`) keeps its pointer, not its shape.
-    return param.data_ptr(), param.shape
+def _chosen(values: list[_T], among: Sequence[int] | None) -> list[_T]:
+    return values if among is None else [values[index] for index in among]
 
 
 def _require_same_kind(spec: ParamSpec, param: torch.Tensor) -> None:
