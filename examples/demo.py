@@ -1,4 +1,4 @@
-"""Train the same GPT twice, unsharded and sharded, and compare; starts its own ranks.
+"""Train the same GPT unsharded and sharded in two ways, and compare; starts its own ranks.
 
 python examples/demo.py
 """
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from train_gpt import Run, join_group, train  # type: ignore[import-not-found]
+from train_gpt import WAYS, Run, join_group, train  # type: ignore[import-not-found]
 
 
 def launch() -> int:
@@ -25,28 +25,30 @@ def launch() -> int:
 
 
 def compare() -> int:
-    """Train both ways on this rank and report; the exit status says whether the weights agree."""
+    """Train in all ways on this rank and report; the exit status says whether the weights agree."""
     torch.use_deterministic_algorithms(True)
     device = join_group()
-    unsharded, sharded = train(device, sharded=False), train(device, sharded=True)
-    table = results(unsharded, sharded, device)
-    difference = largest(parameter_difference(unsharded, sharded), device)
+    runs = {way: train(device, way) for way in WAYS}
+    table = results(list(runs.values()), device)
+    differences = [largest(parameter_difference(runs["unsharded"], run), device) for run in runs.values()]
+    table.add_row("difference of parameters", *(f"{difference:g}" for difference in differences))
     if dist.get_rank() == 0:
-        text = f"Largest difference between the two runs' parameters on any rank: {difference:g}"
-        Console().print("", table, text, sep="\n")
+        Console().print("", table, sep="\n")
+    # More than two numbers have more than one sum: DDP adds gradients up in another order than `shard` does.
+    exact = differences if dist.get_world_size() <= 2 else differences[:2]
     dist.destroy_process_group()
-    return int(difference != 0)
+    return int(any(exact))
 
 
-def results(unsharded: Run, sharded: Run, device: torch.device) -> Table:
-    """The table of both runs, with the number of the worst rank in each cell."""
-    runs, ranks = (unsharded, sharded), dist.get_world_size()
-    size = sum(parameter.numel() for parameter in sharded.parameters) / 1e6
+def results(runs: list[Run], device: torch.device) -> Table:
+    """The table of all runs, with the number of the worst rank in each cell."""
+    ranks = dist.get_world_size()
+    size = sum(parameter.numel() for parameter in runs[0].parameters) / 1e6
     title = f"GPT, {size:.1f} M parameters, AdamW, {ranks} x {device.type}"
     table = Table(title=title, caption="worst rank; times are medians")
     table.add_column()
-    table.add_column("unsharded", justify="right")
-    table.add_column("sharded", justify="right")
+    for way in WAYS:
+        table.add_column(way, justify="right")
     rows = {
         "optimizer state per rank": [f"{largest(run.state_mib, device):.2f} MiB" for run in runs],
         "optimizer.step()": [f"{largest(run.step_ms, device):.1f} ms" for run in runs],

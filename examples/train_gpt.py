@@ -1,6 +1,6 @@
-"""Train a small character-level GPT on several ranks, with the optimizer state sharded across them.
+"""Train a small character-level GPT on several ranks, with optimizer state and gradients sharded across them.
 
-torchrun --nproc-per-node 2 examples/train_gpt.py [--unsharded] [--steps N]
+torchrun --nproc-per-node 2 examples/train_gpt.py [--way unsharded | drop-in | shard] [--steps N]
 """
 
 import argparse
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from gpt import GPT  # type: ignore[import-not-found]
-from zeroshard import ZeroRedundancyOptimizer
+from zeroshard import ZeroRedundancyOptimizer, shard
 
 TEXT = Path(__file__).parent / "data" / "sonnets.txt"
 CONTEXT = 64
@@ -27,10 +27,17 @@ BATCH = 8
 STEPS = 60
 
 
-def make_optimizer(model: nn.Module, sharded: bool) -> Optimizer:
-    if sharded:
-        return ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-3)  # the one line that changes
-    return AdamW(model.parameters(), lr=1e-3)
+WAYS = ("unsharded", "drop-in", "shard")
+
+
+def prepare(model: nn.Module, way: str) -> tuple[nn.Module, Optimizer]:
+    """The model to train and its optimizer, in one of three ways."""
+    if way == "shard":
+        return model, shard(model, AdamW, lr=1e-3, fused=True)  # no DDP: 1/N of state and gradients on each rank
+    wrapped = DistributedDataParallel(model)
+    if way == "drop-in":
+        return wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), AdamW, lr=1e-3, fused=True)
+    return wrapped, AdamW(wrapped.parameters(), lr=1e-3, fused=True)
 
 
 @dataclass
@@ -47,14 +54,12 @@ class Run:
     iteration_ms: float
 
 
-def train(device: torch.device, sharded: bool, steps: int = STEPS) -> Run:
+def train(device: torch.device, way: str, steps: int = STEPS) -> Run:
     torch.manual_seed(0)  # the same initial weights on every rank and in every run
     text = TEXT.read_text(encoding="ascii")
-    model = DistributedDataParallel(GPT(len(set(text)), CONTEXT).to(device))
-    optimizer = make_optimizer(model, sharded)
-    label = "sharded".rjust(9) if sharded else "unsharded"
+    model, optimizer = prepare(GPT(len(set(text)), CONTEXT).to(device), way)
     times = []
-    for inputs, targets in track(batches(text, device, steps), label, steps, disable=dist.get_rank() != 0):
+    for inputs, targets in track(batches(text, device, steps), way.rjust(9), steps, disable=dist.get_rank() != 0):
         start = now(device)
         optimizer.zero_grad()
         loss = cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
@@ -104,10 +109,10 @@ def join_group() -> torch.device:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT with a sharded optimizer.")
-    parser.add_argument("--unsharded", action="store_true", help="keep the whole optimizer on every rank")
+    parser.add_argument("--way", choices=WAYS, default="shard")
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args()
-    run = train(join_group(), not options.unsharded, options.steps)
+    run = train(join_group(), options.way, options.steps)
     print(f"rank {dist.get_rank()}: loss of its last batch {run.loss:.3f}, optimizer state {run.state_mib:.1f} MiB")
     dist.destroy_process_group()
 

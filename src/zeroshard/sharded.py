@@ -43,8 +43,8 @@ def shard(
         params: parameters or groups of them, if not all of the model in one group.
         process_group: the ranks to shard over; by default all.
         config: how to shard.
-        defaults: everything else goes to `optimizer_class`. Where torch has a fused implementation that is as exact, it
-            is taken unless `fused` or `foreach` are given.
+        defaults: everything else goes to `optimizer_class`. On GPUs the fused implementation is
+            taken where torch has one, unless `fused` or `foreach` are given.
     """
     given = _named(model) if params is None else params
     return ShardedOptimizer(model, given, optimizer_class, process_group, config=config, **defaults)
@@ -115,10 +115,10 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
                 self._gates.find_params()
 
     def _step(self, closure: Any, kwargs: dict[str, Any], *, joined: bool) -> Any:
-        self._hooks.attach(self.engine.params)
         try:
             return super()._step(closure, kwargs, joined=joined)
         finally:
+            self._hooks.attach(self.engine.params)  # also those that have been thawed since
             if self._gates is not None and self.engine.sync.under_way:
                 self._gates.close()
 
@@ -128,9 +128,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
                 "shard() reduces gradients itself: give it the model without DistributedDataParallel. To keep that, "
                 "use ZeroRedundancyOptimizer(..., config=ZeroConfig(partition=FlatShards())) and its ddp_hook()."
             )
-        return Assembly(
-            self._comm, self._config, with_fused(recipe, self._config.masters), overlap=overlap, reduces=True
-        )
+        return Assembly(self._comm, self._config, with_fused(recipe), overlap=overlap, reduces=True)
 
     def before_uneven_step(self, source: Rank) -> None:
         self._buffers.sync(source)

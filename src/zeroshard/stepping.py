@@ -55,6 +55,7 @@ class Stepping:
             amp.forget(self._outer)  # GradScaler takes back what it set only after a step that returns
             raise
         finally:
+            self._checked = False
             amp.forget(self._engine.inner.optimizer)
 
     def spread_grads(self, call: str, *, uneven: bool) -> list[torch.Tensor] | None:
@@ -100,6 +101,5 @@ class Stepping:
     def _skips(self, *, uneven: bool) -> bool:
         engine, inner = self._engine, self._engine.inner.optimizer
         if isinstance(engine, FlatEngine) and engine.reduces:
-            checked, self._checked = self._checked, False
-            return amp.skips_jointly(self._outer, inner, engine.grads.tensors(), checked=checked)
+            return amp.skips_jointly(self._outer, inner, engine.grads.tensors(), checked=self._checked)
         return amp.skips(self._outer, inner, engine.params, self._comm, uneven=uneven)

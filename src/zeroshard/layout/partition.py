@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
 
+import torch
+
 from ..errors import ConfigError
 from ..units import MIB, Rank, Span, align_up
 from .layout import Bucket, Layout, Piece
@@ -63,31 +65,35 @@ class FlatShards:
     Buckets hold parameters of one dtype and device in the order in which backward is expected to finish them: the
     reverse of the given one. Frozen parameters have buckets of their own, so that neither their gradients nor their
     values travel. A parameter of `bucket_bytes` or more has a bucket for itself.
+
+    By default that is 25 MiB on the CPU, and 128 MiB elsewhere, where a call is dear and a byte is cheap. One rank
+    alone has nothing to overlap and takes more.
     """
 
-    bucket_bytes: int = 25 * MIB
+    bucket_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
+        if self.bucket_bytes is not None and (type(self.bucket_bytes) is not int or self.bucket_bytes < 1):
             raise ConfigError(f"FlatShards(bucket_bytes=...) takes a number of bytes, not {self.bucket_bytes!r}")
 
     def extend(self, layout: Layout, specs: Sequence[ParamSpec]) -> Layout:
-        members = sorted(self._fill(specs), key=lambda bucket: not bucket[0].trainable)
+        members = sorted(self._fill(specs, layout.world_size), key=lambda bucket: not bucket[0].trainable)
         first = len(layout.buckets)
         return _grown(layout, specs, [_cut(i, bucket, layout.world_size) for i, bucket in enumerate(members, first)])
 
-    def _fill(self, specs: Sequence[ParamSpec]) -> Iterator[list[ParamSpec]]:
+    def _fill(self, specs: Sequence[ParamSpec], world_size: int) -> Iterator[list[ParamSpec]]:
         """Buckets in the order in which they are full."""
         filling: dict[Hashable, list[ParamSpec]] = defaultdict(list)
         room: dict[Hashable, int] = {}
         for spec in reversed(specs):
             kind, nbytes = (spec.trainable, spec.dtype, spec.device), spec.extent * spec.dtype.itemsize
-            if nbytes >= self.bucket_bytes:
+            size = self.bucket_bytes or _bucket_bytes(spec.device, world_size)
+            if nbytes >= size:
                 yield [spec]
                 continue
             if nbytes > room.get(kind, 0) and filling[kind]:
                 yield filling.pop(kind)
-            room[kind] = (room[kind] if filling[kind] else self.bucket_bytes) - nbytes
+            room[kind] = (room[kind] if filling[kind] else size) - nbytes
             filling[kind].append(spec)
         yield from (bucket for bucket in filling.values() if bucket)
 
@@ -140,6 +146,11 @@ def _bucket(index: int, specs: Sequence[ParamSpec], owners: Mapping[int, Rank], 
             end = align_up(room.stop, step)
         shards.append(Span(start, end))
     return Bucket(index, specs[0].dtype, specs[0].device, end, tuple(shards), tuple(pieces))
+
+
+def _bucket_bytes(device: torch.device, world_size: int) -> int:
+    size = 25 * MIB if device.type == "cpu" else 128 * MIB
+    return size if world_size > 1 else 8 * size
 
 
 def _cut(index: int, specs: Sequence[ParamSpec], world_size: int) -> Bucket:

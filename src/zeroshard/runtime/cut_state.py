@@ -30,8 +30,11 @@ class CutState:
         records = []
         for piece, state, cut in self._each(optimizer):
             copy = self._memory.precise(piece)
-            more = {} if copy is None else {MASTER: copy}
-            records.append(StateRecord(piece.param, piece.in_param, (*cut, *more), {**state, **more}))
+            values = state if copy is None else {**state, MASTER: copy}
+            if self._holdings.cut:
+                records.append(StateRecord(piece.param, piece.in_param, (*cut, MASTER), values))
+            else:
+                records.append(StateRecord(piece.param, None, (), values))
         return records
 
     def load(self, optimizer: Optimizer, saved: SavedState, specs: Sequence[ParamSpec]) -> Callable[[], None]:
@@ -75,25 +78,25 @@ class CutState:
                 if segment.pieces[0].param in saved.by_param:
                     state[place] = self._joined(segment, saved, specs)
             numbers = list(range(number, number + len(segments)))
-            groups.append({**{k: v for k, v in group.items() if k != "param_names"}, "params": numbers})
+            names = [specs[segment.pieces[0].param].name for segment in segments]
+            groups.append({**group, **({"param_names": names} if "param_names" in group else {}), "params": numbers})
             number += len(segments)
         return {**saved.extra, "state": state, "param_groups": groups}
 
     def _joined(self, segment: Segment, saved: SavedState, specs: Sequence[ParamSpec]) -> Any:
         """The state of a segment, of the states of its parameters."""
-        first = saved.by_param[segment.pieces[0].param]
+        first = {k: v for k, v in saved.by_param[segment.pieces[0].param].items() if k != MASTER}
+        if not self._holdings.cut:
+            return first
         joined = {}
         for key, value in first.items():
-            if key == MASTER:
-                continue
             if not self._is_cut(key, value, specs[segment.pieces[0].param]):
                 joined[key] = value
                 continue
             joined[key] = torch.zeros_like(segment.param, dtype=value.dtype, device=value.device)
-            flat = joined[key].view(-1)
             for piece in segment.pieces:
                 source = in_memory_order(saved.by_param[piece.param][key], specs[piece.param])
-                flat[slice(*segment.within(piece))] = source[slice(*piece.in_param)]
+                joined[key][slice(*segment.within(piece))] = source[slice(*piece.in_param)]
         return joined
 
     def _is_cut(self, key: Any, value: Any, spec: ParamSpec) -> bool:

@@ -6,29 +6,22 @@ from typing import Any
 
 import torch
 
-from ..policies import MasterWeights
 from .inner import Recipe
-from .selftest import is_separable
 
 _CHOICES = ("fused", "foreach", "capturable", "differentiable")
 
 
-def with_fused(recipe: Recipe, masters: MasterWeights | None) -> Recipe:
-    """`recipe` with `fused=True`, unless the user has chosen, or there is no such thing.
+def with_fused(recipe: Recipe) -> Recipe:
+    """`recipe` with `fused=True`, unless the user has chosen, or there is no such thing for the device.
 
-    Some fused kernels round an element in another way where it is near the end of its tensor (SGD's on the CPU): they
-    are not taken, since results would then depend on where parameters are cut.
+    Not on the CPU: fused kernels there round in another way than the default loops, and the last elements of a tensor
+    in another way than the rest, so that bits would depend on where parameters are cut.
     """
     given = {*recipe.defaults, *(key for group in recipe.groups for key in group)}
     params = [param for group in recipe.groups for param in group["params"]]
-    if (
-        not given.isdisjoint(_CHOICES)
-        or not _takes_fused(recipe.factory)
-        or not all(_is_supported(param, masters) for param in params)
-    ):
-        return recipe
-    fused = replace(recipe, defaults={**recipe.defaults, "fused": True})
-    return fused if is_separable(fused, exactly=True) else recipe
+    if given.isdisjoint(_CHOICES) and _takes_fused(recipe.factory) and all(map(_is_supported, params)):
+        return replace(recipe, defaults={**recipe.defaults, "fused": True})
+    return recipe
 
 
 def _takes_fused(factory: Any) -> bool:
@@ -38,9 +31,5 @@ def _takes_fused(factory: Any) -> bool:
         return False
 
 
-def _is_supported(param: torch.Tensor, masters: MasterWeights | None) -> bool:
-    dtype = masters.dtype if masters is not None and masters.covers(param.dtype) else param.dtype
-    # Hazard: on the CPU fused SGD writes garbage into half-precision parameters (torch 2.13).
-    if param.device.type == "cpu" and dtype not in (torch.float32, torch.float64):
-        return False
-    return dtype.is_floating_point and param.device.type in ("cpu", "cuda", "xpu", "mps", "mtia")
+def _is_supported(param: torch.Tensor) -> bool:
+    return param.is_floating_point() and param.device.type in ("cuda", "xpu", "mps", "mtia")

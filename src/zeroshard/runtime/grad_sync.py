@@ -40,6 +40,7 @@ class GradSync(Gradients):
         self._fired = bytearray()
         self._unsent = bytearray()
         self._late: list[int] = []
+        self._sent_ids: dict[int, int] = {}
         self._offered: dict[int, torch.Tensor] = {}
         self._round: list[_Slot] = []
         self._sent = 0
@@ -96,6 +97,8 @@ class GradSync(Gradients):
 
     def statement(self) -> bytes:
         have, self._late = bytearray(self._present_flags()), self._find_late()
+        if self._late and self._spent:
+            self._warn_of_old_grads()
         for index in self._late:
             have[index] = 1
         return bytes(have) + self._late_buckets() + pack("q", self._sent)
@@ -123,8 +126,8 @@ class GradSync(Gradients):
         return present
 
     def clear(self, *, to_none: bool) -> None:
-        while self._under_way:  # they would arrive after they were cleared
-            self._take_in()
+        # Hazard: waiting here for what is under way would be waiting for ranks that may not send it before they settle.
+        self._under_way = deque(sending._replace(wanted=False) for sending in self._under_way)
         for slot in self._slots:
             slot.holds = slot.holds and not to_none
             if not to_none and slot.bucket in self._shards:
@@ -145,11 +148,13 @@ class GradSync(Gradients):
         return self._round[self._sent % len(self._round)]
 
     def _find_late(self) -> list[int]:
-        """Parameters with a gradient that has not travelled."""
-        have = [i for i, param in enumerate(self._params) if param.grad is not None]
-        return [
-            i for i in have if i in self._slot_of and (self._retention.frees or self._unsent[i] or not self._present[i])
-        ]
+        """Parameters with a gradient that has not travelled. All are looked at: users may set some by hand."""
+        grads = [param.grad for param in self._params]
+        have = [i for i, grad in enumerate(grads) if grad is not None and i in self._slot_of]
+        return [i for i in have if self._retention.frees or self._is_unsent(i, id(grads[i]))]
+
+    def _is_unsent(self, index: int, grad: int) -> bool:
+        return bool(self._unsent[index]) or not self._present[index] or self._sent_ids.get(index, grad) != grad
 
     def _late_buckets(self) -> bytes:
         late = {self._slot_of[index].bucket for index in self._late}
@@ -178,6 +183,8 @@ class GradSync(Gradients):
         for index, grad in zip(slot.members, grads, strict=True):
             self._unsent[index] = self._fired[index] = 0
             self._present[index] |= grad is not None
+            if not self._retention.frees and grad is self._params[index].grad:
+                self._sent_ids[index] = id(grad)
         self._sent += slot in self._round
         if self._comm.group.size == 1:
             self._keep(slot, grads)
@@ -208,6 +215,10 @@ class GradSync(Gradients):
         sending = self._under_way.popleft()
         slot = sending.slot
         shard = self.shard(slot.bucket)[: slot.packing.shards[self._comm.group.rank].length]
+        if not sending.wanted:
+            sending.arriving.average(torch.empty_like(shard))
+            slot.give_back(sending)
+            return
         if slot.holds and self._retention.frees:
             more = torch.empty_like(shard)
             sending.arriving.average(more)
@@ -266,3 +277,5 @@ class _Sending(NamedTuple):
     arriving: Arriving
     buffer: Buffer | None
     """What must be given back once it has arrived."""
+    wanted: bool = True
+    """It was not cleared on the way."""

@@ -57,7 +57,7 @@ class Holdings:
     def __init__(self, rank: Rank, memory: Memory, *, cut: bool, param_shaped: frozenset[str]) -> None:
         """`cut`: the optimizer updates a flat run as it would update its parts; else each parameter is on its own,
         in its shape. `param_shaped`: keys of state that has the shape of the parameter."""
-        self._rank, self._memory, self._cut, self._param_shaped = rank, memory, cut, param_shaped
+        self._rank, self._memory, self.cut, self._param_shaped = rank, memory, cut, param_shaped
         self._layout = Layout.empty(0)
         self.by_group: list[list[Segment]] = []
 
@@ -123,7 +123,7 @@ class Holdings:
         """The state of one piece of a segment: views of what has the parameter's shape, the rest as it is."""
         span = segment.within(piece)
         return {
-            key: value.view(-1)[slice(*span)] if self.is_cut(key, value, segment.param) and self._cut else value
+            key: value.view(-1)[slice(*span)] if self.is_cut(key, value, segment.param) and self.cut else value
             for key, value in state.items()
         }
 
@@ -144,7 +144,7 @@ class Holdings:
         return zip(self.by_group, optimizer.param_groups, strict=True)
 
     def _runs(self, pieces: Iterable[Piece], key: Callable[[Piece], object]) -> Iterator[tuple[Piece, ...]]:
-        if not self._cut:
+        if not self.cut:
             return ((piece,) for piece in pieces)
         return (tuple(run) for _, run in groupby(pieces, key=key))
 
@@ -154,7 +154,7 @@ class Holdings:
         base = self._layout.buckets[first.bucket].shards[self._rank].start
         span = Span(first.in_bucket.start - base, last.in_bucket.stop - base)
         memory = self._memory(first.bucket)[slice(*span)]
-        if not self._cut:
+        if not self.cut:
             memory = memory.as_strided(spec.shape, spec.stride)
         return Segment(pieces, spec.group, span, torch.nn.Parameter(memory, requires_grad=_differentiable(memory)))
 

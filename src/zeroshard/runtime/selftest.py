@@ -19,8 +19,8 @@ _SCALES = (1.0, 1e3, 1e-2)
 """Gradients of these sizes, one a step: some optimizers look at the others only beyond a threshold."""
 _LEAST_LR = 0.05
 _MOST_GROUPS = 3
-_CUT = 12345
-"""Where the large probe is cut: within a row, and at no multiple of anything."""
+_CUTS = [*[7] * 9, 12345, 160 * 208 - 12345 - 63]
+"""Pieces of the large probe: small ones, and two that meet within a row, at no multiple of anything."""
 
 
 class Traits(NamedTuple):
@@ -46,16 +46,11 @@ def examine(recipe: Recipe) -> Traits:
     return Traits()
 
 
-def is_separable(recipe: Recipe, *, exactly: bool = False) -> bool:
-    """Whether a parameter that is cut into flat pieces is updated as the whole one would be.
-
-    Vector units may round the last elements of a run in another way than those in its midst, which is let pass unless
-    it has to be `exactly` so.
-    """
-    tolerance = (0.0, 0.0) if exactly else (1e-4, 1e-5)
+def is_separable(recipe: Recipe) -> bool:
+    """Whether a parameter that is cut into flat pieces is updated as the whole one would be."""
     with _quietly(recipe), suppress(Exception):
         return all(
-            _CutTrial(recipe, group, like).is_separable(*tolerance)
+            _CutTrial(recipe, group, like).is_separable()
             for group in recipe.groups
             for like in {param.dim(): param for param in group["params"]}.values()
         )
@@ -145,17 +140,18 @@ class _CutTrial:
         self._recipe, self._group = recipe, group
         self._whole = _slope(_large(like.dim()), 0.1, 3.0, phase=1).to(like.device, _precise(like.dtype))
 
-    def is_separable(self, rtol: float, atol: float) -> bool:
+    def is_separable(self) -> bool:
         flat = self._whole.view(-1)
         whole, (of_whole,) = self._run([self._whole])
-        cut, states = self._run([flat[:_CUT], flat[_CUT:]] if flat.numel() > 1 else [flat])
-        same = torch.allclose(torch.cat(cut), whole[0].view(-1), rtol=rtol, atol=atol)
+        cut, states = self._run(torch.split(flat, _CUTS) if flat.numel() > 1 else [flat])
+        # Vector units may round the last elements of a run in another way than those in its midst.
+        same = torch.allclose(torch.cat(cut), whole[0].view(-1), rtol=1e-4, atol=1e-5)
         return same and _divides(of_whole, states, whole[0], cut)
 
     def _run(self, values: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
         probes = [torch.nn.Parameter(value.clone()) for value in values]
         options = {k: v for k, v in self._group.items() if k not in ("params", "param_names")}
-        names = {"param_names": ["a", "b"][: len(probes)]} if "param_names" in self._group else {}
+        names = {"param_names": [str(i) for i in range(len(probes))]} if "param_names" in self._group else {}
         group = {**_lively(options), **names, "params": probes}
         recipe = replace(self._recipe, groups=[group], defaults=_lively(self._recipe.defaults))
         inner = recipe.build(set(map(id, probes)))
