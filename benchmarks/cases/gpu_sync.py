@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -10,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ..harness.models import RECIPES, make_params
 from ..harness.ranks import fake_group, run_ranks
 from ..harness.report import Row
+from ..harness.timing import Run
 from .gpu_speed import Machine
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
@@ -40,7 +40,7 @@ def _cases(machine: Machine) -> dict[str, tuple[str, int]]:
     for name in ("SGD", "fused AdamW", "foreach AdamW"):
         for view in (False, True):
             optimizer = RECIPES[name].sharded("zeroshard", _mixed_params(machine), bucket_view=view)
-            found[name + (", bucket view" if view else "")] = _examine(machine, optimizer)
+            found[name + (", bucket view" if view else "")] = examine(machine, optimizer.step)
     return found
 
 
@@ -52,15 +52,16 @@ def _mixed_params(machine: Machine) -> list[torch.Tensor]:
     return [*params, turned]
 
 
-def _examine(machine: Machine, optimizer: Any) -> tuple[str, int]:
+def examine(machine: Machine, run: Run) -> tuple[str, int]:
+    """What refused to run without waiting for the device, and how many waits a profile shows."""
     for _ in range(2):
-        optimizer.step()
+        run()
     try:
         with _refused(machine):
-            optimizer.step()
+            run()
     except Exception as error:
         return f"refused: {str(error).splitlines()[0]}", 0
-    return "", _profiled_waits(machine, optimizer)
+    return "", _profiled_waits(machine, run)
 
 
 @contextmanager
@@ -77,10 +78,10 @@ def _refused(machine: Machine) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _profiled_waits(machine: Machine, optimizer: Any) -> int:
+def _profiled_waits(machine: Machine, run: Run) -> int:
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if machine.device == "cuda" else [])
     with profile(activities=activities) as profiler, record_function(MARK):
-        optimizer.step()
+        run()
     events = profiler.events() or []
     whole = next(event.time_range for event in events if event.name == MARK and event.device_type.name == "CPU")
     return sum(event.name in WAITS and whole.start <= event.time_range.start <= whole.end for event in events)

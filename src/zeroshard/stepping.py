@@ -96,7 +96,18 @@ class Stepping:
             )
         source = share_options(self._comm, self._outer.param_groups, current=not joined)
         self._outer.before_uneven_step(source)
-        return self._engine.run(self._outer.param_groups, None, kwargs)
+        if not joined:
+            return self._engine.run(self._outer.param_groups, None, kwargs)
+        self._clear_grads()  # they are of its last own step
+        try:
+            return self._engine.run(self._outer.param_groups, None, kwargs)
+        finally:
+            self._clear_grads()
+
+    def _clear_grads(self) -> None:
+        for param in self._engine.params:
+            param.grad = None
+        self._engine.clear_grads(to_none=True)
 
     def _skips(self, *, uneven: bool) -> bool:
         engine, inner = self._engine, self._engine.inner.optimizer

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from tests.support import RankContext, ranks
 from tests.support.oracle import Twins, assert_same, small_model
-from zeroshard import ZeroRedundancyOptimizer
+from zeroshard import FlatShards, GradScaler, KeepFull, MasterWeights, ZeroConfig, ZeroRedundancyOptimizer, shard
 from zeroshard.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 
 pytestmark = pytest.mark.gpu
@@ -101,3 +101,67 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _on_cpu(item) for key, item in value.items()}
     return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+CONFIGS = {
+    "ZeRO-2": ZeroConfig(),
+    "small buckets": ZeroConfig(partition=FlatShards(bucket_bytes=64)),
+    "ZeRO-1": ZeroConfig(partition=FlatShards(bucket_bytes=64), retention=KeepFull()),
+    "overlapped": ZeroConfig(partition=FlatShards(bucket_bytes=64), overlap_gather=True),
+}
+
+
+def _train(model: nn.Module, optimizer: Optimizer, rank: int, steps: int = 4) -> dict[str, Any]:
+    for step in range(steps):
+        inputs = torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + rank)).cuda()
+        model(inputs).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_shard_equals_ddp(ctx: RankContext, config: ZeroConfig) -> None:
+    for factory, options in CASES:
+        model, wrapped = cuda_model(), DistributedDataParallel(cuda_model())
+        ours = _train(model, shard(model, factory, config=config, **options), ctx.rank)
+        _train(wrapped, factory(wrapped.parameters(), **options), ctx.rank)
+        assert_same(ours, dict(wrapped.module.state_dict()))
+
+
+@ranks(1)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_shard_over_nccl_waits_for_nothing(ctx: RankContext, config: ZeroConfig) -> None:
+    torch.cuda.set_device(0)
+    nccl = dist.new_group([0], backend="nccl")
+    model, other = cuda_model(), cuda_model()
+    optimizer = shard(model, AdamW, lr=0.01, process_group=nccl, config=config)
+    assert optimizer.optim.param_groups[0]["fused"], "the fused implementation is the default on a GPU"
+    ours = _train(model, optimizer, ctx.rank)
+    assert_same(ours, _train(other, AdamW(other.parameters(), lr=0.01, fused=True), ctx.rank))
+    model(torch.ones(3, 5, device="cuda")).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@ranks(1, 2)
+def test_master_weights_and_scaler(ctx: RankContext) -> None:
+    model = cuda_model().half()
+    optimizer = shard(model, AdamW, lr=0.01, config=ZeroConfig(masters=MasterWeights()))
+    scaler = GradScaler("cuda", init_scale=8.0)
+    for step in range(3):
+        scaler.scale(model(torch.full((3, 5), step + 1.0).cuda().half()).float().sum()).backward()
+        scaler.unscale_(optimizer)
+        optimizer.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    state = optimizer.full_state_dict()
+    if state is not None:
+        for index, param in enumerate(model.parameters()):
+            assert_same(state["state"][index]["master_weights"].half(), param.detach().cpu())

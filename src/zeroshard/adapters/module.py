@@ -1,8 +1,8 @@
 """What a sharded optimizer hangs on the model, so that the model is right whenever it is used.
 
 - Gates: a module's forward pass waits for its parameters, which may be under way.
-- Traps: while parameters are under way, all other ways to them (`parameters()`, `state_dict()`, copying, saving,
-  moving, another optimizer's step) wait for all of them.
+- Guards: while they are, a module keeps its parameters in a dict that waits for them first. `parameters()`,
+  `state_dict()`, loading, copying, saving and moving the model all go through it. Another optimizer's step waits, too.
 - Buffers are made equal before each forward pass of the model.
 - `model.zero_grad()` clears what the optimizer keeps of gradients, too.
 
@@ -10,7 +10,7 @@ A copy of the model, deep or saved, has none of this. Nothing here keeps the opt
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakMethod
 
@@ -23,34 +23,35 @@ from ..runtime.buffers import BufferSync
 from ..runtime.flat import FlatEngine
 from ..units import Rank
 
-TRAPPED = ("named_parameters", "state_dict", "load_state_dict", "_apply", "__reduce_ex__")
-"""What everything that reads or writes the parameters of a module goes through, beside its forward pass."""
-
 
 class Before:
-    """A forward pre-hook that calls a method with the module."""
+    """A forward pre-hook that calls a method with the module, and says whether torch.compile has compiled the call.
 
-    def __init__(self, method: Callable[[Module], None]) -> None:
+    What is compiled leaves its graph for that, and goes on.
+    """
+
+    def __init__(self, method: Callable[[Module, bool], None]) -> None:
         self._method = WeakMethod(method)
+        self._run_outside = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
     def __call__(self, module: Module, _: Any) -> None:
-        method = self._method()
-        if method is not None:
-            method(module)
-
-    # torch.compile must not look inside: it leaves the graph, calls this, and goes on.
-    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+        self._run_outside(module, torch.compiler.is_compiling())
 
     def __reduce__(self) -> Any:
-        return getattr, ({}, "get")  # `{}.get(module, args)` gives the arguments back as they are
+        return getattr, ({}, "get")  # in a copy of the model: `{}.get(module, args)` gives the arguments back
+
+    def _run(self, module: Module, compiled: bool) -> None:
+        method = self._method()
+        if method is not None:
+            method(module, compiled)
 
 
 class BeforeInner(Before):
-    """The same for modules inside the model: what is compiled as a whole is waited for at its entrance."""
+    """The same for a module inside another one, which has seen to it that what is compiled needs no such call."""
 
-    def __call__(self, module: Module, args: Any) -> None:
+    def __call__(self, module: Module, _: Any) -> None:
         if not torch.compiler.is_compiling():
-            super().__call__(module, args)
+            self._run(module, False)
 
 
 class ZeroGrad:
@@ -74,14 +75,52 @@ class EqualBuffers:
 
     def __init__(self, comm: Comm, model: Module, is_off: Callable[[], bool]) -> None:
         self._sync, self._is_off = BufferSync(comm, model), is_off
-        model.register_forward_pre_hook(Before(self._before_forward))
+        if comm.group.size > 1 and next(model.buffers(), None) is not None:
+            model.register_forward_pre_hook(Before(self._before_forward))
 
     def sync(self, source: Rank) -> None:
         self._sync.sync(source)
 
-    def _before_forward(self, _: Module) -> None:
+    def _before_forward(self, _: Module, __: bool) -> None:
         if not self._is_off():
             self.sync(Rank(0))
+
+
+class Guarded(dict[str, Any]):
+    """What stands in for a module's dict of parameters while some are under way: whoever touches it waits first."""
+
+    def __init__(self, plain: dict[str, Any], wait: Callable[[], None]) -> None:
+        super().__init__(plain)
+        self._plain, self._wait = plain, wait
+
+    def __reduce__(self) -> Any:
+        self._wait()
+        return dict, (self._plain,)
+
+
+def _waiting(name: str) -> Callable[..., Any]:
+    def call(self: Guarded, *args: Any, **kwargs: Any) -> Any:
+        self._wait()
+        return getattr(self._plain, name)(*args, **kwargs)
+
+    return call
+
+
+for _name in (
+    *(
+        "__getitem__",
+        "__setitem__",
+        "__delitem__",
+        "__iter__",
+        "__len__",
+        "__contains__",
+        "__or__",
+        "__ror__",
+        "__eq__",
+    ),
+    *("get", "keys", "values", "items", "copy", "pop", "popitem", "setdefault", "update", "clear"),
+):
+    setattr(Guarded, _name, _waiting(_name))
 
 
 class Gates:
@@ -96,12 +135,7 @@ class Gates:
                 module.register_forward_pre_hook(Before(self._enter))
             elif module._parameters:
                 module.register_forward_pre_hook(BeforeInner(self._pass))
-        self._traps = [
-            (vars(module), name, functools.partial(self._spring, module, name))
-            for module in self._buckets
-            for name in TRAPPED
-            if name not in vars(module)
-        ]
+        self._guarded: dict[Module, dict[str, Any]] = {}
         self._before_steps: Any = None
 
     def find_params(self) -> None:
@@ -113,42 +147,38 @@ class Gates:
 
     def close(self) -> None:
         """Parameters are under way."""
-        for attributes, name, trap in self._traps:
-            attributes[name] = trap
+        for module, buckets in self._buckets.items():
+            if buckets and module not in self._guarded:  # nobody may have looked at it since the last step
+                self._guarded[module] = plain = module._parameters
+                vars(module)["_parameters"] = Guarded(plain, functools.partial(self._pass, module, False))
         if self._before_steps is None:
             self._before_steps = register_optimizer_step_pre_hook(lambda *_: self.wait())
 
     def wait(self) -> None:
         """All parameters have arrived."""
         self._engine.sync.finish()
-        self._open()
+        for module in list(self._guarded):
+            self._open(module)
 
-    def _enter(self, model: Module) -> None:
-        for module in model.modules():
-            if _is_compiled(module):
-                self._wait_for(bucket for part in module.modules() for bucket in self._buckets.get(part, ()))
-        self._pass(model)
+    def _enter(self, model: Module, compiled: bool) -> None:
+        for module in model.modules() if self._guarded else ():
+            if compiled or _is_compiled(module):
+                for part in module.modules():
+                    self._pass(part, True)
+        self._pass(model, compiled)
 
-    def _pass(self, module: Module) -> None:
-        self._wait_for(self._buckets[module])
+    def _pass(self, module: Module, _: bool) -> None:
+        """The parameters of one module have arrived."""
+        if module in self._guarded:
+            self._engine.sync.wait(self._buckets[module])
+            self._open(module)
 
-    def _wait_for(self, buckets: Iterable[int]) -> None:
-        if self._engine.sync.under_way:
-            self._engine.sync.wait(buckets)
-            if not self._engine.sync.under_way:
-                self._open()
-
-    def _open(self) -> None:
-        for attributes, name, _ in self._traps:
-            attributes.pop(name, None)
-        if self._before_steps is not None:
+    def _open(self, module: Module) -> None:
+        vars(module)["_parameters"] = self._guarded.pop(module)
+        if not self._guarded and self._before_steps is not None:
             self._before_steps.remove()
             self._before_steps = None
 
-    def _spring(self, module: Module, name: str, *args: Any, **kwargs: Any) -> Any:
-        self.wait()
-        return getattr(module, name)(*args, **kwargs)
-
 
 def _is_compiled(module: Module) -> bool:
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod") or torch.compiler.is_compiling()
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")

@@ -35,6 +35,7 @@ class Whole:
     def __init__(self, specs: Sequence[ParamSpec]) -> None:
         self._specs = specs
         self._by_param: dict[int, Any] = {}
+        self._cut: dict[int, frozenset[str]] = {}
 
     def add(self, records: dict[int, Any]) -> None:
         """A rank's portable records, by parameter."""
@@ -45,10 +46,15 @@ class Whole:
                 self._add_piece(self._specs[param], Span(*span), frozenset(cut), state)
 
     def state(self) -> dict[int, Any]:
+        """By parameter. State has no gaps where the parameter has: torch's optimizers leave none either."""
+        for param, cut in self._cut.items():
+            if self._specs[param].extent > self._specs[param].numel:
+                self._by_param[param].update({key: self._by_param[param][key].clone() for key in cut})
         return dict(sorted(self._by_param.items()))
 
     def _add_piece(self, spec: ParamSpec, span: Span, cut: frozenset[str], state: dict[str, Any]) -> None:
         whole = self._by_param.setdefault(spec.index, {})
+        self._cut[spec.index] = cut & state.keys()
         for key, value in state.items():
             if key not in cut:
                 whole.setdefault(key, value)

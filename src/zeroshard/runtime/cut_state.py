@@ -23,14 +23,16 @@ class CutState:
 
     def by_param(self, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> dict[Any, Any]:
         """Views of it, by the user's parameter, and what belongs to no parameter."""
-        found = {params[piece.param]: state for piece, state, _ in self._each(optimizer)}
+        found = {params[piece.param]: state for piece, state, _ in self._each(optimizer) if state}
         return found | {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
 
     def records(self, optimizer: Optimizer) -> list[StateRecord]:
         records = []
         for piece, state, cut in self._each(optimizer):
-            copy = self._memory.precise(piece)
+            copy = self._memory.precise(piece, if_it_says_more=not state)
             values = state if copy is None else {**state, MASTER: copy}
+            if not values:
+                continue
             if self._holdings.cut:
                 records.append(StateRecord(piece.param, piece.in_param, (*cut, MASTER), values))
             else:
@@ -62,13 +64,12 @@ class CutState:
         return undo
 
     def _each(self, optimizer: Optimizer) -> Iterator[tuple[Piece, State, tuple[str, ...]]]:
-        """All pieces that have state, with it and the keys of what is cut."""
+        """All pieces with their state, if they have any, and the keys of what is cut."""
         for segment in self._holdings:
-            if segment.param in optimizer.state:
-                state = optimizer.state[segment.param]
-                cut = tuple(key for key, value in state.items() if self._holdings.is_cut(key, value, segment.param))
-                for piece in segment.pieces:
-                    yield piece, self._holdings.state_of(segment, piece, state), cut
+            state = optimizer.state.get(segment.param, {})
+            cut = tuple(key for key, value in state.items() if self._holdings.is_cut(key, value, segment.param))
+            for piece in segment.pieces:
+                yield piece, self._holdings.state_of(segment, piece, state), cut
 
     def _local_dict(self, saved: SavedState, specs: Sequence[ParamSpec]) -> StateDict:
         state: dict[Any, Any] = dict(saved.others)

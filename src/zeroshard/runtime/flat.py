@@ -101,7 +101,7 @@ class FlatEngine(Engine):
         self.sync.finish()
         attempt = Attempt()
         attempt.require(lambda: self.check_groups(groups))
-        attempt.require(lambda: self.store.refresh(shapes=False))
+        attempt.require(lambda: self.store.refresh(shapes=not self.reduces))
         verdict = compare(
             self.comm, call, self.grads.statement(), attempt.trouble, options=self._hyper_parameters(groups)
         )
@@ -141,7 +141,7 @@ class FlatEngine(Engine):
             if 0 not in moving or any(map(moving.__getitem__, self._members_of[bucket.index])):
                 self.sync.start(bucket, self.store.buffer(bucket.index))
         # Autograd must see an update, local or remote, as the in-place change that it is.
-        increment_version([*compress(self.params, moving)])
+        increment_version([*compress(self.params, moving)] if 0 in moving else self.params)
         self.memory.remember(self.params)
 
 

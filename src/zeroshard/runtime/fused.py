@@ -17,7 +17,8 @@ def with_fused(recipe: Recipe) -> Recipe:
     Not on the CPU: fused kernels there round in another way than the default loops, and the last elements of a tensor
     in another way than the rest, so that bits would depend on where parameters are cut.
     """
-    given = {*recipe.defaults, *(key for group in recipe.groups for key in group)}
+    preset = getattr(recipe.factory, "keywords", {})  # of a functools.partial
+    given = {*preset, *recipe.defaults, *(key for group in recipe.groups for key in group)}
     params = [param for group in recipe.groups for param in group["params"]]
     if given.isdisjoint(_CHOICES) and _takes_fused(recipe.factory) and all(map(_is_supported, params)):
         return replace(recipe, defaults={**recipe.defaults, "fused": True})

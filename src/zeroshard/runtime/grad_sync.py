@@ -10,6 +10,7 @@ What is in `param.grad` in `settle` and has not travelled yet (it came too late,
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from operator import attrgetter
 from struct import pack
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from ..layout.layout import Bucket, Layout
 from ..policies import MasterWeights, Reduce, Retention
 from .grads import Gradients
 from .packing import Buffer, Grads, Packing, Pool
+
+_GRAD = attrgetter("grad")
 
 UNFINISHED = 1
 """The newest buckets are left on their way: taking them in at once would stop what they are to overlap with."""
@@ -39,6 +42,8 @@ class GradSync(Gradients):
         self._present = bytearray()
         self._fired = bytearray()
         self._unsent = bytearray()
+        self._told = bytearray()
+        """A synchronising backward pass has told of the gradient since gradients were last settled."""
         self._late: list[int] = []
         self._sent_ids: dict[int, int] = {}
         self._offered: dict[int, torch.Tensor] = {}
@@ -74,6 +79,7 @@ class GradSync(Gradients):
         if self._spent:
             self._warn_of_old_grads()
         self._unsent[index] = 1
+        self._told[index] = not self.paused
         if self.paused or self._fired[index] or index not in self._slot_of:
             return
         self._fired[index] = 1
@@ -137,7 +143,8 @@ class GradSync(Gradients):
         self._spent = False
 
     def tensors(self) -> list[torch.Tensor]:
-        return [self.shard(slot.bucket) for slot in self._slots if slot.holds]
+        # Hazard: not their padding. Nothing writes there, so what is multiplied by NaN once would stay NaN.
+        return [self._filled(slot) for slot in self._slots if slot.holds]
 
     def spend(self) -> None:
         """A later backward pass adds to them unless they are cleared."""
@@ -148,8 +155,10 @@ class GradSync(Gradients):
         return self._round[self._sent % len(self._round)]
 
     def _find_late(self) -> list[int]:
-        """Parameters with a gradient that has not travelled. All are looked at: users may set some by hand."""
-        grads = [param.grad for param in self._params]
+        """Parameters with a gradient that has not travelled, whoever has set it."""
+        if self._retention.frees and 0 not in self._told and 1 not in self._unsent:
+            return []  # all came from autograd, and are gone
+        grads = list(map(_GRAD, self._params))
         have = [i for i, grad in enumerate(grads) if grad is not None and i in self._slot_of]
         return [i for i in have if self._retention.frees or self._is_unsent(i, id(grads[i]))]
 
@@ -169,6 +178,7 @@ class GradSync(Gradients):
         self._sent = 0
         self._fired = bytearray(len(self._params))
         self._unsent = bytearray(len(self._params))
+        self._told = bytearray(len(self._params))
         for slot in self._slots:
             slot.missing = slot.expected
 
@@ -214,7 +224,7 @@ class GradSync(Gradients):
     def _take_in(self) -> None:
         sending = self._under_way.popleft()
         slot = sending.slot
-        shard = self.shard(slot.bucket)[: slot.packing.shards[self._comm.group.rank].length]
+        shard = self._filled(slot)
         if not sending.wanted:
             sending.arriving.average(torch.empty_like(shard))
             slot.give_back(sending)
@@ -227,6 +237,10 @@ class GradSync(Gradients):
             sending.arriving.average(shard)
         slot.holds = True
         slot.give_back(sending)
+
+    def _filled(self, slot: "_Slot") -> torch.Tensor:
+        """A shard without the padding at its end."""
+        return self.shard(slot.bucket)[: slot.packing.shards[self._comm.group.rank].length]
 
     def _warn_of_old_grads(self) -> None:
         self._spent = False

@@ -28,8 +28,8 @@ class ShardMemory:
     def shard(self, bucket: int) -> torch.Tensor:
         return self._store.buffer(bucket)[slice(*self._layout.buckets[bucket].shards[self._rank])]
 
-    def precise(self, piece: Piece) -> torch.Tensor | None:  # noqa: ARG002
-        """The more precise copy of a piece, if there is one."""
+    def precise(self, piece: Piece, *, if_it_says_more: bool = False) -> torch.Tensor | None:  # noqa: ARG002
+        """The more precise copy of a piece, if there is one; on request only if it is not just the piece."""
         return None
 
     def before_update(self, params: list[torch.Tensor]) -> None:
@@ -68,8 +68,11 @@ class MasterMemory(ShardMemory):
     def covers(self, bucket: int) -> bool:
         return self._policy.covers(self._layout.buckets[bucket].dtype)
 
-    def precise(self, piece: Piece) -> torch.Tensor | None:
-        return self.of(piece.bucket)[self._span(piece)] if self.covers(piece.bucket) else None
+    def precise(self, piece: Piece, *, if_it_says_more: bool = False) -> torch.Tensor | None:
+        if not self.covers(piece.bucket):
+            return None
+        copy, own = (memory[self._span(piece)] for memory in (self.of(piece.bucket), self.shard(piece.bucket)))
+        return None if if_it_says_more and torch.equal(copy, own.to(copy.dtype)) else copy
 
     @torch.no_grad()
     def before_update(self, params: list[torch.Tensor]) -> None:

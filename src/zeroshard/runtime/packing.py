@@ -103,11 +103,9 @@ class Packing:
 
 
 def _places(layout: Layout, bucket: Bucket) -> list[Place]:
-    """All parameters of a bucket that have elements."""
     starts: dict[int, int] = {}
     for piece in bucket.pieces:
-        if piece.in_param.length:
-            starts.setdefault(piece.param, piece.in_bucket.start)
+        starts.setdefault(piece.param, piece.in_bucket.start)
     return [Place(index, start, layout.params[index]) for index, start in starts.items()]
 
 

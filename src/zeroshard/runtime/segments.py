@@ -69,7 +69,7 @@ class Holdings:
         known, self._layout = len(self._layout.buckets), layout
         self.by_group.extend([] for _ in range(group_count - len(self.by_group)))
         for bucket in layout.buckets[known:]:
-            mine = [piece for piece in bucket.pieces if piece.owner == self._rank and piece.in_param.length]
+            mine = [piece for piece in bucket.pieces if piece.owner == self._rank]
             for pieces in self._runs(mine, lambda piece: layout.params[piece.param].group):
                 segment = self._segment(pieces)
                 self.by_group[segment.group].append(segment)

@@ -209,7 +209,8 @@ def _typical(params: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _probe(like: torch.Tensor, number: int) -> torch.Tensor:
-    shape = tuple(_SIZES[i % len(_SIZES)] for i in range(like.dim()))
+    # A scalar's state does not show its shape.
+    shape = tuple(_SIZES[i % len(_SIZES)] for i in range(max(like.dim(), 1)))
     # In low precision a coupling could vanish in the rounding.
     return torch.nn.Parameter(_wave(shape, phase=number).to(like.device, _precise(like.dtype)))
 

@@ -1,0 +1,49 @@
+"""`zeroshard.shard` on one GPU: speed, waits for the device, correctness. Needs torch and nothing else.
+
+PYTHONPATH=src python3 benchmarks/gpu_sharded.py --out DIR [--device cpu] [--only SECTION ...] [--no-fail]
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.cases import gpu_flat  # noqa: E402
+from benchmarks.cases.gpu_speed import Machine  # noqa: E402
+from benchmarks.harness.report import Section, finish, measure  # noqa: E402
+
+TITLE = "zeroshard.shard on one GPU"
+NOTE = (
+    "Step times are medians by CUDA events, from an idle device on; contestants run in turns. The least time is what "
+    "28 bytes a parameter (read parameter, gradient and two moments; write all but the gradient) take at the "
+    "bandwidth of a copy, measured in the same run. `--device cpu` only tries the code out."
+)
+
+
+def sections(machine: Machine) -> dict[str, Section]:
+    rounds = 20 if machine.device == "cuda" else 3
+    return {
+        "parity": lambda: gpu_flat.parity(machine),
+        "waits": lambda: gpu_flat.waits(machine),
+        "bandwidth": lambda: gpu_flat.bandwidth(machine, rounds),
+        "small": lambda: gpu_flat.small(machine, rounds),
+        "shares": lambda: gpu_flat.shares(machine, rounds),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="where gpu_sharded.json and gpu_sharded.md go")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", nargs="+", choices=sorted(sections(Machine("cpu"))))
+    parser.add_argument("--no-fail", action="store_true", help="exit with 0 even where a bar is missed")
+    options = parser.parse_args()
+    available = sections(Machine(options.device))
+    rows = measure({name: available[name] for name in options.only or available})
+    return finish(rows, TITLE, NOTE, options.out and options.out / "gpu_sharded", fail=not options.no_fail)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
