@@ -4,6 +4,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+PEERS := $(VENV)/.peers
 
 # Some CPUs advertise AMX without being able to run it; bf16 products then die with SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
@@ -31,8 +32,16 @@ types: $(READY)
 unit: $(READY)
 	$(PY) -m pytest
 
-bench: $(READY)
-	$(PY) benchmarks/dropin.py
+# A peer that cannot be installed here is left out of the comparison; torch stays what it is.
+$(PEERS): $(READY)
+	for peer in deepspeed fairscale; do \
+		DS_BUILD_OPS=0 $(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)" $$peer \
+			|| echo "$$peer could not be installed"; \
+	done
+	touch $(PEERS)
+
+bench: $(PEERS)
+	$(PY) benchmarks/dropin.py; dropin=$$?; $(PY) benchmarks/peers.py && exit $$dropin
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

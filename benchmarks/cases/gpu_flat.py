@@ -38,7 +38,9 @@ def bandwidth(machine: Machine, rounds: int) -> list[Row]:
     times, elements, rate = found
     least = BYTES_A_PARAMETER * elements / rate
     step = statistics.median(times["zeroshard"])
-    what = f"step of {IN_A_ROW} in a row, {MODELS[0]}, 1 rank, fused AdamW, over the least time at {rate / 1e12:.2f} TB/s"
+    what = (
+        f"step of {IN_A_ROW} in a row, {MODELS[0]}, 1 rank, fused AdamW, over the least time at {rate / 1e12:.2f} TB/s"
+    )
     bar = 1.25 if machine.device == "cuda" else None
     row = Row(what, ms(times["zeroshard"]), f"{1e3 * least:.3g} ms at least", step / least, bar=bar)
     plain = ratio_row(

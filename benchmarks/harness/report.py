@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,28 @@ def measure(sections: Mapping[str, Section]) -> list[Row]:
     return rows
 
 
-def finish(rows: Sequence[Row], title: str, note: str, stem: Path | None, *, fail: bool) -> int:
+@dataclass(frozen=True)
+class Appendix:
+    """What goes into the files beyond the rows: Markdown after the table, values into the JSON."""
+
+    text: str = ""
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+
+def finish(
+    rows: Sequence[Row], title: str, note: str, stem: Path | None, *, fail: bool, more: Appendix | None = None
+) -> int:
     """Show and write the results; the exit status is 1 where a bar was missed."""
     _show(title, rows)
     if stem is not None:
-        _write(stem, title, note, rows)
+        _write(stem, title, note, rows, more or Appendix())
     return int(fail and any(row.met is False for row in rows))
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """A table whose first line is its head."""
+    head, *body = lines
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body))
 
 
 def _machine() -> dict[str, Any]:
@@ -99,14 +115,14 @@ def _show(title: str, rows: Sequence[Row]) -> None:
     Console(width=max(Console().width, 150)).print(table)
 
 
-def _write(stem: Path, title: str, note: str, rows: Sequence[Row]) -> None:
+def _write(stem: Path, title: str, note: str, rows: Sequence[Row], more: Appendix) -> None:
     stem.parent.mkdir(parents=True, exist_ok=True)
-    contents = {"machine": _machine(), "rows": [{**asdict(row), "met": row.met} for row in rows]}
+    contents = {"machine": _machine(), "rows": [{**asdict(row), "met": row.met} for row in rows], **more.record}
     stem.with_suffix(".json").write_text(json.dumps(contents, indent=2) + "\n")
     facts = ", ".join(f"{key} {value}" for key, value in _machine().items())
-    lines = [HEADINGS, tuple("---" for _ in HEADINGS), *(row.cells() for row in rows)]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    stem.with_suffix(".md").write_text(f"# {title}\n\nMeasured with {facts}. {note}\n\n{table}\n")
+    table = markdown([HEADINGS, *(row.cells() for row in rows)])
+    parts = [f"# {title}", f"Measured with {facts}. {note}", table, *([more.text] if more.text else [])]
+    stem.with_suffix(".md").write_text("\n\n".join(parts) + "\n")
 
 
 def _plain(cells: Sequence[tuple[str, ...]]) -> str:

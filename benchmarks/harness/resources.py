@@ -12,10 +12,22 @@ MIB = 2**20
 _ACKED_AT = 120
 """Where `struct tcp_info` keeps the bytes that the peer has acknowledged, as 64 bits."""
 
+_MMAP_THRESHOLD = -3
+"""`M_MMAP_THRESHOLD` of malloc.h."""
+
 
 def sent_bytes() -> int:
     """Payload bytes that all TCP connections of this process have sent and got acknowledged so far."""
     return sum(_acknowledged(connection) for connection in _connections())
+
+
+def return_freed_memory() -> None:
+    """From now on, give memory of 1 MiB and more back as soon as it is freed.
+
+    By default the allocator keeps more and more of it, and the peak then says more about its habits than about what
+    was in use at a time.
+    """
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, MIB)
 
 
 def reset_peak() -> int:

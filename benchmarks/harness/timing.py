@@ -35,18 +35,23 @@ def cuda_clock(run: Run) -> float:
 
 
 def race(contestants: Mapping[str, Run], rounds: int, *, warmup: int = 2, clock: Clock = wall_clock) -> Times:
-    """Time all contestants `rounds` times in turns, every other round backwards, each from a barrier on."""
+    """Time all contestants `rounds` times in turns."""
     times: Times = {name: [] for name in contestants}
-    order = list(contestants)
+    for turn, name in turns(list(contestants), warmup + rounds):
+        seconds = clock(contestants[name])
+        if turn >= warmup:
+            times[name].append(seconds)
+    return times
+
+
+def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """Each name once a round, every other round backwards; a turn begins when all ranks have come to it."""
     with _no_garbage_collection():
-        for turn in range(warmup + rounds):
-            for name in order if turn % 2 else reversed(order):
+        for turn in range(rounds):
+            for name in names if turn % 2 else reversed(names):
                 if dist.is_initialized() and dist.get_world_size() > 1:
                     dist.barrier()
-                seconds = clock(contestants[name])
-                if turn >= warmup:
-                    times[name].append(seconds)
-    return times
+                yield turn, name
 
 
 def slowest(by_rank: Sequence[Times]) -> Times:

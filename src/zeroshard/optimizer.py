@@ -174,7 +174,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         grads = self._spread_grads("clip_grad_norm_")
         if grads is None:
             return torch.nn.utils.clip_grad_norm_(self.engine.params, max_norm, norm_type, error_if_nonfinite)
-        return clip.clip_norm(grads, max_norm, norm_type, self._comm, error_if_nonfinite=error_if_nonfinite)
+        return clip.clip_norm(
+            grads, float(max_norm), float(norm_type), self._comm, error_if_nonfinite=error_if_nonfinite
+        )
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """As `torch.nn.utils.clip_grad_value_` on all parameters, wherever their gradients are. Called on all ranks."""
@@ -192,8 +194,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if not isinstance(self.engine, FlatEngine):
             raise ConfigError("ddp_hook() brings slices of gradients to their owners: it needs partition=FlatShards()")
-        sync = GradSync(self._comm, KeepFull(), self._config.reduce, self._config.masters)
-        self.engine.reduce_by(sync)
+        sync = self.engine.grads
+        if not isinstance(sync, GradSync):
+            sync = GradSync(self._comm, KeepFull(), self._config.reduce, self._config.masters)
+            self.engine.reduce_by(sync)
         return hand_over(sync, self.engine.params)
 
     def unscale_grads(self, inverse_scale: torch.Tensor) -> dict[torch.device, torch.Tensor]:

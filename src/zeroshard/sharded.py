@@ -89,10 +89,10 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add up gradients in `param.grad`, in full size, and send nothing.
+        """Inside nothing is sent: backward passes add up gradients in `param.grad`, in full size, and buffers stay.
 
-        The next pass outside, or the next step, sends the sum. Without it every pass travels, and under `KeepShard()`
-        gradients never take more than 1/N.
+        So a rank may evaluate the model alone here. The next pass outside, or the next step, sends the sum. Without it
+        every pass travels, and under `KeepShard()` gradients never take more than 1/N.
         """
         before, self._grad_sync.paused = self._grad_sync.paused, True
         try:
@@ -106,13 +106,26 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
             self._gates.wait()
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        known = len(self.engine.layout.buckets) if self.initialized else 0
-        super().add_param_group(param_group)
-        if self.initialized:
-            self.engine.broadcast(Rank(0), first_bucket=known)
-            self._hooks.attach(self.engine.params)
-            if self._gates is not None:
-                self._gates.find_params()
+        if not self.initialized:
+            super().add_param_group(param_group)
+            return
+        self.engine.settle("add_param_group", self.param_groups)  # what is under way is of the present buckets
+        known = len(self.engine.layout.buckets)
+        super().add_param_group(self._with_names(param_group))
+        self.engine.broadcast(Rank(0), first_bucket=known)
+        self._hooks.attach(self.engine.params)
+        if self._gates is not None:
+            self._gates.find_params()
+
+    def _with_names(self, group: ParamGroup) -> ParamGroup:
+        """The group with the names that its parameters have in the model, if our other groups have names."""
+        given = group.get("params") if isinstance(group, dict) else None
+        if "param_names" not in self.param_groups[0] or not isinstance(given, (list, tuple, Iterator, torch.Tensor)):
+            return group
+        names = {id(param): name for name, param in self._model.named_parameters()}
+        entries = enumerate([given] if isinstance(given, torch.Tensor) else given, len(self.engine.params))
+        named = [(names.get(id(it), f"added.{i}"), it) if isinstance(it, torch.Tensor) else it for i, it in entries]
+        return {**group, "params": named}
 
     def _step(self, closure: Any, kwargs: dict[str, Any], *, joined: bool) -> Any:
         try:

@@ -98,7 +98,8 @@ class Stepping:
         self._outer.before_uneven_step(source)
         if not joined:
             return self._engine.run(self._outer.param_groups, None, kwargs)
-        self._clear_grads()  # they are of its last own step
+        if not self._engine.is_reducing:
+            self._clear_grads()  # they are of its last own step, and not what DDP has shadowed
         try:
             return self._engine.run(self._outer.param_groups, None, kwargs)
         finally:

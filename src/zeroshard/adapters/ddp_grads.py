@@ -19,6 +19,7 @@ def hand_over(sync: GradSync, params: Sequence[torch.Tensor]) -> CommHook:
         for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if id(param) not in index:
                 raise ConfigError(f"DDP reduces a parameter of shape {tuple(param.shape)} that the optimizer has not")
+            # Hazard: inside Join a rank without inputs is given zeros here, while old gradients are in `param.grad`.
             sync.ready(index[id(param)], grad)
         if bucket.is_last():
             sync.end_round()

@@ -59,9 +59,10 @@ class ZeroGrad:
 
     def __init__(self, model: Module, also: Callable[[bool], None]) -> None:
         self._model, self._also = model, WeakMethod(also)
+        self._before = model.zero_grad  # perhaps that of another optimizer for parts of the model
 
     def __call__(self, set_to_none: bool = True) -> None:
-        type(self._model).zero_grad(self._model, set_to_none)
+        self._before(set_to_none)
         also = self._also()
         if also is not None:
             also(set_to_none)
@@ -79,6 +80,7 @@ class EqualBuffers:
             model.register_forward_pre_hook(Before(self._before_forward))
 
     def sync(self, source: Rank) -> None:
+        """On all ranks."""
         self._sync.sync(source)
 
     def _before_forward(self, _: Module, __: bool) -> None:

@@ -1,6 +1,6 @@
 """Slices of a flat buffer to their owners, and back: the best way there is on each backend.
 
-A way is a `ShardWay`. The table of measurements behind the choice is in docs/decisions/0008.
+A way is a `ShardWay`. The table of measurements behind the choice is in docs/decisions/0010.
 """
 
 from abc import ABC, abstractmethod
@@ -17,6 +17,9 @@ from ..units import Rank, Span
 from .collectives import as_bytes
 from .group import Group
 from .pending import Pending, Together, Waitable, Watched, Watcher
+
+FIRST_TAG = 1 << 20
+"""Beyond what users give their own messages."""
 
 _tags: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 """Ways are made in the same order on all ranks, and messages of one must not be taken for those of another."""
@@ -47,6 +50,11 @@ class ShardWay(ABC):
     equal_shards = False
     """Needs the whole flat buffer with shards of equal length, padding and all."""
 
+    @property
+    def eager(self) -> bool:
+        """May be used while other ranks do other things: it keeps no host waiting, and mixes with no other messages."""
+        return True
+
     @abstractmethod
     def reduce(self, flat: torch.Tensor, shards: Sequence[Span]) -> Arriving:
         """Start sending each shard of `flat` to its owner."""
@@ -62,7 +70,7 @@ class Pairwise(ShardWay):
     def __init__(self, group: Group, reduce: Reduce) -> None:
         super().__init__(group, reduce)
         self._watcher = Watcher()
-        self._tag = next(_tags.setdefault(group.process_group, count(1)))
+        self._tag = next(_tags.setdefault(group.process_group, count(FIRST_TAG)))
 
     def reduce(self, flat: torch.Tensor, shards: Sequence[Span]) -> Arriving:
         me, size = self.group.rank, self.group.size
@@ -114,11 +122,16 @@ class Whole(ShardWay):
 
     gather = Pairwise.gather
 
+    @property
+    def eager(self) -> bool:
+        # Hazard: gloo pairs collectives by their order, also with those of the control channel in the same group.
+        return self.group.size == 1 or self.group.control is not self.group.process_group
 
-def best_way(group: Group, device: torch.device, reduce: Reduce) -> ShardWay:
-    backend = dist.get_backend(group.process_group) if group.size > 1 else ""
-    name = backend.partition(f"{device.type}:")[2].partition(",")[0] or backend
-    if name in ("nccl", "fake", "xccl", "hccl"):
+
+def best_way(group: Group, device: torch.device, reduce: Reduce, *, equal: bool) -> ShardWay:
+    """`equal`: all shards are equally long."""
+    name = group.process_group._get_backend(device).name().lower() if group.size > 1 else ""
+    if name in ("nccl", "fake", "xccl", "hccl") and equal:
         return Native(group, reduce)
     return Pairwise(group, reduce) if device.type == "cpu" and name in ("gloo", "mpi") else Whole(group, reduce)
 

@@ -48,6 +48,10 @@ class Bucket:
     shards: tuple[Span, ...]
     pieces: tuple[Piece, ...]
 
+    @cached_property
+    def has_equal_shards(self) -> bool:
+        return len({shard.length for shard in self.shards}) <= 1
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -39,10 +39,13 @@ def total_norm(grads: Sequence[torch.Tensor], norm_type: float, comm: Comm) -> t
     parts = torch.cat([zero, *(_norms(grad, norm_type).to(zero.device) for grad in grads)])
     local: torch.Tensor = torch.linalg.vector_norm(parts, norm_type)
     if comm.group.size == 1:
-        return local.float()
-    if math.isinf(norm_type):
-        return _largest(local, comm).float()
-    return comm.sum_of(local.pow(norm_type)).pow(1.0 / norm_type).float()
+        total = local
+    elif math.isinf(norm_type):
+        total = _largest(local, comm)
+    else:
+        total = comm.sum_of(local.pow(norm_type)).pow(1.0 / norm_type)
+    exact = any(grad.dtype in (torch.float64, torch.complex128) for grad in grads)
+    return total if exact else total.float()
 
 
 def _largest(value: torch.Tensor, comm: Comm) -> torch.Tensor:

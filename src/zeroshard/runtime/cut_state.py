@@ -1,6 +1,7 @@
 """State of segments as state of parameters, and back."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -47,21 +48,11 @@ class CutState:
             spec = specs[piece.param]
             return state and describe({k: v for k, v in state.items() if not self._is_cut(k, v, spec)})
 
-        regrouped = self._holdings.regroup(optimizer, alike)
-        undo_masters = self._load_masters(saved, specs)
-        try:
-            loaded = load(optimizer, self._local_dict(saved, specs))
-        except BaseException:
-            undo_masters()
-            regrouped()
-            raise
-
-        def undo() -> None:
-            loaded()
-            undo_masters()
-            regrouped()
-
-        return undo
+        with ExitStack() as undo:  # in the reverse order, also where this fails halfway
+            undo.callback(self._holdings.regroup(optimizer, alike))
+            undo.callback(load(optimizer, self._local_dict(saved, specs)))
+            self._load_masters(saved, specs, undo)
+            return undo.pop_all().close
 
     def _each(self, optimizer: Optimizer) -> Iterator[tuple[Piece, State, tuple[str, ...]]]:
         """All pieces with their state, if they have any, and the keys of what is cut."""
@@ -103,18 +94,11 @@ class CutState:
     def _is_cut(self, key: Any, value: Any, spec: ParamSpec) -> bool:
         return isinstance(value, torch.Tensor) and self._holdings.has_shape(key, tuple(value.shape), spec.shape)
 
-    def _load_masters(self, saved: SavedState, specs: Sequence[ParamSpec]) -> Callable[[], None]:
-        before: list[tuple[torch.Tensor, torch.Tensor]] = []
+    def _load_masters(self, saved: SavedState, specs: Sequence[ParamSpec], undo: ExitStack) -> None:
         for piece in (piece for segment in self._holdings for piece in segment.pieces):
             copy = self._memory.precise(piece)
             state = saved.by_param.get(piece.param)
             if copy is not None and isinstance(state, dict) and MASTER in state:
-                before.append((copy, copy.clone()))
+                undo.callback(copy.copy_, copy.clone())
                 copy.copy_(in_memory_order(state[MASTER], specs[piece.param])[slice(*piece.in_param)])
         self._memory.doubt()
-
-        def undo() -> None:
-            for copy, value in before:
-                copy.copy_(value)
-
-        return undo

@@ -93,6 +93,10 @@ class FlatEngine(Engine):
     def load(self, saved: SavedState) -> Callable[[], None]:
         return self._cut_state.load(self.inner.optimizer, saved, self.layout.params)
 
+    @property
+    def is_reducing(self) -> bool:
+        return self.grads.busy
+
     def clear_grads(self, *, to_none: bool) -> None:
         self.grads.clear(to_none=to_none)
 

@@ -12,12 +12,15 @@ from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
 from struct import pack
+from threading import RLock
 from typing import NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 
 from ..comm.collectives import Comm
 from ..comm.shards import Arriving, ShardWay, best_way
+from ..errors import RankMismatchError
 from ..layout.layout import Bucket, Layout
 from ..policies import MasterWeights, Reduce, Retention
 from .grads import Gradients
@@ -41,17 +44,20 @@ class GradSync(Gradients):
         self._slot_of: dict[int, _Slot] = {}
         self._present = bytearray()
         self._fired = bytearray()
-        self._unsent = bytearray()
-        self._told = bytearray()
-        """A synchronising backward pass has told of the gradient since gradients were last settled."""
-        self._late: list[int] = []
-        self._sent_ids: dict[int, int] = {}
         self._offered: dict[int, torch.Tensor] = {}
+        self._unsent = bytearray()
+        self._late: list[int] = []
+        self._expects = self._expected_for = b""
+        self._sent_grads: dict[int, ReferenceType[torch.Tensor] | None] = {}
+        """Of those that stay in `param.grad`, to notice when another one takes its place."""
         self._round: list[_Slot] = []
-        self._sent = 0
+        self._sent = self._cleared = 0
+        """Buckets that were sent since gradients were last settled, all and before they were last cleared."""
         self._under_way: deque[_Sending] = deque()
         self._pools: dict[tuple[torch.dtype, torch.device], Pool] = {}
-        self._ways: dict[torch.device, ShardWay] = {}
+        self._ways: dict[tuple[torch.device, bool], ShardWay] = {}
+        self._lock = RLock()
+        """Autograd has a thread for each device."""
         self._spent = False
 
     def extend(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
@@ -63,24 +69,34 @@ class GradSync(Gradients):
             if any(place.spec.trainable for place in slot.places):
                 self._round.append(slot)
         self._present.extend(bytes(len(params) - len(self._present)))
-        self._expect_those_that_train()
+        self._expect_those_that_train(bytes(len(params)))
         self._start_over()
 
     def _slot(self, layout: Layout, bucket: Bucket) -> "_Slot":
         dtype = self._reduce.wire_dtype(bucket.dtype)
         pool = self._pools.setdefault((dtype, bucket.device), Pool(dtype, bucket.device))
-        way = self._ways.setdefault(bucket.device, best_way(self._comm.group, bucket.device, self._reduce))
-        return _Slot(layout, bucket, way, pool)
+        kind = (bucket.device, bucket.has_equal_shards)
+        if kind not in self._ways:
+            self._ways[kind] = best_way(self._comm.group, bucket.device, self._reduce, equal=bucket.has_equal_shards)
+        return _Slot(layout, bucket, self._ways[kind], pool)
+
+    @property
+    def busy(self) -> bool:
+        """Gradients have been sent since they were last settled."""
+        return self._sent > 0 or bool(self._under_way)
 
     def ready(self, index: int, grad: torch.Tensor | None = None) -> None:
         """A parameter has its gradient: the given one, or that in `param.grad`. Never waits for another rank."""
+        with self._lock:
+            self._ready(index, grad)
+
+    def _ready(self, index: int, grad: torch.Tensor | None) -> None:
         if grad is not None:
             self._offered[index] = grad
         if self._spent:
             self._warn_of_old_grads()
         self._unsent[index] = 1
-        self._told[index] = not self.paused
-        if self.paused or self._fired[index] or index not in self._slot_of:
+        if self.paused or self._fired[index] or not self._expects[index]:
             return
         self._fired[index] = 1
         slot = self._slot_of[index]
@@ -90,16 +106,17 @@ class GradSync(Gradients):
 
     def _send_full(self) -> None:
         """Send all buckets that are full and whose turn it is."""
-        while self._round and not self._next.missing:
+        while self._is_eager and self._round and not self._next.missing:
             self._send(self._next)
             if self._sent % len(self._round) == 0:
                 return  # the same bucket twice in one go would be empty
 
     def end_round(self) -> None:
         """A backward pass is over: send what is left of a round that has begun."""
-        if not self.paused and any(self._fired):
-            while self._sent % len(self._round):
-                self._send(self._next)
+        with self._lock:
+            if self._is_eager and not self.paused and any(self._fired):
+                while self._sent % len(self._round):
+                    self._send(self._next)
 
     def statement(self) -> bytes:
         have, self._late = bytearray(self._present_flags()), self._find_late()
@@ -107,13 +124,11 @@ class GradSync(Gradients):
             self._warn_of_old_grads()
         for index in self._late:
             have[index] = 1
-        return bytes(have) + self._late_buckets() + pack("q", self._sent)
+        return bytes(have) + self._late_buckets() + pack("qq", self._sent, self._cleared)
 
     def settle(self, *, same: bool) -> bytes:
-        goal = self._sent if same else self._comm.maximum([self._sent])[0]
-        while self._sent < goal:
-            self._send(self._next)
         if not same:
+            self._catch_up()
             self._late = self._find_late()
         late = self._late_buckets()
         for slot, flag in zip(self._slots, late if same else self._comm.union(late), strict=True):
@@ -122,14 +137,37 @@ class GradSync(Gradients):
         while self._under_way:
             self._take_in()
         present = self._present_flags() if same else self._comm.union(self._present_flags())
+        if self._late or not same or present != self._expected_for:
+            self._expect_those_that_train(present)
         self._present[:] = present
-        if self._late or not same or any(self._fired):
-            self._expect_those_that_train()
         # What had no gradients this time is not expected to have any next time.
         used = [slot for slot in self._slots if 0 not in present or any(map(present.__getitem__, slot.members))]
         self._round = used or self._round
         self._start_over()
         return present
+
+    def _catch_up(self) -> None:
+        """All ranks have sent as many buckets as the one that has sent most.
+
+        What one rank has cleared after it was sent counts on none. A rank that sent what shall count in its place could
+        not be told apart from one that cleared too late, so that is refused.
+        """
+        goal, void = self._comm.maximum([self._sent, self._cleared])
+        conflict = self._cleared < void and self._cleared < self._sent
+        problem = self._comm.maximum([conflict])[0]
+        while self._sent < goal:
+            self._send(self._next, wanted=self._sent >= void)
+        if problem:
+            while self._under_way:
+                self._take_in()
+            self.clear(to_none=True)
+            self._start_over()
+            for param in self._params:
+                param.grad = None
+            raise RankMismatchError(
+                "zero_grad() was called between different backward passes on different ranks, so that gradients of one "
+                "pass would meet those of another. They are cleared now."
+            )
 
     def clear(self, *, to_none: bool) -> None:
         # Hazard: waiting here for what is under way would be waiting for ranks that may not send it before they settle.
@@ -140,6 +178,7 @@ class GradSync(Gradients):
                 self._shards[slot.bucket].zero_()
         if to_none:
             self._present[:] = bytes(len(self._present))
+        self._cleared = self._sent
         self._spent = False
 
     def tensors(self) -> list[torch.Tensor]:
@@ -151,19 +190,25 @@ class GradSync(Gradients):
         self._spent = self._retention.frees
 
     @property
+    def _is_eager(self) -> bool:
+        """Buckets may go while backward runs; else all go along when gradients are settled."""
+        return all(way.eager for way in self._ways.values())
+
+    @property
     def _next(self) -> "_Slot":
         return self._round[self._sent % len(self._round)]
 
     def _find_late(self) -> list[int]:
         """Parameters with a gradient that has not travelled, whoever has set it."""
-        if self._retention.frees and 0 not in self._told and 1 not in self._unsent:
-            return []  # all came from autograd, and are gone
         grads = list(map(_GRAD, self._params))
+        if grads.count(None) == len(grads):
+            return []
         have = [i for i, grad in enumerate(grads) if grad is not None and i in self._slot_of]
-        return [i for i in have if self._retention.frees or self._is_unsent(i, id(grads[i]))]
+        return [i for i in have if self._retention.frees or self._is_unsent(i, grads[i])]
 
-    def _is_unsent(self, index: int, grad: int) -> bool:
-        return bool(self._unsent[index]) or not self._present[index] or self._sent_ids.get(index, grad) != grad
+    def _is_unsent(self, index: int, grad: torch.Tensor | None) -> bool:
+        sent = self._sent_grads.get(index)
+        return bool(self._unsent[index]) or not self._present[index] or (sent is not None and sent() is not grad)
 
     def _late_buckets(self) -> bytes:
         late = {self._slot_of[index].bucket for index in self._late}
@@ -175,41 +220,47 @@ class GradSync(Gradients):
         return bytes([param.grad is not None for param in self._params])
 
     def _start_over(self) -> None:
-        self._sent = 0
+        self._sent = self._cleared = 0
         self._fired = bytearray(len(self._params))
         self._unsent = bytearray(len(self._params))
-        self._told = bytearray(len(self._params))
         for slot in self._slots:
             slot.missing = slot.expected
 
-    def _expect_those_that_train(self) -> None:
-        """After a round in which buckets did not fill up by themselves."""
+    def _expect_those_that_train(self, present: bytes) -> None:
+        """Those that had gradients last time, if there were any: an unused parameter must not keep a bucket waiting."""
+        self._expected_for = present
+        used = present if any(present) else b"\1" * len(present)
+        flags = [param.requires_grad and used[index] for index, param in enumerate(self._params)]
+        self._expects = bytes(map(bool, flags))
         for slot in self._slots:
-            slot.expected = sum(self._params[index].requires_grad for index in slot.members)
+            slot.expected = sum(map(self._expects.__getitem__, slot.members))
 
     @torch.no_grad()
-    def _send(self, slot: "_Slot") -> None:
-        grads = [self._grad(index) for index in slot.members]
-        for index, grad in zip(slot.members, grads, strict=True):
-            self._unsent[index] = self._fired[index] = 0
-            self._present[index] |= grad is not None
-            if not self._retention.frees and grad is self._params[index].grad:
-                self._sent_ids[index] = id(grad)
+    def _send(self, slot: "_Slot", *, wanted: bool = True) -> None:
+        """`wanted`: else nobody will use what is sent, and it is zeros."""
+        grads = [self._take(index) if wanted else None for index in slot.members]
         self._sent += slot in self._round
         if self._comm.group.size == 1:
             self._keep(slot, grads)
         else:
-            self._under_way.append(slot.send(grads))
-        if self._retention.frees:
-            for index in slot.members:
-                self._params[index].grad = None
+            sending = slot.send(grads, ours=self._retention.frees)
+            self._under_way.append(sending._replace(wanted=wanted))
         slot.missing = slot.expected
         while len(self._under_way) > UNFINISHED and self._under_way[0].arriving.arrived:
             self._take_in()
 
-    def _grad(self, index: int) -> torch.Tensor | None:
+    def _take(self, index: int) -> torch.Tensor | None:
+        """The gradient of a parameter, which is on its way then."""
+        param = self._params[index]
         offered = self._offered.pop(index, None)
-        return self._params[index].grad if offered is None else offered
+        grad = param.grad if offered is None else offered
+        self._unsent[index] = self._fired[index] = 0
+        self._present[index] |= grad is not None
+        if self._retention.frees:
+            param.grad = None
+        else:
+            self._sent_grads[index] = ref(grad) if grad is not None and offered is None else None
+        return grad
 
     def _keep(self, slot: "_Slot", grads: Grads) -> None:
         """There are no other ranks: the shard is the whole bucket."""
@@ -267,8 +318,9 @@ class _Slot:
             pool.make_room(self.packing.numel)
         self._own: Buffer | None = None
 
-    def send(self, grads: Grads) -> "_Sending":
-        flat, buffer = self.packing.as_it_lies(grads), None
+    def send(self, grads: Grads, *, ours: bool) -> "_Sending":
+        """`ours`: nobody else holds the gradients; else the next backward pass may add to them under way."""
+        flat, buffer = self.packing.as_it_lies(grads) if ours else None, None
         if flat is None:
             self._pool.make_room(self.packing.numel)
             buffer = self._pool.take()

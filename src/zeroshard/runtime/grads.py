@@ -15,6 +15,11 @@ from ..policies import MasterWeights
 class Gradients(ABC):
     """One flat shard of gradients a bucket. They stay until `clear`, as gradients do in torch."""
 
+    @property
+    def busy(self) -> bool:
+        """Gradients have been sent since they were last settled."""
+        return False
+
     def __init__(self, comm: Comm, masters: MasterWeights | None) -> None:
         self._comm, self._masters = comm, masters
         self._layout = Layout.empty(comm.group.size)

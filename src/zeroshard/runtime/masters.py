@@ -58,6 +58,10 @@ class MasterMemory(ShardMemory):
         self._copies: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
 
+    def extend(self, layout: Layout) -> None:
+        super().extend(layout)
+        self._copies = {bucket: copy for bucket, copy in self._copies.items() if bucket < len(layout.buckets)}
+
     def of(self, bucket: int) -> torch.Tensor:
         if not self.covers(bucket):
             return self.shard(bucket)

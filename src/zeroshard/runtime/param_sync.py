@@ -47,7 +47,7 @@ class ShardSync:
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self._ways: dict[torch.device, ShardWay] = {}
+        self._ways: dict[tuple[torch.device, bool], ShardWay] = {}
         self._under_way: dict[int, Pending] = {}
 
     @property
@@ -58,9 +58,10 @@ class ShardSync:
         """Send this rank's shard of `flat`, and receive the others'."""
         if self._comm.group.size == 1:
             return
-        if bucket.device not in self._ways:
-            self._ways[bucket.device] = best_way(self._comm.group, bucket.device, Reduce())
-        self._under_way[bucket.index] = self._ways[bucket.device].gather(flat, bucket.shards)
+        kind = (bucket.device, bucket.has_equal_shards)
+        if kind not in self._ways:
+            self._ways[kind] = best_way(self._comm.group, bucket.device, Reduce(), equal=bucket.has_equal_shards)
+        self._under_way[bucket.index] = self._ways[kind].gather(flat, bucket.shards)
 
     def wait(self, buckets: Iterable[int]) -> None:
         """These buckets have arrived."""

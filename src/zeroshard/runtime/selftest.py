@@ -4,7 +4,7 @@ import copy
 import math
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -49,12 +49,18 @@ def examine(recipe: Recipe) -> Traits:
 def is_separable(recipe: Recipe) -> bool:
     """Whether a parameter that is cut into flat pieces is updated as the whole one would be."""
     with _quietly(recipe), suppress(Exception):
-        return all(
-            _CutTrial(recipe, group, like).is_separable()
-            for group in recipe.groups
-            for like in {param.dim(): param for param in group["params"]}.values()
-        )
+        return all(_CutTrial(recipe, group, like).is_separable() for group, like in _different(recipe.groups))
     return False
+
+
+def _different(groups: Sequence[ParamGroup]) -> Iterable[tuple[ParamGroup, torch.Tensor]]:
+    """A parameter of each number of dimensions, dtype and device, in each kind of group: many differ in lr only."""
+    found: dict[str, tuple[ParamGroup, torch.Tensor]] = {}
+    for group in groups:
+        kind = repr({key: value for key, value in group.items() if key not in ("params", "param_names", "lr")})
+        for param in group["params"]:
+            found.setdefault(f"{kind} {param.dim()} {param.dtype} {param.device}", (group, param))
+    return found.values()
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 import logging
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class Engine(ABC):
         self.params: list[torch.Tensor] = []
         self.steps = 0
         self._owned: tuple[int, ...] = ()
-        self._members: list[list[int]] = []
+        self._members: list[list[torch.Tensor]] = []
 
     @abstractmethod
     def prepare(self, layout: Layout, groups: Sequence[ParamGroup], first_group: int = 0) -> None:
@@ -55,7 +56,7 @@ class Engine(ABC):
         params = [param for group in groups for param in group["params"]][len(self.params) :]
         self.layout = layout
         self.params.extend(params)
-        self._members = _ids(groups)
+        self._members = [list(group["params"]) for group in groups]
         self._owned = layout.owned_by(self.comm.group.rank)
         self.store.extend(layout, params)
 
@@ -90,12 +91,19 @@ class Engine(ABC):
     def load(self, saved: SavedState) -> Callable[[], None]:
         """Take this rank's part of it; returns how to undo it."""
 
+    @property
+    def is_reducing(self) -> bool:
+        """Gradients have been sent for the step that comes."""
+        return False
+
     def clear_grads(self, *, to_none: bool) -> None:  # noqa: B027 (nothing, by default)
         """What `zero_grad` does beyond `param.grad`."""
 
     def check_groups(self, groups: Sequence[ParamGroup]) -> None:
         """Refuse groups whose parameters are no longer those of the layout."""
-        if _ids(groups) != self._members:
+        present = [group["params"] for group in groups]
+        same = list(map(len, present)) == list(map(len, self._members))
+        if not same or not all(all(map(is_, *pair)) for pair in zip(present, self._members, strict=True)):
             raise BindingError(
                 "the parameters in param_groups were changed by hand; add some with add_param_group(), "
                 "or make a new optimizer"
@@ -119,10 +127,6 @@ class Engine(ABC):
     def _require_same_options(self, call: str, verdict: Verdict, groups: Sequence[ParamGroup]) -> None:
         if not verdict.same_options and not verdict.trouble:
             raise_first_difference(self.comm, call, describe_groups(groups))
-
-
-def _ids(groups: Iterable[ParamGroup]) -> list[list[int]]:
-    return [list(map(id, group["params"])) for group in groups]
 
 
 class Attempt:

@@ -1,0 +1,181 @@
+"""What the race says: bars as rows, and everything as tables."""
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..harness.report import Row, markdown, ratio_row
+from ..harness.resources import MIB
+from ..harness.timing import ms, ratio
+from ..harness.workloads import WORKLOADS, sizes
+from .peers_race import Case, Result, Results
+from .peers_trainers import BASELINE, CONTESTANTS, FLAT, PEERS
+
+SETTINGS = {"AdamW": "AdamW's defaults", "fused AdamW": "fused=True"}
+
+
+class Peak(NamedTuple):
+    """Bytes on the fullest rank beyond those of the built model."""
+
+    resident: int
+    in_use: int
+    """Without what the allocator keeps for later."""
+
+
+@dataclass
+class Board:
+    """All that was measured."""
+
+    races: dict[Case, Results] = field(default_factory=dict)
+    peaks: dict[Case, dict[str, Peak]] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    """Contestants that were left out, and why."""
+
+    def names(self) -> list[str]:
+        """Contestants that took part in a race."""
+        return [name for name in CONTESTANTS if any(name in results for results in self.races.values())]
+
+    def record(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "races": [
+                {**case._asdict(), "results": {name: vars(it) for name, it in results.items()}}
+                for case, results in self.races.items()
+            ],
+            "peak_growth": [{**case._asdict(), "bytes": _plain(peaks)} for case, peaks in self.peaks.items()],
+            "left_out": self.absent,
+        }
+
+
+def bar_rows(board: Board) -> list[Row]:
+    """What is promised, and whether it holds."""
+    if not any(name in results for results in board.races.values() for name in FLAT):
+        return []
+    times = [row for case, results in board.races.items() for row in _time_rows(case, results)]
+    return [*times, *_counter_rows(board), *_memory_rows(board)]
+
+
+def _time_rows(case: Case, results: Results) -> Iterator[Row]:
+    flat, peers = ({name: results[name] for name in side if name in results} for side in (FLAT, PEERS))
+    label = f"{case.workload}, {case.world} ranks, {SETTINGS[case.recipe]}"
+    yield _best(f"iteration, {label}", flat, peers, lambda it: it.wall, 1.0)
+    yield _best(f"CPU time of an iteration, {label}", flat, peers, lambda it: it.cpu, None)
+    slow = {name: result for name, result in peers.items() if name == "torch ZeRO"}
+    if case.workload == "small" and slow:
+        yield _best(f"step phase, {label}", flat, slow, lambda it: it.step, 0.1)
+
+
+def _best(what: str, flat: Results, peers: Results, times: Callable[[Result], list[float]], bar: float | None) -> Row:
+    """The fastest of ours against the fastest of the others."""
+    ours, theirs = (min(side, key=lambda name: statistics.median(times(side[name]))) for side in (flat, peers))
+    mine, other = times(flat[ours]), times(peers[theirs])
+    return ratio_row(what, f"{ms(mine)} {_short(ours)}", f"{ms(other)} {theirs}", ratio(mine, other), bar)
+
+
+Figure = Callable[[Case, Result], float]
+
+
+def _counter_rows(board: Board) -> Iterator[Row]:
+    def wire(case: Case, it: Result) -> float:
+        return it.wire / board.races[case][BASELINE].wire
+
+    def calls(case: Case, it: Result) -> float:
+        return it.calls / len(sizes(case.workload))
+
+    yield _worst(board, "bytes on the wire / DDP's", wire, 1.02)
+    yield _worst(board, "state on the fullest rank / ideal", lambda case, it: it.state / ideal_state(case), 1.001)
+    if any(case.workload == "small" for case in board.races):
+        yield _worst(board, "collectives / tensors", calls, 0.02, workload="small")
+    yield _worst(board, "difference of parameters to DDP's", lambda _, it: it.difference, None)
+
+
+def _worst(board: Board, what: str, figure: Figure, bar: float | None, workload: str = "") -> Row:
+    """The worst of ours in any case, and the worst of the other that does best; DDP itself does not shard."""
+    races = {case: results for case, results in board.races.items() if workload in ("", case.workload)}
+    worst = {
+        name: max(figure(case, results[name]) for case, results in races.items())
+        for name in (*FLAT, *PEERS)
+        if name != BASELINE and all(name in results for results in races.values())
+    }
+    ours = max((name for name in worst if name in FLAT), key=lambda name: worst[name])
+    theirs = min((name for name in worst if name in PEERS), key=lambda name: worst[name], default="")
+    mine, other = (f"{worst[name]:.4g} {_short(name)}" if name else "" for name in (ours, theirs))
+    return Row(f"{what}, worst of {workload or 'all'} cases", mine, other, worst[ours], bar=bar)
+
+
+def _memory_rows(board: Board) -> Iterator[Row]:
+    for case, peaks in board.peaks.items():
+        if "zeroshard ZeRO-2" in peaks and "FSDP2" in peaks:
+            label = f"{case.workload}, {case.world} ranks, {SETTINGS[case.recipe]}"
+            ours, theirs = peaks["zeroshard ZeRO-2"], peaks["FSDP2"]
+            bar = 1.0 if case.workload == "gpt" else None
+            yield _memory_row(f"peak memory growth, resident, {label}", ours.resident, theirs.resident, bar)
+            yield _memory_row(f"peak memory growth, in use, {label}", ours.in_use, theirs.in_use, bar)
+
+
+def _memory_row(what: str, ours: int, theirs: int, bar: float | None) -> Row:
+    return Row(what, f"{ours / MIB:.0f} MiB ZeRO-2", f"{theirs / MIB:.0f} MiB FSDP2", ours / theirs, bar=bar)
+
+
+def tables(board: Board) -> str:
+    """Everything, in Markdown: the overview first, then a table for each case."""
+    parts = ["## Iteration relative to DDP", overview(board)]
+    for case, results in board.races.items():
+        peaks = board.peaks.get(case, {})
+        parts += [f"## {WORKLOADS[case.workload].label}; {case.world} ranks; {SETTINGS[case.recipe]}"]
+        parts += [_table(case, results, peaks)]
+    if board.absent:
+        parts += ["## Left out", *(f"- {name}: {reason}" for name, reason in board.absent.items())]
+    return "\n\n".join(parts)
+
+
+def overview(board: Board) -> str:
+    """A line for each contestant, a column for each case."""
+    head = ("", *(f"{case.workload}, {case.world}, {SETTINGS[case.recipe]}" for case in board.races))
+    lines = [(name, *(_relative(results, name) for results in board.races.values())) for name in board.names()]
+    return markdown([head, *lines])
+
+
+def _relative(results: Results, name: str) -> str:
+    if name not in results:
+        return ""
+    return f"{ratio(results[name].wall, results[BASELINE].wall).median:.2f}"
+
+
+def _table(case: Case, results: Results, peaks: Mapping[str, Peak]) -> str:
+    head = ("", "iteration", "/ DDP", "quartiles", "CPU / DDP", "step", "wire MB", "/ DDP", "collectives")
+    more = ("state / ideal", "peak growth MiB: resident", "in use", "difference to DDP")
+    return markdown([(*head, *more), *(_line(case, name, results, peaks) for name in results)])
+
+
+def _line(case: Case, name: str, results: Results, peaks: Mapping[str, Peak]) -> Sequence[str]:
+    result, base = results[name], results[BASELINE]
+    wall = ratio(result.wall, base.wall)
+    return (
+        name,
+        ms(result.wall),
+        f"{wall.median:.2f}",
+        f"{wall.low:.2f} to {wall.high:.2f}",
+        f"{ratio(result.cpu, base.cpu).median:.2f}",
+        ms(result.step),
+        f"{result.wire / 1e6:.1f}",
+        f"{result.wire / base.wire:.3f}",
+        str(result.calls),
+        f"{result.state / ideal_state(case):.3f}",
+        *((f"{peak / MIB:.0f}" for peak in peaks[name]) if name in peaks else ("", "")),
+        f"{result.difference:.1g}",
+    )
+
+
+def ideal_state(case: Case) -> float:
+    """Bytes: two values of 4 bytes for each element, divided among all ranks."""
+    return 2 * 4 * sum(sizes(case.workload)) / case.world
+
+
+def _plain(peaks: Mapping[str, Peak]) -> dict[str, dict[str, int]]:
+    return {name: peak._asdict() for name, peak in peaks.items()}
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("zeroshard ")

@@ -1,0 +1,211 @@
+"""Clipping through the optimizer: as torch clips the gradients of the unsharded model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from tests.support import RankContext, ranks
+from tests.support.oracle import Twins, assert_same, set_grads
+from tests.support.overlap import Branches, mlp, through_branches
+from tests.support.pair import TINY, Pair, Side
+from zeroshard import FlatShards, KeepFull, ShardedOptimizer, ZeroConfig, shard
+
+NORMS = (1.0, 2.0, 3.0, math.inf)
+CONFIGS = (
+    ZeroConfig(partition=TINY),
+    ZeroConfig(partition=TINY, retention=KeepFull()),
+    ZeroConfig(overlap_gather=True),
+)
+
+
+def clipped(side: Side, *args: Any, **kwargs: Any) -> Tensor:
+    """Clip as a user of this side would; returns the norm before."""
+    if isinstance(side.optimizer, ShardedOptimizer):
+        return side.optimizer.clip_grad_norm_(*args, **kwargs)
+    return clip_grad_norm_(side.model.parameters(), *args, **kwargs)
+
+
+def train_clipped(pair: Pair, max_norm: float, norm_type: float, check: Callable[[], None]) -> list[Tensor]:
+    """One step of both after clipping; returns the norms, ours first."""
+    pair.backward()
+    norms = []
+    for side in pair.sides:
+        norms.append(clipped(side, max_norm, norm_type))
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+    pair.steps += 1
+    check()
+    return norms
+
+
+def check_closely(pair: Pair) -> None:
+    """torch adds up norms of parameters, we those of slices: the scale may differ in its last bits."""
+    for ours, theirs in zip(pair.model.parameters(), pair.plain_model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@ranks(1, 2, 3, 4)
+def test_norms_of_every_kind(ctx: RankContext) -> None:
+    for norm_type, config in zip(NORMS, cycle(CONFIGS)):
+        pair = Pair(optim.SGD, lr=0.5, config=config)
+        for _ in range(2):
+            ours, theirs = train_clipped(pair, 0.05, norm_type, partial(check_closely, pair))
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+            assert theirs > 0.05
+
+
+@ranks(1, 2, 3, 4)
+def test_the_largest_element_is_exact(ctx: RankContext) -> None:
+    pair = Pair(optim.AdamW, config=ZeroConfig(partition=TINY))
+    for _ in range(3):
+        ours, theirs = train_clipped(pair, 0.01, math.inf, pair.check)
+        assert_same(ours, theirs)
+
+
+@ranks(1, 2, 3, 4)
+def test_a_limit_that_is_not_reached_changes_nothing(ctx: RankContext) -> None:
+    for config in CONFIGS:
+        pair = Pair(optim.AdamW, config=config)
+        pair.train(2, lambda side: clipped(side, 1e3) if isinstance(side.optimizer, ShardedOptimizer) else None)
+
+
+@ranks(1, 2, 3, 4)
+def test_clipped_values(ctx: RankContext) -> None:
+    def clip(side: Side) -> None:
+        if isinstance(side.optimizer, ShardedOptimizer):
+            side.optimizer.clip_grad_value_(0.01)
+        else:
+            clip_grad_value_(side.model.parameters(), 0.01)
+
+    for config in CONFIGS:
+        Pair(optim.SGD, lr=0.5, config=config).train(3, clip)
+
+
+@ranks(2, 3)
+def test_what_was_clipped_stays_clipped(ctx: RankContext) -> None:
+    def clip(side: Side) -> None:
+        for limit in (0.01, 0.005, 0.02):
+            clipped(side, limit, math.inf)
+
+    Pair(optim.SGD, lr=0.5, config=CONFIGS[0]).train(2, clip)
+
+
+@ranks(1, 2, 3, 4)
+def test_unused_parameters_count_nothing(ctx: RankContext) -> None:
+    pair = Pair(optim.AdamW, make=Branches, loss=through_branches, find_unused=True, config=CONFIGS[0])
+    for _ in range(3):
+        ours, theirs = train_clipped(pair, 0.01, math.inf, pair.check)
+        assert_same(ours, theirs)
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_not_finite_on_one_rank_is_refused_on_all(ctx: RankContext, value: float) -> None:
+    model = mlp()
+    zero = shard(model, optim.SGD, lr=0.5, config=CONFIGS[0])
+    weight = next(model.parameters())
+    for norm_type in NORMS:
+        for place in (0, 12, 24, 35):  # in the slices of all ranks
+            zero.zero_grad()
+            set_grads(model.parameters(), 0)
+            if ctx.rank == ctx.world_size - 1:
+                assert weight.grad is not None
+                weight.grad.view(-1)[place] = value
+            with pytest.raises(RuntimeError, match="cannot be clipped"):
+                zero.clip_grad_norm_(1.0, norm_type, error_if_nonfinite=True)
+            norm = zero.clip_grad_norm_(1.0, norm_type)
+            assert str(norm.item()) == str(value)
+
+
+@ranks(1, 2, 3, 4)
+def test_no_gradients_at_all(ctx: RankContext) -> None:
+    for norm_type in NORMS:
+        model = mlp()
+        zero = shard(model, optim.SGD, lr=0.5, config=CONFIGS[0])
+        assert_same(zero.clip_grad_norm_(1.0, norm_type), clip_grad_norm_(mlp().parameters(), 1.0, norm_type))
+        zero.clip_grad_value_(1.0)
+        set_grads(model.parameters(), 0)
+        zero.step()
+        zero.zero_grad()
+        assert zero.clip_grad_norm_(1.0, norm_type) == 0
+
+
+@ranks(1, 2, 3, 4)
+def test_fewer_parameters_than_ranks(ctx: RankContext) -> None:
+    """Some ranks own nothing, and still say what the others hear."""
+
+    def single() -> nn.Module:
+        return nn.Linear(6, 6, bias=False)
+
+    for factory in (optim.SGD, optim.Adafactor):
+        for norm_type in NORMS:
+            pair = Pair(factory, make=single, lr=0.1)
+            ours, theirs = train_clipped(pair, 0.05, norm_type, partial(check_closely, pair))
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+@ranks(2)
+def test_long_sums_keep_their_digits(ctx: RankContext) -> None:
+    """Millions of elements added up one by one in single precision would lose several digits."""
+    model = nn.Linear(1500, 1000)
+    zero = shard(model, optim.SGD, lr=0.5)
+    for norm_type in (1.0, 2.0, 3.0):
+        zero.zero_grad()
+        torch.manual_seed(1)
+        grads = [torch.rand_like(param) for param in model.parameters()]
+        for param, grad in zip(model.parameters(), grads, strict=True):
+            param.grad = grad.clone()
+        exact = torch.linalg.vector_norm(torch.cat([grad.double().view(-1) for grad in grads]), norm_type)
+        found = zero.clip_grad_norm_(1.0, norm_type)
+        torch.testing.assert_close(found.double(), exact, rtol=2e-7, atol=0)
+
+
+@ranks(1, 2, 3)
+def test_several_dtypes(ctx: RankContext) -> None:
+    """Norms of all of them together; each is scaled in its own precision."""
+
+    def mixed() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6).bfloat16(), nn.Linear(6, 6).double())
+
+    model, plain = mixed(), mixed()
+    zero = shard(model, optim.SGD, lr=1.0, config=CONFIGS[0])
+    plain.load_state_dict(model.state_dict())
+    for each in (model, plain):
+        set_grads(each.parameters(), 0)
+    expected = clip_grad_norm_(plain.parameters(), 0.5)
+    # torch rounds the norm of a bfloat16 parameter to bfloat16.
+    torch.testing.assert_close(zero.clip_grad_norm_(0.5), expected, rtol=1e-3, atol=0, check_dtype=False)
+    zero.step()
+    optim.SGD(plain.parameters(), lr=1.0).step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
+
+
+@ranks(1, 2, 3, 4)
+def test_the_drop_in_clips_what_is_in_grad(ctx: RankContext) -> None:
+    flat: dict[str, Any] = {"config": ZeroConfig(partition=FlatShards(bucket_bytes=200))}
+    views = {"parameters_as_bucket_view": True}
+    for zero_only, norms in (({}, NORMS[:1]), (views, NORMS[1:2]), (flat, NORMS)):
+        for norm_type in norms:
+            twins = Twins(optim.AdamW, zero_only=zero_only)
+            for step in range(2):
+                for model, _ in twins.sides:
+                    set_grads(model.parameters(), step)
+                found = twins.zero.clip_grad_norm_(0.5, norm_type)
+                assert_same(found, clip_grad_norm_(twins.plain_model.parameters(), 0.5, norm_type))
+                twins.zero.clip_grad_value_(0.1)
+                clip_grad_value_(twins.plain_model.parameters(), 0.1)
+                for _, optimizer in twins.sides:
+                    optimizer.step()
+                twins.check()
+            twins.zero.zero_grad()
+            assert twins.zero.clip_grad_norm_(1.0) == 0

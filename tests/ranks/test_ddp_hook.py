@@ -1,0 +1,235 @@
+"""`optimizer.ddp_hook()`: DDP's gradients go to their owners only; all else is as with DDP and the plain optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import cycle, product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from tests.support import RankContext, ranks
+from tests.support.oracle import assert_same
+from tests.support.overlap import BUCKET_MB, WIDTH, Branches, batch, mlp, regression, through_branches
+from tests.support.pair import TINY, average, from_all_ranks, in_rank_order
+from tests.support.traffic import recorded
+from zeroshard import ConfigError, FlatShards, MasterWeights, Reduce, WholeParams, ZeroConfig, ZeroRedundancyOptimizer
+
+Options = dict[str, Any]
+INNER: list[tuple[type[optim.Optimizer], Options]] = [
+    (optim.AdamW, {"lr": 0.05, "foreach": True}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "foreach": True}),
+]
+
+
+class Hooked:
+    """Two equal models under DDP, one with the hook; `wrap` are DDP's options."""
+
+    def __init__(
+        self,
+        inner: tuple[type[optim.Optimizer], Options] = INNER[0],
+        make: Callable[[], nn.Module] = mlp,
+        config: ZeroConfig = ZeroConfig(partition=TINY),  # noqa: B008 (frozen)
+        loss: Callable[[nn.Module, int], Tensor] = regression,
+        **wrap: Any,
+    ) -> None:
+        factory, options = inner
+        self.plain_net, self.net = (DistributedDataParallel(seeded(make), **wrap) for _ in range(2))
+        self.plain: Any = factory(self.plain_net.parameters(), **options)
+        self.zero = ZeroRedundancyOptimizer(self.net.parameters(), factory, config=config, **options)
+        self.plain_net.register_comm_hook(None, in_rank_order)
+        self.net.register_comm_hook(None, self.zero.ddp_hook())
+        self.loss, self.steps = loss, 0
+
+    @property
+    def sides(self) -> list[tuple[DistributedDataParallel, Any]]:
+        return [(self.net, self.zero), (self.plain_net, self.plain)]
+
+    def train(
+        self, steps: int, *, local_passes: int = 0, before_step: Callable[[Any, Any], object] = lambda *_: None
+    ) -> None:
+        for _ in range(steps):
+            for net, optimizer in self.sides:
+                for turn in range(local_passes + 1):
+                    with net.no_sync() if turn < local_passes else nullcontext():
+                        torch.autograd.backward(self.loss(net, self.steps + turn))
+                before_step(net, optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+            self.steps += 1
+            assert_same(self.net.state_dict(), self.plain_net.state_dict(), f"the model after step {self.steps}")
+
+    def check_state(self) -> None:
+        found = self.zero.full_state_dict()
+        if found is not None:
+            expected = self.plain.state_dict()
+            # Ours is in the order of parameters, torch's in that of their first gradients.
+            assert_same(found, {**expected, "state": dict(sorted(expected["state"].items()))})
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def wraps() -> Iterator[Options]:
+    """All ways to set DDP up; the small caps make it rebuild its buckets after the first pass."""
+    for view, static, cap in product((False, True), (False, True), (BUCKET_MB, 25)):
+        yield {"gradient_as_bucket_view": view, "static_graph": static, "bucket_cap_mb": cap}
+
+
+@ranks(1, 2, 3, 4)
+def test_from_the_first_backward(ctx: RankContext) -> None:
+    for wrap, inner in zip(wraps(), cycle(INNER)):
+        hooked = Hooked(inner, **wrap)
+        hooked.train(3)
+        hooked.check_state()
+
+
+@ranks(1, 2)
+def test_equal_to_ddps_own_average(ctx: RankContext) -> None:
+    """At two ranks there is only one order to add in."""
+    net = DistributedDataParallel(seeded(mlp), bucket_cap_mb=BUCKET_MB)
+    plain = optim.AdamW(net.parameters(), foreach=True)
+    hooked = Hooked((optim.AdamW, {"foreach": True}), bucket_cap_mb=BUCKET_MB)
+    for step in range(3):
+        torch.autograd.backward(regression(net, step))
+        plain.step()
+        plain.zero_grad()
+        hooked.train(1)
+        assert_same(net.state_dict(), hooked.net.state_dict())
+
+
+@ranks(1, 2, 3, 4)
+def test_unused_parameters(ctx: RankContext) -> None:
+    """By no rank: they stay as they are. By some ranks: the others' share is zero."""
+    for view, partition in product((False, True), (TINY, FlatShards())):
+        wrap = {"find_unused_parameters": True, "gradient_as_bucket_view": view, "bucket_cap_mb": BUCKET_MB}
+        hooked = Hooked(INNER[1], Branches, ZeroConfig(partition=partition), through_branches, **wrap)
+        hooked.train(4)
+        hooked.check_state()
+
+
+@ranks(1, 2, 3, 4)
+def test_passes_that_add_up_locally(ctx: RankContext) -> None:
+    for view in (False, True):
+        hooked = Hooked(bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=view)
+        hooked.train(1)
+        hooked.train(2, local_passes=2)
+        hooked.train(1)
+
+
+@ranks(1, 2, 3)
+def test_gradients_that_are_not_cleared(ctx: RankContext) -> None:
+    """Several synchronised passes before a step. Each averages all that came before it again, which rounds."""
+    hooked = Hooked((optim.SGD, {"lr": 0.1, "foreach": True}), bucket_cap_mb=BUCKET_MB)
+    for _ in range(2):
+        for net, optimizer in hooked.sides:
+            for turn in range(3):
+                torch.autograd.backward(regression(net, turn))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        for ours, theirs in zip(hooked.net.parameters(), hooked.plain_net.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@ranks(1, 2, 3, 4)
+def test_clipping_through_the_optimizer(ctx: RankContext) -> None:
+    def clip(net: nn.Module, optimizer: Any) -> None:
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            optimizer.clip_grad_norm_(0.01, math.inf)
+        else:
+            clip_grad_norm_(net.parameters(), 0.01, math.inf)
+
+    Hooked(bucket_cap_mb=BUCKET_MB).train(3, before_step=clip)
+
+
+@ranks(2, 3)
+def test_grad_is_what_this_rank_found(ctx: RankContext) -> None:
+    hooked = Hooked(bucket_cap_mb=BUCKET_MB)
+    alone = seeded(mlp)
+    for net in (hooked.net, alone):
+        torch.autograd.backward(regression(net, 0))
+    for ours, theirs in zip(hooked.net.parameters(), alone.parameters(), strict=True):
+        assert_same(ours.grad, theirs.grad)
+
+
+@ranks(2, 3, 4)
+def test_no_more_bytes_than_ddp(ctx: RankContext) -> None:
+    """An all-reduce takes 2 (N - 1) times the bytes of the gradients, from all ranks together."""
+    hooked = Hooked(make=lambda: nn.Linear(WIDTH, 1000), loss=lambda net, n: net(batch(n)).square().mean())
+    hooked.train(1)
+    with recorded() as traffic:
+        torch.autograd.backward(hooked.loss(hooked.net, 1))
+        hooked.zero.step()
+    gradients = sum(ctx.gather(sum(traffic.sizes("isend"))))
+    parameters = (ctx.world_size - 1) * sum(traffic.sizes("broadcast"))
+    words = sum(ctx.gather(sum(traffic.sizes("all_reduce"))))
+    everything = sum(param.nbytes for param in hooked.net.parameters())
+    assert gradients == (ctx.world_size - 1) * everything
+    assert gradients + parameters + words <= 1.02 * 2 * (ctx.world_size - 1) * everything
+    assert not traffic.sizes("all_gather") + traffic.sizes("reduce")
+
+
+@ranks(2, 3)
+def test_less_precise_on_the_wire(ctx: RankContext) -> None:
+    config = ZeroConfig(partition=TINY, reduce=Reduce(torch.bfloat16))
+    hooked = Hooked((optim.SGD, {"lr": 1.0, "foreach": True}), config=config)
+    torch.autograd.backward(regression(hooked.plain_net.module, 0))
+    expected = []
+    for param in hooked.plain_net.parameters():
+        assert param.grad is not None
+        expected.append(param.detach() - average(from_all_ranks(param.grad.bfloat16())))
+    torch.autograd.backward(regression(hooked.net, 0))
+    hooked.zero.step()
+    assert_same([param.detach() for param in hooked.net.parameters()], expected)
+
+
+@ranks(2, 3)
+def test_master_weights(ctx: RankContext) -> None:
+    """Averages of bfloat16 gradients reach the masters unrounded."""
+    net = DistributedDataParallel(seeded(lambda: mlp().bfloat16()), bucket_cap_mb=BUCKET_MB)
+    alone = seeded(lambda: mlp().bfloat16())
+    masters = [nn.Parameter(param.detach().float()) for param in alone.parameters()]
+    plain = optim.AdamW(masters, lr=1e-3, foreach=True)
+    config = ZeroConfig(partition=TINY, masters=MasterWeights())
+    zero = ZeroRedundancyOptimizer(net.parameters(), optim.AdamW, lr=1e-3, foreach=True, config=config)
+    net.register_comm_hook(None, zero.ddp_hook())
+    for step in range(3):
+        for each in (net, alone):
+            torch.autograd.backward(each(batch(step).bfloat16()).float().square().mean())
+        zero.step()
+        zero.zero_grad()
+        for param, master in zip(alone.parameters(), masters, strict=True):
+            assert param.grad is not None
+            master.grad = average(from_all_ranks(param.grad))
+            param.grad = None
+        plain.step()
+        with torch.no_grad():
+            for param, master in zip(alone.parameters(), masters, strict=True):
+                param.copy_(master)
+        assert_same(net.module.state_dict(), alone.state_dict())
+
+
+@ranks(1, 2)
+def test_whole_parameters_have_no_such_hook(ctx: RankContext) -> None:
+    for config in (None, ZeroConfig(partition=WholeParams())):
+        zero = ZeroRedundancyOptimizer(mlp().parameters(), optim.AdamW, config=config)
+        with pytest.raises(ConfigError, match=r"it needs partition=FlatShards\(\)"):
+            zero.ddp_hook()
+
+
+@ranks(1, 2)
+def test_a_parameter_that_the_optimizer_has_not(ctx: RankContext) -> None:
+    net = DistributedDataParallel(mlp())
+    config = ZeroConfig(partition=TINY)
+    zero = ZeroRedundancyOptimizer(list(net.parameters())[:4], optim.SGD, lr=0.1, config=config)
+    net.register_comm_hook(None, zero.ddp_hook())
+    with pytest.raises(ConfigError, match="that the optimizer has not"):
+        torch.autograd.backward(regression(net, 0))

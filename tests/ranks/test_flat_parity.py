@@ -1,0 +1,384 @@
+"""Flat shards are bit for bit the unsharded optimizer: every element-wise class, every kind of parameter."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim import Optimizer, lr_scheduler
+
+from tests.ranks.test_parity import CASES, Noisy
+from tests.support import RankContext, ranks
+from tests.support.oracle import Twins, assert_same, set_grads
+from zeroshard import BindingError, ConfigError, FlatShards, WholeParams, ZeroConfig, ZeroRedundancyOptimizer
+from zeroshard.assembly import Assembly
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.group import Group
+from zeroshard.runtime.inner import Recipe
+
+Options = dict[str, Any]
+
+WHOLE_ONLY = {optim.Adafactor, optim.Muon, optim.SparseAdam}
+CUT = {cls: options for cls, options in CASES.items() if cls not in WHOLE_ONLY}
+SHAPES: list[tuple[int, ...]] = [(7, 5), (33,), (), (2, 3, 2), (1, 64), (19,)]
+
+
+def flat(bucket_bytes: int = 200, **more: Any) -> Options:
+    """The config of a sharded twin; by default with several buckets, most of them cut within parameters."""
+    return {"config": ZeroConfig(partition=FlatShards(bucket_bytes), **more)}
+
+
+def randoms(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> nn.ParameterList:
+    torch.manual_seed(0)
+    return nn.ParameterList([torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes])
+
+
+def in_groups(module: nn.Module) -> list[Options]:
+    """Four groups, one of them empty, one with a parameter too small for every rank."""
+    first, second, third, *others = module.parameters()
+    return [
+        {"params": [first, others[0]], "lr": 0.03},
+        {"params": []},
+        {"params": [third]},
+        {"params": [second, *others[1:]], "lr": 0.2},
+    ]
+
+
+def rounds_otherwise(cls: type[Optimizer], options: Options, dtype: torch.dtype = torch.float32) -> bool:
+    """Some of torch's kernels round the last elements of a tensor, which fill no vector register, once more than those
+    before them; and those are others in a long tensor than in the parameters that it is made of."""
+    if options.get("fused"):
+        return cls is optim.SGD or bool(options.get("amsgrad"))
+    return cls is optim.SGD and dtype.itemsize == 2
+
+
+@pytest.mark.parametrize("cls", CUT, ids=lambda cls: cls.__name__)
+@ranks(1, 2, 3, 4)
+def test_equals_the_unsharded_optimizer(ctx: RankContext, cls: type[Optimizer]) -> None:
+    settings: list[tuple[int, Callable[[nn.Module], Any]]] = [
+        (200, nn.Module.parameters),
+        (1 << 20, in_groups),
+        (200, in_groups),
+    ]
+    for options, (bucket_bytes, handed) in zip(CUT[cls], cycle(settings)):
+        twins = Twins(cls, model=partial(randoms, *SHAPES), handed=handed, zero_only=flat(bucket_bytes), **options)
+        train(twins, 3, closely=rounds_otherwise(cls, options))
+
+
+def train(twins: Twins, steps: int, *, closely: bool) -> None:
+    """Bit for bit, or up to a rounding a step."""
+    if not closely:
+        twins.train(steps)
+        return
+    for step in range(steps):
+        for model, optimizer in twins.sides:
+            set_grads(model.parameters(), step)
+            optimizer.step()
+        for ours, theirs in zip(twins.model.parameters(), twins.plain_model.parameters(), strict=True):
+            few = 2 * (step + 1) * torch.finfo(ours.dtype).eps
+            torch.testing.assert_close(ours, theirs, rtol=few, atol=few)
+
+
+@ranks(1, 2, 3, 4)
+def test_with_learning_rate_schedules(ctx: RankContext) -> None:
+    made: list[Callable[[Optimizer], Any]] = [
+        lambda optimizer: lr_scheduler.StepLR(optimizer, 2, gamma=0.3),
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=10),
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)),
+    ]
+    for make in made:
+        for lr in (0.1, torch.tensor(0.1)):
+            twins = Twins(optim.AdamW, model=partial(randoms, *SHAPES), zero_only=flat(), lr=lr)
+            schedules = [make(optimizer) for _, optimizer in twins.sides]
+            for _ in range(4):
+                twins.train(1)
+                for schedule in schedules:
+                    schedule.step()
+                twins.check()
+
+
+@ranks(1, 2, 3)
+def test_options_changed_by_hand(ctx: RankContext) -> None:
+    twins = Twins(optim.AdamW, model=partial(randoms, *SHAPES), handed=in_groups, zero_only=flat(), lr=0.1)
+    twins.train(1)
+    for _, optimizer in twins.sides:
+        optimizer.param_groups[0].update(lr=0.7, weight_decay=0.3)
+        optimizer.param_groups[3]["betas"] = (0.5, 0.6)
+    twins.train(2)
+
+
+@ranks(1, 2, 3, 4)
+def test_with_a_closure(ctx: RankContext) -> None:
+    twins = Twins(optim.AdamW, model=partial(randoms, *SHAPES), zero_only=flat(), lr=0.1)
+    for step in range(3):
+        losses = []
+        for model, optimizer in twins.sides:
+
+            def closure(model: nn.Module = model, step: int = step) -> Tensor:
+                for param in model.parameters():
+                    param.grad = None
+                loss = torch.stack([param.sin().sum() * (step + 1) for param in model.parameters()]).sum()
+                torch.autograd.backward(loss)
+                return loss.detach()
+
+            losses.append(optimizer.step(closure))
+        assert_same(losses[0], losses[1])
+        twins.check()
+
+
+# ---- few long tensors
+
+
+@ranks(1, 2, 3, 4)
+def test_the_inner_optimizer_sees_few_long_tensors(ctx: RankContext) -> None:
+    shapes = [(5, 4), (3,)] * 50
+    twins = Twins(optim.AdamW, model=partial(randoms, *shapes), zero_only=flat(1 << 20))
+    twins.train(2)
+    (held,) = (group["params"] for group in twins.zero.optim.param_groups)
+    assert [param.dim() for param in held] == [1]
+    assert sum(ctx.gather(held[0].numel())) <= 50 * 23 + 16 * ctx.world_size
+
+    def halves(model: nn.Module) -> list[Options]:
+        params = list(model.parameters())
+        return [{"params": params[::2], "weight_decay": 0.0}, {"params": params[1::2]}]
+
+    grouped = Twins(optim.AdamW, model=partial(randoms, *shapes), handed=halves, zero_only=flat(1 << 20))
+    grouped.train(2)
+    counts = ctx.gather([len(group["params"]) for group in grouped.zero.optim.param_groups])
+    assert all(count <= 1 for one in counts for count in one)
+    assert [any(one[group] for one in counts) for group in range(2)] == [True, True]
+
+
+@ranks(2, 3, 4)
+def test_every_rank_holds_its_share_of_the_state(ctx: RankContext) -> None:
+    shapes = [(700, 300), (300,), (1,), (64, 129)]
+    twins = Twins(optim.Adam, model=partial(randoms, *shapes), zero_only=flat(1 << 20))
+    set_grads(twins.model.parameters(), 0)
+    twins.zero.step()
+    total = sum(param.numel() for param in twins.model.parameters())
+    for key in ("exp_avg", "exp_avg_sq"):
+        held = sum(state[key].numel() for state in twins.zero.optim.state.values())
+        assert held <= 1.001 * total / ctx.world_size
+
+
+# ---- parameters of all kinds
+
+MOMENTUM: Options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+OPTIMIZERS: list[tuple[type[Optimizer], Options]] = [
+    (optim.SGD, MOMENTUM),
+    (optim.Adam, {"eps": 1e-3}),
+    (optim.AdamW, {"eps": 1e-3, "amsgrad": True, "foreach": True}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64], ids=str)
+@ranks(1, 2, 3, 4)
+def test_dtypes(ctx: RankContext, dtype: torch.dtype) -> None:
+    model = partial(randoms, (3, 14), (5,), (), (2, 2, 2), (0,), (37,), dtype=dtype)
+    for cls, options in OPTIMIZERS:
+        train(Twins(cls, model=model, zero_only=flat(), **options), 3, closely=rounds_otherwise(cls, options, dtype))
+    if not dtype.is_complex:
+        Twins(optim.AdamW, model=model, zero_only=flat(), eps=1e-3, fused=True).train(3)
+
+
+def mixture() -> nn.ParameterList:
+    dtypes = (torch.float32, torch.bfloat16, torch.complex64, torch.float32, torch.float64, torch.bfloat16)
+    shapes = ((3, 3), (7,), (2, 2), (5,), (4,), ())
+    return nn.ParameterList([randoms(shape, dtype=dtype)[0] for shape, dtype in zip(shapes, dtypes, strict=True)])
+
+
+def one_by_one(model: nn.Module) -> list[Options]:
+    return [{"params": [param]} for param in model.parameters()]
+
+
+@ranks(1, 2, 3, 4)
+def test_several_dtypes_if_asked_for(ctx: RankContext) -> None:
+    for handed in (nn.Module.parameters, one_by_one):
+        with pytest.raises(ConfigError, match=r"parameter 0 is torch.float32, parameter 1 is torch.bfloat16"):
+            ZeroRedundancyOptimizer(handed(mixture()), optim.SGD, lr=0.1, **flat())
+        for cls, options in OPTIMIZERS:
+            twins = Twins(cls, model=mixture, handed=handed, zero_only=flat(20, mixed_dtypes=True), **options)
+            train(twins, 2, closely=rounds_otherwise(cls, options, torch.bfloat16))
+
+
+@ranks(1, 2, 3, 4)
+def test_sizes(ctx: RankContext) -> None:
+    """Among them fewer elements than ranks."""
+    odd: list[list[tuple[int, ...]]] = [[(0,)], [(0,), (3, 0), (2,)], [()], [(), (), ()], [(1,)], [(3, 4)], [(0,), ()]]
+    for shapes in odd:
+        model = partial(randoms, *shapes)
+        Twins(optim.SGD, model=model, zero_only=flat(), **MOMENTUM).train(2)
+        Twins(optim.AdamW, model=model, handed=one_by_one, zero_only=flat(8)).train(2)
+
+
+def strided() -> nn.ParameterList:
+    """Every way in which the elements of a parameter may lie in memory."""
+    torch.manual_seed(0)
+    layouts: list[Tensor] = [
+        torch.randn(3, 4),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(4, 6).t(),
+        torch.randn(4, 6)[:, ::2],
+        torch.randn(4, 6)[:, :5].t(),
+        torch.randn(9)[::3],
+        torch.randn(3, 1, 2).expand(3, 1, 2).transpose(0, 2),
+        torch.randn(2, 3, 4, 5).permute(3, 1, 0, 2)[1:, :, :, ::3],
+        torch.randn(80, 102)[:, ::2],
+    ]
+    return nn.ParameterList([nn.Parameter(layout) for layout in layouts])
+
+
+@ranks(1, 2, 3, 4)
+def test_strides(ctx: RankContext) -> None:
+    strides = [param.stride() for param in strided()]
+    for bucket_bytes in (200, 1 << 20):
+        for cls, options in ((optim.SGD, MOMENTUM), (optim.AdamW, {"foreach": True})):
+            twins = Twins(cls, model=strided, zero_only=flat(bucket_bytes), **options)
+            assert [param.stride() for param in twins.model.parameters()] == strides
+            twins.train(2)
+            assert [param.stride() for param in twins.model.parameters()] == strides
+
+
+@ranks(2, 3)
+def test_gradients_need_not_have_the_strides_of_parameters(ctx: RankContext) -> None:
+    def contiguous_grads(params: Iterable[Tensor], step: int) -> None:
+        params = list(params)
+        set_grads(params, step)
+        for param in params:
+            assert param.grad is not None
+            param.grad = param.grad.clone(memory_format=torch.contiguous_format)
+
+    Twins(optim.SGD, model=strided, zero_only=flat(), **MOMENTUM).train(2, contiguous_grads)
+
+
+@ranks(2, 3)
+def test_sparse_gradients_are_taken_as_dense_ones(ctx: RankContext) -> None:
+    twins = Twins(optim.AdamW, model=partial(randoms, (6, 3), (4, 4)), zero_only=flat())
+    for step in range(3):
+        for model, optimizer in twins.sides:
+            set_grads(model.parameters(), step)
+            for param in model.parameters() if model is twins.model else ():
+                assert param.grad is not None
+                param.grad = param.grad.to_sparse()
+            optimizer.step()
+        twins.check()
+
+
+# ---- memory that was exchanged behind our back
+
+
+def overwritten(model: nn.Module) -> None:
+    vector_to_parameters(parameters_to_vector(model.parameters()) * 1.5, model.parameters())
+
+
+def exchanged(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data = param.data * 2
+
+
+def swapped(model: nn.Module) -> None:
+    """Two of equal shape."""
+    first, second = (param for param in model.parameters() if param.shape == (19,))
+    first.data, second.data = second.data, first.data
+
+
+def loaded(model: nn.Module) -> None:
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+
+
+@ranks(1, 2, 3, 4)
+def test_exchanged_memory_is_noticed(ctx: RankContext) -> None:
+    model = partial(randoms, *SHAPES, (19,))
+    for change in (overwritten, exchanged, swapped, loaded):
+        twins = Twins(optim.AdamW, model=model, zero_only=flat())
+        twins.train(1)
+        for module, _ in twins.sides:
+            change(module)
+        twins.train(2)
+
+
+@ranks(1, 2, 3, timeout=30)
+def test_parameters_that_became_something_else_are_refused_everywhere(ctx: RankContext) -> None:
+    """Also on ranks that own nothing of them."""
+    changes: list[Callable[[nn.Module], object]] = [nn.Module.double, nn.Module.bfloat16, turned_over]
+    for change in changes:
+        twins = Twins(optim.AdamW, model=partial(randoms, (4, 3), (40,)), zero_only=flat(1 << 20))
+        twins.train(1)
+        for param in twins.model.parameters():
+            param.grad = None
+        change(twins.model)
+        set_grads(twins.model.parameters(), 1)
+        with pytest.raises(BindingError, match=r"parameter 0 was torch\.float32"):
+            twins.zero.step()
+
+
+def turned_over(model: nn.Module) -> None:
+    first = next(model.parameters())
+    first.data = first.data.t()
+
+
+# ---- what must not be cut
+
+
+class LambLike(optim.SGD):
+    """Scales what SGD does to a layer by the norm of its weights."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(torch.linalg.vector_norm(param) / torch.linalg.vector_norm(param.grad))
+        return super().step(closure)
+
+
+WHOLE: list[tuple[Callable[..., Optimizer], Options]] = [
+    (optim.Muon, {}),
+    (optim.Adafactor, {}),
+    (optim.SparseAdam, {}),
+    (optim.LBFGS, {}),
+    (LambLike, {"lr": 0.1}),
+    (Noisy, {}),
+    (partial(optim.Adafactor, lr=0.1), {}),
+]
+
+
+@ranks(1, 2, 3)
+def test_what_looks_at_whole_parameters_is_refused_by_name(ctx: RankContext) -> None:
+    for factory, options in WHOLE:
+        model = randoms((4, 3), (5, 5))
+        before = [(param.detach().clone(), param.data_ptr()) for param in model]
+        name = Recipe(factory, [], True, {}).name
+        with pytest.raises(ConfigError, match=rf"{name} cannot be sharded|FlatShards\(\) cannot be used with {name}:"):
+            ZeroRedundancyOptimizer(model.parameters(), factory, **flat(), **options)
+        assert_same([(param.detach(), param.data_ptr()) for param in model], before)
+
+
+@ranks(1)
+def test_without_a_choice_of_the_user_whole_parameters_are_taken_with_a_word(ctx: RankContext) -> None:
+    comm = Comm(Group(None))
+    for factory, options in WHOLE[:3]:
+        recipe = Recipe(factory, [{"params": list(randoms((4, 3), (5, 5)))}], True, options)
+        with pytest.warns(UserWarning, match=f"{recipe.name} looks at whole parameters"):
+            assert Assembly(comm, ZeroConfig(), recipe, reduces=True).partition == WholeParams()
+    warnings.simplefilter("error")
+    recipe = Recipe(optim.AdamW, [{"params": list(randoms((4, 3), (5, 5)))}], True, {})
+    assert Assembly(comm, ZeroConfig(), recipe, reduces=True).partition == FlatShards()
+    assert Assembly(comm, ZeroConfig(), recipe).partition == WholeParams()
+
+
+@ranks(1, 2)
+def test_options_that_do_not_go_together(ctx: RankContext) -> None:
+    with pytest.raises(ConfigError, match=r"overlap_with_ddp=True.*ddp_hook"):
+        ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, overlap_with_ddp=True, **flat())
+    with pytest.raises(ConfigError, match=r"zeroshard\.shard"):
+        ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, **flat(overlap_gather=True))
+    with pytest.raises(ConfigError, match="differentiable=True cannot be sharded"):
+        ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, differentiable=True, **flat())

@@ -1,0 +1,315 @@
+"""State of parameters that are cut: whole in the dict of the unsharded optimizer, and back, at any world size."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from tests.ranks.test_flat_parity import flat, in_groups, mixture, randoms, strided
+from tests.support import RankContext, ranks
+from tests.support.oracle import Twins, assert_same, set_grads
+from zeroshard import (
+    CheckpointError,
+    RankFailedError,
+    RankMismatchError,
+    WholeParams,
+    ZeroConfig,
+    broadcast_object,
+)
+
+StateDict = dict[str, Any]
+SHAPES: list[tuple[int, ...]] = [(7, 5), (11,), (), (2, 3, 2), (1, 9), (19,)]
+model = partial(randoms, *SHAPES)
+
+
+def trained(make: Callable[..., Twins], steps: int = 2, **more: Any) -> Twins:
+    twins = make(**more)
+    twins.train(steps)
+    return twins
+
+
+def assert_state(twins: Twins, to: int = 0) -> None:
+    found = twins.zero.full_state_dict(to=to)
+    assert (found is not None) == (twins.zero.rank == to)
+    if found is not None:
+        assert_same(found, twins.plain.state_dict(), "the state dict")
+
+
+def resume(make: Callable[..., Twins], before: Twins, saved: StateDict, **more: Any) -> Twins:
+    """A new sharded optimizer that goes on from `saved`, beside the plain one that was never interrupted."""
+    after = make(**more)
+    after.model.load_state_dict(before.plain_model.state_dict())
+    after.plain_model, after.plain = copy.deepcopy((before.plain_model, before.plain))
+    after.steps = before.steps
+    after.zero.load_state_dict(saved)
+    return after
+
+
+CASES: list[Callable[..., Twins]] = [
+    partial(Twins, optim.AdamW, model=model, lr=0.05, amsgrad=True),
+    partial(Twins, optim.SGD, model=model, lr=0.05, momentum=0.9, handed=in_groups),
+    partial(Twins, optim.Adagrad, model=model, lr=0.05, handed=nn.Module.named_parameters),
+    partial(Twins, optim.NAdam, model=model, lr=torch.tensor(0.05)),
+    partial(Twins, optim.ASGD, model=model, lr=0.05),
+    partial(Twins, optim.AdamW, model=strided, lr=0.05, handed=nn.Module.named_parameters),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+@ranks(1, 2, 3, 4)
+def test_the_dict_is_that_of_the_unsharded_optimizer(ctx: RankContext, number: int) -> None:
+    twins = CASES[number](zero_only=flat(100 if number % 2 else 1 << 20))
+    assert_state(twins)
+    for steps in (1, 2):
+        twins.train(steps)
+        assert_state(twins, to=ctx.world_size - 1)
+
+
+@ranks(1, 2, 3)
+def test_of_several_dtypes(ctx: RankContext) -> None:
+    twins = trained(partial(Twins, optim.AdamW, model=mixture, zero_only=flat(20, mixed_dtypes=True)))
+    assert_state(twins)
+    saved = copy.deepcopy(twins.plain.state_dict())
+    twins.zero.load_state_dict(saved)
+    assert_state(twins)
+    twins.train(3)
+
+
+@pytest.mark.parametrize("shapes", [[(0,)], [(0,), (3, 0), (2,)], [()], [(), ()], [(1,)], [(1,), (1, 1)]], ids=str)
+@ranks(1, 3)
+def test_of_scalars_and_of_nothing(ctx: RankContext, shapes: list[tuple[int, ...]]) -> None:
+    make = partial(Twins, optim.AdamW, model=partial(randoms, *shapes), zero_only=flat())
+    twins = trained(make)
+    assert_state(twins)
+    resumed = resume(make, twins, twins.plain.state_dict())
+    assert_state(resumed)
+    resumed.train(2)
+
+
+@ranks(1, 2, 3)
+def test_after_consolidation_one_rank_has_it(ctx: RankContext) -> None:
+    twins = trained(CASES[0], zero_only=flat())
+    last = ctx.world_size - 1
+    with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+        twins.zero.state_dict()
+    twins.zero.consolidate_state_dict(to=last)
+    if ctx.rank == last:
+        kept = twins.zero.state_dict()
+        assert_same(kept, twins.plain.state_dict())
+        expected = copy.deepcopy(kept)
+    else:
+        with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+            twins.zero.state_dict()
+    twins.train(1)
+    if ctx.rank == last:
+        assert_same(kept, expected)
+        with pytest.warns(UserWarning, match="of 1 steps ago"):
+            assert_same(twins.zero.state_dict(), expected)
+
+
+@ranks(1, 2, 3, 4)
+def test_the_state_of_a_parameter_shows_this_ranks_piece(ctx: RankContext) -> None:
+    twins = trained(CASES[0], zero_only=flat())
+    state, pieces = twins.zero.state, twins.zero.layout.pieces_by_param
+    for index, (ours, theirs) in enumerate(zip(twins.model.parameters(), twins.plain_model.parameters(), strict=True)):
+        mine = [piece for piece in pieces[index] if piece.owner == ctx.rank]
+        assert (ours in state) == bool(mine)
+        for piece in mine:
+            expected = twins.plain.state[theirs]
+            assert state[ours]["step"] == expected["step"]
+            for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+                assert_same(state[ours][key], expected[key].view(-1)[slice(*piece.in_param)], key)
+
+
+@ranks(1, 2, 3)
+def test_what_is_written_there_counts(ctx: RankContext) -> None:
+    """Views, not copies."""
+    twins = trained(CASES[0], zero_only=flat())
+    for state in (twins.zero.state, twins.plain.state):
+        for values in state.values():
+            values["exp_avg"].mul_(0.5)
+    twins.train(2)
+    assert_state(twins)
+
+
+# ---- loading
+
+
+@pytest.mark.parametrize("number", range(len(CASES) - 1))  # a deep copy of the last one's model closes its gaps
+@ranks(1, 2, 3, 4)
+def test_goes_on_bit_for_bit_from_the_plain_optimizer(ctx: RankContext, number: int) -> None:
+    before = trained(CASES[number], zero_only=flat())
+    saved = before.plain.state_dict()
+    kept = copy.deepcopy(saved)
+    after = resume(CASES[number], before, saved, zero_only=flat(1 << 20 if number % 2 else 100))
+    assert_same(saved, kept)
+    assert_state(after)
+    after.train(5)
+
+
+@ranks(4)
+def test_goes_on_from_any_world_size_at_any_other(ctx: RankContext) -> None:
+    make = partial(CASES[0], zero_only=flat())
+    groups = {size: dist.new_group(list(range(size))) for size in (1, 3, 4)}
+    mine = {size: {"process_group": group, **flat(100)} for size, group in groups.items() if ctx.rank < size}
+    before = {size: trained(make, zero_only=options) for size, options in mine.items()}
+    made = {size: twins.zero.full_state_dict() for size, twins in before.items()}
+    saved: dict[int, StateDict] = broadcast_object(made, 0)
+    for size, options in mine.items():
+        for origin in groups:
+            resume(make, before[size], saved[origin], zero_only=options).train(5)
+
+
+@ranks(1, 2, 3)
+def test_goes_on_from_whole_parameters_and_back(ctx: RankContext) -> None:
+    whole = {"config": ZeroConfig(partition=WholeParams())}
+    for make in CASES[:2]:
+        for first, second in ((whole, flat()), (flat(), whole)):
+            before = trained(make, zero_only=first)
+            saved: StateDict = broadcast_object(before.zero.full_state_dict(), 0)
+            resume(make, before, saved, zero_only=second).train(5)
+
+
+@ranks(1, 2, 3)
+def test_different_step_counts_are_kept_apart(ctx: RankContext) -> None:
+    before = CASES[0](zero_only=flat(1 << 20))
+    for step in range(3):
+        for module, optimizer in before.sides:
+            set_grads(module.parameters(), step)
+            for index, param in enumerate(module.parameters()):
+                param.grad = None if step and index in (1, 4) else param.grad
+            optimizer.step()
+    saved = before.plain.state_dict()
+    after = resume(CASES[0], before, saved, zero_only=flat(1 << 20))
+    assert_state(after)
+    after.train(5)
+
+
+@ranks(1, 2, 3)
+def test_a_load_joins_what_was_split(ctx: RankContext) -> None:
+    twins = trained(CASES[0], zero_only=flat(1 << 20))
+    set_grads(twins.model.parameters(), 2)
+    list(twins.model.parameters())[3].grad = None
+    twins.zero.step()
+    twins.model.load_state_dict(twins.plain_model.state_dict())
+    twins.zero.load_state_dict(twins.plain.state_dict())
+    (group,) = twins.zero.optim.param_groups
+    assert len(group["params"]) == 1
+    twins.train(2)
+
+
+@ranks(1, 2, 3)
+def test_state_that_a_dict_lacks_is_dropped(ctx: RankContext) -> None:
+    twins = trained(CASES[0], zero_only=flat(1 << 20))
+    for lacking in ([0, 3], range(6)):
+        saved = copy.deepcopy(twins.plain.state_dict())
+        for index in lacking:
+            saved["state"].pop(index, None)
+        twins.plain.load_state_dict(copy.deepcopy(saved))
+        twins.zero.load_state_dict(saved)
+        assert_state(twins)
+    twins.train(3)
+
+
+def spoiled(saved: StateDict) -> Iterator[tuple[str, StateDict]]:
+    def but(index: int, **changed: Any) -> StateDict:
+        result = copy.deepcopy(saved)
+        result["state"][index].update(changed)
+        return result
+
+    yield "'exp_avg' of parameter 0 has shape", but(0, exp_avg=torch.ones(5, 7))
+    yield "'exp_avg_sq' of parameter 5 has shape", but(5, exp_avg_sq=torch.ones(3))
+    yield "different number of parameter groups", {**copy.deepcopy(saved), "param_groups": []}
+
+
+@ranks(1, 2, 3)
+def test_a_dict_that_does_not_fit_is_refused_everywhere_and_changes_nothing(ctx: RankContext) -> None:
+    twins = trained(CASES[0], zero_only=flat())
+    other = trained(CASES[0], 3, zero_only=flat()).plain.state_dict()
+    for message, wrong in spoiled(other):
+        with pytest.raises(CheckpointError, match=message):
+            twins.zero.load_state_dict(wrong)
+        for culprit in range(ctx.world_size):
+            mine = ctx.rank == culprit
+            with pytest.raises(CheckpointError if mine else RankFailedError, match=message):
+                twins.zero.load_state_dict(wrong if mine else other)
+        assert_state(twins)
+        twins.train(1)
+    if ctx.world_size > 1:
+        faster = copy.deepcopy(other)
+        faster["param_groups"][0]["lr"] = 9.0
+        with pytest.raises(RankMismatchError, match=r"load_state_dict.*lr=9\.0"):
+            twins.zero.load_state_dict(faster if ctx.rank else other)
+    assert_state(twins)
+    twins.train(1)
+
+
+class Picky(optim.AdamW):
+    """Refuses state when told so, after it has taken it over."""
+
+    refuses = False
+
+    def __setstate__(self, state: StateDict) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self.refuses:
+            raise LookupError("not to my taste")
+
+
+@ranks(1, 2, 3)
+def test_what_fails_inside_the_optimizer_on_one_rank_is_undone_on_all(ctx: RankContext) -> None:
+    make = partial(Twins, Picky, model=model, zero_only=flat(1 << 20))
+    twins, other = trained(make), trained(make, 3).plain.state_dict()
+    for culprit in range(ctx.world_size):
+        inner = twins.zero.optim
+        assert isinstance(inner, Picky)
+        inner.refuses = ctx.rank == culprit
+        with pytest.raises(LookupError if inner.refuses else RankFailedError, match="not to my taste"):
+            twins.zero.load_state_dict(other)
+        inner.refuses = False
+        assert_state(twins)
+        twins.train(1)
+
+
+# ---- groups that are added
+
+
+@ranks(1, 2, 3, 4)
+def test_groups_may_be_added_in_the_middle_of_training(ctx: RankContext) -> None:
+    def some(module: nn.Module) -> list[nn.Parameter]:
+        return list(module.parameters())[:3]
+
+    for bucket_bytes in (100, 1 << 20):
+        twins = Twins(optim.AdamW, model=model, handed=some, zero_only=flat(bucket_bytes), lr=0.1)
+        twins.train(2)
+        before = twins.zero.layout
+        for module, optimizer in twins.sides:
+            rest = list(module.parameters())[3:]
+            optimizer.add_param_group({"params": rest[:2], "lr": 0.3})
+            optimizer.add_param_group({"params": rest[2:], "weight_decay": 0.5})
+        assert twins.zero.layout.buckets[: len(before.buckets)] == before.buckets
+        twins.train(2)
+        assert_state(twins)
+        twins.zero.load_state_dict(twins.plain.state_dict())
+        twins.train(2)
+
+
+@ranks(2, 3)
+def test_a_group_that_cannot_be_added_changes_nothing(ctx: RankContext) -> None:
+    twins = trained(CASES[0], zero_only=flat())
+    layout = twins.zero.layout
+    fresh = randoms((4, 4), (3,))
+    with pytest.raises(ValueError, match="dtype"):
+        twins.zero.add_param_group({"params": [nn.Parameter(torch.ones(2).double())]})
+    with pytest.raises(ValueError if ctx.rank else RankFailedError, match="more than one"):
+        twins.zero.add_param_group({"params": list((twins.model if ctx.rank else fresh).parameters())})
+    assert twins.zero.layout == layout
+    assert len(twins.zero.param_groups) == len(twins.zero.optim.param_groups) == 1
+    twins.train(1)
+    assert_state(twins)

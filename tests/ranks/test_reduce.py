@@ -1,0 +1,128 @@
+"""How gradients travel and are added up: what `Reduce(...)` says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from tests.support import RankContext, ranks
+from tests.support.oracle import assert_same
+from tests.support.overlap import batch, mlp, regression
+from tests.support.pair import TINY, Pair, average, from_all_ranks
+from tests.support.traffic import recorded
+from zeroshard import KeepFull, KeepShard, Reduce, ZeroConfig, shard
+
+RETENTIONS = (KeepShard(), KeepFull())
+
+
+def sharded(reduce: Reduce, retention: KeepShard | KeepFull = RETENTIONS[0]) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = mlp()
+    config = ZeroConfig(partition=TINY, reduce=reduce, retention=retention)
+    return model, shard(model, optim.SGD, lr=1.0, foreach=True, config=config)
+
+
+def averaged_by_hand(model: nn.Module, step: int, dtype: torch.dtype | None) -> list[Tensor]:
+    """The averages of all gradients, each rank's rounded to `dtype` first; the sums are made in float32."""
+    plain = mlp()
+    plain.load_state_dict(model.state_dict())
+    torch.autograd.backward(regression(plain, step))
+    averages = []
+    for param in plain.parameters():
+        assert param.grad is not None
+        averages.append(average(from_all_ranks(param.grad.to(dtype or param.dtype))))
+    return averages
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
+def test_contributions_are_rounded_and_sums_are_not(ctx: RankContext, dtype: torch.dtype | None) -> None:
+    for retention in RETENTIONS:
+        model, zero = sharded(Reduce(dtype), retention)
+        for step in range(2):
+            averages = averaged_by_hand(model, step, dtype)
+            expected = [param.detach().sub(update) for param, update in zip(model.parameters(), averages, strict=True)]
+            torch.autograd.backward(regression(model, step))
+            zero.step()
+            zero.zero_grad()
+            assert_same([param.detach() for param in model.parameters()], expected)
+
+
+@ranks(1)
+def test_alone_nothing_is_rounded(ctx: RankContext) -> None:
+    model, zero = sharded(Reduce(torch.bfloat16))
+    averages = averaged_by_hand(model, 0, None)
+    expected = [param.detach().sub(update) for param, update in zip(model.parameters(), averages, strict=True)]
+    torch.autograd.backward(regression(model, 0))
+    zero.step()
+    assert_same([param.detach() for param in model.parameters()], expected)
+
+
+@ranks(2, 3, 4)
+def test_half_the_precision_is_half_the_bytes(ctx: RankContext) -> None:
+    sent = {}
+    for dtype in (None, torch.bfloat16):
+        model, zero = sharded(Reduce(dtype))
+        with recorded() as traffic:
+            torch.autograd.backward(regression(model, 0))
+            zero.step()
+        sent[dtype] = sum(ctx.gather(sum(traffic.sizes("isend"))))
+    everything = sum(param.nbytes for param in model.parameters())
+    assert sent[None] == (ctx.world_size - 1) * everything
+    assert sent[torch.bfloat16] == sent[None] / 2
+
+
+@ranks(1, 2, 3, 4)
+def test_a_fixed_order_gives_the_same_numbers(ctx: RankContext) -> None:
+    for dtype in (None, torch.bfloat16):
+        results = []
+        for fixed_order in (False, True, True):
+            model, zero = sharded(Reduce(dtype, fixed_order=fixed_order))
+            for step in range(3):
+                torch.autograd.backward(regression(model, step))
+                zero.step()
+                zero.zero_grad()
+            results.append(model.state_dict())
+        assert_same(results[1], results[0])
+        assert_same(results[2], results[0])
+
+
+@ranks(2, 3)
+def test_parameters_that_are_small_already_stay_as_they_are(ctx: RankContext) -> None:
+    """bfloat16 parameters do not travel as float16, and float64 ones go down to what is asked for."""
+
+    def narrow_loss(model: nn.Module, number: int) -> Tensor:
+        output: Tensor = model(batch(number).bfloat16()).float().square().mean()
+        return output
+
+    def make() -> nn.Module:
+        return mlp().bfloat16()
+
+    for dtype in (torch.float32, torch.float16):
+        config = ZeroConfig(partition=TINY, reduce=Reduce(dtype))
+        Pair(optim.AdamW, make=make, loss=narrow_loss, config=config).train(2)
+    model = mlp().double()
+    zero = shard(model, optim.SGD, lr=1.0, config=ZeroConfig(reduce=Reduce(torch.float32)))
+    with recorded() as traffic:
+        torch.autograd.backward(model(batch(0).double()).square().mean())
+        zero.step()
+    assert sum(ctx.gather(sum(traffic.sizes("isend")))) == (ctx.world_size - 1) * sum(
+        param.nbytes // 2 for param in model.parameters()
+    )
+
+
+@ranks(2, 3)
+def test_accumulating_passes_are_each_averaged(ctx: RankContext) -> None:
+    """Under ZeRO-2 every pass travels; the sum of the averages is kept in full precision."""
+    model, zero = sharded(Reduce(torch.bfloat16))
+    totals = averaged_by_hand(model, 0, torch.bfloat16)
+    for total, more in zip(totals, averaged_by_hand(model, 1, torch.bfloat16), strict=True):
+        total.add_(more)
+    expected = [param.detach().sub(total) for param, total in zip(model.parameters(), totals, strict=True)]
+    for step in range(2):
+        torch.autograd.backward(regression(model, step))
+    zero.step()
+    assert_same([param.detach() for param in model.parameters()], expected)

@@ -1,0 +1,246 @@
+"""`zeroshard.GradScaler` where gradients are spread over ranks: as torch's with DDP and the plain optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.amp.grad_scaler import GradScaler as TorchScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from tests.support import RankContext, ranks
+from tests.support.oracle import Twins, assert_same, set_grads
+from tests.support.overlap import WIDTH, mlp, regression
+from tests.support.pair import TINY, Pair
+from zeroshard import GradScaler, KeepFull, MasterWeights, ShardedOptimizer, ZeroConfig, ZeroRedundancyOptimizer, shard
+
+Options = dict[str, Any]
+SETTINGS: Options = {"device": "cpu", "init_scale": 1024.0, "growth_interval": 2}
+CONFIGS = (ZeroConfig(partition=TINY), ZeroConfig(retention=KeepFull()), ZeroConfig(overlap_gather=True))
+INNER: list[tuple[type[optim.Optimizer], Options]] = [
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (optim.AdamW, {"lr": 0.05}),
+    (optim.AdamW, {"lr": 0.05, "fused": True}),
+]
+
+
+class Scaled(Pair):
+    """Both sides with a scaler each."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scalers = [GradScaler(**SETTINGS), TorchScaler(**SETTINGS)]
+
+    def train_scaled(self, steps: int = 1, *, factor: float = 1.0, clip: bool = False) -> None:
+        """`factor`: what this rank's loss is multiplied with, beside the scale."""
+        for _ in range(steps):
+            for side, scaler in zip(self.sides, self.scalers, strict=True):
+                torch.autograd.backward(scaler.scale(factor * self.loss(side.net, self.steps)))
+                if clip:
+                    scaler.unscale_(side.optimizer)
+                    _clip(side.model, side.optimizer)
+                scaler.step(side.optimizer)
+                scaler.update()
+                side.model.zero_grad()
+            self.steps += 1
+            self.check()
+            ours, theirs = (scaler.state_dict() for scaler in self.scalers)
+            assert_same(ours, theirs, "the scaler")
+
+    def check(self) -> None:
+        if not self.zero.param_groups[0].get("fused"):
+            super().check()
+        # Fused kernels round the last few elements of a tensor in another way, and ours are cut elsewhere.
+        for ours, theirs in zip(self.model.parameters(), self.plain_model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def _clip(model: nn.Module, optimizer: Any) -> None:
+    """The largest element: its value does not depend on the order in which things are added up."""
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.clip_grad_norm_(0.01, math.inf)
+    else:
+        clip_grad_norm_(model.parameters(), 0.01, math.inf)
+
+
+def same(config: ZeroConfig, inner: tuple[type[optim.Optimizer], Options]) -> Scaled:
+    factory, options = inner
+    return Scaled(factory, config=config, **options)
+
+
+@ranks(1, 2, 3, 4)
+def test_goes_as_with_ddp(ctx: RankContext) -> None:
+    for config, inner in zip(CONFIGS, INNER, strict=True):
+        for clip in (False, True):
+            scaled = same(config, inner)
+            scaled.train_scaled(3, clip=clip)
+            assert scaled.scalers[0].get_scale() == 2048.0
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("clip", [False, True])
+def test_all_skip_when_one_rank_overflows(ctx: RankContext, clip: bool) -> None:
+    for config, inner in zip(CONFIGS, INNER, strict=True):
+        scaled = same(config, inner)
+        scaled.train_scaled(1, clip=clip)
+        before = [param.detach().clone() for param in scaled.model.parameters()]
+        last = ctx.rank == ctx.world_size - 1
+        scaled.train_scaled(1, factor=math.inf if last else 1.0, clip=clip)
+        scaled.train_scaled(1, factor=math.nan if last else 1.0, clip=clip)
+        assert_same([param.detach() for param in scaled.model.parameters()], before)
+        assert ctx.gather(scaled.scalers[0].get_scale()) == [256.0] * ctx.world_size
+        scaled.train_scaled(3, clip=clip)
+
+
+@ranks(2, 3)
+def test_one_element_in_one_slice_stops_all(ctx: RankContext) -> None:
+    """Only its owner sees it."""
+    for inner in INNER[::2]:
+        for place in (0, 20, WIDTH * WIDTH - 1):
+            scaled = same(CONFIGS[0], inner)
+            for side in scaled.sides:
+                weight = next(side.model.parameters())
+                spoil = torch.zeros(WIDTH * WIDTH).index_fill(0, torch.tensor([place]), math.inf).view(WIDTH, WIDTH)
+                if ctx.rank == 0:
+                    weight.register_hook(lambda grad, spoil=spoil: grad + spoil)  # type: ignore[no-untyped-call]
+            before = [param.detach().clone() for param in scaled.model.parameters()]
+            scaled.train_scaled(1)
+            assert_same([param.detach() for param in scaled.model.parameters()], before)
+            assert ctx.gather(scaled.scalers[0].get_scale()) == [512.0] * ctx.world_size
+
+
+@ranks(1, 2, 3)
+def test_a_kernel_that_unscales_by_itself(ctx: RankContext) -> None:
+    """Fused kernels take the scale; their steps are those of unscaled gradients, as scales are powers of 2."""
+    for config in CONFIGS:
+        torch.manual_seed(0)
+        scaled, plain = mlp(), mlp()
+        plain.load_state_dict(scaled.state_dict())
+        optimizers = [shard(model, optim.AdamW, lr=0.05, fused=True, config=config) for model in (scaled, plain)]
+        scaler = GradScaler(**SETTINGS)
+        for step in range(3):
+            torch.autograd.backward(scaler.scale(regression(scaled, step)))
+            scaler.step(optimizers[0])
+            scaler.update()
+            torch.autograd.backward(regression(plain, step))
+            optimizers[1].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            assert_same(scaled.state_dict(), plain.state_dict())
+
+
+@ranks(1, 2, 3)
+def test_float16_with_master_weights(ctx: RankContext) -> None:
+    """What overflows in float16 is seen; the masters stay as they are."""
+    model = mlp().half()
+    zero = shard(model, optim.AdamW, lr=0.05, config=ZeroConfig(partition=TINY, masters=MasterWeights()))
+    scaler = GradScaler("cpu", init_scale=2.0**20)
+    before = [param.detach().clone() for param in model.parameters()]
+    scales = []
+    for _ in range(8):
+        set_grads(model.parameters(), 0)
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.copy_(scaler.scale(param.grad.float()))  # infinite above 65504
+        scaler.step(zero)
+        scaler.update()
+        zero.zero_grad()
+        scales.append(scaler.get_scale())
+        if scales[-1] >= 2.0**16:
+            assert_same([param.detach() for param in model.parameters()], before)
+    assert scales[:4] == [2.0**19, 2.0**18, 2.0**17, 2.0**16]
+    assert scales[-1] == scales[-2] < 2.0**17
+    assert all(param.isfinite().all() for param in model.parameters())
+    assert any((param != old).any() for param, old in zip(model.parameters(), before, strict=True))
+    assert len(set(ctx.gather(tuple(scales)))) == 1
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("unscale", [False, True])
+def test_torchs_own_scaler_is_refused(ctx: RankContext, unscale: bool) -> None:
+    for config in CONFIGS:
+        model = mlp()
+        zero = shard(model, optim.SGD, lr=0.1, config=config)
+        scaler = TorchScaler(**SETTINGS)
+        torch.autograd.backward(scaler.scale(regression(model, 0)))
+        if unscale:
+            scaler.unscale_(zero)
+        with pytest.raises(RuntimeError, match=r"use zeroshard\.GradScaler"):
+            scaler.step(zero)
+        torch.autograd.backward(regression(model, 0))
+        zero.step()  # it goes on
+
+
+@ranks(1, 2, 3)
+def test_a_step_without_the_scaler_in_between(ctx: RankContext) -> None:
+    """What one step of the scaler left behind does not make torch's pass for ours."""
+    model = mlp()
+    zero = shard(model, optim.SGD, lr=0.1)
+    ours, theirs = GradScaler(**SETTINGS), TorchScaler(**SETTINGS)
+    torch.autograd.backward(ours.scale(regression(model, 0)))
+    ours.unscale_(zero)
+    zero.step()
+    zero.zero_grad()
+    torch.autograd.backward(theirs.scale(regression(model, 1)))
+    with pytest.raises(RuntimeError, match=r"use zeroshard\.GradScaler"):
+        theirs.step(zero)
+
+
+def seeded_mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return mlp()
+
+
+def under_ddp(twins: Twins) -> list[tuple[nn.Module, Any]]:
+    return [(DistributedDataParallel(model), optimizer) for model, optimizer in twins.sides]
+
+
+def train_under_ddp(twins: Twins, scalers: list[Any], factor: Callable[[int], float]) -> None:
+    sides = under_ddp(twins)
+    for step in range(5):
+        for (net, optimizer), scaler in zip(sides, scalers, strict=True):
+            torch.autograd.backward(scaler.scale(factor(step) * regression(net, step)))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        twins.check()
+    assert_same(scalers[0].state_dict(), scalers[1].state_dict())
+
+
+@ranks(1, 2, 3, 4)
+def test_any_scaler_will_do_for_the_flat_drop_in_under_ddp(ctx: RankContext) -> None:
+    def factor(step: int) -> float:
+        return math.inf if step == 2 and ctx.rank == 0 else 1.0
+
+    for make in (TorchScaler, GradScaler):
+        for factory, options in INNER[:2]:
+            zero_only = {"config": ZeroConfig(partition=TINY)}
+            twins = Twins(factory, model=seeded_mlp, zero_only=zero_only, foreach=True, **options)
+            train_under_ddp(twins, [make(**SETTINGS), TorchScaler(**SETTINGS)], factor)
+
+
+@ranks(1, 2, 3)
+def test_gradients_from_the_ddp_hook_are_spread_too(ctx: RankContext) -> None:
+    torch.manual_seed(0)
+    net = DistributedDataParallel(mlp())
+    zero = ZeroRedundancyOptimizer(net.parameters(), optim.SGD, lr=0.1, config=ZeroConfig(partition=TINY))
+    net.register_comm_hook(None, zero.ddp_hook())
+    pair = Scaled(optim.SGD, lr=0.1)
+    scaler = GradScaler(**SETTINGS)
+    for step in range(3):
+        factor = math.inf if step == 1 and ctx.rank == ctx.world_size - 1 else 1.0
+        torch.autograd.backward(scaler.scale(factor * regression(net, step)))
+        scaler.step(zero)
+        scaler.update()
+        zero.zero_grad()
+        pair.train_scaled(1, factor=factor)
+        assert_same(net.module.state_dict(), pair.model.state_dict())
+    theirs = TorchScaler(**SETTINGS)
+    torch.autograd.backward(theirs.scale(regression(net, 3)))
+    with pytest.raises(RuntimeError, match=r"use zeroshard\.GradScaler"):
+        theirs.step(zero)

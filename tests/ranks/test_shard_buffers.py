@@ -1,0 +1,195 @@
+"""Buffers are kept equal as DDP keeps them: those of rank 0, before each forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from tests.support import RankContext, ranks
+from tests.support.overlap import WIDTH, batch, mlp, regression
+from tests.support.sharded import (
+    ADAMW,
+    ZERO2,
+    ShardTwins,
+    Side,
+    all_equal,
+    assert_equal_sums,
+    seeded,
+    some_configs,
+)
+from tests.support.traffic import recorded
+from zeroshard import ZeroConfig, shard
+
+
+class Normed(nn.Module):
+    """BatchNorm, a buffer of another dtype, one that each pass replaces, and one that is none."""
+
+    count: torch.Tensor
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int32))
+        self.register_buffer("mean", torch.randn(WIDTH, dtype=torch.float64))
+        self.register_buffer("nothing", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().double().mean(0)
+        hidden = self.norm(self.linear(x)) + self.mean.float()
+        result: torch.Tensor = self.last(hidden)
+        return result
+
+
+def compare_buffers(twins: ShardTwins) -> None:
+    """Each rank's own: after a forward pass they differ from rank to rank, and do so in the same way."""
+    for (name, ours), theirs in zip(twins.model.named_buffers(), twins.plain_model.buffers(), strict=True):
+        assert_equal_sums(ours, theirs, name)
+
+
+def forward_inputs(model: nn.Module) -> list[list[torch.Tensor]]:
+    """Buffers as each forward pass of a layer in the model finds them."""
+    found: list[list[torch.Tensor]] = []
+    model.linear.register_forward_pre_hook(  # type: ignore[union-attr]
+        lambda *_: found.append([buffer.clone() for name, buffer in model.named_buffers() if "norm" in name])
+    )
+    return found
+
+
+@some_configs
+@ranks(1, 2, 3)
+def test_buffers_are_those_of_ddp(ctx: RankContext, config: ZeroConfig) -> None:
+    twins = ShardTwins(config, Normed)
+    found = forward_inputs(twins.model)
+
+    def iterate(side: Side, number: int) -> None:
+        side.iterate(number)
+
+    for _ in range(3):
+        twins.run(1, iterate)
+        compare_buffers(twins)
+    assert len(found) == 3
+    for seen in found:
+        assert all_equal(ctx.gather(seen))
+    different = not all_equal(ctx.gather([buffer.clone() for buffer in twins.model.buffers()]))
+    assert different == (ctx.world_size > 1)
+
+
+@ranks(2, 3)
+def test_evaluation_sees_the_buffers_of_rank_0(ctx: RankContext) -> None:
+    twins = ShardTwins(ZERO2, Normed)
+    twins.train(2)
+    with torch.no_grad():
+        for model in (twins.model, twins.ddp):
+            model.eval()
+        assert_equal_sums(twins.model(batch(9)), twins.ddp(batch(9)), "the output")
+    compare_buffers(twins)
+
+
+@ranks(2, 3)
+def test_the_switch(ctx: RankContext) -> None:
+    """Off: equal at the start, and each rank's own from then on."""
+    model, alone = seeded(Normed, ctx.rank), seeded(Normed, 0)
+    shard(model, torch.optim.AdamW, config=replace(ZERO2, sync_buffers=False), **ADAMW)
+    with recorded() as traffic:
+        for number in range(3):
+            for side in (model, alone):
+                side(batch(number))
+    assert not traffic
+    for ours, theirs in zip(model.buffers(), alone.buffers(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@ranks(2, 3)
+def test_local_passes_send_nothing_and_the_next_one_does(ctx: RankContext) -> None:
+    """DDP sends in the first local pass, and not in the next one that is not: as often, but earlier."""
+    model, alone = seeded(Normed, ctx.rank), seeded(Normed, 0)
+    zero = shard(model, torch.optim.AdamW, config=ZERO2, **ADAMW)
+    found = forward_inputs(model)
+    with recorded() as traffic, zero.no_sync():
+        for number in range(2):
+            for side in (model, alone):
+                torch.autograd.backward(regression(side, number))
+    assert not traffic
+    for ours, theirs in zip(model.buffers(), alone.buffers(), strict=True):
+        assert torch.equal(ours, theirs)
+    model(batch(2))
+    assert not all_equal(ctx.gather(found[1]))
+    assert all_equal(ctx.gather(found[2]))
+
+
+@ranks(2)
+def test_one_message_for_each_dtype(ctx: RankContext) -> None:
+    deep = nn.Sequential(*(nn.BatchNorm1d(WIDTH) for _ in range(8)))
+    zero = shard(deep, torch.optim.SGD, lr=0.1, config=ZERO2)
+    with recorded() as traffic:
+        deep(batch(0))
+    assert traffic.verbs == ["broadcast"] * 2  # float32 and int64
+    assert zero.world_size == 2
+
+
+@ranks(2)
+def test_a_model_without_buffers_sends_nothing(ctx: RankContext) -> None:
+    """So a rank may evaluate alone."""
+    model = seeded(mlp, 0)
+    zero = shard(model, torch.optim.SGD, lr=0.1, config=ZERO2)
+    with recorded() as traffic:
+        if ctx.rank == 0:
+            model(batch(0))
+    assert not traffic
+    Side(model, zero, zero.no_sync).iterate(0)
+
+
+class Lone(nn.Module):
+    """Only the inner model has buffers, and only it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Normed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x)
+        return result
+
+
+@ranks(2)
+def test_a_part_of_the_model_on_its_own_sends_nothing(ctx: RankContext) -> None:
+    """As `ddp.module` does: a way to evaluate on one rank."""
+    model = seeded(Lone, 0)
+    shard(model, torch.optim.SGD, lr=0.1, config=ZERO2)
+    with recorded() as traffic:
+        if ctx.rank == 0:
+            model.inner(batch(0))  # type: ignore[operator]
+    assert not traffic
+
+
+def compiled(way: str) -> Callable[[nn.Module], nn.Module]:
+    def apply(model: nn.Module) -> nn.Module:
+        if way == "function":
+            return torch.compile(model, backend="eager")  # type: ignore[return-value]
+        model.compile(backend="eager")
+        return model
+
+    return apply
+
+
+@ranks(2, timeout=60)
+def test_compiled_models(ctx: RankContext) -> None:
+    for way in ("module", "function"):
+        torch._dynamo.reset()
+        twins = ShardTwins(ZERO2, Normed)
+        callee = compiled(way)(twins.model)
+        ours = Side(callee, twins.zero, twins.zero.no_sync)
+        for number in range(2):
+            ours.backward(number, regression)
+            twins.sides[1].backward(number, regression)
+            for side in twins.sides:
+                side.update()
+            compare_buffers(twins)
+        twins.compare()

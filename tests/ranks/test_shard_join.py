@@ -1,0 +1,161 @@
+"""Uneven inputs: `Join([optimizer])` does what DDP under `Join` does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.optim.lr_scheduler import ExponentialLR
+
+from tests.ranks.test_join import Counts, uneven
+from tests.support import RankContext, ranks
+from tests.support.overlap import WIDTH, Branches, Loss, regression, through_branches
+from tests.support.sharded import (
+    ZERO1,
+    ZERO2,
+    ShardTwins,
+    Side,
+    all_equal,
+    both_stages,
+    seeded,
+    some_configs,
+    values_of,
+)
+from zeroshard import ZeroConfig, shard
+
+
+def train_unevenly(ctx: RankContext, twins: ShardTwins, counts: Counts, loss: Loss = regression) -> None:
+    ours, theirs = twins.sides
+    with Join([twins.zero]):
+        for number in range(counts[ctx.rank]):
+            ours.iterate(number, loss)
+    with Join([twins.ddp]):
+        for number in range(counts[ctx.rank]):
+            theirs.iterate(number, loss)
+    twins.compare()
+    # The plain optimizer's state is up to date only where it trained to the end.
+    twins.plain.load_state_dict(ctx.gather(twins.plain.state_dict())[counts.index(max(counts))])
+
+
+@some_configs
+@ranks(1, 2, 3)
+def test_equals_ddp_under_join(ctx: RankContext, config: ZeroConfig) -> None:
+    for counts in uneven(ctx.world_size):
+        train_unevenly(ctx, ShardTwins(config), counts)
+
+
+@both_stages
+@ranks(2)
+def test_gradients_that_are_cleared_before_a_pass(ctx: RankContext, config: ZeroConfig) -> None:
+    """What a rank's last pass has left there has no part in the steps that it only shadows."""
+    for counts in uneven(ctx.world_size):
+        twins = ShardTwins(config)
+        for side, joinable in zip(twins.sides, (twins.zero, twins.ddp), strict=True):
+            with Join([joinable]):
+                for number in range(counts[ctx.rank]):
+                    side.optimizer.zero_grad()
+                    side.backward(number)
+                    side.optimizer.step()
+        twins.compare()
+
+
+@both_stages
+@ranks(2, 3)
+def test_training_goes_on_afterwards(ctx: RankContext, config: ZeroConfig) -> None:
+    twins = ShardTwins(config)
+    first, second, *_ = uneven(ctx.world_size)
+    train_unevenly(ctx, twins, first)
+    twins.train(2)
+    train_unevenly(ctx, twins, second)
+    twins.train(1)
+
+
+@both_stages
+@ranks(3)
+def test_unused_parameters(ctx: RankContext, config: ZeroConfig) -> None:
+    """Plain SGD: DDP takes what a rank used in its last pass for used, and gives it gradients of zeros. And on a rank
+    that never had an input its map of used parameters is not initialized."""
+    for counts in uneven(ctx.world_size):
+        twins = ShardTwins(config, Branches, torch.optim.SGD, find_unused=True, lr=0.1)
+        train_unevenly(ctx, twins, [count + 2 for count in counts], through_branches)
+
+
+@both_stages
+@ranks(2)
+def test_local_passes_before_each_one(ctx: RankContext, config: ZeroConfig) -> None:
+    for counts in uneven(ctx.world_size):
+        twins = ShardTwins(config)
+        for side, joinable in zip(twins.sides, (twins.zero, twins.ddp), strict=True):
+            with Join([joinable]):
+                for number in range(counts[ctx.rank]):
+                    side.backward_locally(number + 50)
+                    side.iterate(number)
+        twins.compare()
+
+
+@both_stages
+@ranks(2)
+def test_a_scheduler_that_stands_still_where_inputs_ran_out(ctx: RankContext, config: ZeroConfig) -> None:
+    for counts in uneven(ctx.world_size):
+        twins = ShardTwins(config)
+        for side, joinable in zip(twins.sides, (twins.zero, twins.ddp), strict=True):
+            scheduler = ExponentialLR(side.optimizer, 0.5)
+            with Join([joinable]):
+                for number in range(counts[ctx.rank]):
+                    side.iterate(number)
+                    scheduler.step()
+        twins.compare()
+        rates = ctx.gather(twins.zero.param_groups[0]["lr"])
+        assert len(set(rates)) == 1, rates
+
+
+@ranks(2)
+def test_a_join_that_is_off_and_even_inputs(ctx: RankContext) -> None:
+    twins = ShardTwins(ZERO2)
+    train_unevenly(ctx, twins, [2] * ctx.world_size)
+    with Join([twins.zero], enable=False):
+        twins.train(2)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.last = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.norm(self.linear(x)))
+        return result
+
+
+@both_stages
+@ranks(3)
+def test_buffers_are_equal_afterwards(ctx: RankContext, config: ZeroConfig) -> None:
+    """As under DDP they are those of a rank that trained to the end."""
+    for counts in uneven(ctx.world_size):
+        model = seeded(Normed, ctx.rank)
+        zero = shard(model, torch.optim.SGD, lr=0.1, config=config)
+        with Join([zero]):
+            for number in range(counts[ctx.rank]):
+                Side(model, zero, zero.no_sync).iterate(number, regression)
+        assert all_equal(ctx.gather(values_of(model))), counts
+        assert model.norm.num_batches_tracked == max(counts)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("call", ["closure", "clip"])
+@ranks(2, timeout=20)
+def test_what_cannot_be_done_inside_join_is_refused_on_all_ranks(ctx: RankContext, call: str) -> None:
+    model = seeded(Normed, 0)
+    zero: Any = shard(model, torch.optim.SGD, lr=0.1, config=ZERO1)
+
+    def use() -> None:
+        torch.autograd.backward(regression(model, 0))
+        if call == "closure":
+            zero.step(lambda: 0.0)
+        else:
+            zero.clip_grad_norm_(1.0)
+
+    with pytest.raises(RuntimeError, match="Join"), Join([zero]):
+        use()

@@ -1,0 +1,369 @@
+"""`shard` without DDP is DDP with the plain optimizer: where it starts, where it gets to, whom it serves."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from tests.support import RankContext, ranks
+from tests.support.overlap import WIDTH, batch, mlp, regression
+from tests.support.sharded import (
+    ZERO1,
+    ZERO2,
+    ShardTwins,
+    Side,
+    all_configs,
+    all_equal,
+    assert_equal_sums,
+    both_stages,
+    seeded,
+    some_configs,
+    values_of,
+)
+from tests.support.traffic import recorded
+from zeroshard import ConfigError, RankFailedError, RankMismatchError, WholeParams, ZeroConfig, shard
+
+
+class Mixed(nn.Module):
+    """Frozen, scalar, empty and channels-last parameters, buffers of several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Without a bias: before a BatchNorm its gradient is a rounding error, which AdamW would make large.
+        self.conv = nn.Conv2d(2, 3, 3, padding=1, bias=False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.norm = nn.BatchNorm2d(3)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.scale = nn.Parameter(torch.randn(()))
+        self.nothing = nn.Parameter(torch.randn(0, 3))
+        self.register_buffer("noise", torch.randn(5, dtype=torch.float64))
+        self.register_buffer("unset", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.frozen(x).view(-1, 2, 1, 3).expand(-1, -1, 4, -1)
+        result: torch.Tensor = self.norm(self.conv(hidden)).mean((1, 2, 3)) * self.scale + self.nothing.sum()
+        return result
+
+
+def mean_square(model: nn.Module, number: int) -> torch.Tensor:
+    loss: torch.Tensor = model(batch(number)).square().mean()
+    return loss
+
+
+@ranks(1, 2, 3, 4)
+def test_training_equals_ddp_with_the_plain_optimizer(ctx: RankContext) -> None:
+    for config in all_configs():
+        ShardTwins(config).train(4)
+
+
+@ranks(1, 2, 3, 4)
+def test_options_of_the_optimizer(ctx: RankContext) -> None:
+    ShardTwins(ZERO2, optimizer_class=torch.optim.SGD, lr=0.3, momentum=0.9, nesterov=True).train(3)
+    ShardTwins(ZERO2, optimizer_class=torch.optim.SGD, lr=0.3, weight_decay=0.1, maximize=True).train(3)
+
+
+@some_configs
+@ranks(1, 3)
+def test_parameters_and_buffers_of_every_kind(ctx: RankContext, config: ZeroConfig) -> None:
+    # `nothing` gets a gradient without elements, which DDP calls unused on some versions.
+    ShardTwins(config, Mixed, find_unused=True).train(3, mean_square)
+
+
+@both_stages
+@ranks(1, 2, 3, 4)
+def test_start_makes_parameters_and_buffers_those_of_rank_0(ctx: RankContext, config: ZeroConfig) -> None:
+    model, expected = seeded(Mixed, ctx.rank + 1), seeded(Mixed, 1)
+    different = not all_equal(ctx.gather(values_of(model)))
+    assert different == (ctx.world_size > 1)
+    zero = shard(model, torch.optim.AdamW, config=config)
+    assert all_equal([values_of(model), values_of(expected)])
+    assert model.get_parameter("conv.weight").is_contiguous(memory_format=torch.channels_last)
+    assert zero.world_size == ctx.world_size
+
+
+def trained(config: ZeroConfig) -> list[torch.Tensor]:
+    model = seeded(mlp, 0)
+    optimizer = shard(model, torch.optim.AdamW, lr=0.05, config=config)
+    for number in range(4):
+        torch.autograd.backward(regression(model, number))
+        optimizer.step()
+        optimizer.zero_grad()
+    return values_of(model)
+
+
+@both_stages
+@ranks(2, 3, 4)
+def test_the_same_run_twice_is_bitwise_equal_on_all_ranks(ctx: RankContext, config: ZeroConfig) -> None:
+    assert all_equal([trained(config), *ctx.gather(trained(config))])
+
+
+@ranks(3)
+def test_buckets_and_retention_do_not_change_a_bit(ctx: RankContext) -> None:
+    assert all_equal([trained(config) for config in all_configs()])
+
+
+@both_stages
+@ranks(2, 3)
+def test_groups_with_options_of_their_own(ctx: RankContext, config: ZeroConfig) -> None:
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        first, second, *rest = model.parameters()
+        return [{"params": rest, "lr": 0.02}, {"params": [second], "weight_decay": 0.5}, {"params": first}]
+
+    ShardTwins(config, handed=groups).train(3)
+
+
+def first_layer(model: nn.Module) -> nn.Module:
+    return next(model.children())
+
+
+def all_but_the_first_layer(model: nn.Module) -> list[nn.Parameter]:
+    return list(model.parameters())[2:]
+
+
+def frozen_first() -> nn.Module:
+    model = mlp()
+    first_layer(model).requires_grad_(False)
+    return model
+
+
+@some_configs
+@ranks(2)
+def test_some_parameters_only(ctx: RankContext, config: ZeroConfig) -> None:
+    """The others start equal nevertheless."""
+    ShardTwins(config, frozen_first, handed=all_but_the_first_layer).train(3)
+
+
+@some_configs
+@ranks(2)
+def test_a_group_that_is_added_later(ctx: RankContext, config: ZeroConfig) -> None:
+    twins = ShardTwins(config, handed=all_but_the_first_layer)
+    twins.train(2)
+    for side, model in zip(twins.sides, (twins.model, twins.plain_model), strict=True):
+        model.zero_grad()  # of those, too, that were in no group
+        side.optimizer.add_param_group({"params": first_layer(model).parameters(), "lr": 0.01})
+    twins.train(3)
+
+
+@both_stages
+@ranks(3, 4)
+def test_ranks_of_a_group_only(ctx: RankContext, config: ZeroConfig) -> None:
+    """Two groups train at the same time, one of them without the world's rank 0."""
+    halves = [dist.new_group([0]), dist.new_group(list(range(1, ctx.world_size)))]
+    twins = ShardTwins(config, group=halves[ctx.rank > 0])
+    twins.train(3)
+    shares = ctx.gather(values_of(twins.model))
+    assert all_equal(shares[1:])
+    assert not all_equal(shares)
+
+
+@both_stages
+@ranks(1, 2)
+def test_a_closure(ctx: RankContext, config: ZeroConfig) -> None:
+    twins = ShardTwins(config)
+    losses: list[Any] = []
+
+    def iterate(side: Side, number: int) -> None:
+        def closure() -> torch.Tensor:
+            side.optimizer.zero_grad()
+            loss = regression(side.model, number)
+            torch.autograd.backward(loss)
+            return loss.detach()
+
+        losses.append(side.optimizer.step(closure))  # type: ignore[arg-type]
+
+    twins.run(3, iterate)
+    for ours, theirs in zip(losses[::2], losses[1::2], strict=True):
+        assert_equal_sums(ours, theirs, "the loss")
+
+
+class Words(nn.Module):
+    """Each row of a batch looks up a word of its own: sums of several in one pass would be made in another order."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH, sparse=sparse)
+        self.out = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x[0, 0].abs().mul(10).long()
+        result: torch.Tensor = self.out(self.table((first + torch.arange(len(x))) % 7))
+        return result
+
+
+@both_stages
+@ranks(1, 2)
+def test_sparse_gradients_are_made_dense(ctx: RankContext, config: ZeroConfig) -> None:
+    for passes in (1, 2):
+        twins = ShardTwins(config, partial(Words, sparse=True), plain_model=partial(Words, sparse=False))
+
+        def iterate(side: Side, number: int, passes: int = passes) -> None:
+            for local in range(1, passes):
+                side.backward_locally(number + 100 * local, mean_square)
+            side.iterate(number, mean_square)
+
+        twins.run(3, iterate)
+
+
+@ranks(1, 2, 3)
+def test_an_optimizer_of_whole_parameters(ctx: RankContext) -> None:
+    for config in (ZeroConfig(), ZeroConfig(retention=ZERO1.retention), ZeroConfig(partition=WholeParams())):
+        warned = pytest.warns(UserWarning, match="whole parameters") if config.partition is None else nullcontext()
+        with warned:
+            twins = ShardTwins(config, optimizer_class=torch.optim.Adafactor, lr=0.05)
+        twins.train(3)
+
+
+class TwoHeads(nn.Module):
+    """A trunk and two heads, one of which only odd ranks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.all, self.odd = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.trunk(x)
+        result: torch.Tensor = self.all(hidden) + (self.odd(hidden) if dist.get_rank() % 2 else 0)
+        return result
+
+
+HALVES: list[Callable[[nn.Module], list[nn.Parameter]]] = [
+    lambda model: [param for param in model.parameters() if param.dim() > 1],
+    lambda model: [param for param in model.parameters() if param.dim() == 1],
+]
+
+
+@some_configs
+@ranks(3, timeout=20)
+def test_two_optimizers_for_one_model(ctx: RankContext, config: ZeroConfig) -> None:
+    """Their gradients are under way at the same time, on each rank in another order."""
+    model, plain = seeded(TwoHeads, ctx.rank), seeded(TwoHeads, 0)
+    ddp = DistributedDataParallel(plain, find_unused_parameters=True)
+    ours: list[Optimizer] = []
+    theirs: list[Optimizer] = []
+    for half, cls in zip(HALVES, (torch.optim.AdamW, torch.optim.SGD), strict=True):
+        ours.append(shard(model, cls, params=half(model), config=config, lr=0.05))
+        theirs.append(cls(half(plain), lr=0.05))
+    for number in range(4):
+        for side, optimizers in ((model, ours), (ddp, theirs)):
+            torch.autograd.backward(mean_square(side, number))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_equal_sums(mine, expected, "a parameter")
+
+
+@both_stages
+@ranks(3, timeout=20)
+def test_two_models_in_one_backward(ctx: RankContext, config: ZeroConfig) -> None:
+    """The second model takes the output of the first, but not on all ranks."""
+    encoders, decoders = ShardTwins(config), ShardTwins(config)
+    for number in range(3):
+        for encoder, decoder in zip(encoders.sides, decoders.sides, strict=True):
+            hidden = encoder.model(batch(number))
+            decoded = decoder.model(hidden)
+            loss = decoded.square().mean()
+            if ctx.rank == number % ctx.world_size:
+                # DDP cannot go without the second model altogether: there its gradients are zeros.
+                loss = hidden.square().mean() + (0 * decoded.sum() if decoder.model is decoders.ddp else 0)
+            torch.autograd.backward(loss)
+            encoder.update()
+            decoder.update()
+    encoders.compare()
+    decoders.compare()
+
+
+@some_configs
+@ranks(3, timeout=20)
+def test_an_update_that_fails_on_one_rank_is_raised_on_all_and_training_goes_on(
+    ctx: RankContext, config: ZeroConfig
+) -> None:
+    model = seeded(mlp, 0)
+    zero = shard(model, torch.optim.SGD, lr=0.1, config=config)
+    stumble = zero.optim.register_step_pre_hook(_stumble_on_rank_1)
+    torch.autograd.backward(regression(model, 0))
+    with pytest.raises(ArithmeticError if ctx.rank == 1 else RankFailedError, match="on purpose"):
+        zero.step()
+    stumble.remove()
+    zero.zero_grad()
+    assert all_equal(ctx.gather(values_of(model)))
+    for number in range(2):
+        Side(model, zero, zero.no_sync).iterate(number)
+    assert all_equal(ctx.gather(values_of(model)))
+
+
+def _stumble_on_rank_1(*_: Any) -> None:
+    if dist.get_rank() == 1:
+        raise ArithmeticError("on purpose")
+
+
+@both_stages
+@ranks(3, timeout=20)
+def test_options_that_differ_are_found_before_anything_moves(ctx: RankContext, config: ZeroConfig) -> None:
+    """The gradients stay, and the step can be made once the ranks agree."""
+    twins = ShardTwins(config)
+    for side in twins.sides:
+        side.backward(0)
+    before = values_of(twins.model)
+    twins.zero.param_groups[0]["lr"] = 0.1 * (1 + ctx.rank)
+    with pytest.raises(RankMismatchError, match="lr"):
+        twins.zero.step()
+    assert all_equal([before, values_of(twins.model)])
+    twins.zero.param_groups[0]["lr"] = twins.plain.param_groups[0]["lr"]
+    for side in twins.sides:
+        side.update()
+    twins.compare()
+
+
+@ranks(2, timeout=20)
+def test_ranks_that_disagree_about_the_model_are_told_at_once(ctx: RankContext) -> None:
+    with pytest.raises(RankMismatchError, match="shape"):
+        shard(nn.Linear(WIDTH + ctx.rank, 3), torch.optim.SGD, lr=0.1)
+    with pytest.raises(RankMismatchError, match="Keep"):
+        shard(mlp(), torch.optim.SGD, lr=0.1, config=[ZERO1, ZERO2][ctx.rank])
+    Side(model := mlp(), zero := shard(model, torch.optim.SGD, lr=0.1), zero.no_sync).iterate(0)
+
+
+@ranks(1, 2, timeout=20)
+def test_models_that_are_refused(ctx: RankContext) -> None:
+    with pytest.raises(ConfigError, match="without DistributedDataParallel"):
+        shard(DistributedDataParallel(mlp()), torch.optim.SGD, lr=0.1)
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        shard([nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=0.1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="non-leaf"):
+        shard(mlp(), torch.optim.SGD, params=[nn.Parameter(torch.ones(2)) * 2], lr=0.1)
+    with pytest.raises(ValueError, match="empty"):
+        shard(nn.Tanh(), torch.optim.SGD, lr=0.1)
+
+
+@some_configs
+@ranks(1, 2)
+def test_an_optimizer_that_is_dropped_is_freed_and_its_hooks_fall_silent(ctx: RankContext, config: ZeroConfig) -> None:
+    model = nn.Sequential(seeded(mlp, 0), nn.BatchNorm1d(WIDTH))
+    zero = shard(model, torch.optim.AdamW, lr=0.1, config=config)
+    Side(model, zero, zero.no_sync).iterate(0)
+    zero.wait()
+    alive = weakref.ref(zero), weakref.ref(zero.engine), weakref.ref(next(iter(zero.optim.state)))
+    del zero
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 3
+    with recorded() as traffic:
+        torch.autograd.backward(regression(model, 1))
+    assert not traffic
+    assert all(param.grad is not None for param in model.parameters())
+    model.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+    again = shard(model, torch.optim.AdamW, lr=0.1, config=config)
+    Side(model, again, again.no_sync).iterate(1)
+    again.wait()
+    assert all_equal(ctx.gather([param.detach().clone() for param in model.parameters()]))

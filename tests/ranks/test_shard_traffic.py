@@ -1,0 +1,151 @@
+"""What an iteration sends, and what it keeps in memory."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from benchmarks.harness.resources import sent_bytes
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support import RankContext, ranks
+from tests.support.overlap import mlp, regression
+from tests.support.sharded import ZERO2, both_stages, seeded
+from tests.support.traffic import recorded
+from zeroshard import FlatShards, KeepFull, KeepShard, ShardedOptimizer, ZeroConfig, shard
+
+MIB = 2**20
+
+
+def wide(width: int = 512, layers: int = 4) -> nn.Sequential:
+    """A little above a million elements."""
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+
+def noise(width: int, number: int) -> torch.Tensor:
+    return torch.randn(2, width, generator=torch.Generator().manual_seed(100 * number + dist.get_rank()))
+
+
+def wire_bytes(iteration: Callable[[int], None], passes: int = 3) -> int:
+    """What this rank sends in some iterations, after a first one."""
+    iteration(0)
+    dist.barrier()
+    before = sent_bytes()
+    for number in range(1, 1 + passes):
+        iteration(number)
+    dist.barrier()  # all of it has arrived and been acknowledged
+    return sent_bytes() - before
+
+
+def iteration_of(model: nn.Module, optimizer: torch.optim.Optimizer, width: int) -> Callable[[int], None]:
+    def iterate(number: int) -> None:
+        torch.autograd.backward(model(noise(width, number)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return iterate
+
+
+@pytest.mark.parametrize("keep", [KeepShard(), KeepFull()], ids=["zero2", "zero1"])
+@ranks(2, 4)
+def test_bytes_on_the_wire_are_at_most_those_of_ddp(ctx: RankContext, keep: KeepShard | KeepFull) -> None:
+    plain = seeded(wide, 0)
+    ddp = DistributedDataParallel(plain)
+    reference = wire_bytes(iteration_of(ddp, torch.optim.SGD(plain.parameters(), lr=0.1), 512))
+    for overlap in (False, True):
+        model = seeded(wide, 0)
+        config = ZeroConfig(partition=FlatShards(MIB), retention=keep, overlap_gather=overlap)
+        optimizer = shard(model, torch.optim.SGD, lr=0.1, config=config)
+        ours = wire_bytes(iteration_of(model, optimizer, 512))
+        # All ranks together: what one of them sends depends on the algorithms of gloo.
+        total, allowed = sum(ctx.gather(ours)), 1.02 * sum(ctx.gather(reference))
+        assert total <= allowed, f"{total / allowed * 1.02:.3f} of DDP's bytes"
+        elements = sum(param.numel() for param in model.parameters())
+        assert total >= 3 * 2 * (ctx.world_size - 1) * 4 * elements, "something was not measured"
+
+
+def calls_of_an_iteration(layers: int, config: ZeroConfig) -> tuple[Counter[str], ShardedOptimizer]:
+    model = seeded(lambda: mlp(layers), 0)
+    optimizer = shard(model, torch.optim.AdamW, lr=0.1, config=config)
+    for number in range(2):
+        with recorded() as traffic:
+            torch.autograd.backward(regression(model, number))
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.wait()
+    return Counter(traffic.verbs), optimizer
+
+
+@both_stages
+@ranks(2, 3)
+def test_calls_are_a_few_for_each_bucket_and_none_for_a_parameter(ctx: RankContext, config: ZeroConfig) -> None:
+    expected: set[tuple[int, int]] = set()
+    for layers in (2, 4, 40):
+        calls, optimizer = calls_of_an_iteration(layers, ZeroConfig(retention=config.retention))
+        assert len(optimizer.layout.buckets) == 1
+        expected.add((sum(calls.values()), len(optimizer.layout.buckets)))
+    assert len(expected) == 1, "more parameters in a bucket cost no more calls"
+    calls, optimizer = calls_of_an_iteration(10, config)
+    buckets, others = len(optimizer.layout.buckets), ctx.world_size - 1
+    assert buckets >= 5
+    assert calls["isend"] == calls["irecv"] == others * buckets
+    assert calls["broadcast"] == ctx.world_size * buckets
+    assert calls["all_reduce"] == 2, "before and after the update"
+    assert set(calls) == {"isend", "irecv", "broadcast", "all_reduce"}
+
+
+def live_bytes() -> int:
+    """Memory of all tensors that Python knows."""
+    gc.collect()
+    tensors = [it for it in gc.get_objects() if type(it) in (torch.Tensor, nn.Parameter)]
+    storages = {it.untyped_storage().data_ptr(): it.untyped_storage().nbytes() for it in tensors}
+    return sum(storages.values())
+
+
+@ranks(1, 2, 4)
+def test_gradients_take_a_share_of_their_size(ctx: RankContext) -> None:
+    bucket = 64 * 1024
+    model = seeded(lambda: wide(128, 16), 0)
+    full = sum(param.nbytes for param in model.parameters())
+    optimizer = shard(model, torch.optim.SGD, lr=0.1, config=ZeroConfig(partition=FlatShards(bucket)))
+    before = live_bytes()
+    for _ in range(2):
+        torch.autograd.backward(model(noise(128, 0)).square().mean())
+        assert all(param.grad is None for param in model.parameters())
+    optimizer.clip_grad_norm_(1e9)  # all gradients have arrived
+    # Beside the shards: three idle buffers of a bucket and a bit.
+    assert live_bytes() - before <= full / ctx.world_size + 4 * bucket
+    shards = sum(grad.nbytes for grad in optimizer.engine.grads.tensors())
+    assert shards <= 1.001 * full / ctx.world_size + 64
+    assert sum(ctx.gather(shards)) >= full
+
+
+@ranks(2, 4)
+def test_zero1_keeps_full_gradients(ctx: RankContext) -> None:
+    """So that the test above can fail."""
+    model = seeded(lambda: wide(128, 16), 0)
+    full = sum(param.nbytes for param in model.parameters())
+    config = ZeroConfig(partition=FlatShards(64 * 1024), retention=KeepFull())
+    optimizer = shard(model, torch.optim.SGD, lr=0.1, config=config)
+    before = live_bytes()
+    torch.autograd.backward(model(noise(128, 0)).square().mean())
+    assert live_bytes() - before >= full
+    assert optimizer.world_size == ctx.world_size
+
+
+@ranks(2, 3)
+def test_memory_does_not_grow_from_step_to_step(ctx: RankContext) -> None:
+    model = seeded(mlp, 0)
+    optimizer = shard(model, torch.optim.AdamW, lr=0.1, config=ZERO2)
+    sizes = []
+    for number in range(6):
+        torch.autograd.backward(regression(model, number))
+        optimizer.step()
+        optimizer.zero_grad()
+        sizes.append(live_bytes())
+    assert max(sizes[2:]) == min(sizes[2:]), sizes

@@ -1,0 +1,155 @@
+"""Parameters that are used several times, on some ranks, or not at all; frozen and thawed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import RankContext, ranks
+from tests.support.overlap import WIDTH, Branches, batch, through_branches
+from tests.support.sharded import ZERO1, ZERO2, ShardTwins, Side, both_stages, some_configs
+from zeroshard import ZeroConfig
+
+
+class Choice(nn.Module):
+    """Layers of which each pass uses some: `used(rank, number)` says which."""
+
+    LAYERS = 5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(self.LAYERS))
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        for place in used:
+            x = self.layers[place](x).tanh()
+        return x
+
+
+Plan = Callable[[int, int], list[int]]
+PLANS: dict[str, Plan] = {
+    "another-layer-on-each-rank": lambda rank, _: [rank % 5],
+    "from-step-to-step": lambda _, number: [number % 5, (number + 2) % 5],
+    "both": lambda rank, number: [(rank + number) % 5, (3 * rank + 2 * number + 1) % 5],
+    "several-times": lambda rank, number: [0, 1, 0, 2, 1, 0] if number % 2 else [3, 3, rank % 2],
+    "from-back-to-front": lambda rank, _: list(range(5))[:: -1 if rank % 2 else 1],
+    "more-and-more": lambda rank, number: list(range(rank % 3, min(5, rank % 3 + number + 1))),
+    "less-and-less": lambda rank, number: list(range(max(1, 4 - number + rank % 2))),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@ranks(2, 3)
+def test_layers_of_which_passes_use_some(ctx: RankContext, plan: str) -> None:
+    def loss(model: nn.Module, number: int) -> torch.Tensor:
+        result: torch.Tensor = model(batch(number), PLANS[plan](ctx.rank, number)).square().mean()
+        return result
+
+    for config in (ZERO2, ZERO1, ZeroConfig(partition=ZERO2.partition, overlap_gather=True)):
+        ShardTwins(config, Choice, find_unused=True).train(4, loss)
+
+
+@some_configs
+@ranks(1, 2, 3)
+def test_unused_on_all_ranks_on_some_and_now_and_then(ctx: RankContext, config: ZeroConfig) -> None:
+    ShardTwins(config, Branches, find_unused=True).train(5, through_branches)
+
+
+@both_stages
+@ranks(2)
+def test_unused_ones_among_several_passes(ctx: RankContext, config: ZeroConfig) -> None:
+    """What only a local pass has used goes along with the pass that sends."""
+
+    def iterate(side: Side, number: int) -> None:
+        side.backward_locally(number + 1, through_branches)
+        side.iterate(number, through_branches)
+
+    twins = ShardTwins(config, Branches, find_unused=True)
+    twins.run(4, iterate)
+
+
+@both_stages
+@ranks(2)
+def test_unused_ones_keep_their_gradient_until_it_is_cleared(ctx: RankContext, config: ZeroConfig) -> None:
+    """Zeros instead of None: what was used once goes on decaying."""
+
+    def iterate(side: Side, number: int) -> None:
+        side.backward(number, through_branches)
+        side.optimizer.step()
+        side.optimizer.zero_grad(set_to_none=False)
+
+    ShardTwins(config, Branches, find_unused=True).run(4, iterate)
+
+
+class Tied(nn.Module):
+    """The same weight at both ends, and the same layer twice between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.between, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.between(self.between(self.first(x)).tanh())
+        result: torch.Tensor = self.last(hidden)
+        return result
+
+
+@some_configs
+@ranks(1, 3)
+def test_tied_weights_and_layers_used_twice(ctx: RankContext, config: ZeroConfig) -> None:
+    twins = ShardTwins(config, Tied)
+    assert len(twins.zero.layout.params) == 5
+    twins.train(4)
+    assert twins.model.first.weight is twins.model.last.weight  # type: ignore[union-attr]
+
+
+def freeze(twins: ShardTwins, frozen: set[int]) -> None:
+    """Freeze these layers, thaw all others, with DDP as it must be made then."""
+    for model in (twins.model, twins.plain_model):
+        for place, layer in enumerate(model.children()):
+            layer.requires_grad_(place not in frozen)
+    twins.wrap_plain()
+
+
+@some_configs
+@ranks(1, 2)
+def test_layers_that_are_frozen_and_thawed(ctx: RankContext, config: ZeroConfig) -> None:
+    twins = ShardTwins(config)
+    for frozen in ({0, 4}, set[int](), {2}, {0, 2, 4, 6}, set[int]()):
+        freeze(twins, frozen)
+        twins.train(2)
+
+
+def partly_frozen() -> nn.Module:
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    for layer in layers[:2]:
+        layer.requires_grad_(False)
+    return nn.Sequential(*layers)
+
+
+@some_configs
+@ranks(2)
+def test_layers_that_were_frozen_from_the_start(ctx: RankContext, config: ZeroConfig) -> None:
+    twins = ShardTwins(config, partly_frozen)
+    twins.train(2)
+    for frozen in ({0}, set[int](), {1, 3}):
+        freeze(twins, frozen)
+        twins.train(2)
+
+
+@both_stages
+@ranks(2)
+def test_gradients_of_a_layer_that_is_frozen_after_its_backward(ctx: RankContext, config: ZeroConfig) -> None:
+    """What is there is used, as in torch."""
+    twins = ShardTwins(config)
+    for side in twins.sides:
+        side.backward(0)
+    for model in (twins.model, twins.plain_model):
+        next(model.children()).requires_grad_(False)
+    for side in twins.sides:
+        side.update()
+    twins.compare()

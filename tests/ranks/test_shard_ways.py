@@ -1,0 +1,148 @@
+"""Every `ShardWay` keeps the same contract: averages to owners, shards to everyone, whatever the shards are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise, product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support import RankContext, ranks
+from tests.support.oracle import assert_same
+from tests.support.pair import average
+from zeroshard import Reduce
+from zeroshard.comm.group import Group
+from zeroshard.comm.shards import Native, Pairwise, ShardWay, Whole, best_way
+from zeroshard.units import Span
+
+WAYS = [Pairwise, Whole, Native]
+Cuts = list[int]
+
+
+def shards_of(cuts: Cuts) -> list[Span]:
+    return [Span(start, stop) for start, stop in pairwise(cuts)]
+
+
+def cuts_for(way: type[ShardWay], ranks: int) -> list[Cuts]:
+    """Where flat buffers are cut: into equal shards, and at random where the way allows it."""
+    equal = [[length * rank for rank in range(ranks + 1)] for length in (1, 7, 64)]
+    if way.equal_shards:
+        return equal
+    draw = random.Random(ranks)
+    anywhere = [[0, *sorted(draw.choices(range(50), k=ranks - 1)), 50] for _ in range(4)]
+    all_with_the_last = [0] * ranks + [9]
+    all_with_the_first = [0] + [9] * ranks
+    return [*equal, *anywhere, all_with_the_last, all_with_the_first, [0] * (ranks + 1)]
+
+
+def contribution(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("way", WAYS)
+def test_averages_come_to_their_owners(ctx: RankContext, way: type[ShardWay]) -> None:
+    made = way(Group(), Reduce())
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    for cuts, dtype in product(cuts_for(way, ctx.world_size), dtypes):
+        flats = [contribution(rank, cuts[-1], dtype) for rank in range(ctx.world_size)]
+        given = flats[ctx.rank].clone()
+        mine = shards_of(cuts)[ctx.rank]
+        for into in (torch.full((mine.length,), 7.0, dtype=dtype), torch.full((mine.length,), 7.0)):
+            made.reduce(given, shards_of(cuts)).average(into)
+            assert_same(given, flats[ctx.rank], "what was given")
+            expected = average(flats)[slice(*mine)].to(into.dtype)
+            if way is Pairwise:  # promises the order of ranks
+                assert_same(into, expected)
+            else:
+                torch.testing.assert_close(into, expected)
+
+
+@ranks(2, 3, 4)
+def test_native_calls_add_in_the_order_of_ranks_if_asked_to(ctx: RankContext) -> None:
+    made = Native(Group(), Reduce(fixed_order=True))
+    for cuts, dtype in product(cuts_for(Native, ctx.world_size), (torch.float32, torch.bfloat16)):
+        flats = [contribution(rank, cuts[-1], dtype) for rank in range(ctx.world_size)]
+        mine = shards_of(cuts)[ctx.rank]
+        into = torch.empty(mine.length, dtype=dtype)
+        made.reduce(flats[ctx.rank], shards_of(cuts)).average(into)
+        assert_same(into, average(flats)[slice(*mine)].to(dtype))
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("way", WAYS)
+def test_shards_come_to_everyone(ctx: RankContext, way: type[ShardWay]) -> None:
+    made = way(Group(), Reduce())
+    dtypes = (torch.float32, torch.bfloat16, torch.complex64)
+    for cuts, dtype in product(cuts_for(way, ctx.world_size), dtypes):
+        flat = torch.full((cuts[-1],), float(ctx.rank), dtype=dtype)
+        made.gather(flat, shards_of(cuts)).wait()
+        owners = [rank for rank, shard in enumerate(shards_of(cuts)) for _ in range(shard.length)]
+        assert_same(flat, torch.tensor(owners, dtype=torch.float32).to(dtype))
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("way", WAYS)
+def test_several_under_way_at_once(ctx: RankContext, way: type[ShardWay]) -> None:
+    """They may be finished later, and in any order."""
+    made = way(Group(), Reduce())
+    cuts = [100 * rank for rank in range(ctx.world_size + 1)]
+    shards, mine = shards_of(cuts), shards_of(cuts)[ctx.rank]
+    flats = [
+        [contribution(10 * turn + rank, cuts[-1], torch.float32) for rank in range(ctx.world_size)] for turn in range(4)
+    ]
+    arriving = [made.reduce(turn[ctx.rank].clone(), shards) for turn in flats]
+    gathered = [torch.full((cuts[-1],), float(ctx.rank)) for _ in range(3)]
+    pending = [made.gather(flat, shards) for flat in gathered]
+    for it in reversed(pending):
+        it.wait()
+    for turn, each in reversed(list(zip(flats, arriving, strict=True))):
+        into = torch.empty(mine.length)
+        each.average(into)
+        torch.testing.assert_close(into, average(turn)[slice(*mine)])
+        assert each.arrived
+    for flat in gathered:
+        assert_same(flat, torch.arange(ctx.world_size).repeat_interleave(100).float())
+
+
+def several_times(action: Callable[[], None]) -> None:
+    """The first message may still fit into a buffer of the system."""
+    for _ in range(3):
+        action()
+
+
+@ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_peer_that_is_gone_is_an_error(ctx: RankContext, way: type[ShardWay]) -> None:
+    """Not a wait for ever."""
+    made = way(Group(), Reduce())
+    shards = shards_of([0, 50000, 100000])
+    flat, into = torch.ones(100000), torch.empty(50000)
+    made.reduce(flat, shards).average(into)
+    dist.barrier()
+    if ctx.rank == 1:
+        dist.destroy_process_group()
+        return
+    with pytest.raises(RuntimeError, match=r"(?i)connection|peer|closed|reset|broken"):
+        several_times(lambda: made.reduce(flat, shards).average(into))
+    with pytest.raises(RuntimeError, match=r"(?i)connection|peer|closed|reset|broken"):
+        several_times(lambda: made.gather(flat, shards).wait())
+
+
+@ranks(1, 2)
+def test_the_best_way(ctx: RankContext) -> None:
+    cpu = best_way(Group(), torch.device("cpu"), Reduce(), equal=True)
+    assert type(cpu) is (Pairwise if ctx.world_size > 1 else Whole)
+    assert type(best_way(Group(), torch.device("cuda"), Reduce(), equal=True)) is Whole
+    if ctx.world_size > 1:
+        fake = dist.new_group(backend="fake")
+        for device in ("cpu", "cuda"):
+            assert type(best_way(Group(fake), torch.device(device), Reduce(), equal=True)) is Native
+            assert type(best_way(Group(fake), torch.device(device), Reduce(), equal=False)) is Whole
+        both = dist.new_group(backend="cpu:gloo,cuda:fake")
+        assert type(best_way(Group(both), torch.device("cpu"), Reduce(), equal=True)) is Pairwise
+        assert type(best_way(Group(both), torch.device("cuda"), Reduce(), equal=True)) is Native

@@ -1,0 +1,240 @@
+"""Gradients of a bucket as one flat run of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from tests.support.specs import spec, specs
+from zeroshard.layout.layout import Bucket, Layout
+from zeroshard.layout.partition import FlatShards, WholeParams
+from zeroshard.layout.specs import ParamSpec
+from zeroshard.runtime.packing import KEPT_BUFFERS, Buffer, Packing, Pool
+from zeroshard.units import MIB, Span
+
+CPU = torch.device("cpu")
+GARBAGE = 77.0
+
+
+def bucket_of(params: Sequence[ParamSpec], ranks: int) -> tuple[Layout, Bucket]:
+    layout = FlatShards(MIB).extend(Layout.empty(ranks), params)
+    (bucket,) = layout.buckets
+    return layout, bucket
+
+
+def packing_of(
+    params: Sequence[ParamSpec], ranks: int = 2, *, dtype: torch.dtype = torch.float32, padded: bool = False
+) -> Packing:
+    return Packing(*bucket_of(params, ranks), dtype, padded=padded)
+
+
+def buffer_for(packing: Packing, dtype: torch.dtype = torch.float32) -> Buffer:
+    return Buffer(torch.full((packing.numel,), GARBAGE, dtype=dtype))
+
+
+def grads_for(packing: Packing) -> list[torch.Tensor | None]:
+    """Numbers that all differ, in the shapes and strides of the parameters."""
+    grads: list[torch.Tensor | None] = []
+    for place in packing.places:
+        values = torch.arange(place.spec.numel, dtype=torch.float32).add(100 * (place.param + 1))
+        grad = torch.empty_strided(place.spec.shape, place.spec.stride)
+        grads.append(grad.copy_(values.view(place.spec.shape)))
+    return grads
+
+
+MIXED = [
+    spec(0, (3, 5)),
+    spec(1, ()),
+    spec(2, (2, 3, 4), stride=(12, 1, 3)),  # channels last
+    spec(3, (0, 4)),
+    spec(4, (4, 3), stride=(1, 4)),
+    spec(5, (3, 3), stride=(5, 1)),  # its rows leave gaps
+    spec(6, (17,)),
+]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_every_gradient_comes_back_from_where_the_bucket_has_its_parameter(ranks: int, padded: bool) -> None:
+    layout, bucket = bucket_of(MIXED, ranks)
+    packing = Packing(layout, bucket, torch.float32, padded=padded)
+    grads = grads_for(packing)
+    flat = packing.pack(grads, buffer_for(packing))
+    starts = {piece.param: piece.in_bucket.start for piece in reversed(bucket.pieces)}
+    for place, grad in zip(packing.places, grads, strict=True):
+        assert place.span.start == starts[place.param]
+        assert grad is not None
+        assert torch.equal(place.of(flat), grad)
+        assert place.of(flat).stride() == place.spec.stride
+    assert GARBAGE not in flat.tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_what_travels(ranks: int) -> None:
+    """Everything but the padding at the end, unless shards must be equally long; slices cover it without overlap."""
+    _, bucket = bucket_of(MIXED, ranks)
+    bare, padded = packing_of(MIXED, ranks), packing_of(MIXED, ranks, padded=True)
+    assert bare.numel == max(place.span.stop for place in bare.places) <= padded.numel == bucket.numel
+    assert padded.shards == list(bucket.shards)
+    for packing in (bare, padded):
+        assert [packing.shards[0].start, *(shard.stop for shard in packing.shards)] == [
+            0,
+            *(min(shard.stop, packing.numel) for shard in bucket.shards),
+        ]
+    assert sum(shard.length for shard in bare.shards) == bare.numel
+
+
+def test_more_ranks_than_elements() -> None:
+    packing = packing_of(specs([2]), ranks=5)
+    assert [shard.length for shard in packing.shards] == [1, 1, 0, 0, 0]
+
+
+def test_what_is_missing_becomes_zeros() -> None:
+    packing = packing_of(specs([5, 7, 3]))
+    grads = grads_for(packing)
+    for lacking in range(3):
+        given = [None if i == lacking else grad for i, grad in enumerate(grads)]
+        flat = packing.pack(given, buffer_for(packing))
+        for place, grad in zip(packing.places, given, strict=True):
+            expected = torch.zeros(place.spec.shape) if grad is None else grad
+            assert torch.equal(place.of(flat), expected)
+    assert not packing.pack([None] * 3, buffer_for(packing)).any()
+
+
+def test_a_used_buffer_leaves_nothing_behind() -> None:
+    """The views of one bucket are no use to another in the same buffer."""
+    large, small = packing_of(specs([40, 30])), packing_of(specs([9, 4]))
+    other = Packing(*_second_bucket([40, 30], [9, 4]), torch.float32, padded=False)
+    buffer = Buffer(torch.full((large.numel,), GARBAGE))
+    large.pack(grads_for(large), buffer)
+    grads = grads_for(other)
+    flat = other.pack(grads, buffer)
+    assert flat.numel() == small.numel
+    for place, grad in zip(other.places, grads, strict=True):
+        assert grad is not None
+        assert torch.equal(place.of(flat), grad)
+
+
+def _second_bucket(first: list[int], second: list[int]) -> tuple[Layout, Bucket]:
+    layout = FlatShards(MIB).extend(Layout.empty(2), specs(first))
+    layout = FlatShards(MIB).extend(layout, specs(second, first=len(first), group=1))
+    return layout, layout.buckets[1]
+
+
+def test_sparse_gradients_become_dense() -> None:
+    packing = packing_of([spec(0, (4, 3)), spec(1, (5,))])
+    dense, vector = torch.zeros(4, 3), torch.ones(5)
+    dense[2] = 7
+    sparse = torch.sparse_coo_tensor(torch.tensor([[2, 2]]), torch.tensor([[3.0] * 3, [4.0] * 3]), (4, 3))
+    grads: list[torch.Tensor | None] = [sparse if place.param == 0 else vector for place in packing.places]
+    flat = packing.pack(grads, buffer_for(packing))
+    for place in packing.places:
+        assert torch.equal(place.of(flat), dense if place.param == 0 else vector)
+    packing.add(grads, buffer := Buffer(flat))
+    for place in packing.places:
+        assert torch.equal(place.of(buffer.flat), 2 * (dense if place.param == 0 else vector))
+
+
+def test_adding_skips_what_is_missing() -> None:
+    packing = packing_of(specs([5, 7]))
+    first, second = grads_for(packing)
+    buffer = buffer_for(packing)
+    packing.pack([first, second], buffer)
+    packing.add([first, None], buffer)
+    packing.add([None, None], buffer)
+    assert first is not None
+    assert second is not None
+    assert torch.equal(packing.places[0].of(buffer.flat), 2 * first)
+    assert torch.equal(packing.places[1].of(buffer.flat), second)
+
+
+def test_another_dtype_on_the_wire_is_rounded_to() -> None:
+    packing = packing_of(specs([5, 7]), dtype=torch.bfloat16)
+    grads = [torch.full((place.spec.numel,), 1 + 2**-12) for place in packing.places]
+    flat = packing.pack(grads, buffer_for(packing, torch.bfloat16))
+    assert flat.dtype == torch.bfloat16
+    for place in packing.places:
+        assert torch.equal(place.of(flat), torch.ones(place.spec.numel, dtype=torch.bfloat16))
+
+
+class TestAsItLies:
+    """A bucket of one parameter needs no copy, if its gradient lies as the bucket does."""
+
+    @pytest.mark.parametrize("it", [spec(0, (6, 4)), spec(0, (6, 4), stride=(1, 6)), spec(0, ())])
+    def test_the_gradient_itself(self, it: ParamSpec) -> None:
+        packing = packing_of([it])
+        (grad,) = grads_for(packing)
+        flat = packing.as_it_lies([grad])
+        assert grad is not None
+        assert flat is not None
+        assert flat.data_ptr() == grad.data_ptr()
+        assert flat.shape == (packing.numel,)
+        assert torch.equal(flat, packing.pack([grad], buffer_for(packing)))
+
+    def test_not_with_other_strides(self) -> None:
+        packing = packing_of([spec(0, (6, 4))])
+        assert packing.as_it_lies([torch.ones(4, 6).t()]) is None
+        assert packing.as_it_lies([torch.ones(6, 8)[:, :4]]) is None
+        assert packing.as_it_lies([torch.ones(1, 1).expand(6, 4)]) is None
+
+    def test_not_another_dtype_or_layout(self) -> None:
+        packing = packing_of([spec(0, (6, 4))])
+        assert packing.as_it_lies([torch.ones(6, 4, dtype=torch.float64)]) is None
+        assert packing.as_it_lies([torch.ones(6, 4).to_sparse()]) is None
+        assert packing_of([spec(0, (6, 4))], dtype=torch.bfloat16).as_it_lies([torch.ones(6, 4)]) is None
+
+    def test_not_where_something_is_missing_or_in_between(self) -> None:
+        assert packing_of([spec(0, (6, 4))]).as_it_lies([None]) is None
+        assert packing_of(specs([5, 3])).as_it_lies([torch.ones(5), torch.ones(3)]) is None
+        gaps = spec(0, (3, 3), stride=(5, 1))
+        assert packing_of([gaps]).as_it_lies([torch.empty_strided((3, 3), (5, 1))]) is None
+
+    def test_not_with_padding(self) -> None:
+        packing = packing_of([spec(0, (7,))], ranks=4, padded=True)
+        assert packing.numel > 7
+        assert packing.as_it_lies([torch.ones(7)]) is None
+
+
+def test_whole_parameters_are_packed_by_the_same_rules() -> None:
+    layout = WholeParams().extend(Layout.empty(3), specs([5, 9, 2, 30]))
+    (bucket,) = layout.buckets
+    packing = Packing(layout, bucket, torch.float32, padded=False)
+    grads = grads_for(packing)
+    flat = packing.pack(grads, buffer_for(packing))
+    assert [shard.start for shard in packing.shards] == [shard.start for shard in bucket.shards]
+    for place, grad in zip(packing.places, grads, strict=True):
+        assert grad is not None
+        assert torch.equal(place.of(flat), grad)
+        assert any(Span(*shard).holds(place.span) for shard in packing.shards)
+
+
+class TestPool:
+    def test_a_buffer_that_was_given_back_is_used_again(self) -> None:
+        pool = Pool(torch.float32, CPU)
+        pool.make_room(10)
+        first, second = pool.take(), pool.take()
+        assert first is not second
+        pool.give_back(first)
+        assert pool.take() is first
+
+    def test_buffers_fit_the_largest_bucket(self) -> None:
+        pool = Pool(torch.bfloat16, CPU)
+        pool.make_room(10)
+        pool.make_room(4)
+        outgrown = pool.take()
+        assert outgrown.flat.numel() == 10
+        assert outgrown.flat.dtype == torch.bfloat16
+        pool.make_room(20)
+        pool.give_back(outgrown)
+        assert pool.take().flat.numel() == 20
+
+    def test_few_idle_buffers_are_kept(self) -> None:
+        pool = Pool(torch.float32, CPU)
+        pool.make_room(3)
+        taken = [pool.take() for _ in range(KEPT_BUFFERS + 2)]
+        for buffer in taken:
+            pool.give_back(buffer)
+        again = [pool.take() for _ in taken]
+        assert sum(any(one is other for other in taken) for one in again) == KEPT_BUFFERS

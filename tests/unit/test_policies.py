@@ -1,0 +1,101 @@
+"""Policies are values that check themselves."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import torch
+
+from zeroshard import ConfigError, KeepFull, KeepShard, MasterWeights, Reduce, ZeroConfig
+from zeroshard.policies import sum_dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, "bfloat16", float, 16])
+def test_only_floating_point_dtypes_travel(dtype: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Reduce\(dtype=\.\.\.\) takes a floating-point dtype"):
+        Reduce(dtype=dtype)
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes"])
+def test_a_fixed_order_is_on_or_off(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Reduce\(fixed_order=\.\.\.\) takes True or False"):
+        Reduce(fixed_order=value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex128, None, "float32"])
+def test_masters_are_of_a_floating_point_dtype(dtype: Any) -> None:
+    with pytest.raises(ConfigError, match=r"MasterWeights\(\.\.\.\) takes a floating-point dtype"):
+        MasterWeights(dtype)
+
+
+@pytest.mark.parametrize(
+    ("asked", "gradient", "wire"),
+    [
+        (None, torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float64, torch.bfloat16),
+        (torch.bfloat16, torch.float16, torch.float16),
+        (torch.float16, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float64, torch.float32),
+        (torch.bfloat16, torch.complex64, torch.complex64),
+    ],
+)
+def test_gradients_never_travel_larger_than_they_are(
+    asked: torch.dtype | None, gradient: torch.dtype, wire: torch.dtype
+) -> None:
+    assert Reduce(asked).wire_dtype(gradient) == wire
+
+
+def test_masters_cover_what_is_less_precise() -> None:
+    covered = [torch.bfloat16, torch.float16]
+    for dtype in (*covered, torch.float32, torch.float64, torch.complex64, torch.int8):
+        assert MasterWeights().covers(dtype) == (dtype in covered)
+    assert MasterWeights(torch.float64).covers(torch.float32)
+
+
+def test_sums_are_made_in_float32_at_least() -> None:
+    assert [sum_dtype(dtype) for dtype in (torch.bfloat16, torch.float16)] == [torch.float32] * 2
+    for dtype in (torch.float32, torch.float64, torch.complex64):
+        assert sum_dtype(dtype) == dtype
+
+
+def test_values() -> None:
+    """Equal when their contents are, and nobody changes them."""
+    for value in (KeepShard(), KeepFull(), Reduce(torch.bfloat16), MasterWeights()):
+        assert value == type(value)(**vars(value))
+        assert hash(value) == hash(type(value)(**vars(value)))
+        with pytest.raises(FrozenInstanceError):
+            value.dtype = torch.float64  # type: ignore[union-attr, misc]
+    assert KeepShard.frees
+    assert not KeepFull.frees
+    assert Reduce() != Reduce(fixed_order=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"retention": KeepShard},
+        {"retention": "shard"},
+        {"reduce": torch.bfloat16},
+        {"reduce": None},
+        {"masters": torch.float32},
+        {"masters": MasterWeights},
+        {"overlap_gather": 1},
+        {"sync_buffers": None},
+    ],
+)
+def test_a_config_takes_policies_and_nothing_else(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(ConfigError, match=rf"ZeroConfig\({name}=\.\.\.\) takes"):
+        ZeroConfig(**options)
+
+
+def test_configs_describe_themselves_alike_on_all_ranks() -> None:
+    config = ZeroConfig(reduce=Reduce(torch.bfloat16), masters=MasterWeights(), retention=KeepFull())
+    same = ZeroConfig(reduce=Reduce(torch.bfloat16), masters=MasterWeights(), retention=KeepFull())
+    assert config.describe() == same.describe()
+    others = [ZeroConfig(), ZeroConfig(reduce=Reduce(torch.float16)), ZeroConfig(overlap_gather=True)]
+    assert len({config.describe(), *(other.describe() for other in others)}) == 4
