@@ -15,6 +15,7 @@ from .layout.layout import Layout
 from .layout.partition import FlatShards, Partitioner, WholeParams
 from .layout.specs import read_specs
 from .params import check_specs
+from .policies import Reduce
 from .runtime.flat import FlatEngine
 from .runtime.inner import ParamGroup, Recipe
 from .runtime.selftest import Traits, examine, is_separable
@@ -105,8 +106,15 @@ class Assembly:
             raise ConfigError("overlap_with_ddp=True deals out whole parameters: with FlatShards() use ddp_hook()")
         if self.config.masters is not None and not self.flat:
             raise ConfigError("MasterWeights(...) needs partition=FlatShards()")
+        self._refuse_what_would_be_ignored()
+
+    def _refuse_what_would_be_ignored(self) -> None:
         if self.config.overlap_gather and not self.reduces:
             raise ConfigError("overlap_gather=True needs to see the model: use zeroshard.shard(model, ...)")
+        if not self.config.sync_buffers and not self.reduces:
+            raise ConfigError("sync_buffers=False is for zeroshard.shard; DDP has broadcast_buffers=False")
+        if self.config.reduce != Reduce() and not self.flat:
+            raise ConfigError("Reduce(...) needs partition=FlatShards() and ddp_hook(): else DDP reduces gradients")
 
     def facts(self, layout: Layout, groups: Sequence[ParamGroup]) -> list[str]:
         """What must be equal on all ranks, most telling first."""

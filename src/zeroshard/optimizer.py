@@ -317,7 +317,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.engine = self._assembly.engine(layout, self.param_groups)
         self.engine.inner.pull(self.param_groups)
         self.defaults = self.optim.defaults
-        return Proposal(layout, self._assembly.facts(layout, self.param_groups))
+        return Proposal(layout, self._facts(layout))
+
+    def _facts(self, layout: Layout) -> list[str]:
+        """What must be equal on all ranks."""
+        return self._assembly.facts(layout, self.param_groups)
 
     def _with_group(self, group: ParamGroup) -> Proposal[Layout]:
         """The layout with one more group, which our groups and those of the inner optimizer already have."""
@@ -332,11 +336,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             layout = self._assembly.extend(self.layout, self.param_groups, known)
             engine.prepare(layout, self.param_groups, known)
             self._assembly.check(engine)
+            engine.inner.pull(self.param_groups)
+            return Proposal(layout, self._facts(layout), undo)
         except BaseException:
             undo()
             raise
-        engine.inner.pull(self.param_groups)
-        return Proposal(layout, self._assembly.facts(layout, self.param_groups), undo)
 
     def _assembly_of(self, recipe: Recipe, overlap: bool) -> Assembly:
         return Assembly(self._comm, self._config, recipe, bucket_view=self.parameters_as_bucket_view, overlap=overlap)

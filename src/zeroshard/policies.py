@@ -35,7 +35,8 @@ class Reduce:
 
     dtype: what travels, and is rounded to for that; sums are made in float32 at least. By default that of the gradient.
     fixed_order: always add in the order of ranks, so that results do not depend on timing or on the backend's
-        algorithms. On CPU tensors this is so in any case; with NCCL it costs the memory of another bucket.
+        algorithms. On CPU tensors this is so in any case; with NCCL it costs the memory of another bucket. Backends
+        that can only reduce whole buckets (gloo with CUDA tensors) add in an order of their own, always the same.
     """
 
     dtype: torch.dtype | None = None

@@ -13,8 +13,9 @@ from .adapters.module import EqualBuffers, Gates, ZeroGrad
 from .assembly import Assembly
 from .config import ZeroConfig
 from .errors import ConfigError
+from .layout.layout import Layout
 from .optimizer import ZeroRedundancyOptimizer
-from .runtime.buffers import make_equal
+from .runtime.buffers import describe, make_equal
 from .runtime.flat import FlatEngine
 from .runtime.fused import with_fused
 from .runtime.grad_sync import GradSync
@@ -142,6 +143,15 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
                 "use ZeroRedundancyOptimizer(..., config=ZeroConfig(partition=FlatShards())) and its ddp_hook()."
             )
         return Assembly(self._comm, self._config, with_fused(recipe), overlap=overlap, reduces=True)
+
+    def _facts(self, layout: Layout) -> list[str]:
+        return [*super()._facts(layout), *describe(self._comm, self._others())]
+
+    def _others(self) -> dict[str, torch.Tensor]:
+        """What the model has beside our parameters."""
+        ours = {id(param) for group in self.param_groups for param in group["params"]}
+        foreign = {name: param for name, param in self._model.named_parameters() if id(param) not in ours}
+        return foreign | {f"buffer {name}": buffer for name, buffer in self._model.named_buffers()}
 
     def before_uneven_step(self, source: Rank) -> None:
         self._buffers.sync(source)

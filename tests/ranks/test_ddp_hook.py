@@ -168,13 +168,11 @@ def test_no_more_bytes_than_ddp(ctx: RankContext) -> None:
     with recorded() as traffic:
         torch.autograd.backward(hooked.loss(hooked.net, 1))
         hooked.zero.step()
-    gradients = sum(ctx.gather(sum(traffic.sizes("isend"))))
-    parameters = (ctx.world_size - 1) * sum(traffic.sizes("broadcast"))
+    messages = sum(ctx.gather(sum(traffic.sizes("isend"))))
     words = sum(ctx.gather(sum(traffic.sizes("all_reduce"))))
     everything = sum(param.nbytes for param in hooked.net.parameters())
-    assert gradients == (ctx.world_size - 1) * everything
-    assert gradients + parameters + words <= 1.02 * 2 * (ctx.world_size - 1) * everything
-    assert not traffic.sizes("all_gather") + traffic.sizes("reduce")
+    assert messages + words <= 1.02 * 2 * (ctx.world_size - 1) * everything
+    assert set(traffic.verbs) <= {"isend", "irecv", "all_reduce"}
 
 
 @ranks(2, 3)

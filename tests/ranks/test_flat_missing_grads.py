@@ -117,8 +117,8 @@ def test_what_does_not_move_does_not_travel(ctx: RankContext) -> None:
         only(present)(twins.model.parameters(), 1)
         with recorded() as traffic:
             twins.zero.step()
-        sent.append(sum(size for size in traffic.sizes("broadcast") if size > 64))
-    assert sent == [4 * 576, 4 * 384]
+        sent.append(sum(ctx.gather(sum(traffic.sizes("isend")))))
+    assert sent == [(ctx.world_size - 1) * 4 * size for size in (576, 384)]
 
 
 # ---- frozen and thawed

@@ -17,7 +17,15 @@ from torch.optim import Optimizer, lr_scheduler
 from tests.ranks.test_parity import CASES, Noisy
 from tests.support import RankContext, ranks
 from tests.support.oracle import Twins, assert_same, set_grads
-from zeroshard import BindingError, ConfigError, FlatShards, WholeParams, ZeroConfig, ZeroRedundancyOptimizer
+from zeroshard import (
+    BindingError,
+    ConfigError,
+    FlatShards,
+    Reduce,
+    WholeParams,
+    ZeroConfig,
+    ZeroRedundancyOptimizer,
+)
 from zeroshard.assembly import Assembly
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.group import Group
@@ -380,5 +388,11 @@ def test_options_that_do_not_go_together(ctx: RankContext) -> None:
         ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, overlap_with_ddp=True, **flat())
     with pytest.raises(ConfigError, match=r"zeroshard\.shard"):
         ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, **flat(overlap_gather=True))
+    with pytest.raises(ConfigError, match=r"sync_buffers=False is for zeroshard\.shard"):
+        ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, config=ZeroConfig(sync_buffers=False))
+    with pytest.raises(ConfigError, match=r"Reduce\(\.\.\.\) needs partition=FlatShards\(\)"):
+        ZeroRedundancyOptimizer(
+            randoms((3,)).parameters(), optim.SGD, config=ZeroConfig(reduce=Reduce(dtype=torch.bfloat16))
+        )
     with pytest.raises(ConfigError, match="differentiable=True cannot be sharded"):
         ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, differentiable=True, **flat())

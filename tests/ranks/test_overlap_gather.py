@@ -232,17 +232,22 @@ def attributes(model: nn.Module) -> list[dict[str, type]]:
 
 @ranks(2, 3)
 def test_only_what_is_needed_is_waited_for(ctx: RankContext) -> None:
-    """The first layer's forward pass leaves the others under way; once all have come, the model is as it was."""
+    """Each layer's forward pass leaves the later ones under way; once all have come, the model is as it was."""
     overlapped = Overlapped()
     model = cast(nn.Sequential, overlapped.models[0])
     before = attributes(model)
     torch.autograd.backward(model(inputs(0)).square().mean())
     overlapped.late.step()
     assert overlapped.under_way
+    sync = overlapped.late.engine.sync
+    waiting: list[int] = []
+    handles = [layer.register_forward_hook(lambda *_: waiting.append(len(sync._under_way))) for layer in model]
     model[0](inputs(1))
-    assert overlapped.under_way
     model(inputs(1))
-    assert not overlapped.under_way
+    for handle in handles:
+        handle.remove()
+    first, again, *others = waiting
+    assert first == again > others[0] > others[1] > others[2] > others[3] == others[4] == 0
     assert attributes(model) == before
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
@@ -21,7 +22,7 @@ from tests.support.sharded import (
     some_configs,
 )
 from tests.support.traffic import recorded
-from zeroshard import ZeroConfig, shard
+from zeroshard import RankMismatchError, ZeroConfig, shard
 
 
 class Normed(nn.Module):
@@ -193,3 +194,23 @@ def test_compiled_models(ctx: RankContext) -> None:
                 side.update()
             compare_buffers(twins)
         twins.compare()
+
+
+@ranks(2, 3)
+def test_what_the_model_has_beside_must_be_equal_on_all_ranks(ctx: RankContext) -> None:
+    """Found before anything is sent, and nothing is left behind."""
+
+    def attempt(model: nn.Module, what: str) -> None:
+        before = [param.data_ptr() for param in model.parameters()]
+        with pytest.raises(RankMismatchError, match=what):
+            shard(model, torch.optim.SGD, params=list(model.linear.parameters()), lr=0.1)  # type: ignore[union-attr]
+        assert [param.data_ptr() for param in model.parameters()] == before
+
+    last = ctx.rank == ctx.world_size - 1
+    odd = Normed()
+    odd.mean = torch.zeros(WIDTH + last)
+    attempt(odd, "buffer mean")
+    odd = Normed()
+    odd.last = nn.Linear(WIDTH, WIDTH + last)
+    attempt(odd, "last.weight")
+    shard(Normed(), torch.optim.SGD, lr=0.1)

@@ -18,6 +18,7 @@ from tests.support.overlap import mlp, regression
 from tests.support.sharded import ZERO2, both_stages, seeded
 from tests.support.traffic import recorded
 from zeroshard import FlatShards, KeepFull, KeepShard, ShardedOptimizer, ZeroConfig, shard
+from zeroshard.runtime.packing import KEPT_BUFFERS
 
 MIB = 2**20
 
@@ -93,10 +94,9 @@ def test_calls_are_a_few_for_each_bucket_and_none_for_a_parameter(ctx: RankConte
     calls, optimizer = calls_of_an_iteration(10, config)
     buckets, others = len(optimizer.layout.buckets), ctx.world_size - 1
     assert buckets >= 5
-    assert calls["isend"] == calls["irecv"] == others * buckets
-    assert calls["broadcast"] == ctx.world_size * buckets
+    assert calls["isend"] == calls["irecv"] == 2 * others * buckets
     assert calls["all_reduce"] == 2, "before and after the update"
-    assert set(calls) == {"isend", "irecv", "broadcast", "all_reduce"}
+    assert set(calls) == {"isend", "irecv", "all_reduce"}
 
 
 def live_bytes() -> int:
@@ -143,9 +143,11 @@ def test_memory_does_not_grow_from_step_to_step(ctx: RankContext) -> None:
     model = seeded(mlp, 0)
     optimizer = shard(model, torch.optim.AdamW, lr=0.1, config=ZERO2)
     sizes = []
-    for number in range(6):
+    for number in range(30):
         torch.autograd.backward(regression(model, number))
         optimizer.step()
         optimizer.zero_grad()
         sizes.append(live_bytes())
-    assert max(sizes[2:]) == min(sizes[2:]), sizes
+    # How many idle buffers there are depends on how fast messages come.
+    idle = KEPT_BUFFERS * max(bucket.numel * bucket.dtype.itemsize for bucket in optimizer.layout.buckets)
+    assert max(sizes[2:]) <= min(sizes[2:]) + idle, sizes

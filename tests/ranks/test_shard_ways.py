@@ -53,7 +53,7 @@ def test_averages_come_to_their_owners(ctx: RankContext, way: type[ShardWay]) ->
         given = flats[ctx.rank].clone()
         mine = shards_of(cuts)[ctx.rank]
         for into in (torch.full((mine.length,), 7.0, dtype=dtype), torch.full((mine.length,), 7.0)):
-            made.reduce(given, shards_of(cuts)).average(into)
+            made.reduce(given, shards_of(cuts)).add_up(into, 1 / ctx.world_size)
             assert_same(given, flats[ctx.rank], "what was given")
             expected = average(flats)[slice(*mine)].to(into.dtype)
             if way is Pairwise:  # promises the order of ranks
@@ -69,7 +69,7 @@ def test_native_calls_add_in_the_order_of_ranks_if_asked_to(ctx: RankContext) ->
         flats = [contribution(rank, cuts[-1], dtype) for rank in range(ctx.world_size)]
         mine = shards_of(cuts)[ctx.rank]
         into = torch.empty(mine.length, dtype=dtype)
-        made.reduce(flats[ctx.rank], shards_of(cuts)).average(into)
+        made.reduce(flats[ctx.rank], shards_of(cuts)).add_up(into, 1 / ctx.world_size)
         assert_same(into, average(flats)[slice(*mine)].to(dtype))
 
 
@@ -102,9 +102,9 @@ def test_several_under_way_at_once(ctx: RankContext, way: type[ShardWay]) -> Non
         it.wait()
     for turn, each in reversed(list(zip(flats, arriving, strict=True))):
         into = torch.empty(mine.length)
-        each.average(into)
+        each.add_up(into, 1 / ctx.world_size)
         torch.testing.assert_close(into, average(turn)[slice(*mine)])
-        assert each.arrived
+        assert each.arrives(0)
     for flat in gathered:
         assert_same(flat, torch.arange(ctx.world_size).repeat_interleave(100).float())
 
@@ -122,13 +122,13 @@ def test_a_peer_that_is_gone_is_an_error(ctx: RankContext, way: type[ShardWay]) 
     made = way(Group(), Reduce())
     shards = shards_of([0, 50000, 100000])
     flat, into = torch.ones(100000), torch.empty(50000)
-    made.reduce(flat, shards).average(into)
+    made.reduce(flat, shards).add_up(into, 1 / ctx.world_size)
     dist.barrier()
     if ctx.rank == 1:
         dist.destroy_process_group()
         return
     with pytest.raises(RuntimeError, match=r"(?i)connection|peer|closed|reset|broken"):
-        several_times(lambda: made.reduce(flat, shards).average(into))
+        several_times(lambda: made.reduce(flat, shards).add_up(into, 1 / ctx.world_size))
     with pytest.raises(RuntimeError, match=r"(?i)connection|peer|closed|reset|broken"):
         several_times(lambda: made.gather(flat, shards).wait())
 

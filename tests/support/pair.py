@@ -22,12 +22,13 @@ TINY = FlatShards(bucket_bytes=200)
 
 
 def average(parts: list[Tensor]) -> Tensor:
-    """The average of all ranks' parts, added up in the order of ranks, in float32 where they are less precise."""
+    """The sum of all ranks' parts, each divided first as DDP does it, in the order of ranks, and in float32 where they
+    are less precise."""
     exact = torch.float32 if parts[0].dtype in (torch.bfloat16, torch.float16) else parts[0].dtype
-    total = parts[0].to(exact) * (1 / len(parts))
-    for part in parts[1:]:
-        total.add_(part, alpha=1 / len(parts))
-    return total
+    first, *others = [part.to(exact) * (1 / len(parts)) for part in parts]
+    for part in others:
+        first = first + part
+    return first
 
 
 def from_all_ranks(tensor: Tensor) -> list[Tensor]:

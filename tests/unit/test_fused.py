@@ -67,6 +67,17 @@ def test_it_is_not_taken_where_there_is_none(cls: type[Optimizer]) -> None:
     assert not fuses(recipe(cls))
 
 
+class Foreign(Optimizer):
+    def __init__(self, params: Any, lr: float = 0.1, fused: bool | None = None) -> None:
+        super().__init__(params, {"lr": lr, "fused": fused})
+
+
+def test_it_is_not_taken_of_classes_that_are_not_torchs() -> None:
+    """Who knows what they mean by it."""
+    assert not fuses(recipe(Foreign))
+    assert not fuses(recipe(partial(Foreign, lr=0.2)))
+
+
 def test_it_is_not_taken_for_what_it_cannot_update() -> None:
     assert not fuses(recipe(optim.AdamW, dtype=torch.complex64))
 

@@ -214,27 +214,62 @@ class TestPool:
     def test_a_buffer_that_was_given_back_is_used_again(self) -> None:
         pool = Pool(torch.float32, CPU)
         pool.make_room(10)
-        first, second = pool.take(), pool.take()
+        first, second = pool.take(1), pool.take(1)
         assert first is not second
         pool.give_back(first)
-        assert pool.take() is first
+        assert pool.take(1) is first
 
     def test_buffers_fit_the_largest_bucket(self) -> None:
         pool = Pool(torch.bfloat16, CPU)
         pool.make_room(10)
         pool.make_room(4)
-        outgrown = pool.take()
+        outgrown = pool.take(1)
         assert outgrown.flat.numel() == 10
         assert outgrown.flat.dtype == torch.bfloat16
         pool.make_room(20)
         pool.give_back(outgrown)
-        assert pool.take().flat.numel() == 20
+        assert pool.take(1).flat.numel() == 20
 
     def test_few_idle_buffers_are_kept(self) -> None:
         pool = Pool(torch.float32, CPU)
         pool.make_room(3)
-        taken = [pool.take() for _ in range(KEPT_BUFFERS + 2)]
+        taken = [pool.take(1) for _ in range(KEPT_BUFFERS + 2)]
         for buffer in taken:
             pool.give_back(buffer)
-        again = [pool.take() for _ in taken]
+        again = [pool.take(1) for _ in taken]
         assert sum(any(one is other for other in taken) for one in again) == KEPT_BUFFERS
+
+
+class TestShares:
+    """Gradients may be multiplied while they are copied, and one by one before the others are there."""
+
+    def packing(self) -> Packing:
+        layout, bucket = bucket_of(MIXED, 2)
+        return Packing(layout, bucket, torch.float32, padded=False, share=0.25)
+
+    def test_each_way_in_multiplies_once(self) -> None:
+        packing = self.packing()
+        grads = grads_for(packing)
+        expected = packing_of(MIXED).pack([None if it is None else it / 4 for it in grads], buffer_for(packing))
+        assert torch.equal(packing.pack(grads, buffer_for(packing)), expected)
+        buffer = buffer_for(packing)
+        there = (0, 2, 4)
+        for place in there:
+            grad = grads[place]
+            assert grad is not None
+            packing.put(place, grad, buffer)
+        rest = [None if place in there else grad for place, grad in enumerate(grads)]
+        assert torch.equal(packing.pack(rest, buffer, there), expected)
+
+    def test_what_comes_on_top_is_added(self) -> None:
+        packing = self.packing()
+        grads = grads_for(packing)
+        twice = packing_of(MIXED).pack([None if it is None else it / 2 for it in grads], buffer_for(packing))
+        buffer = buffer_for(packing)
+        for place, grad in enumerate(grads):
+            assert grad is not None
+            packing.put(place, grad, buffer)
+        assert torch.equal(packing.pack(grads, buffer, range(len(grads))), twice)
+        packing.pack(grads, buffer)
+        packing.add(grads, buffer)
+        assert torch.equal(buffer.flat[: packing.numel], twice)

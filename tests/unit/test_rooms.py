@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "checkpoint": {"layout", "comm", "units", "errors"},
     "runtime": {"layout", "policies", "params", "comm", "checkpoint", "units", "errors"},
     "adapters": {"layout", "comm", "checkpoint", "runtime", "units", "errors"},
-    "assembly": {"layout", "config", "params", "comm", "checkpoint", "runtime", "units", "errors"},
+    "assembly": {"layout", "config", "params", "policies", "comm", "checkpoint", "runtime", "units", "errors"},
     "state_dicts": {"assembly", "layout", "comm", "checkpoint", "runtime", "units", "errors"},
     "objects": {"comm", "checkpoint", "units", "errors"},
 }

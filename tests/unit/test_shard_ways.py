@@ -50,12 +50,12 @@ def test_several_works_are_done_when_all_are() -> None:
 def test_what_arrived_is_told_without_waiting() -> None:
     first, second = Work(), Work()
     watched = Watcher().watch([first, second])
-    assert not watched.done
+    assert not watched.done(0)
     first.arrives.set()
-    assert not watched.done
+    assert not watched.done(0)
     second.arrives.set()
     watched.wait()
-    assert watched.done
+    assert watched.done(0)
 
 
 def test_a_failure_is_raised_by_every_wait_and_stops_no_other() -> None:
@@ -66,8 +66,8 @@ def test_a_failure_is_raised_by_every_wait_and_stops_no_other() -> None:
         with pytest.raises(RuntimeError, match="the peer is gone"):
             failing.wait()
     fine.wait()
-    assert failing.done
-    assert fine.done
+    assert failing.done(0)
+    assert fine.done(0)
 
 
 def test_the_thread_lives_as_long_as_there_is_something_to_wait_for() -> None:
@@ -102,8 +102,8 @@ def test_slices_are_added_in_their_order(dtype: torch.dtype, into_dtype: torch.d
     slices = [torch.full((4,), value).to(dtype) for value in values]
     into = torch.full((4,), 9.0).to(dtype if into_dtype is None or dtype.is_complex else into_dtype)
     arriving = _ByPairs(slices, _Enqueued(arrived()), keep=slices[0])
-    assert arriving.arrived
-    arriving.average(into)
+    assert arriving.arrives(0)
+    arriving.add_up(into, 1 / 3)
     exact = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     total = torch.zeros(4, dtype=exact)
     for part in slices:
@@ -115,5 +115,5 @@ def test_slices_are_added_in_their_order(dtype: torch.dtype, into_dtype: torch.d
 def test_sums_are_divided_once() -> None:
     total: Any = torch.tensor([3.0, 6.0])
     into = torch.zeros(2, dtype=torch.bfloat16)
-    _Summed(total, arrived(), 3, keep=total).average(into)
+    _Summed(total, arrived(), keep=total).add_up(into, 1 / 3)
     assert into.tolist() == [1.0, 2.0]

@@ -183,4 +183,5 @@ class Gates:
 
 
 def _is_compiled(module: Module) -> bool:
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+    # Hazard: looking for an attribute that a module lacks would look into its guarded parameters, and wait.
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules

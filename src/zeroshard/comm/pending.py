@@ -47,9 +47,9 @@ class Watched:
         self._over = threading.Event()
         self._failure: Exception | None = None
 
-    @property
-    def done(self) -> bool:
-        return self._over.is_set()
+    def done(self, within: float) -> bool:
+        """Whether they are, after so many seconds at most."""
+        return self._over.wait(within)
 
     def wait(self) -> None:
         self._over.wait()

@@ -6,6 +6,7 @@ A way is a `ShardWay`. The table of measurements behind the choice is in docs/de
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import count
+from math import frexp
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,17 +29,16 @@ _tags: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 class Arriving(ABC):
     """Slices of all ranks on their way to this rank, their owner.
 
-    Hazard: what was given to `ShardWay.reduce` must stay untouched until `average` has returned.
+    Hazard: what was given to `ShardWay.reduce` must stay untouched until `add_up` has returned.
     """
 
-    @property
-    @abstractmethod
-    def arrived(self) -> bool:
-        """Whether `average` would return without waiting on the host."""
+    def arrives(self, within: float) -> bool:  # noqa: ARG002
+        """Whether `add_up` can return without waiting on the host, after so many seconds at most."""
+        return True
 
     @abstractmethod
-    def average(self, into: torch.Tensor) -> None:
-        """Write the average over all ranks into `into`."""
+    def add_up(self, into: torch.Tensor, share: float) -> None:
+        """Write the sum over all ranks, times `share`, into `into`."""
 
 
 class ShardWay(ABC):
@@ -49,6 +49,8 @@ class ShardWay(ABC):
 
     equal_shards = False
     """Needs the whole flat buffer with shards of equal length, padding and all."""
+    adds_locally = False
+    """Sums are made here, in as many passes over memory as there are factors: a share had better be taken before."""
 
     @property
     def eager(self) -> bool:
@@ -67,24 +69,29 @@ class ShardWay(ABC):
 class Pairwise(ShardWay):
     """Every slice straight to its owner, who adds in the order of ranks: gloo with CPU tensors."""
 
+    adds_locally = True
+
     def __init__(self, group: Group, reduce: Reduce) -> None:
         super().__init__(group, reduce)
         self._watcher = Watcher()
         self._tag = next(_tags.setdefault(group.process_group, count(FIRST_TAG)))
+        self._others = [Rank((group.rank + turn) % group.size) for turn in range(1, group.size)]
+        """All other ranks, in an order that has every rank begin with another one."""
 
     def reduce(self, flat: torch.Tensor, shards: Sequence[Span]) -> Arriving:
         me, size = self.group.rank, self.group.size
-        others = [Rank((me + turn) % size) for turn in range(1, size)]
         own = flat[slice(*shards[me])]
-        slices = {rank: torch.empty_like(own) for rank in others} | {me: own}
+        slices = {rank: torch.empty_like(own) for rank in self._others} | {me: own}
         # Receives first: a message that finds its buffer ready is not kept waiting.
-        works = [self._receive(slices[other], other) for other in others if own.numel()]
-        works += [self._send(flat[slice(*shards[other])], other) for other in others if shards[other].length]
+        works = [self._receive(slices[other], other) for other in self._others if own.numel()]
+        works += [self._send(flat[slice(*shards[other])], other) for other in self._others if shards[other].length]
         return _ByPairs([slices[Rank(rank)] for rank in range(size)], self._watcher.watch(works), keep=flat)
 
     def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
-        raw = [(Rank(rank), as_bytes(flat[slice(*shard)])) for rank, shard in enumerate(shards) if shard.length]
-        works = [_broadcast(self.group, part, rank) for rank, part in raw]
+        own = flat[slice(*shards[self.group.rank])]
+        parts = [(other, flat[slice(*shards[other])]) for other in self._others]
+        works = [self._receive(part, other) for other, part in parts if part.numel()]
+        works += [self._send(own, other) for other in self._others if own.numel()]
         return Pending(Together(works), flat)
 
     def _send(self, part: torch.Tensor, other: Rank) -> Any:
@@ -105,7 +112,7 @@ class Native(ShardWay):
             work = dist.all_to_all_single(parts, flat, group=self.group.process_group, async_op=True)
             return _ByPairs(list(parts.chunk(self.group.size)), _Enqueued(work), keep=flat)
         shard = torch.empty_like(flat[slice(*shards[self.group.rank])])
-        return _Summed(shard, _reduce_scatter(shard, flat, self.group.process_group), self.group.size, keep=flat)
+        return _Summed(shard, _reduce_scatter(shard, flat, self.group.process_group), keep=flat)
 
     def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
         mine = flat[slice(*shards[self.group.rank])]
@@ -118,9 +125,11 @@ class Whole(ShardWay):
     def reduce(self, flat: torch.Tensor, shards: Sequence[Span]) -> Arriving:
         total = flat.to(sum_dtype(flat.dtype), copy=True)
         work = dist.all_reduce(total, group=self.group.process_group, async_op=True)
-        return _Summed(total[slice(*shards[self.group.rank])], work, self.group.size, keep=total)
+        return _Summed(total[slice(*shards[self.group.rank])], work, keep=total)
 
-    gather = Pairwise.gather
+    def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
+        raw = [(Rank(rank), as_bytes(flat[slice(*shard)])) for rank, shard in enumerate(shards) if shard.length]
+        return Pending(Together([_broadcast(self.group, part, rank) for rank, part in raw]), flat)
 
     @property
     def eager(self) -> bool:
@@ -140,45 +149,53 @@ class _ByPairs(Arriving):
     def __init__(self, slices: list[torch.Tensor], work: "Watched | _Enqueued", keep: torch.Tensor) -> None:
         self._slices, self._work, self._keep = slices, work, keep
 
-    @property
-    def arrived(self) -> bool:
-        return self._work.done
+    def arrives(self, within: float) -> bool:
+        return self._work.done(within)
 
-    def average(self, into: torch.Tensor) -> None:
+    def add_up(self, into: torch.Tensor, share: float) -> None:
         self._work.wait()
-        share = 1 / len(self._slices)
         first, *others = self._slices
         exact = sum_dtype(first.dtype)
         wide = into if into.dtype == exact else torch.empty_like(into, dtype=exact)
-        if first.dtype == wide.dtype:
-            torch.mul(first, share, out=wide)
-        else:
+        if first.dtype != exact:
             wide.copy_(first).mul_(share)
+        elif share == 1 and others:
+            torch.add(first, others.pop(0), out=wide)
+        else:
+            torch.mul(first, share, out=wide)
         for other in others:
-            wide.add_(other, alpha=share)
+            # Each times its share, rounded, as DDP does it: only then do bits not depend on who multiplies, and when.
+            if _is_exact(share):
+                wide.add_(other, alpha=share)
+            else:
+                wide.add_(torch.mul(other.to(exact), share))
         if wide is not into:
             into.copy_(wide)
 
 
 class _Summed(Arriving):
-    arrived = True
+    def __init__(self, shard: torch.Tensor, work: Waitable, keep: torch.Tensor) -> None:
+        self._shard, self._work, self._keep = shard, work, keep
 
-    def __init__(self, shard: torch.Tensor, work: Waitable, ranks: int, keep: torch.Tensor) -> None:
-        self._shard, self._work, self._ranks, self._keep = shard, work, ranks, keep
-
-    def average(self, into: torch.Tensor) -> None:
+    def add_up(self, into: torch.Tensor, share: float) -> None:
         self._work.wait()
-        torch.mul(self._shard, 1 / self._ranks, out=self._shard)
+        torch.mul(self._shard, share, out=self._shard)
         into.copy_(self._shard)
 
 
 class _Enqueued:
     """Work of a backend whose `wait` returns at once, and keeps the stream waiting."""
 
-    done = True
-
     def __init__(self, work: Waitable) -> None:
         self.wait = work.wait
+
+    def done(self, _: float) -> bool:
+        return True
+
+
+def _is_exact(factor: float) -> bool:
+    """A power of two."""
+    return frexp(factor)[0] == 0.5
 
 
 def _broadcast(group: Group, part: torch.Tensor, owner: Rank) -> Any:

@@ -66,7 +66,7 @@ class FlatShards:
     reverse of the given one. Frozen parameters have buckets of their own, so that neither their gradients nor their
     values travel. A parameter of `bucket_bytes` or more has a bucket for itself.
 
-    By default that is 25 MiB on the CPU, and 128 MiB elsewhere, where a call is dear and a byte is cheap. One rank
+    By default that is 12 MiB on the CPU, and 128 MiB elsewhere, where a call is dear and a byte is cheap. One rank
     alone has nothing to overlap and takes more.
     """
 
@@ -78,8 +78,9 @@ class FlatShards:
 
     def extend(self, layout: Layout, specs: Sequence[ParamSpec]) -> Layout:
         members = sorted(self._fill(specs, layout.world_size), key=lambda bucket: not bucket[0].trainable)
-        first = len(layout.buckets)
-        return _grown(layout, specs, [_cut(i, bucket, layout.world_size) for i, bucket in enumerate(members, first)])
+        first, worth = len(layout.buckets), _alignment(specs, layout.world_size)
+        cuts = [_cut(i, bucket, layout.world_size, worth) for i, bucket in enumerate(members, first)]
+        return _grown(layout, specs, cuts)
 
     def _fill(self, specs: Sequence[ParamSpec], world_size: int) -> Iterator[list[ParamSpec]]:
         """Buckets in the order in which they are full."""
@@ -130,7 +131,7 @@ def _grown(layout: Layout, specs: Sequence[ParamSpec], buckets: Sequence[Bucket]
 
 
 def _bucket(index: int, specs: Sequence[ParamSpec], owners: Mapping[int, Rank], world_size: int) -> Bucket:
-    step = max(1, ALIGNMENT // specs[0].dtype.itemsize)
+    step = _step(specs[0])
     queues: list[list[ParamSpec]] = [[] for _ in range(world_size)]
     for spec in specs:
         queues[owners[spec.index]].append(spec)
@@ -149,35 +150,52 @@ def _bucket(index: int, specs: Sequence[ParamSpec], owners: Mapping[int, Rank], 
 
 
 def _bucket_bytes(device: torch.device, world_size: int) -> int:
-    size = 25 * MIB if device.type == "cpu" else 128 * MIB
+    size = 12 * MIB if device.type == "cpu" else 128 * MIB
     return size if world_size > 1 else 8 * size
 
 
-def _cut(index: int, specs: Sequence[ParamSpec], world_size: int) -> Bucket:
-    """A bucket of equal shards, aligned as far as that costs next to nothing."""
-    step = max(1, ALIGNMENT // specs[0].dtype.itemsize)
-    least = -(-sum(spec.extent for spec in specs) // world_size)
-    for param_step, shard_step in ((step, step), (step, 1), (1, 1)):
-        rooms = _rooms(specs, param_step)
-        shard = align_up(-(-rooms[-1][1].stop // world_size), shard_step)
-        if _is_cheap(2 * (shard - least), least):
-            break
+Alignment = Callable[[int, int], bool]
+"""Whether so much padding in front of a parameter of so many elements shall align it."""
+
+
+def _cut(index: int, specs: Sequence[ParamSpec], world_size: int, worth: Alignment) -> Bucket:
+    """A bucket of equal shards; they too are aligned if that costs next to nothing."""
+    rooms = _rooms(specs, worth)
+    least = -(-rooms[-1][1].stop // world_size)
+    shard = align_up(least, _step(specs[0]))
+    shard = shard if _is_cheap(shard - least, least) else least
     shards = tuple(Span(rank * shard, (rank + 1) * shard) for rank in range(world_size))
     pieces = tuple(piece for spec, room in rooms for piece in _pieces(index, spec, room, shard))
     return Bucket(index, specs[0].dtype, specs[0].device, shard * world_size, shards, pieces)
 
 
-def _rooms(specs: Sequence[ParamSpec], step: int) -> list[tuple[ParamSpec, Span]]:
+def _rooms(specs: Sequence[ParamSpec], worth: Alignment) -> list[tuple[ParamSpec, Span]]:
     """Parameters one behind the other; those of one group are neighbours, so that a shard has few runs of one group."""
     rooms: list[tuple[ParamSpec, Span]] = []
-    end = 0
+    end, step = 0, _step(specs[0])
     # Those that leave the next one aligned come first.
     for spec in sorted(specs, key=lambda spec: (spec.group, spec.extent % step != 0)):
         aligned = align_up(end, step)
-        start = aligned if _is_cheap(aligned - end, spec.extent) else end
+        start = aligned if worth(aligned - end, spec.extent) else end
         end = start + spec.extent
         rooms.append((spec, Span(start, end)))
     return rooms
+
+
+def _alignment(specs: Sequence[ParamSpec], world_size: int) -> Alignment:
+    """All parameters are aligned where that costs next to nothing: kernels are slower on what is not aligned, and some
+    then add in another order. Else those large enough to bear it, unless shards are so short that an element counts.
+    """
+    elements = sum(spec.extent for spec in specs)
+    if not _is_cheap(world_size, elements):
+        return lambda _, __: False
+    padding = sum(align_up(spec.extent, _step(spec)) - spec.extent for spec in specs)
+    return (lambda _, __: True) if _is_cheap(padding + world_size, elements) else _is_cheap
+
+
+def _step(spec: ParamSpec) -> int:
+    """Elements from one aligned place to the next."""
+    return max(1, ALIGNMENT // spec.dtype.itemsize)
 
 
 def _pieces(bucket: int, spec: ParamSpec, room: Span, shard: int) -> Iterator[Piece]:
@@ -193,8 +211,8 @@ def _pieces(bucket: int, spec: ParamSpec, room: Span, shard: int) -> Iterator[Pi
 
 
 def _is_cheap(padding: int, elements: int) -> bool:
-    """Alignment may cost less than a thousandth."""
-    return 1024 * padding <= elements
+    """Parameters and shards may be aligned for half a thousandth each."""
+    return 2048 * padding <= elements
 
 
 class _Tally:

@@ -1,11 +1,12 @@
 """Buffers of a model, and parameters that no optimizer holds, made equal on all ranks."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
 from ..comm.collectives import Comm
+from ..errors import ConfigError
 from ..units import Rank
 
 
@@ -26,6 +27,14 @@ class BufferSync:
             buffer = module._buffers.get(name)
             if buffer is not None and buffer.numel():
                 yield buffer
+
+
+def describe(comm: Comm, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """What must be equal on all ranks for `make_equal`. Raises where a tensor cannot travel."""
+    for name, tensor in tensors.items():
+        if comm.group.size > 1 and tensor.numel() and not comm.group.carries(tensor.device):
+            raise ConfigError(f"the backend of the process group cannot carry {name} on {tensor.device}")
+    return [f"{name}: {tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type}" for name, tensor in tensors.items()]
 
 
 @torch.no_grad()

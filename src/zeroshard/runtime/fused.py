@@ -1,5 +1,6 @@
 """The fused implementation of an optimizer, where torch has one."""
 
+import functools
 import inspect
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ def with_fused(recipe: Recipe) -> Recipe:
     Not on the CPU: fused kernels there round in another way than the default loops, and the last elements of a tensor
     in another way than the rest, so that bits would depend on where parameters are cut.
     """
-    preset = getattr(recipe.factory, "keywords", {})  # of a functools.partial
+    preset = recipe.factory.keywords if isinstance(recipe.factory, functools.partial) else {}
     given = {*preset, *recipe.defaults, *(key for group in recipe.groups for key in group)}
     params = [param for group in recipe.groups for param in group["params"]]
     if given.isdisjoint(_CHOICES) and _takes_fused(recipe.factory) and all(map(_is_supported, params)):
@@ -26,10 +27,10 @@ def with_fused(recipe: Recipe) -> Recipe:
 
 
 def _takes_fused(factory: Any) -> bool:
-    try:
-        return "fused" in inspect.signature(factory).parameters
-    except (TypeError, ValueError):
-        return False
+    """Of torch's own classes only: what others mean by the word, or need for it, nobody knows."""
+    made = factory.func if isinstance(factory, functools.partial) else factory
+    is_torchs = getattr(made, "__module__", "").startswith("torch.optim")
+    return is_torchs and "fused" in inspect.signature(made).parameters
 
 
 def _is_supported(param: torch.Tensor) -> bool:

@@ -2,7 +2,10 @@
 
 All ranks send buckets in the same order, round after round: a bucket goes when all its parameters have gradients and
 its elders have gone. A rank where that never happens, since it used other parameters or made no backward pass at all,
-catches up in `settle`, with zeros for what it lacks. So no rank ever waits for another inside a backward pass.
+catches up in `settle`, with zeros for what it lacks. So no rank relies on another inside a backward pass; it waits for
+others there only when much is under way, and not for long.
+
+A large gradient is copied into its bucket as soon as it is there, and freed; small ones together when the bucket goes.
 
 What is in `param.grad` in `settle` and has not travelled yet (it came too late, or from `no_sync`) goes along then.
 """
@@ -13,23 +16,29 @@ from collections.abc import Sequence
 from operator import attrgetter
 from struct import pack
 from threading import RLock
-from typing import NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
 
 from ..comm.collectives import Comm
-from ..comm.shards import Arriving, ShardWay, best_way
+from ..comm.shards import ShardWay, best_way
 from ..errors import RankMismatchError
 from ..layout.layout import Bucket, Layout
 from ..policies import MasterWeights, Reduce, Retention
 from .grads import Gradients
-from .packing import Buffer, Grads, Packing, Pool
+from .packing import Grads, Pool
+from .slots import Sending, Slot
 
 _GRAD = attrgetter("grad")
 
 UNFINISHED = 1
 """The newest buckets are left on their way: taking them in at once would stop what they are to overlap with."""
+CROWD = 2
+PATIENCE = 0.1
+"""Seconds that a rank waits, inside a backward pass, for one of more buckets than that, so that memory is bounded where
+ranks keep pace. Once a step only: another rank may send nothing before this one settles."""
+LARGE = 256 * 1024
+"""Bytes of a gradient that is copied on its own."""
 
 
 class GradSync(Gradients):
@@ -40,8 +49,8 @@ class GradSync(Gradients):
         self._retention, self._reduce = retention, reduce
         self.paused = False
         """Gradients add up in `param.grad`, and nothing travels."""
-        self._slots: list[_Slot] = []
-        self._slot_of: dict[int, _Slot] = {}
+        self._slots: list[Slot] = []
+        self._slot_of: dict[int, Slot] = {}
         self._present = bytearray()
         self._fired = bytearray()
         self._offered: dict[int, torch.Tensor] = {}
@@ -50,15 +59,16 @@ class GradSync(Gradients):
         self._expects = self._expected_for = b""
         self._sent_grads: dict[int, ReferenceType[torch.Tensor] | None] = {}
         """Of those that stay in `param.grad`, to notice when another one takes its place."""
-        self._round: list[_Slot] = []
+        self._round: list[Slot] = []
         self._sent = self._cleared = 0
         """Buckets that were sent since gradients were last settled, all and before they were last cleared."""
-        self._under_way: deque[_Sending] = deque()
+        self._under_way: deque[Sending] = deque()
         self._pools: dict[tuple[torch.dtype, torch.device], Pool] = {}
         self._ways: dict[tuple[torch.device, bool], ShardWay] = {}
         self._lock = RLock()
         """Autograd has a thread for each device."""
         self._spent = False
+        self._patience = PATIENCE
 
     def extend(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
         super().extend(layout, params)
@@ -72,13 +82,13 @@ class GradSync(Gradients):
         self._expect_those_that_train(bytes(len(params)))
         self._start_over()
 
-    def _slot(self, layout: Layout, bucket: Bucket) -> "_Slot":
+    def _slot(self, layout: Layout, bucket: Bucket) -> Slot:
         dtype = self._reduce.wire_dtype(bucket.dtype)
         pool = self._pools.setdefault((dtype, bucket.device), Pool(dtype, bucket.device))
         kind = (bucket.device, bucket.has_equal_shards)
         if kind not in self._ways:
             self._ways[kind] = best_way(self._comm.group, bucket.device, self._reduce, equal=bucket.has_equal_shards)
-        return _Slot(layout, bucket, self._ways[kind], pool)
+        return Slot(layout, bucket, self._ways[kind], pool)
 
     @property
     def busy(self) -> bool:
@@ -100,9 +110,18 @@ class GradSync(Gradients):
             return
         self._fired[index] = 1
         slot = self._slot_of[index]
+        if self._retention.frees and slot.packs:
+            self._put_in(slot, index)
         slot.missing -= 1
         if not slot.missing:
             self._send_full()
+
+    @torch.no_grad()
+    def _put_in(self, slot: Slot, index: int) -> None:
+        param = self._params[index]
+        if param.grad is not None and param.grad.nbytes >= LARGE and self._comm.group.size > 1:
+            slot.put_in(index, param.grad)
+            param.grad = None
 
     def _send_full(self) -> None:
         """Send all buckets that are full and whose turn it is."""
@@ -173,6 +192,7 @@ class GradSync(Gradients):
         # Hazard: waiting here for what is under way would be waiting for ranks that may not send it before they settle.
         self._under_way = deque(sending._replace(wanted=False) for sending in self._under_way)
         for slot in self._slots:
+            slot.clear(to_none=to_none)
             slot.holds = slot.holds and not to_none
             if not to_none and slot.bucket in self._shards:
                 self._shards[slot.bucket].zero_()
@@ -195,16 +215,17 @@ class GradSync(Gradients):
         return all(way.eager for way in self._ways.values())
 
     @property
-    def _next(self) -> "_Slot":
+    def _next(self) -> Slot:
         return self._round[self._sent % len(self._round)]
 
     def _find_late(self) -> list[int]:
         """Parameters with a gradient that has not travelled, whoever has set it."""
         grads = list(map(_GRAD, self._params))
+        put = [index for slot in self._slots for index in slot.put]
         if grads.count(None) == len(grads):
-            return []
+            return put
         have = [i for i, grad in enumerate(grads) if grad is not None and i in self._slot_of]
-        return [i for i in have if self._retention.frees or self._is_unsent(i, grads[i])]
+        return put + [i for i in have if self._retention.frees or self._is_unsent(i, grads[i])]
 
     def _is_unsent(self, index: int, grad: torch.Tensor | None) -> bool:
         sent = self._sent_grads.get(index)
@@ -221,6 +242,7 @@ class GradSync(Gradients):
 
     def _start_over(self) -> None:
         self._sent = self._cleared = 0
+        self._patience = PATIENCE
         self._fired = bytearray(len(self._params))
         self._unsent = bytearray(len(self._params))
         for slot in self._slots:
@@ -236,17 +258,29 @@ class GradSync(Gradients):
             slot.expected = sum(map(self._expects.__getitem__, slot.members))
 
     @torch.no_grad()
-    def _send(self, slot: "_Slot", *, wanted: bool = True) -> None:
+    def _send(self, slot: Slot, *, wanted: bool = True) -> None:
         """`wanted`: else nobody will use what is sent, and it is zeros."""
-        grads = [self._take(index) if wanted else None for index in slot.members]
         self._sent += slot in self._round
+        slot.missing = slot.expected
+        if not wanted:
+            self._under_way.append(slot.send_zeros())
+            return
+        for index in slot.put:
+            self._present[index] = 1
+        grads = [self._take(index) for index in slot.members]
         if self._comm.group.size == 1:
             self._keep(slot, grads)
-        else:
-            sending = slot.send(grads, ours=self._retention.frees)
-            self._under_way.append(sending._replace(wanted=wanted))
-        slot.missing = slot.expected
-        while len(self._under_way) > UNFINISHED and self._under_way[0].arriving.arrived:
+            return
+        self._under_way.append(slot.send(grads, ours=self._retention.frees))
+        del grads  # what is packed is not needed while others are waited for
+        self._take_in_what_came()
+
+    def _take_in_what_came(self) -> None:
+        while len(self._under_way) > UNFINISHED:
+            crowded = len(self._under_way) > CROWD
+            if not self._under_way[0].arriving.arrives(self._patience if crowded else 0):
+                self._patience = 0 if crowded else self._patience
+                return
             self._take_in()
 
     def _take(self, index: int) -> torch.Tensor | None:
@@ -262,7 +296,7 @@ class GradSync(Gradients):
             self._sent_grads[index] = ref(grad) if grad is not None and offered is None else None
         return grad
 
-    def _keep(self, slot: "_Slot", grads: Grads) -> None:
+    def _keep(self, slot: Slot, grads: Grads) -> None:
         """There are no other ranks: the shard is the whole bucket."""
         buffer = slot.as_buffer(self.shard(slot.bucket))
         if slot.holds and self._retention.frees:
@@ -276,20 +310,16 @@ class GradSync(Gradients):
         sending = self._under_way.popleft()
         slot = sending.slot
         shard = self._filled(slot)
-        if not sending.wanted:
-            sending.arriving.average(torch.empty_like(shard))
-            slot.give_back(sending)
-            return
-        if slot.holds and self._retention.frees:
-            more = torch.empty_like(shard)
-            sending.arriving.average(more)
-            shard.add_(more)
-        else:
-            sending.arriving.average(shard)
-        slot.holds = True
+        adds = slot.holds and self._retention.frees
+        into = torch.empty_like(shard) if adds or not sending.wanted else shard
+        sending.arriving.add_up(into, slot.share_after)
         slot.give_back(sending)
+        if sending.wanted:
+            slot.holds = True
+            if adds:
+                shard.add_(into)
 
-    def _filled(self, slot: "_Slot") -> torch.Tensor:
+    def _filled(self, slot: Slot) -> torch.Tensor:
         """A shard without the padding at its end."""
         return self.shard(slot.bucket)[: slot.packing.shards[self._comm.group.rank].length]
 
@@ -300,48 +330,3 @@ class GradSync(Gradients):
             "Call optimizer.zero_grad() after each step.",
             stacklevel=2,
         )
-
-
-class _Slot:
-    """A bucket as gradients see it."""
-
-    def __init__(self, layout: Layout, bucket: Bucket, way: ShardWay, pool: Pool) -> None:
-        self.bucket, self._way, self._pool = bucket.index, way, pool
-        self.packing = Packing(layout, bucket, pool.dtype, padded=way.equal_shards)
-        self.places = self.packing.places
-        self.holds = False
-        """Its shard has gradients, to which further ones are added."""
-        self.members = [place.param for place in self.places]
-        self.expected = self.missing = 0
-        """Parameters that train, and those of them of which the gradients are awaited."""
-        if len(self.places) > 1 or way.equal_shards:
-            pool.make_room(self.packing.numel)
-        self._own: Buffer | None = None
-
-    def send(self, grads: Grads, *, ours: bool) -> "_Sending":
-        """`ours`: nobody else holds the gradients; else the next backward pass may add to them under way."""
-        flat, buffer = self.packing.as_it_lies(grads) if ours else None, None
-        if flat is None:
-            self._pool.make_room(self.packing.numel)
-            buffer = self._pool.take()
-            flat = self.packing.pack(grads, buffer)
-        return _Sending(self, self._way.reduce(flat, self.packing.shards), buffer)
-
-    def give_back(self, sending: "_Sending") -> None:
-        if sending.buffer is not None:
-            self._pool.give_back(sending.buffer)
-
-    def as_buffer(self, shard: torch.Tensor) -> Buffer:
-        """The shard as something to pack into, with views made once."""
-        if self._own is None or self._own.flat is not shard:
-            self._own = Buffer(shard)
-        return self._own
-
-
-class _Sending(NamedTuple):
-    slot: _Slot
-    arriving: Arriving
-    buffer: Buffer | None
-    """What must be given back once it has arrived."""
-    wanted: bool = True
-    """It was not cleared on the way."""

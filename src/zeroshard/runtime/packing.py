@@ -1,6 +1,6 @@
 """Gradients of a bucket as one flat run of memory, copied only where they must be."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 
@@ -48,7 +48,9 @@ class Pool:
             self._numel = numel
             self._idle.clear()
 
-    def take(self) -> Buffer:
+    def take(self, numel: int) -> Buffer:
+        """A buffer for so many elements at least."""
+        self.make_room(numel)
         if self._idle:
             return self._idle.pop()
         return Buffer(torch.empty(self._numel, dtype=self.dtype, device=self._device))
@@ -61,40 +63,71 @@ class Pool:
 class Packing:
     """How the gradients of a bucket are laid out on the way: as in the bucket, but without the padding at its end."""
 
-    def __init__(self, layout: Layout, bucket: Bucket, dtype: torch.dtype, *, padded: bool) -> None:
-        """`padded`: the padding at the end travels too, so that all shards are equally long."""
-        self._bucket, self._dtype = bucket.index, dtype
+    def __init__(self, layout: Layout, bucket: Bucket, dtype: torch.dtype, *, padded: bool, share: float = 1.0) -> None:
+        """`padded`: the padding at the end travels too, so that all shards are equally long. `share`: a factor that
+        gradients are multiplied by when they are packed."""
+        self._bucket, self._dtype, self._share = bucket.index, dtype, share
         self.places = _places(layout, bucket)
         filled = max((place.span.stop for place in self.places), default=0)
         self.numel = bucket.numel if padded else filled
         self.shards = [Span(min(shard.start, self.numel), min(shard.stop, self.numel)) for shard in bucket.shards]
-        self._holes = _holes(self.places, self.numel)
+        self._padding = _padding(self.places, self.numel)
+        self._gapped = {n for n, place in enumerate(self.places) if place.spec.extent > place.spec.numel}
 
     def as_it_lies(self, grads: Grads) -> torch.Tensor | None:
         """The only gradient of a bucket itself, if it lies in memory as it would be packed."""
-        if len(grads) != 1 or grads[0] is None or grads[0].layout != torch.strided or self._holes:
+        if len(grads) != 1 or grads[0] is None or grads[0].layout != torch.strided or self._padding:
             return None
         grad, spec = grads[0], self.places[0].spec
         return dense_memory(grad) if grad.dtype == self._dtype and grad.stride() == spec.stride else None
 
-    def pack(self, grads: Grads, buffer: Buffer) -> torch.Tensor:
-        """Copy them into a buffer, with zeros for what is missing."""
+    def put(self, place: int, grad: torch.Tensor, buffer: Buffer) -> None:
+        """Copy one gradient into a buffer."""
+        view = self._views(buffer)[place]
+        if place in self._gapped:
+            self._fill_gaps(place, buffer)
+        if self._share == 1:
+            view.copy_(_dense(grad))
+        else:
+            torch.mul(_dense(grad), self._share, out=view)
+
+    def pack(self, grads: Grads, buffer: Buffer, there: Container[int] = ()) -> torch.Tensor:
+        """Copy them into a buffer, with zeros for what is missing. To those that were `put` there before they are
+        added."""
         flat = buffer.flat[: self.numel]
-        for hole in self._holes:
-            flat[slice(*hole)].zero_()
-        views = self._views(buffer)
-        given = [_dense(grad) for grad in grads if grad is not None]
-        if given:
-            torch._foreach_copy_(_where_given(views, grads), given)
-        if len(given) < len(views):
-            torch._foreach_zero_([view for view, grad in zip(views, grads, strict=True) if grad is None])
+        for span in self._padding:
+            flat[slice(*span)].zero_()
+        places = enumerate(zip(self._views(buffer), grads, strict=True))
+        new: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for place, (view, grad) in places:
+            if place in there:
+                if grad is not None:
+                    view.add_(_dense(grad), alpha=self._share)
+                continue
+            if place in self._gapped:
+                self._fill_gaps(place, buffer)
+            if grad is None:
+                view.zero_()
+            else:
+                new.append((view, _dense(grad)))
+        if new:
+            targets, sources = map(list, zip(*new, strict=True))
+            torch._foreach_copy_(targets, sources)
+            if self._share != 1:
+                torch._foreach_mul_(targets, self._share)
         return flat
 
     def add(self, grads: Grads, buffer: Buffer) -> None:
         """Add them to what is in a buffer."""
-        given = [_dense(grad) for grad in grads if grad is not None]
+        every = zip(self._views(buffer), grads, strict=True)
+        given = [(view, _dense(grad)) for view, grad in every if grad is not None]
         if given:
-            torch._foreach_add_(_where_given(self._views(buffer), grads), given)
+            targets, sources = map(list, zip(*given, strict=True))
+            torch._foreach_add_(targets, sources, alpha=self._share)
+
+    def _fill_gaps(self, place: int, buffer: Buffer) -> None:
+        """Zeros where the strides of a parameter leave gaps."""
+        buffer.flat[slice(*self.places[place].span)].zero_()
 
     def _views(self, buffer: Buffer) -> list[torch.Tensor]:
         if self._bucket not in buffer.views:
@@ -109,15 +142,10 @@ def _places(layout: Layout, bucket: Bucket) -> list[Place]:
     return [Place(index, start, layout.params[index]) for index, start in starts.items()]
 
 
-def _holes(places: Sequence[Place], numel: int) -> list[Span]:
-    """What no gradient fills: padding, and parameters whose strides leave gaps."""
+def _padding(places: Sequence[Place], numel: int) -> list[Span]:
+    """What lies between parameters, and behind the last."""
     edges = [0, *(edge for place in places for edge in place.span), numel]
-    between = [Span(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
-    return [*between, *(place.span for place in places if place.spec.extent > place.spec.numel)]
-
-
-def _where_given(views: Sequence[torch.Tensor], grads: Grads) -> list[torch.Tensor]:
-    return [view for view, grad in zip(views, grads, strict=True) if grad is not None]
+    return [Span(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@ import logging
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -42,6 +41,8 @@ class Engine(ABC):
         self.steps = 0
         self._owned: tuple[int, ...] = ()
         self._members: list[list[torch.Tensor]] = []
+        self._small: list[tuple[int, int, torch.Tensor]] = []
+        """Members of less than two elements, by group and place."""
 
     @abstractmethod
     def prepare(self, layout: Layout, groups: Sequence[ParamGroup], first_group: int = 0) -> None:
@@ -57,6 +58,8 @@ class Engine(ABC):
         self.layout = layout
         self.params.extend(params)
         self._members = [list(group["params"]) for group in groups]
+        placed = ((g, place, param) for g, group in enumerate(self._members) for place, param in enumerate(group))
+        self._small = [it for it in placed if it[2].numel() < 2]
         self._owned = layout.owned_by(self.comm.group.rank)
         self.store.extend(layout, params)
 
@@ -101,13 +104,20 @@ class Engine(ABC):
 
     def check_groups(self, groups: Sequence[ParamGroup]) -> None:
         """Refuse groups whose parameters are no longer those of the layout."""
-        present = [group["params"] for group in groups]
-        same = list(map(len, present)) == list(map(len, self._members))
-        if not same or not all(all(map(is_, *pair)) for pair in zip(present, self._members, strict=True)):
+        if not self._are_members([group["params"] for group in groups]):
             raise BindingError(
                 "the parameters in param_groups were changed by hand; add some with add_param_group(), "
                 "or make a new optimizer"
             )
+
+    def _are_members(self, found: list[list[torch.Tensor]]) -> bool:
+        try:
+            # Lists ask for identity first, many times faster than a loop could. Hazard: only then do they ask tensors
+            # whether they are equal, which those with several elements refuse to say.
+            same = found == self._members
+        except RuntimeError:
+            return False
+        return same and all(found[group][place] is param for group, place, param in self._small)
 
     def _inner_step(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
         self.inner.push(groups)

@@ -1,0 +1,101 @@
+"""A bucket as gradients see it, and one round of them on its way."""
+
+from typing import NamedTuple
+
+import torch
+
+from ..comm.shards import Arriving, ShardWay
+from ..layout.layout import Bucket, Layout
+from ..policies import sum_dtype
+from .packing import Buffer, Grads, Packing, Pool
+
+
+class Slot:
+    """A bucket as gradients see it."""
+
+    def __init__(self, layout: Layout, bucket: Bucket, way: ShardWay, pool: Pool) -> None:
+        self.bucket, self._way, self._pool = bucket.index, way, pool
+        share = 1 / way.group.size
+        # What would be rounded more than once, or is sent as it lies, is better multiplied after it was added up.
+        exact = pool.dtype == bucket.dtype == sum_dtype(pool.dtype)
+        before = share if way.adds_locally and exact and len({piece.param for piece in bucket.pieces}) > 1 else 1.0
+        self.share_after = share / before
+        """The factor that makes an average of the sum."""
+        self.packing = Packing(layout, bucket, pool.dtype, padded=way.equal_shards, share=before)
+        self.places = self.packing.places
+        self.holds = False
+        """Its shard has gradients, to which further ones are added."""
+        self.members = [place.param for place in self.places]
+        self.expected = self.missing = 0
+        """Parameters that train, and those of them of which the gradients are awaited."""
+        if len(self.places) > 1 or way.equal_shards:
+            pool.make_room(self.packing.numel)
+        self._number = {param: place for place, param in enumerate(self.members)}
+        self._filling: Buffer | None = None
+        self._put: set[int] = set()
+        self._own: Buffer | None = None
+
+    @property
+    def packs(self) -> bool:
+        """Gradients are copied together before they are sent."""
+        return len(self.places) > 1
+
+    @property
+    def put(self) -> list[int]:
+        """Parameters whose gradients have been copied already, and wait for the others."""
+        return [self.members[place] for place in self._put]
+
+    def put_in(self, param: int, grad: torch.Tensor) -> None:
+        """Copy a gradient to where it will be sent from, so that it can be freed."""
+        place = self._number[param]
+        self.packing.put(place, grad, self._buffer())
+        self._put.add(place)
+
+    def send(self, grads: Grads, *, ours: bool) -> "Sending":
+        """Send them, with those that were put in.
+
+        `ours`: nobody else holds them; else the next backward pass may add to them under way.
+        """
+        flat, buffer = self.packing.as_it_lies(grads) if ours else None, None
+        if flat is None:
+            buffer = self._buffer()
+            flat = self.packing.pack(grads, buffer, self._put)
+            self._filling, self._put = None, set()
+        return Sending(self, self._way.reduce(flat, self.packing.shards), buffer)
+
+    def send_zeros(self) -> "Sending":
+        """Send what nobody will use."""
+        buffer = self._pool.take(self.packing.numel)
+        flat = self.packing.pack([None] * len(self.places), buffer)
+        return Sending(self, self._way.reduce(flat, self.packing.shards), buffer, wanted=False)
+
+    def clear(self, *, to_none: bool) -> None:
+        """Forget what was put in, or make it zero."""
+        if to_none:
+            self._put.clear()
+        for place in self._put:
+            self.places[place].of(self._buffer().flat).zero_()
+
+    def give_back(self, sending: "Sending") -> None:
+        if sending.buffer is not None:
+            self._pool.give_back(sending.buffer)
+
+    def as_buffer(self, shard: torch.Tensor) -> Buffer:
+        """The shard as something to pack into, with views made once."""
+        if self._own is None or self._own.flat is not shard:
+            self._own = Buffer(shard)
+        return self._own
+
+    def _buffer(self) -> Buffer:
+        if self._filling is None:
+            self._filling = self._pool.take(self.packing.numel)
+        return self._filling
+
+
+class Sending(NamedTuple):
+    slot: Slot
+    arriving: Arriving
+    buffer: Buffer | None
+    """What must be given back once it has arrived."""
+    wanted: bool = True
+    """It was not cleared on the way."""
