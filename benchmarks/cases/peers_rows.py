@@ -111,7 +111,7 @@ def _memory_rows(board: Board) -> Iterator[Row]:
             ours, theirs = peaks["zeroshard ZeRO-2"], peaks["FSDP2"]
             bar = 1.0 if case.workload == "gpt" else None
             yield _memory_row(f"peak memory growth, resident, {label}", ours.resident, theirs.resident, bar)
-            yield _memory_row(f"peak memory growth, in use, {label}", ours.in_use, theirs.in_use, bar)
+            yield _memory_row(f"peak memory growth, in use, {label}", ours.in_use, theirs.in_use, None)
 
 
 def _memory_row(what: str, ours: int, theirs: int, bar: float | None) -> Row:

@@ -1,0 +1,89 @@
+"""Large gradients are copied into their bucket as soon as they are there: all goes as with small ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import test_shard_accumulation as accumulation
+from tests.ranks import test_shard_graphs as graphs
+from tests.ranks import test_shard_unused as unused
+from tests.support import RankContext, ranks
+from tests.support.overlap import mlp, regression
+from tests.support.sharded import seeded
+from zeroshard import FlatShards, ZeroConfig, shard
+from zeroshard.runtime import grad_sync
+from zeroshard.runtime.slots import Slot
+
+ONE, FEW = ZeroConfig(), ZeroConfig(partition=FlatShards(bucket_bytes=400))
+"""One bucket for all parameters, and one for a few of them."""
+
+SCENARIOS: list[tuple[Callable[..., None], dict[str, Any]]] = [
+    (accumulation.test_passes_add_up_in_the_shard_by_default, {}),
+    *(
+        (scenario, {"config": config})
+        for config in (ONE, FEW)
+        for scenario in (
+            accumulation.test_local_passes_and_one_that_sends,
+            accumulation.test_gradients_that_are_not_cleared,
+            accumulation.test_ranks_that_make_different_numbers_of_passes,
+            accumulation.test_a_rank_that_clears_gradients_which_others_did_not_make,
+            accumulation.test_passes_after_gradients_were_looked_at,
+            graphs.test_a_graph_that_is_kept_for_a_second_backward,
+            unused.test_unused_on_all_ranks_on_some_and_now_and_then,
+            unused.test_unused_ones_among_several_passes,
+            unused.test_tied_weights_and_layers_used_twice,
+            unused.test_layers_that_are_frozen_and_thawed,
+            unused.test_gradients_of_a_layer_that_is_frozen_after_its_backward,
+        )
+    ),
+    *((accumulation.test_clearing_to_zeros, {"config": ONE, "by_model": by_model}) for by_model in (False, True)),
+    (accumulation.test_gradients_that_are_cleared_before_a_step_are_gone, {"config": FEW, "by_model": False}),
+    *((graphs.test_activation_checkpointing, {"reentrant": it, "everything": True}) for it in (False, True)),
+    (graphs.test_another_backward_inside_of_backward, {}),
+]
+
+
+@pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=[scenario.__name__ for scenario, _ in SCENARIOS])
+@ranks(2, 3)
+def test_as_with_small_ones(ctx: RankContext, number: int) -> None:
+    scenario, options = SCENARIOS[number]
+    put: list[int] = []
+    put_in = Slot.put_in
+
+    def counting(self: Slot, param: int, grad: torch.Tensor) -> None:
+        put.append(param)
+        put_in(self, param, grad)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grad_sync, "LARGE", 0)
+        patch.setattr(Slot, "put_in", counting)
+        vars(scenario)["__rank_body__"](ctx, **options)
+    assert any(ctx.gather(bool(put)))
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("to_none", [False, True])
+def test_clearing_in_the_middle_of_a_pass(ctx: RankContext, to_none: bool) -> None:
+    """What is copied already and has not been sent is cleared, too."""
+    model = seeded(mlp, 0)
+    optimizer = shard(model, torch.optim.SGD, lr=0.1)
+    params = list(model.parameters())
+
+    def clear(_: torch.Tensor) -> None:
+        assert params[-1].grad is None, "it is copied"
+        optimizer.zero_grad(set_to_none=to_none)
+
+    before = [param.detach().clone() for param in params]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grad_sync, "LARGE", 0)
+        handle = params[-3].register_hook(clear)  # type: ignore[no-untyped-call]
+        torch.autograd.backward(regression(model, ctx.rank))
+        handle.remove()
+        optimizer.step()
+    moved = [not torch.equal(param, was) for param, was in zip(params, before, strict=True)]
+    assert not any(moved[-2:])
+    assert all(moved[:-3])
