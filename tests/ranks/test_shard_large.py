@@ -70,7 +70,9 @@ def test_as_with_small_ones(ctx: RankContext, number: int) -> None:
 def test_clearing_in_the_middle_of_a_pass(ctx: RankContext, to_none: bool) -> None:
     """What is copied already and has not been sent is cleared, too."""
     model = seeded(mlp, 0)
-    optimizer = shard(model, torch.optim.SGD, lr=0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grad_sync, "LARGE", 0)
+        optimizer = shard(model, torch.optim.SGD, lr=0.1)
     params = list(model.parameters())
 
     def clear(_: torch.Tensor) -> None:
@@ -78,12 +80,10 @@ def test_clearing_in_the_middle_of_a_pass(ctx: RankContext, to_none: bool) -> No
         optimizer.zero_grad(set_to_none=to_none)
 
     before = [param.detach().clone() for param in params]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grad_sync, "LARGE", 0)
-        handle = params[-3].register_hook(clear)  # type: ignore[no-untyped-call]
-        torch.autograd.backward(regression(model, ctx.rank))
-        handle.remove()
-        optimizer.step()
+    handle = params[-3].register_hook(clear)  # type: ignore[no-untyped-call]
+    torch.autograd.backward(regression(model, ctx.rank))
+    handle.remove()
+    optimizer.step()
     moved = [not torch.equal(param, was) for param, was in zip(params, before, strict=True)]
     assert not any(moved[-2:])
     assert all(moved[:-3])

@@ -66,7 +66,7 @@ class FlatShards:
     reverse of the given one. Frozen parameters have buckets of their own, so that neither their gradients nor their
     values travel. A parameter of `bucket_bytes` or more has a bucket for itself.
 
-    By default that is 12 MiB on the CPU, and 128 MiB elsewhere, where a call is dear and a byte is cheap. One rank
+    By default that is 25 MiB on the CPU, and 128 MiB elsewhere, where a call is dear and a byte is cheap. One rank
     alone has nothing to overlap and takes more.
     """
 
@@ -150,7 +150,7 @@ def _bucket(index: int, specs: Sequence[ParamSpec], owners: Mapping[int, Rank], 
 
 
 def _bucket_bytes(device: torch.device, world_size: int) -> int:
-    size = 12 * MIB if device.type == "cpu" else 128 * MIB
+    size = 25 * MIB if device.type == "cpu" else 128 * MIB
     return size if world_size > 1 else 8 * size
 
 

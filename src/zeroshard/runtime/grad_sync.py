@@ -51,6 +51,8 @@ class GradSync(Gradients):
         """Gradients add up in `param.grad`, and nothing travels."""
         self._slots: list[Slot] = []
         self._slot_of: dict[int, Slot] = {}
+        self._large: set[int] = set()
+        """Parameters whose gradients are copied at once."""
         self._present = bytearray()
         self._fired = bytearray()
         self._offered: dict[int, torch.Tensor] = {}
@@ -78,6 +80,8 @@ class GradSync(Gradients):
             self._slot_of |= dict.fromkeys(slot.members, slot)
             if any(place.spec.trainable for place in slot.places):
                 self._round.append(slot)
+        if self._retention.frees and self._comm.group.size > 1:
+            self._large = {index for slot in self._slots if slot.packs for index in slot.at_least(LARGE)}
         self._present.extend(bytes(len(params) - len(self._present)))
         self._expect_those_that_train(bytes(len(params)))
         self._start_over()
@@ -110,7 +114,7 @@ class GradSync(Gradients):
             return
         self._fired[index] = 1
         slot = self._slot_of[index]
-        if self._retention.frees and slot.packs:
+        if index in self._large:
             self._put_in(slot, index)
         slot.missing -= 1
         if not slot.missing:
@@ -119,7 +123,7 @@ class GradSync(Gradients):
     @torch.no_grad()
     def _put_in(self, slot: Slot, index: int) -> None:
         param = self._params[index]
-        if param.grad is not None and param.grad.nbytes >= LARGE and self._comm.group.size > 1:
+        if param.grad is not None:
             slot.put_in(index, param.grad)
             param.grad = None
 

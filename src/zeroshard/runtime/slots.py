@@ -40,6 +40,10 @@ class Slot:
         """Gradients are copied together before they are sent."""
         return len(self.places) > 1
 
+    def at_least(self, nbytes: int) -> list[int]:
+        """Parameters of so many bytes or more."""
+        return [place.param for place in self.places if place.spec.extent * place.spec.dtype.itemsize >= nbytes]
+
     @property
     def put(self) -> list[int]:
         """Parameters whose gradients have been copied already, and wait for the others."""
