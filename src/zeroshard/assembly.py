@@ -1,8 +1,9 @@
 """From what the user gave to an engine that runs it. Everything here is local to the rank and changes no parameter."""
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -13,7 +14,7 @@ from .config import ZeroConfig
 from .errors import ConfigError
 from .layout.layout import Layout
 from .layout.partition import FlatShards, Partitioner, WholeParams
-from .layout.specs import read_specs
+from .layout.specs import ParamSpec, read_specs
 from .params import check_specs
 from .policies import Reduce
 from .runtime.flat import FlatEngine
@@ -37,6 +38,8 @@ class Assembly:
     """DDP shall drive the steps."""
     reduces: bool = False
     """Gradients are to be reduced to their owners, so that parameters lie in buckets in any case."""
+    order: Mapping[int, int] = field(default_factory=dict)
+    """Places of parameters in the model, by id, if that is known."""
 
     @cached_property
     def traits(self) -> Traits:
@@ -76,7 +79,20 @@ class Assembly:
         for device in {spec.device for spec in specs}:
             if not self.comm.group.carries(device):
                 raise ConfigError(f"the backend of the process group cannot carry parameters on {device}")
-        return self.partition.extend(layout, specs)
+        return self.partition.extend(layout, self._in_order_of_use(specs, groups) if self.flat else specs)
+
+    def _in_order_of_use(self, specs: Sequence[ParamSpec], groups: Sequence[ParamGroup]) -> list[ParamSpec]:
+        """As a forward pass is expected to use them: in the order of the model or, where that is not known, all groups
+        side by side. With one group behind the other, a bucket of all biases would be full, and let others go, last."""
+        params = all_params(groups)
+        sizes, seen = Counter(spec.group for spec in specs), Counter[int]()
+        places: dict[int, tuple[float, int]] = {}
+        for spec in specs:
+            among = (seen[spec.group] + 0.5) / sizes[spec.group]
+            seen[spec.group] += 1
+            known = self.order.get(id(params[spec.index]), len(self.order))
+            places[spec.index] = (known if self.order else among, spec.index)
+        return sorted(specs, key=lambda spec: places[spec.index])
 
     def engine(self, layout: Layout, groups: Sequence[ParamGroup]) -> Engine:
         """An engine for this rank, which is to `extend` to `layout` next."""

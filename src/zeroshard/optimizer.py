@@ -190,7 +190,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """A communication hook for DDP that brings gradients to their owners only; `step()` then does as usual.
 
         For `config=ZeroConfig(partition=FlatShards())`. `param.grad` holds this rank's own gradients afterwards: clip
-        with `clip_grad_norm_` of this optimizer.
+        with `clip_grad_norm_` of this optimizer. Called on all ranks, in the same order as other optimizers' hooks.
         """
         if not isinstance(self.engine, FlatEngine):
             raise ConfigError("ddp_hook() brings slices of gradients to their owners: it needs partition=FlatShards()")
@@ -320,7 +320,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return Proposal(layout, self._facts(layout))
 
     def _facts(self, layout: Layout) -> list[str]:
-        """What must be equal on all ranks."""
+        """What must be equal on all ranks that make one."""
         return self._assembly.facts(layout, self.param_groups)
 
     def _with_group(self, group: ParamGroup) -> Proposal[Layout]:
@@ -337,7 +337,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             engine.prepare(layout, self.param_groups, known)
             self._assembly.check(engine)
             engine.inner.pull(self.param_groups)
-            return Proposal(layout, self._facts(layout), undo)
+            return Proposal(layout, self._assembly.facts(layout, self.param_groups), undo)
         except BaseException:
             undo()
             raise

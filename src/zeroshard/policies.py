@@ -43,8 +43,8 @@ class Reduce:
     fixed_order: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
-            raise ConfigError(f"Reduce(dtype=...) takes a floating-point dtype, not {self.dtype!r}")
+        if self.dtype not in (None, torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            raise ConfigError(f"Reduce(dtype=...) takes a floating-point dtype of 16 bits or more, not {self.dtype!r}")
         if not isinstance(self.fixed_order, bool):
             raise ConfigError(f"Reduce(fixed_order=...) takes True or False, not {self.fixed_order!r}")
 

@@ -142,7 +142,8 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
                 "shard() reduces gradients itself: give it the model without DistributedDataParallel. To keep that, "
                 "use ZeroRedundancyOptimizer(..., config=ZeroConfig(partition=FlatShards())) and its ddp_hook()."
             )
-        return Assembly(self._comm, self._config, with_fused(recipe), overlap=overlap, reduces=True)
+        order = {id(param): place for place, param in enumerate(self._model.parameters())}
+        return Assembly(self._comm, self._config, with_fused(recipe), overlap=overlap, reduces=True, order=order)
 
     def _facts(self, layout: Layout) -> list[str]:
         return [*super()._facts(layout), *describe(self._comm, self._others())]

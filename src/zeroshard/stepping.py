@@ -98,17 +98,19 @@ class Stepping:
         self._outer.before_uneven_step(source)
         if not joined:
             return self._engine.run(self._outer.param_groups, None, kwargs)
-        if not self._engine.is_reducing:
-            self._clear_grads()  # they are of its last own step, and not what DDP has shadowed
+        self._drop_grads()
+        if not self._engine.is_reducing:  # else they are what DDP has shadowed
+            self._engine.clear_grads(to_none=True)
         try:
             return self._engine.run(self._outer.param_groups, None, kwargs)
         finally:
-            self._clear_grads()
+            self._drop_grads()
+            self._engine.clear_grads(to_none=True)
 
-    def _clear_grads(self) -> None:
+    def _drop_grads(self) -> None:
+        """Those in `param.grad` are of this rank's last own step."""
         for param in self._engine.params:
             param.grad = None
-        self._engine.clear_grads(to_none=True)
 
     def _skips(self, *, uneven: bool) -> bool:
         engine, inner = self._engine, self._engine.inner.optimizer

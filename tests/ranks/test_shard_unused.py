@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from tests.support import RankContext, ranks
-from tests.support.overlap import WIDTH, Branches, batch, through_branches
-from tests.support.sharded import ZERO1, ZERO2, ShardTwins, Side, both_stages, some_configs
-from zeroshard import ZeroConfig
+from tests.support.overlap import WIDTH, Branches, batch, mlp, through_branches
+from tests.support.sharded import ZERO1, ZERO2, ShardTwins, Side, both_stages, seeded, some_configs
+from zeroshard import ZeroConfig, ZeroRedundancyOptimizer, shard
 
 
 class Choice(nn.Module):
@@ -153,3 +155,21 @@ def test_gradients_of_a_layer_that_is_frozen_after_its_backward(ctx: RankContext
     for side in twins.sides:
         side.update()
     twins.compare()
+
+
+@ranks(1, 2)
+def test_groups_that_run_through_the_model_keep_no_bucket_waiting(ctx: RankContext) -> None:
+    """With weights in one group and biases in another, buckets still follow the model from its end to its start."""
+    model = seeded(lambda: mlp(12), 0)
+    weights, biases = ([param for param in model.parameters() if param.dim() == it] for it in (2, 1))
+    groups: Any = [{"params": weights, "weight_decay": 0.1}, {"params": biases}]
+    place = {id(param): number for number, param in enumerate(model.parameters())}
+    optimizers = (
+        shard(model, torch.optim.SGD, params=groups, lr=0.1, config=ZERO2),
+        ZeroRedundancyOptimizer(groups, torch.optim.SGD, lr=0.1, config=ZeroConfig(partition=ZERO2.partition)),
+    )
+    for optimizer in optimizers:
+        params = optimizer.engine.params
+        members = [{place[id(params[piece.param])] for piece in bucket.pieces} for bucket in optimizer.layout.buckets]
+        assert len(members) > 3
+        assert all(min(earlier) > max(later) for earlier, later in pairwise(members))

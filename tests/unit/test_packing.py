@@ -230,6 +230,15 @@ class TestPool:
         pool.give_back(outgrown)
         assert pool.take(1).flat.numel() == 20
 
+    def test_what_is_larger_than_that_is_made_and_dropped(self) -> None:
+        pool = Pool(torch.float32, CPU)
+        pool.make_room(10)
+        pool.give_back(pool.take(1))
+        huge = pool.take(100)
+        assert huge.flat.numel() == 100
+        pool.give_back(huge)
+        assert [pool.take(1).flat.numel() for _ in range(3)] == [10, 10, 10]
+
     def test_few_idle_buffers_are_kept(self) -> None:
         pool = Pool(torch.float32, CPU)
         pool.make_room(3)

@@ -12,7 +12,7 @@ from zeroshard import ConfigError, KeepFull, KeepShard, MasterWeights, Reduce, Z
 from zeroshard.policies import sum_dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, "bfloat16", float, 16])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64, "bfloat16", float, 16])
 def test_only_floating_point_dtypes_travel(dtype: Any) -> None:
     with pytest.raises(ConfigError, match=r"Reduce\(dtype=\.\.\.\) takes a floating-point dtype"):
         Reduce(dtype=dtype)

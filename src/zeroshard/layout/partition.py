@@ -63,8 +63,8 @@ class FlatShards:
     """Every rank owns an equal slice of every bucket; a parameter may be cut anywhere.
 
     Buckets hold parameters of one dtype and device in the order in which backward is expected to finish them: the
-    reverse of the given one. Frozen parameters have buckets of their own, so that neither their gradients nor their
-    values travel. A parameter of `bucket_bytes` or more has a bucket for itself.
+    reverse of that of the model, as far as it is known. Frozen parameters have buckets of their own, so that neither
+    their gradients nor their values travel. A parameter of `bucket_bytes` or more has a bucket for itself.
 
     By default that is 25 MiB on the CPU, and 128 MiB elsewhere, where a call is dear and a byte is cheap. One rank
     alone has nothing to overlap and takes more.
@@ -185,11 +185,13 @@ def _rooms(specs: Sequence[ParamSpec], worth: Alignment) -> list[tuple[ParamSpec
 def _alignment(specs: Sequence[ParamSpec], world_size: int) -> Alignment:
     """All parameters are aligned where that costs next to nothing: kernels are slower on what is not aligned, and some
     then add in another order. Else those large enough to bear it, unless shards are so short that an element counts.
+    What is trained decides, since it has state.
     """
-    elements = sum(spec.extent for spec in specs)
+    trained = [spec for spec in specs if spec.trainable] or specs
+    elements = sum(spec.extent for spec in trained)
     if not _is_cheap(world_size, elements):
         return lambda _, __: False
-    padding = sum(align_up(spec.extent, _step(spec)) - spec.extent for spec in specs)
+    padding = sum(align_up(spec.extent, _step(spec)) - spec.extent for spec in trained)
     return (lambda _, __: True) if _is_cheap(padding + world_size, elements) else _is_cheap
 
 

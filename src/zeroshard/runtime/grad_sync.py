@@ -35,8 +35,8 @@ UNFINISHED = 1
 """The newest buckets are left on their way: taking them in at once would stop what they are to overlap with."""
 CROWD = 2
 PATIENCE = 0.1
-"""Seconds that a rank waits, inside a backward pass, for one of more buckets than that, so that memory is bounded where
-ranks keep pace. Once a step only: another rank may send nothing before this one settles."""
+"""Seconds that a rank waits, inside a backward pass, for the oldest of more buckets than that, so that memory is
+bounded where ranks keep pace. In vain once a step only: another may send nothing before this one settles."""
 LARGE = 256 * 1024
 """Bytes of a gradient that is copied on its own."""
 
@@ -80,7 +80,7 @@ class GradSync(Gradients):
             self._slot_of |= dict.fromkeys(slot.members, slot)
             if any(place.spec.trainable for place in slot.places):
                 self._round.append(slot)
-        if self._retention.frees and self._comm.group.size > 1:
+        if self._retention.frees and self._comm.group.size > 1 and self._is_eager:
             self._large = {index for slot in self._slots if slot.packs for index in slot.at_least(LARGE)}
         self._present.extend(bytes(len(params) - len(self._present)))
         self._expect_those_that_train(bytes(len(params)))
@@ -100,7 +100,7 @@ class GradSync(Gradients):
         return self._sent > 0 or bool(self._under_way)
 
     def ready(self, index: int, grad: torch.Tensor | None = None) -> None:
-        """A parameter has its gradient: the given one, or that in `param.grad`. Never waits for another rank."""
+        """A parameter has its gradient: the given one, or that in `param.grad`. Relies on no other rank."""
         with self._lock:
             self._ready(index, grad)
 
@@ -225,11 +225,11 @@ class GradSync(Gradients):
     def _find_late(self) -> list[int]:
         """Parameters with a gradient that has not travelled, whoever has set it."""
         grads = list(map(_GRAD, self._params))
-        put = [index for slot in self._slots for index in slot.put]
-        if grads.count(None) == len(grads):
-            return put
+        waiting = [index for slot in self._slots for index in slot.waiting]
+        if self._retention.frees and grads.count(None) == len(grads):
+            return waiting
         have = [i for i, grad in enumerate(grads) if grad is not None and i in self._slot_of]
-        return put + [i for i in have if self._retention.frees or self._is_unsent(i, grads[i])]
+        return waiting + [i for i in have if self._retention.frees or self._is_unsent(i, grads[i])]
 
     def _is_unsent(self, index: int, grad: torch.Tensor | None) -> bool:
         sent = self._sent_grads.get(index)
@@ -268,8 +268,9 @@ class GradSync(Gradients):
         slot.missing = slot.expected
         if not wanted:
             self._under_way.append(slot.send_zeros())
+            self._take_in_what_came()
             return
-        for index in slot.put:
+        for index in slot.waiting:
             self._present[index] = 1
         grads = [self._take(index) for index in slot.members]
         if self._comm.group.size == 1:

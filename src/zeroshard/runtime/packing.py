@@ -10,7 +10,7 @@ from ..layout.specs import ParamSpec
 from ..units import Span
 
 KEPT_BUFFERS = 3
-"""Idle buffers of a kind. With peers that keep pace no more than that are ever in use."""
+"""Idle buffers of a kind: one that is filled while two are under way."""
 
 Grads = Sequence[torch.Tensor | None]
 
@@ -36,7 +36,7 @@ class Buffer:
 
 
 class Pool:
-    """Buffers of one dtype on one device, each large enough for every bucket that needs one."""
+    """Buffers of one dtype on one device, each large enough for every bucket that several parameters share."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self._device = dtype, device
@@ -49,11 +49,10 @@ class Pool:
             self._idle.clear()
 
     def take(self, numel: int) -> Buffer:
-        """A buffer for so many elements at least."""
-        self.make_room(numel)
-        if self._idle:
+        """A buffer for so many elements at least. One for more than there is room for is not kept."""
+        if self._idle and numel <= self._numel:
             return self._idle.pop()
-        return Buffer(torch.empty(self._numel, dtype=self.dtype, device=self._device))
+        return Buffer(torch.empty(max(numel, self._numel), dtype=self.dtype, device=self._device))
 
     def give_back(self, buffer: Buffer) -> None:
         if len(self._idle) < KEPT_BUFFERS and buffer.flat.numel() == self._numel:

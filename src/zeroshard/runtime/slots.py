@@ -28,7 +28,7 @@ class Slot:
         self.members = [place.param for place in self.places]
         self.expected = self.missing = 0
         """Parameters that train, and those of them of which the gradients are awaited."""
-        if len(self.places) > 1 or way.equal_shards:
+        if self.packs:
             pool.make_room(self.packing.numel)
         self._number = {param: place for place, param in enumerate(self.members)}
         self._filling: Buffer | None = None
@@ -45,7 +45,7 @@ class Slot:
         return [place.param for place in self.places if place.spec.extent * place.spec.dtype.itemsize >= nbytes]
 
     @property
-    def put(self) -> list[int]:
+    def waiting(self) -> list[int]:
         """Parameters whose gradients have been copied already, and wait for the others."""
         return [self.members[place] for place in self._put]
 
