@@ -171,7 +171,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_` on all parameters, wherever their gradients are. Called on all ranks."""
-        grads = self._spread_grads("clip_grad_norm_")
+        grads = self._spread_grads(f"clip_grad_norm_({float(max_norm)}, {float(norm_type)})")
         if grads is None:
             return torch.nn.utils.clip_grad_norm_(self.engine.params, max_norm, norm_type, error_if_nonfinite)
         return clip.clip_norm(
@@ -180,7 +180,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """As `torch.nn.utils.clip_grad_value_` on all parameters, wherever their gradients are. Called on all ranks."""
-        grads = self._spread_grads("clip_grad_value_")
+        grads = self._spread_grads(f"clip_grad_value_({float(clip_value)})")
         if grads is None:
             torch.nn.utils.clip_grad_value_(self.engine.params, clip_value)
         else:

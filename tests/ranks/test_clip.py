@@ -15,9 +15,9 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from tests.support import RankContext, ranks
 from tests.support.oracle import Twins, assert_same, set_grads
-from tests.support.overlap import Branches, mlp, through_branches
+from tests.support.overlap import Branches, mlp, regression, through_branches
 from tests.support.pair import TINY, Pair, Side
-from zeroshard import FlatShards, KeepFull, ShardedOptimizer, ZeroConfig, shard
+from zeroshard import FlatShards, KeepFull, RankMismatchError, ShardedOptimizer, ZeroConfig, shard
 
 NORMS = (1.0, 2.0, 3.0, math.inf)
 CONFIGS = (
@@ -209,3 +209,23 @@ def test_the_drop_in_clips_what_is_in_grad(ctx: RankContext) -> None:
                 twins.check()
             twins.zero.zero_grad()
             assert twins.zero.clip_grad_norm_(1.0) == 0
+
+
+@ranks(2, 3)
+def test_limits_that_differ_from_rank_to_rank_are_an_error_on_all(ctx: RankContext) -> None:
+    """Each rank would clip its own slices, and nobody would notice."""
+    model = mlp()
+    optimizer = shard(model, torch.optim.SGD, lr=0.1)
+    odd = ctx.rank == ctx.world_size - 1
+    for clip in (
+        lambda: optimizer.clip_grad_norm_(1.0 + odd),
+        lambda: optimizer.clip_grad_norm_(1.0, norm_type=1.0 + odd),
+        lambda: optimizer.clip_grad_value_(0.1 + odd),
+    ):
+        torch.autograd.backward(regression(model, 0))
+        with pytest.raises(RankMismatchError, match=r"different calls.*clip_grad_\w+\("):
+            clip()
+        optimizer.zero_grad()
+    torch.autograd.backward(regression(model, 0))
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()

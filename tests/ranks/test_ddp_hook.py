@@ -19,7 +19,16 @@ from tests.support.oracle import assert_same
 from tests.support.overlap import BUCKET_MB, WIDTH, Branches, batch, mlp, regression, through_branches
 from tests.support.pair import TINY, average, from_all_ranks, in_rank_order
 from tests.support.traffic import recorded
-from zeroshard import ConfigError, FlatShards, MasterWeights, Reduce, WholeParams, ZeroConfig, ZeroRedundancyOptimizer
+from zeroshard import (
+    ConfigError,
+    FlatShards,
+    MasterWeights,
+    RankMismatchError,
+    Reduce,
+    WholeParams,
+    ZeroConfig,
+    ZeroRedundancyOptimizer,
+)
 
 Options = dict[str, Any]
 INNER: list[tuple[type[optim.Optimizer], Options]] = [
@@ -231,3 +240,17 @@ def test_a_parameter_that_the_optimizer_has_not(ctx: RankContext) -> None:
     net.register_comm_hook(None, zero.ddp_hook())
     with pytest.raises(ConfigError, match="that the optimizer has not"):
         torch.autograd.backward(regression(net, 0))
+
+
+@ranks(2, 3)
+def test_a_hook_on_one_rank_only_is_an_error_on_all(ctx: RankContext) -> None:
+    """Such a rank settles gradients by other messages than the others."""
+    net = seeded(mlp)
+    zero = ZeroRedundancyOptimizer(net.parameters(), optim.SGD, lr=0.1, config=ZeroConfig(partition=TINY))
+    if ctx.rank == 1:
+        zero.ddp_hook()
+    torch.autograd.backward(regression(net, 0))
+    before = [param.detach().clone() for param in net.parameters()]
+    with pytest.raises(RankMismatchError, match=r"step 1, with gradients of param\.grad.*slices from all ranks"):
+        zero.step()
+    assert_same([param.detach() for param in net.parameters()], before)

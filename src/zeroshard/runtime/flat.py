@@ -106,8 +106,10 @@ class FlatEngine(Engine):
         attempt = Attempt()
         attempt.require(lambda: self.check_groups(groups))
         attempt.require(lambda: self.store.refresh(shapes=not self.reduces))
+        # Hazard: a rank that alone has called `ddp_hook()` would settle by other messages than the rest.
+        stated = f"{call}, with gradients of {self.grads.origin}"
         verdict = compare(
-            self.comm, call, self.grads.statement(), attempt.trouble, options=self._hyper_parameters(groups)
+            self.comm, stated, self.grads.statement(), attempt.trouble, options=self._hyper_parameters(groups)
         )
         if verdict.trouble:
             raise_failure(self.comm, call, attempt.failure)

@@ -44,6 +44,8 @@ LARGE = 256 * 1024
 class GradSync(Gradients):
     """Averages gradients over all ranks, each slice at its owner."""
 
+    origin = "slices from all ranks"
+
     def __init__(self, comm: Comm, retention: Retention, reduce: Reduce, masters: MasterWeights | None) -> None:
         super().__init__(comm, masters)
         self._retention, self._reduce = retention, reduce

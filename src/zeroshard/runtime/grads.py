@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -14,6 +15,9 @@ from ..policies import MasterWeights
 
 class Gradients(ABC):
     """One flat shard of gradients a bucket. They stay until `clear`, as gradients do in torch."""
+
+    origin: ClassVar[str]
+    """Said to the other ranks before gradients are settled: all must have the same."""
 
     @property
     def busy(self) -> bool:
@@ -64,6 +68,8 @@ class Gradients(ABC):
 
 class LocalGrads(Gradients):
     """`param.grad` is complete and equal on all ranks, as DDP makes it: a slice is copied when it is needed."""
+
+    origin = "param.grad"
 
     def statement(self) -> bytes:
         return bytes([param.grad is not None for param in self._params])
