@@ -1,10 +1,10 @@
 """From what the user gave to an engine that runs it. Everything here is local to the rank and changes no parameter."""
 
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 
 import torch
 
@@ -84,15 +84,10 @@ class Assembly:
     def _in_order_of_use(self, specs: Sequence[ParamSpec], groups: Sequence[ParamGroup]) -> list[ParamSpec]:
         """As a forward pass is expected to use them: in the order of the model or, where that is not known, all groups
         side by side. With one group behind the other, a bucket of all biases would be full, and let others go, last."""
-        params = all_params(groups)
-        sizes, seen = Counter(spec.group for spec in specs), Counter[int]()
-        places: dict[int, tuple[float, int]] = {}
-        for spec in specs:
-            among = (seen[spec.group] + 0.5) / sizes[spec.group]
-            seen[spec.group] += 1
-            known = self.order.get(id(params[spec.index]), len(self.order))
-            places[spec.index] = (known if self.order else among, spec.index)
-        return sorted(specs, key=lambda spec: places[spec.index])
+        if not self.order:
+            return _side_by_side(specs)
+        params, last = all_params(groups), len(self.order)
+        return sorted(specs, key=lambda spec: self.order.get(id(params[spec.index]), last))
 
     def engine(self, layout: Layout, groups: Sequence[ParamGroup]) -> Engine:
         """An engine for this rank, which is to `extend` to `layout` next."""
@@ -147,6 +142,13 @@ class Assembly:
             return FlatEngine(self.comm, self.recipe, self.traits, self.config.masters, cut=cut)
         store = FlatStore() if self.bucket_view and not self.overlap else LooseStore()
         return WholeEngine(self.comm, self.recipe, store, moves_all=self.traits.moves_without_grads)
+
+
+def _side_by_side(specs: Sequence[ParamSpec]) -> list[ParamSpec]:
+    """First those at the head of each group, at last those at its end."""
+    members = [list(group) for _, group in groupby(specs, key=lambda spec: spec.group)]
+    place = {it.index: (number + 0.5) / len(group) for group in members for number, it in enumerate(group)}
+    return sorted(specs, key=lambda spec: place[spec.index])
 
 
 def _refuse_differentiable(groups: Sequence[ParamGroup]) -> None:

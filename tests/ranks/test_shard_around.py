@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.support.oracle import assert_same
 from tests.support.overlap import WIDTH, batch, mlp
 from tests.support.pair import TINY, Handed, Pair
 from zeroshard import KeepFull, ZeroConfig, shard
+from zeroshard.adapters.module import ZeroGrad
 
 Options = dict[str, Any]
 CONFIGS = (
@@ -387,3 +389,17 @@ def test_each_rank_has_its_share_of_the_state(ctx: RankContext) -> None:
     everything = sum(2 * param.numel() for param in pair.model.parameters())
     assert sum(ctx.gather(mine)) == everything
     assert mine <= everything / ctx.world_size + 2 * len(pair.zero.layout.buckets)
+
+
+@ranks(1)
+def test_a_model_does_not_remember_optimizers_that_are_gone(ctx: RankContext) -> None:
+    model = mlp()
+    for _ in range(5):
+        optimizer = shard(model, optim.SGD, lr=0.1)
+        gc.collect()
+    assert optimizer.world_size == ctx.world_size
+    clearing: Any = model.zero_grad
+    links = 0
+    while isinstance(clearing, ZeroGrad):
+        links, clearing = links + 1, clearing._before
+    assert links <= 2  # the last, and perhaps the one that it replaced while it was made

@@ -16,6 +16,7 @@ from tests.support.overlap import mlp, regression
 from tests.support.sharded import seeded
 from zeroshard import FlatShards, ZeroConfig, shard
 from zeroshard.runtime import grad_sync
+from zeroshard.runtime.grad_sync import CROWD, GradSync
 from zeroshard.runtime.slots import Slot
 
 ONE, FEW = ZeroConfig(), ZeroConfig(partition=FlatShards(bucket_bytes=400))
@@ -87,3 +88,27 @@ def test_clearing_in_the_middle_of_a_pass(ctx: RankContext, to_none: bool) -> No
     moved = [not torch.equal(param, was) for param, was in zip(params, before, strict=True)]
     assert not any(moved[-2:])
     assert all(moved[:-3])
+
+
+@ranks(2, 3)
+def test_few_buckets_are_under_way_at_a_time(ctx: RankContext) -> None:
+    """Ranks that keep pace wait for each other, here as long as it takes, before more is sent."""
+    most: list[int] = []
+    take_in = GradSync._take_in_what_came
+
+    def watched(self: GradSync) -> None:
+        most.append(len(self._under_way))
+        take_in(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grad_sync, "PATIENCE", 30.0)
+        patch.setattr(GradSync, "_take_in_what_came", watched)
+        model = seeded(lambda: mlp(20), 0)
+        optimizer = shard(model, torch.optim.SGD, lr=0.1, config=FEW)
+        assert len(optimizer.layout.buckets) > 2 * CROWD + 2
+        for number in range(5):
+            torch.autograd.backward(regression(model, number))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(most) == 5 * len(optimizer.layout.buckets)
+    assert max(most) == CROWD + 1

@@ -59,7 +59,7 @@ class ZeroGrad:
 
     def __init__(self, model: Module, also: Callable[[bool], None]) -> None:
         self._model, self._also = model, WeakMethod(also)
-        self._before = model.zero_grad  # perhaps that of another optimizer for parts of the model
+        self._before = _without_the_dead(model.zero_grad)
 
     def __call__(self, set_to_none: bool = True) -> None:
         self._before(set_to_none)
@@ -69,6 +69,15 @@ class ZeroGrad:
 
     def __reduce__(self) -> Any:
         return functools.partial, (type(self._model).zero_grad, self._model)
+
+
+def _without_the_dead(call: Callable[..., None]) -> Callable[..., None]:
+    """`call`, which may be that of another optimizer for parts of the model, less those of optimizers that are gone."""
+    while isinstance(call, ZeroGrad) and call._also() is None:
+        call = call._before
+    if isinstance(call, ZeroGrad):
+        call._before = _without_the_dead(call._before)
+    return call
 
 
 class EqualBuffers:

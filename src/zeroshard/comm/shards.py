@@ -137,6 +137,26 @@ class Whole(ShardWay):
         return self.group.size == 1 or self.group.control is not self.group.process_group
 
 
+class Ways:
+    """The best way for each kind of bucket. All ranks ask in the same order: each way has messages of its own."""
+
+    def __init__(self, group: Group, reduce: Reduce) -> None:
+        self._group, self._reduce = group, reduce
+        self._known: dict[tuple[torch.device, bool], ShardWay] = {}
+
+    def of(self, device: torch.device, *, equal: bool) -> ShardWay:
+        """`equal`: all shards are equally long."""
+        kind = (device, equal)
+        if kind not in self._known:
+            self._known[kind] = best_way(self._group, device, self._reduce, equal=equal)
+        return self._known[kind]
+
+    @property
+    def eager(self) -> bool:
+        """All of them are."""
+        return all(way.eager for way in self._known.values())
+
+
 def best_way(group: Group, device: torch.device, reduce: Reduce, *, equal: bool) -> ShardWay:
     """`equal`: all shards are equally long."""
     name = group.process_group._get_backend(device).name().lower() if group.size > 1 else ""

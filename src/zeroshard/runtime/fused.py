@@ -29,7 +29,7 @@ def with_fused(recipe: Recipe) -> Recipe:
 def _takes_fused(factory: Any) -> bool:
     """Of torch's own classes only: what others mean by the word, or need for it, nobody knows."""
     made = factory.func if isinstance(factory, functools.partial) else factory
-    is_torchs = getattr(made, "__module__", "").startswith("torch.optim")
+    is_torchs = (getattr(made, "__module__", None) or "").startswith("torch.optim.")
     return is_torchs and "fused" in inspect.signature(made).parameters
 
 

@@ -21,7 +21,7 @@ from weakref import ReferenceType, ref
 import torch
 
 from ..comm.collectives import Comm
-from ..comm.shards import ShardWay, best_way
+from ..comm.shards import Ways
 from ..errors import RankMismatchError
 from ..layout.layout import Bucket, Layout
 from ..policies import MasterWeights, Reduce, Retention
@@ -68,7 +68,7 @@ class GradSync(Gradients):
         """Buckets that were sent since gradients were last settled, all and before they were last cleared."""
         self._under_way: deque[Sending] = deque()
         self._pools: dict[tuple[torch.dtype, torch.device], Pool] = {}
-        self._ways: dict[tuple[torch.device, bool], ShardWay] = {}
+        self._ways = Ways(comm.group, reduce)
         self._lock = RLock()
         """Autograd has a thread for each device."""
         self._spent = False
@@ -91,10 +91,7 @@ class GradSync(Gradients):
     def _slot(self, layout: Layout, bucket: Bucket) -> Slot:
         dtype = self._reduce.wire_dtype(bucket.dtype)
         pool = self._pools.setdefault((dtype, bucket.device), Pool(dtype, bucket.device))
-        kind = (bucket.device, bucket.has_equal_shards)
-        if kind not in self._ways:
-            self._ways[kind] = best_way(self._comm.group, bucket.device, self._reduce, equal=bucket.has_equal_shards)
-        return Slot(layout, bucket, self._ways[kind], pool)
+        return Slot(layout, bucket, self._ways.of(bucket.device, equal=bucket.has_equal_shards), pool)
 
     @property
     def busy(self) -> bool:
@@ -218,7 +215,7 @@ class GradSync(Gradients):
     @property
     def _is_eager(self) -> bool:
         """Buckets may go while backward runs; else all go along when gradients are settled."""
-        return all(way.eager for way in self._ways.values())
+        return self._ways.eager
 
     @property
     def _next(self) -> Slot:

@@ -6,7 +6,7 @@ import torch
 
 from ..comm.collectives import Comm
 from ..comm.pending import Pending, Window
-from ..comm.shards import ShardWay, best_way
+from ..comm.shards import Ways
 from ..layout.layout import Bucket
 from ..policies import Reduce
 from .store import InPlace, Parcel, Shipment
@@ -47,7 +47,7 @@ class ShardSync:
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self._ways: dict[tuple[torch.device, bool], ShardWay] = {}
+        self._ways = Ways(comm.group, Reduce())
         self._under_way: dict[int, Pending] = {}
 
     @property
@@ -58,10 +58,8 @@ class ShardSync:
         """Send this rank's shard of `flat`, and receive the others'."""
         if self._comm.group.size == 1:
             return
-        kind = (bucket.device, bucket.has_equal_shards)
-        if kind not in self._ways:
-            self._ways[kind] = best_way(self._comm.group, bucket.device, Reduce(), equal=bucket.has_equal_shards)
-        self._under_way[bucket.index] = self._ways[kind].gather(flat, bucket.shards)
+        way = self._ways.of(bucket.device, equal=bucket.has_equal_shards)
+        self._under_way[bucket.index] = way.gather(flat, bucket.shards)
 
     def wait(self, buckets: Iterable[int]) -> None:
         """These buckets have arrived."""

@@ -15,10 +15,12 @@ class Slot:
 
     def __init__(self, layout: Layout, bucket: Bucket, way: ShardWay, pool: Pool) -> None:
         self.bucket, self._way, self._pool = bucket.index, way, pool
+        self.packs = len({piece.param for piece in bucket.pieces}) > 1
+        """Gradients are copied together before they are sent."""
         share = 1 / way.group.size
         # What would be rounded more than once, or is sent as it lies, is better multiplied after it was added up.
         exact = pool.dtype == bucket.dtype == sum_dtype(pool.dtype)
-        before = share if way.adds_locally and exact and len({piece.param for piece in bucket.pieces}) > 1 else 1.0
+        before = share if way.adds_locally and exact and self.packs else 1.0
         self.share_after = share / before
         """The factor that makes an average of the sum."""
         self.packing = Packing(layout, bucket, pool.dtype, padded=way.equal_shards, share=before)
@@ -34,11 +36,6 @@ class Slot:
         self._filling: Buffer | None = None
         self._put: set[int] = set()
         self._own: Buffer | None = None
-
-    @property
-    def packs(self) -> bool:
-        """Gradients are copied together before they are sent."""
-        return len(self.places) > 1
 
     def at_least(self, nbytes: int) -> list[int]:
         """Parameters of so many bytes or more."""
