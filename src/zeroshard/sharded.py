@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from .adapters.autograd import GradHooks
+from .adapters.autograd import GradHooks, hooked_params
 from .adapters.module import EqualBuffers, Gates, ZeroGrad
 from .assembly import Assembly
 from .config import ZeroConfig
 from .errors import ConfigError
 from .layout.layout import Layout
+from .notices import warn_user
 from .optimizer import ZeroRedundancyOptimizer
 from .runtime.buffers import describe, make_equal
 from .runtime.flat import FlatEngine
@@ -21,6 +22,8 @@ from .runtime.fused import with_fused
 from .runtime.grad_sync import GradSync
 from .runtime.inner import Factory, ParamGroup, Recipe
 from .units import Rank
+
+_MOST_NAMES = 5
 
 
 def shard(
@@ -76,6 +79,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         self._grad_sync = GradSync(self._comm, self._config.retention, self._config.reduce, self._config.masters)
         self.engine.reduce_by(self._grad_sync)
         self.engine.broadcast(Rank(0))
+        self._looks_for_strays = self.world_size > 1
         self._hooks = GradHooks(self._grad_sync)
         self._hooks.attach(self.engine.params)
         self._attach_to_model(model)
@@ -130,7 +134,11 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
     def _step(self, closure: Any, kwargs: dict[str, Any], *, joined: bool) -> Any:
         try:
-            return super()._step(closure, kwargs, joined=joined)
+            result = super()._step(closure, kwargs, joined=joined)
+            if self._looks_for_strays:  # once, and not before now: another optimizer may have been made for them
+                self._looks_for_strays = False
+                _warn_of_strays(self._model)
+            return result
         finally:
             self._hooks.attach(self.engine.params)  # also those that have been thawed since
             if self._gates is not None and self.engine.sync.under_way:
@@ -162,6 +170,21 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
     def _clear_grads(self, set_to_none: bool) -> None:
         self.engine.clear_grads(to_none=set_to_none)
+
+
+def _warn_of_strays(model: torch.nn.Module) -> None:
+    """Tell of parameters that have gradients which are averaged by nobody, as far as this rank can see."""
+    wrapped = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
+    averaged = hooked_params() | {id(param) for part in wrapped for param in part.parameters()}
+    candidates = ((name, param) for name, param in model.named_parameters() if id(param) not in averaged)
+    strays = [name for name, param in candidates if param.requires_grad and param.grad is not None]
+    if strays:
+        shown = ", ".join(strays[:_MOST_NAMES]) + (", ..." if len(strays) > _MOST_NAMES else "")
+        warn_user(
+            f"nobody averages the gradients of {len(strays)} parameters of the model, since no group of a sharded "
+            f"optimizer has them: {shown}. Ranks that train them would drift apart. Put them into the params of "
+            "shard(), freeze them with requires_grad_(False), or average their gradients yourself."
+        )
 
 
 def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,6 +18,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "units": set(),
+    "notices": set(),
     "layout": {"units", "errors"},
     "policies": {"errors"},
     "config": {"layout", "policies", "errors"},

@@ -12,20 +12,24 @@ from torch.autograd.function import BackwardCFunction
 from ..runtime.grad_sync import GradSync
 from .engine_events import NO_BACKWARD, at_end_of_backward, running_backward
 
+_ALIVE: "weakref.WeakSet[GradHooks]" = weakref.WeakSet()
+
 
 class GradHooks:
     """Hooks on parameters, which live as long as the `GradSync` that they tell."""
 
     def __init__(self, sync: GradSync) -> None:
         self._sync = sync
+        self._params: Sequence[torch.Tensor] = ()
         self._hooked = 0
         self._frozen: dict[int, torch.Tensor] = {}
         self._pass = NO_BACKWARD
+        _ALIVE.add(self)
 
     def attach(self, params: Sequence[torch.Tensor]) -> None:
         """Hook all parameters that train and have no hook yet. `params` are all of them."""
         waiting = {**self._frozen, **dict(enumerate(params[self._hooked :], self._hooked))}
-        self._hooked = len(params)
+        self._params, self._hooked = params, len(params)
         self._frozen = {index: param for index, param in waiting.items() if not param.requires_grad}
         for index in waiting.keys() - self._frozen.keys():
             hook = partial(_tell, weakref.ref(self), index)
@@ -43,6 +47,11 @@ class GradHooks:
     def _end(self) -> None:
         self._pass = NO_BACKWARD
         self._sync.end_round()
+
+
+def hooked_params() -> set[int]:
+    """The ids of all parameters whose gradients are sent by hooks, whichever optimizer they belong to."""
+    return {id(param) for hooks in _ALIVE for param in hooks._params}
 
 
 def _tell(hooks: "weakref.ref[GradHooks]", index: int, _: torch.Tensor) -> None:

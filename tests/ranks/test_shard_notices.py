@@ -1,0 +1,135 @@
+"""What `shard` warns of: once, on all ranks, at the user's line, and never without reason."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ExponentialLR
+
+from tests.support import RankContext, ranks
+from tests.support.overlap import WIDTH, batch
+from zeroshard import ShardedOptimizer, ZeroConfig, shard
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(WIDTH, WIDTH), nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.trunk(x))
+        return result
+
+
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def backward(model: nn.Module) -> None:
+    torch.autograd.backward(model(batch(0)).square().mean())
+
+
+def iterate(model: nn.Module, *optimizers: optim.Optimizer) -> None:
+    backward(model)
+    for optimizer in optimizers:
+        optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
+def of_trunk(model: Parts, **options: Any) -> ShardedOptimizer:
+    return shard(model, optim.SGD, params=model.trunk.parameters(), lr=0.1, **options)
+
+
+# ---- parameters whose gradients nobody averages
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("config", [ZeroConfig(), ZeroConfig(overlap_gather=True)], ids=["plain", "overlap"])
+def test_parameters_that_were_left_out_are_named_once(ctx: RankContext, config: ZeroConfig) -> None:
+    model = Parts()
+    zero = of_trunk(model, config=config)
+    ExponentialLR(zero, 0.5)  # which wraps step()
+    backward(model)
+    with pytest.warns(UserWarning, match="nobody averages") as caught:
+        zero.step()
+    (warning,) = caught
+    assert warning.filename == __file__
+    text = str(warning.message)
+    assert "6 parameters" in text
+    assert "head.0.weight, head.0.bias, head.1.weight, head.1.bias, head.2.weight, ..." in text
+    assert "trunk" not in text
+    zero.zero_grad()
+    with no_warnings():
+        iterate(model, zero)
+
+
+@ranks(2)
+def test_gradients_that_a_closure_makes(ctx: RankContext) -> None:
+    model = Parts()
+    zero = of_trunk(model)
+
+    def closure() -> float:
+        model.zero_grad()
+        backward(model)
+        return 0.0
+
+    with pytest.warns(UserWarning, match="nobody averages"):
+        zero.step(closure)
+
+
+@ranks(1)
+def test_a_rank_alone_has_nobody_to_average_with(ctx: RankContext) -> None:
+    model = Parts()
+    zero = of_trunk(model)
+    with no_warnings():
+        iterate(model, zero)
+
+
+def all_of_it(model: Parts) -> list[Any]:
+    return [shard(model, optim.SGD, lr=0.1)]
+
+
+def two_optimizers(model: Parts) -> list[Any]:
+    return [of_trunk(model), shard(model.head, optim.AdamW)]
+
+
+def frozen_later(model: Parts) -> list[Any]:
+    zero = of_trunk(model)
+    model.head.requires_grad_(False)
+    return [zero]
+
+
+def with_ddp_inside(model: Parts) -> list[Any]:
+    zero = of_trunk(model)
+    model.head = DistributedDataParallel(model.head)  # type: ignore[assignment]
+    return [zero]
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("made", [all_of_it, two_optimizers, frozen_later, with_ddp_inside])
+def test_what_trains_as_it_should_is_no_news(ctx: RankContext, made: Callable[[Parts], list[Any]]) -> None:
+    model = Parts()
+    optimizers = made(model)
+    with no_warnings():
+        for _ in range(2):
+            iterate(model, *optimizers)
+
+
+@ranks(2)
+def test_an_optimizer_that_is_gone_averages_nothing(ctx: RankContext) -> None:
+    model = Parts()
+    shard(model, optim.SGD, lr=0.1)
+    zero = of_trunk(model)
+    with pytest.warns(UserWarning, match="nobody averages the gradients of 6 parameters"):
+        iterate(model, zero)
