@@ -1,6 +1,5 @@
 """From what the user gave to an engine that runs it. Everything here is local to the rank and changes no parameter."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +14,7 @@ from .errors import ConfigError
 from .layout.layout import Layout
 from .layout.partition import FlatShards, Partitioner, WholeParams
 from .layout.specs import ParamSpec, read_specs
+from .notices import warn_user
 from .params import check_specs
 from .policies import Reduce
 from .runtime.flat import FlatEngine
@@ -55,16 +55,7 @@ class Assembly:
     def partition(self) -> Partitioner:
         if self.config.partition is not None:
             return self.config.partition
-        if not self.reduces:
-            return WholeParams()
-        if not self.separable:
-            warnings.warn(
-                f"{self.recipe.name} looks at whole parameters, so each is updated by one rank: shards are as "
-                "balanced as the sizes of parameters allow, and gradients travel after the backward pass",
-                stacklevel=2,
-            )
-            return WholeParams()
-        return FlatShards()
+        return FlatShards() if self.reduces and self.separable else WholeParams()
 
     @property
     def flat(self) -> bool:
@@ -96,6 +87,14 @@ class Assembly:
         self.check(engine)
         return engine
 
+    def warn_of_whole_params(self) -> None:
+        """Say so where parameters would be cut if the optimizer allowed it. After one was made, and so can be made."""
+        if self.reduces and self.config.partition is None and not self.separable:
+            warn_user(
+                f"{self.recipe.name} looks at whole parameters, so each is updated by one rank: shards are as "
+                "balanced as the sizes of parameters allow, and gradients travel after the backward pass"
+            )
+
     def check(self, engine: Engine) -> None:
         """Refuse options of an optimizer that cannot be right when it is sharded."""
         _refuse_differentiable(engine.inner.optimizer.param_groups)
@@ -109,6 +108,7 @@ class Assembly:
             )
         _refuse_differentiable([self.recipe.defaults, *self.recipe.groups])
         if isinstance(self.partition, FlatShards) and not self.separable:
+            self._require_that_it_can_be_made()
             raise ConfigError(
                 f"FlatShards() cannot be used with {self.recipe.name}: a self-test found that it updates a parameter "
                 "in another way when it is cut into pieces. Use WholeParams()."
@@ -118,6 +118,10 @@ class Assembly:
         if self.config.masters is not None and not self.flat:
             raise ConfigError("MasterWeights(...) needs partition=FlatShards()")
         self._refuse_what_would_be_ignored()
+
+    def _require_that_it_can_be_made(self) -> None:
+        """A self-test of an optimizer that cannot, since its arguments are wrong, says nothing: raise its own error."""
+        self.recipe.build(set(map(id, all_params(self.recipe.groups))))
 
     def _refuse_what_would_be_ignored(self) -> None:
         if self.config.overlap_gather and not self.reduces:

@@ -315,6 +315,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._assembly.check_options()
         layout = self._assembly.extend(Layout.empty(self.world_size), self.param_groups)
         self.engine = self._assembly.engine(layout, self.param_groups)
+        self._assembly.warn_of_whole_params()
         self.engine.inner.pull(self.param_groups)
         self.defaults = self.optim.defaults
         return Proposal(layout, self._facts(layout))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import cycle
@@ -370,13 +369,11 @@ def test_what_looks_at_whole_parameters_is_refused_by_name(ctx: RankContext) -> 
 
 
 @ranks(1)
-def test_without_a_choice_of_the_user_whole_parameters_are_taken_with_a_word(ctx: RankContext) -> None:
+def test_without_a_choice_of_the_user_whole_parameters_are_taken_where_need_be(ctx: RankContext) -> None:
     comm = Comm(Group(None))
     for factory, options in WHOLE[:3]:
         recipe = Recipe(factory, [{"params": list(randoms((4, 3), (5, 5)))}], True, options)
-        with pytest.warns(UserWarning, match=f"{recipe.name} looks at whole parameters"):
-            assert Assembly(comm, ZeroConfig(), recipe, reduces=True).partition == WholeParams()
-    warnings.simplefilter("error")
+        assert Assembly(comm, ZeroConfig(), recipe, reduces=True).partition == WholeParams()
     recipe = Recipe(optim.AdamW, [{"params": list(randoms((4, 3), (5, 5)))}], True, {})
     assert Assembly(comm, ZeroConfig(), recipe, reduces=True).partition == FlatShards()
     assert Assembly(comm, ZeroConfig(), recipe).partition == WholeParams()

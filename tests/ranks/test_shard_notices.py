@@ -15,7 +15,15 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.support import RankContext, ranks
 from tests.support.overlap import WIDTH, batch
-from zeroshard import ShardedOptimizer, ZeroConfig, shard
+from zeroshard import (
+    FlatShards,
+    RankFailedError,
+    ShardedOptimizer,
+    WholeParams,
+    ZeroConfig,
+    ZeroRedundancyOptimizer,
+    shard,
+)
 
 
 class Parts(nn.Module):
@@ -133,3 +141,54 @@ def test_an_optimizer_that_is_gone_averages_nothing(ctx: RankContext) -> None:
     zero = of_trunk(model)
     with pytest.warns(UserWarning, match="nobody averages the gradients of 6 parameters"):
         iterate(model, zero)
+
+
+# ---- optimizers that cannot be cut
+
+
+def adafactor(model: nn.Module) -> ShardedOptimizer:
+    return shard(model, optim.Adafactor, lr=0.1)
+
+
+@ranks(1, 2, 3)
+def test_whole_parameters_are_taken_with_a_word_at_the_users_line(ctx: RankContext) -> None:
+    model = Parts()
+    with pytest.warns(UserWarning, match="Adafactor looks at whole parameters") as caught:
+        zero = adafactor(model)
+    (warning,) = caught
+    assert (warning.filename, warning.lineno) == (__file__, adafactor.__code__.co_firstlineno + 1)
+    with no_warnings():
+        iterate(model, zero)
+        shard(Parts(), optim.Adafactor, config=ZeroConfig(partition=WholeParams()))
+        shard(Parts(), optim.AdamW)
+
+
+@ranks(2)
+def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(ctx: RankContext) -> None:
+    model = Parts()
+    before = [param.data_ptr() for param in model.parameters()]
+    with no_warnings(), pytest.raises(UserWarning, match="whole parameters"):
+        adafactor(model)
+    assert [param.data_ptr() for param in model.parameters()] == before
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("config", [None, ZeroConfig(partition=FlatShards())], ids=["default", "flat"])
+def test_arguments_that_the_optimizer_does_not_take_are_its_own_error(
+    ctx: RankContext, config: ZeroConfig | None
+) -> None:
+    """The self-test, which cannot make one either, must not say that it found anything."""
+    with no_warnings():
+        with pytest.raises(TypeError, match="learning_rate"):
+            shard(Parts(), optim.AdamW, learning_rate=1, config=config)
+        with pytest.raises(ValueError, match="Invalid learning rate"):
+            shard(Parts(), optim.AdamW, lr=-1.0, config=config)
+        with pytest.raises(TypeError, match="learning_rate"):
+            ZeroRedundancyOptimizer(Parts().parameters(), optim.AdamW, learning_rate=1, config=config)
+
+
+@ranks(2)
+def test_arguments_that_are_wrong_on_one_rank(ctx: RankContext) -> None:
+    wrong: dict[str, Any] = {"learning_rate": 1} if ctx.rank else {}
+    with no_warnings(), pytest.raises(TypeError if ctx.rank else RankFailedError, match="learning_rate"):
+        shard(Parts(), optim.AdamW, **wrong)

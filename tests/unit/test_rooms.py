@@ -27,7 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "checkpoint": {"layout", "comm", "units", "errors"},
     "runtime": {"layout", "policies", "params", "comm", "checkpoint", "units", "errors"},
     "adapters": {"layout", "comm", "checkpoint", "runtime", "units", "errors"},
-    "assembly": {"layout", "config", "params", "policies", "comm", "checkpoint", "runtime", "units", "errors"},
+    "assembly": {"notices", "layout", "config", "params", "policies", "comm", "checkpoint", "runtime", "errors"},
     "state_dicts": {"assembly", "layout", "comm", "checkpoint", "runtime", "units", "errors"},
     "objects": {"comm", "checkpoint", "units", "errors"},
 }
