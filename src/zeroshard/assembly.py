@@ -132,13 +132,17 @@ class Assembly:
             raise ConfigError("Reduce(...) needs partition=FlatShards() and ddp_hook(): else DDP reduces gradients")
 
     def facts(self, layout: Layout, groups: Sequence[ParamGroup]) -> list[str]:
-        """What must be equal on all ranks, most telling first."""
-        settings = (
-            f"{self.recipe.name}, {self.config.describe()}, bucket view {self.bucket_view}, "
-            f"overlap with DDP {self.overlap}, {len(groups)} groups"
-        )
-        specs = [spec.describe() for spec in layout.params]
-        return [settings, *specs, *describe_groups(groups), f"layout {layout.digest}"]
+        """What must be equal on all ranks, most telling first, each in a line of its own."""
+        return [
+            f"optimizer class {self.recipe.name}",
+            *self.config.describe(),
+            f"parameters_as_bucket_view={self.bucket_view}",
+            f"overlap_with_ddp={self.overlap}",
+            *(spec.describe() for spec in layout.params),
+            "no further parameter",
+            *describe_groups(groups),
+            f"layout {layout.digest}",
+        ]
 
     def _engine(self) -> Engine:
         if self.flat:
@@ -158,6 +162,12 @@ def _side_by_side(specs: Sequence[ParamSpec]) -> list[ParamSpec]:
 def _refuse_differentiable(groups: Sequence[ParamGroup]) -> None:
     if any(group.get("differentiable") for group in groups):
         raise ConfigError("differentiable=True cannot be sharded: the graph of a step would span all ranks")
+
+
+def count_params(groups: Sequence[ParamGroup]) -> str:
+    """How many there are, in words."""
+    params, several = len(all_params(groups)), "s" if len(groups) > 1 else ""
+    return f"{params} parameters in {len(groups)} group{several}"
 
 
 def all_params(groups: Sequence[ParamGroup]) -> list[torch.Tensor]:

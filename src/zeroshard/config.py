@@ -41,9 +41,9 @@ class ZeroConfig:
         for name in ("overlap_gather", "sync_buffers", "mixed_dtypes"):
             self._require(name, (bool,), "True or False")
 
-    def describe(self) -> str:
-        """One line that is equal on ranks with equal options; a plain object's repr would hold its address."""
-        return ", ".join(f"{it.name}={_describe(getattr(self, it.name))}" for it in fields(self))
+    def describe(self) -> tuple[str, ...]:
+        """A line for each option, equal on ranks where it is; a plain object's repr would hold its address."""
+        return tuple(f"ZeroConfig({it.name}={_describe(getattr(self, it.name))})" for it in fields(self))
 
     def _require(self, name: str, types: tuple[type, ...], wanted: str) -> None:
         value = getattr(self, name)

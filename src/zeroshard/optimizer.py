@@ -12,7 +12,7 @@ from . import state_dicts
 from .adapters.ddp import CommHook, Overlap, plain_class
 from .adapters.ddp_grads import hand_over
 from .adapters.join import ShadowStep
-from .assembly import Assembly
+from .assembly import Assembly, count_params
 from .checkpoint.compat import StateDict
 from .checkpoint.trees import copy_mutable, versions
 from .comm.agreement import Proposal, agreed
@@ -318,7 +318,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._assembly.warn_of_whole_params()
         self.engine.inner.pull(self.param_groups)
         self.defaults = self.optim.defaults
-        return Proposal(layout, self._facts(layout))
+        return Proposal(layout, self._facts(layout), counts=count_params(self.param_groups))
 
     def _facts(self, layout: Layout) -> list[str]:
         """What must be equal on all ranks that make one."""
@@ -338,7 +338,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             engine.prepare(layout, self.param_groups, known)
             self._assembly.check(engine)
             engine.inner.pull(self.param_groups)
-            return Proposal(layout, self._assembly.facts(layout, self.param_groups), undo)
+            facts = self._assembly.facts(layout, self.param_groups)
+            return Proposal(layout, facts, undo, count_params(self.param_groups))
         except BaseException:
             undo()
             raise

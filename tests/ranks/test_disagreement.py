@@ -73,8 +73,12 @@ def differences() -> Iterator[tuple[str, str, Change]]:
         r"parameter 0 \(other.0.weight\)",
         handed(lambda pairs: [(f"other.{name}", param) for name, param in pairs]),
     )
-    yield r"parameter 5 \(2.bias\)", "group 0 has", handed(lambda pairs: pairs[:-1])
-    yield "1 group", "2 groups", handed(lambda pairs: [{"params": pairs[:3]}, {"params": pairs[3:]}])
+    yield r"parameter 5 \(2.bias\)", "no further parameter", handed(lambda pairs: pairs[:-1])
+    yield (
+        r"parameter 3 .*in group 0",
+        r"parameter 3 .*in group 1",
+        handed(lambda pairs: [{"params": pairs[:3]}, {"params": pairs[3:]}]),
+    )
     yield r"group 0 has lr=0\.1$", r"group 0 has lr=0\.2$", but(lr=0.2)
     yield r"lr=0\.1$", r"lr=tensor\(0\.1", but(lr=torch.tensor(0.1))
     yield r"betas=tuple\(0\.9, 0\.999\)", r"betas=tuple\(0\.9, 0\.9\)", but(betas=(0.9, 0.9))
@@ -84,10 +88,10 @@ def differences() -> Iterator[tuple[str, str, Change]]:
         handed(lambda pairs: [{"params": pairs, "betas": (0.8, 0.9)}]),
     )
     yield "amsgrad=False", "amsgrad=True", but(amsgrad=True)
-    yield "Adam,", "AdamW,", but(optimizer_class=AdamW)
-    yield "Adam,", "Renamed,", but(optimizer_class=Renamed)
-    yield "bucket view False", "bucket view True", but(parameters_as_bucket_view=True)
-    yield "overlap with DDP False", "overlap with DDP True", but(overlap_with_ddp=True)
+    yield "class Adam$", "class AdamW$", but(optimizer_class=AdamW)
+    yield "class Adam$", "class Renamed$", but(optimizer_class=Renamed)
+    yield "parameters_as_bucket_view=False", "parameters_as_bucket_view=True", but(parameters_as_bucket_view=True)
+    yield "overlap_with_ddp=False", "overlap_with_ddp=True", but(overlap_with_ddp=True)
     yield "mixed_dtypes=False", "mixed_dtypes=True", but(config=ZeroConfig(mixed_dtypes=True))
     yield "partition=None", "Reversed", but(config=ZeroConfig(partition=Reversed()))
 
@@ -101,12 +105,39 @@ def test_different_constructions_are_a_mismatch_on_every_rank(ctx: RankContext) 
         before = [param.data_ptr() for param in model.parameters()]
         with pytest.raises(RankMismatchError) as caught:
             ZeroRedundancyOptimizer(**(change if ctx.rank == odd else usual)(model))
-        sides = dict(side.split(": ", 1) for side in str(caught.value).split(". ", 1)[1].split("; "))
+        sides = dict(side.split(": ", 1) for side in first_difference(str(caught.value)).split("; "))
         assert sides.keys() == {f"rank {odd}", f"rank{'s' if ctx.world_size > 2 else ''} {others}"}
         assert_mentions(sides.pop(f"rank {odd}"), found)
         assert_mentions(sides.popitem()[1], expected)
         if ctx.rank != odd:
             assert [param.data_ptr() for param in model.parameters()] == before
+
+
+def first_difference(message: str) -> str:
+    """What ranks say of it, after their numbers of parameters where those differ."""
+    return message.partition(". ")[2].rpartition("The first difference: ")[2]
+
+
+@ranks(2, 3)
+def test_different_numbers_of_parameters_are_told_first(ctx: RankContext) -> None:
+    ours = list(small_model().named_parameters())
+    for said, given in (
+        ("6 parameters in 1 group; rank 1: 5 parameters in 1 group", ours[:2] + ours[3:]),
+        ("6 parameters in 1 group; rank 1: 6 parameters in 2 groups", [{"params": ours[:2]}, {"params": ours[2:]}]),
+    ):
+        rest = (
+            r"\. The first difference: ranks? 0(, 2)?: parameter 2 \(1\.weight\) in group 0: .*rank 1: parameter 2 \("
+        )
+        with pytest.raises(RankMismatchError, match=rf"disagree\. ranks? 0(, 2)?: {said}{rest}"):
+            ZeroRedundancyOptimizer(given if ctx.rank == 1 else ours, Adam)
+
+
+@ranks(2)
+def test_of_many_settings_only_the_one_that_differs_is_told(ctx: RankContext) -> None:
+    with pytest.raises(RankMismatchError) as caught:
+        ZeroRedundancyOptimizer(small_model().parameters(), Adam, config=ZeroConfig(mixed_dtypes=bool(ctx.rank)))
+    expected = "rank 0: ZeroConfig(mixed_dtypes=False); rank 1: ZeroConfig(mixed_dtypes=True)"
+    assert str(caught.value) == f"making a ZeroRedundancyOptimizer: the ranks disagree. {expected}"
 
 
 def assert_mentions(text: str, pattern: str) -> None:
@@ -146,7 +177,7 @@ def test_a_different_new_group_is_a_mismatch_and_changes_nothing(ctx: RankContex
             (r"shape \(3, 5\)", added(small_model(width=3))),
             (r"lr=0\.7", added(small_model(), lr=0.7)),
             ("parameter 11 .*frozen", added(frozen_at_the_end())),
-            ("group 0 has", {"params": []}),
+            ("no further parameter", {"params": []}),
         ]
         for what, group in odd_groups:
             before = [dict(group) for group in twins.zero.param_groups]

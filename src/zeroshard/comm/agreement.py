@@ -43,22 +43,24 @@ def compare(comm: Comm, call: str, plan: bytes, trouble: Trouble = Trouble.NONE,
     marks = [fingerprint(call.encode()), fingerprint(plan), fingerprint(options)]
     worst, *most = comm.maximum([trouble, *(signed for mark in marks for signed in (mark, -mark))])
     if most[0] != -most[1]:
-        _raise_mismatch(comm, "the ranks are in different calls", call)
+        _raise_mismatch(comm, "the ranks are in different calls.", call)
     return Verdict(Trouble(worst), most[2] == -most[3], most[4] == -most[5])
 
 
-def agree(comm: Comm, call: str, facts: Sequence[str], failure: BaseException | None = None) -> None:
+def agree(
+    comm: Comm, call: str, facts: Sequence[str], failure: BaseException | None = None, *, counts: str = ""
+) -> None:
     """Return if all ranks make the same `call` with the same `facts` and none failed; else raise on all.
 
     A rank that failed raises its own error, the others raise `RankFailedError`. Different facts raise
-    `RankMismatchError` with the first that differs.
+    `RankMismatchError` with the first that differs, after `counts` if those differ.
     """
     trouble = Trouble.NONE if failure is None else Trouble.FAILED
-    verdict = compare(comm, call, "\n".join(facts).encode(), trouble)
+    verdict = compare(comm, call, "\n".join([counts, *facts]).encode(), trouble)
     if verdict.trouble:
         raise_failure(comm, call, failure)
     if not verdict.same_plan:
-        raise_first_difference(comm, call, facts)
+        raise_first_difference(comm, call, facts, counts)
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class Proposal(Generic[T]):
     value: T
     facts: Sequence[str] = ()
     undo: Callable[[], object] = lambda: None
+    counts: str = ""
+    """How much there is of what the facts are about: one missing on a rank shifts all that follow."""
 
 
 def agreed(comm: Comm, call: str, propose: Callable[[], Proposal[T]]) -> T:
@@ -81,7 +85,8 @@ def agreed(comm: Comm, call: str, propose: Callable[[], Proposal[T]]) -> T:
     except Exception as error:
         failure = error
     try:
-        agree(comm, call, () if proposal is None else proposal.facts, failure)
+        facts, counts = ((), "") if proposal is None else (proposal.facts, proposal.counts)
+        agree(comm, call, facts, failure, counts=counts)
     except BaseException:
         if proposal is not None:
             proposal.undo()
@@ -105,7 +110,7 @@ def fingerprint(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 2
 
 
-def raise_first_difference(comm: Comm, call: str, facts: Sequence[str]) -> NoReturn:
+def raise_first_difference(comm: Comm, call: str, facts: Sequence[str], counts: str = "") -> NoReturn:
     """Find the shortest prefix of facts that differs: a few small collectives, whatever the number of facts."""
     same, different = 0, comm.maximum([len(facts)])[0]
     while different - same > 1:
@@ -114,15 +119,25 @@ def raise_first_difference(comm: Comm, call: str, facts: Sequence[str]) -> NoRet
         high, low = comm.maximum([mark, -mark])
         same, different = (middle, different) if high == -low else (same, middle)
     mine = facts[different - 1] if different <= len(facts) else "nothing more"
-    _raise_mismatch(comm, f"{call}: the ranks disagree", mine)
+    counted = _sides(comm, counts)
+    lead = f" {_in_words(counted)}. The first difference:" if len(counted) > 1 else ""
+    _raise_mismatch(comm, f"{call}: the ranks disagree.{lead}", mine)
 
 
 def _raise_mismatch(comm: Comm, problem: str, mine: str) -> NoReturn:
+    raise RankMismatchError(f"{problem} {_in_words(_sides(comm, mine))}")
+
+
+def _sides(comm: Comm, mine: str) -> dict[str, list[int]]:
+    """What ranks say, each with those that say it."""
     holders: dict[str, list[int]] = defaultdict(list)
     for rank, text in enumerate(comm.share(mine)):
         holders[text].append(rank)
-    sides = "; ".join(f"{_name(ranks)}: {text}" for text, ranks in holders.items())
-    raise RankMismatchError(f"{problem}. {sides}")
+    return holders
+
+
+def _in_words(sides: dict[str, list[int]]) -> str:
+    return "; ".join(f"{_name(ranks)}: {text}" for text, ranks in sides.items())
 
 
 def _name(ranks: list[int]) -> str:
