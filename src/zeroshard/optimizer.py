@@ -256,8 +256,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._require_settled("state_dict")
         if self._snapshot is None:
             raise RuntimeError(
-                f"rank {self.rank} holds only its own share of the state: call consolidate_state_dict(to={self.rank}) "
-                "on all ranks first, or full_state_dict()"
+                f"rank {self.rank} holds only its own share of the state. Call full_state_dict(to=0) on all ranks: it "
+                "returns everything on rank 0. Or call consolidate_state_dict(to=0) on all ranks, then state_dict() "
+                "on rank 0 only."
             )
         since = self.engine.steps - self._snapshot.steps
         if since:
