@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
+from tests.ranks.test_join import uneven
 from tests.support import RankContext, ranks
 from tests.support.oracle import assert_same
 from tests.support.overlap import BUCKET_MB, WIDTH, Branches, batch, mlp, regression, through_branches
@@ -157,6 +159,48 @@ def test_clipping_through_the_optimizer(ctx: RankContext) -> None:
             clip_grad_norm_(net.parameters(), 0.01, math.inf)
 
     Hooked(bucket_cap_mb=BUCKET_MB).train(3, before_step=clip)
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("left", ["nothing", "the last step's", "those of a pass without a step"])
+def test_uneven_inputs(ctx: RankContext, left: str) -> None:
+    """What is `left` in `param.grad` when a rank runs out of inputs has no part in the steps that it only shadows."""
+    for counts, inner in zip(uneven(ctx.world_size), cycle(INNER)):
+        hooked = Hooked(inner, bucket_cap_mb=BUCKET_MB)
+        joinables: list[list[Any]] = [[hooked.net, hooked.zero], [hooked.plain_net]]
+        for (net, optimizer), joined in zip(hooked.sides, joinables, strict=True):
+            with Join(joined):
+                for step in range(counts[ctx.rank]):
+                    optimizer.zero_grad()
+                    torch.autograd.backward(regression(net, step))
+                    optimizer.step()
+                if left != "the last step's":
+                    optimizer.zero_grad()
+                if left == "those of a pass without a step":
+                    with net.no_sync():
+                        torch.autograd.backward(regression(net.module, 100))
+        assert_same(hooked.net.state_dict(), hooked.plain_net.state_dict(), f"with {counts} inputs")
+
+
+@ranks(2, 3, 4)
+def test_old_gradients_of_a_rank_without_inputs_do_not_travel(ctx: RankContext) -> None:
+    """Of a parameter that DDP has not: there is no gradient of zeros from DDP in the place of the one that is left."""
+    for counts in uneven(ctx.world_size):
+        net, scale = DistributedDataParallel(seeded(mlp)), nn.Parameter(torch.zeros(3))
+        config = ZeroConfig(partition=FlatShards())
+        zero = ZeroRedundancyOptimizer([*net.parameters(), scale], optim.SGD, lr=1.0, foreach=True, config=config)
+        net.register_comm_hook(None, zero.ddp_hook())
+        with Join([net, zero]):
+            for step in range(counts[ctx.rank]):
+                torch.autograd.backward(regression(net, step))
+                scale.grad = torch.full((3,), ctx.rank + 1.0)
+                zero.step()
+                zero.zero_grad()
+            scale.grad = torch.full((3,), 100.0)  # a pass without a step
+        expected = torch.zeros(3)
+        for step in range(max(counts)):
+            expected -= average([torch.full((3,), (rank + 1.0) * (step < n)) for rank, n in enumerate(counts)])
+        assert_same(scale.detach(), expected, f"with {counts} inputs")
 
 
 @ranks(2, 3)
