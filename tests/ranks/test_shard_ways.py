@@ -16,7 +16,9 @@ from tests.support.oracle import assert_same
 from tests.support.pair import average
 from zeroshard import Reduce
 from zeroshard.comm.group import Group
-from zeroshard.comm.shards import Native, Pairwise, ShardWay, Whole, best_way
+from zeroshard.comm.pairs import Pairwise
+from zeroshard.comm.shards import Native, Whole, best_way
+from zeroshard.comm.ways import ShardWay
 from zeroshard.units import Span
 
 WAYS = [Pairwise, Whole, Native]
@@ -53,7 +55,7 @@ def test_averages_come_to_their_owners(ctx: RankContext, way: type[ShardWay]) ->
         given = flats[ctx.rank].clone()
         mine = shards_of(cuts)[ctx.rank]
         for into in (torch.full((mine.length,), 7.0, dtype=dtype), torch.full((mine.length,), 7.0)):
-            made.reduce(given, shards_of(cuts)).add_up(into, 1 / ctx.world_size)
+            made.reduce(given, shards_of(cuts), into, 1 / ctx.world_size).wait()
             assert_same(given, flats[ctx.rank], "what was given")
             expected = average(flats)[slice(*mine)].to(into.dtype)
             if way is Pairwise:  # promises the order of ranks
@@ -69,7 +71,7 @@ def test_native_calls_add_in_the_order_of_ranks_if_asked_to(ctx: RankContext) ->
         flats = [contribution(rank, cuts[-1], dtype) for rank in range(ctx.world_size)]
         mine = shards_of(cuts)[ctx.rank]
         into = torch.empty(mine.length, dtype=dtype)
-        made.reduce(flats[ctx.rank], shards_of(cuts)).add_up(into, 1 / ctx.world_size)
+        made.reduce(flats[ctx.rank], shards_of(cuts), into, 1 / ctx.world_size).wait()
         assert_same(into, average(flats)[slice(*mine)].to(dtype))
 
 
@@ -95,14 +97,15 @@ def test_several_under_way_at_once(ctx: RankContext, way: type[ShardWay]) -> Non
     flats = [
         [contribution(10 * turn + rank, cuts[-1], torch.float32) for rank in range(ctx.world_size)] for turn in range(4)
     ]
-    arriving = [made.reduce(turn[ctx.rank].clone(), shards) for turn in flats]
+    sums = [torch.empty(mine.length) for _ in flats]
+    every = zip(flats, sums, strict=True)
+    arriving = [made.reduce(turn[ctx.rank].clone(), shards, into, 1 / ctx.world_size) for turn, into in every]
     gathered = [torch.full((cuts[-1],), float(ctx.rank)) for _ in range(3)]
     pending = [made.gather(flat, shards) for flat in gathered]
     for it in reversed(pending):
         it.wait()
-    for turn, each in reversed(list(zip(flats, arriving, strict=True))):
-        into = torch.empty(mine.length)
-        each.add_up(into, 1 / ctx.world_size)
+    for turn, each, into in reversed(list(zip(flats, arriving, sums, strict=True))):
+        each.wait()
         torch.testing.assert_close(into, average(turn)[slice(*mine)])
         assert each.arrives(0)
     for flat in gathered:
@@ -122,13 +125,13 @@ def test_a_peer_that_is_gone_is_an_error(ctx: RankContext, way: type[ShardWay]) 
     made = way(Group(), Reduce())
     shards = shards_of([0, 50000, 100000])
     flat, into = torch.ones(100000), torch.empty(50000)
-    made.reduce(flat, shards).add_up(into, 1 / ctx.world_size)
+    made.reduce(flat, shards, into, 1 / ctx.world_size).wait()
     dist.barrier()
     if ctx.rank == 1:
         dist.destroy_process_group()
         return
     with pytest.raises(RuntimeError, match=r"(?i)connection|peer|closed|reset|broken"):
-        several_times(lambda: made.reduce(flat, shards).add_up(into, 1 / ctx.world_size))
+        several_times(lambda: made.reduce(flat, shards, into, 1 / ctx.world_size).wait())
     with pytest.raises(RuntimeError, match=r"(?i)connection|peer|closed|reset|broken"):
         several_times(lambda: made.gather(flat, shards).wait())
 

@@ -1,6 +1,5 @@
 """Work in flight."""
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -37,58 +36,6 @@ class Together:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-
-
-class Watched:
-    """Works that do not tell when they are done, and a thread that waits for them and tells."""
-
-    def __init__(self, works: Sequence[Waitable]) -> None:
-        self._works = Together(works)
-        self._over = threading.Event()
-        self._failure: Exception | None = None
-
-    def done(self, within: float) -> bool:
-        """Whether they are, after so many seconds at most."""
-        return self._over.wait(within)
-
-    def wait(self) -> None:
-        self._over.wait()
-        if self._failure is not None:
-            raise self._failure
-
-    def see_to_the_end(self) -> None:
-        try:
-            self._works.wait()
-        except Exception as error:
-            self._failure = error
-        self._over.set()
-
-
-class Watcher:
-    """A thread that lives as long as there is something to wait for."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._queue: deque[Watched] = deque()
-        self._runs = False
-
-    def watch(self, works: Sequence[Waitable]) -> Watched:
-        watched = Watched(works)
-        with self._lock:
-            self._queue.append(watched)
-            if not self._runs:
-                self._runs = True
-                threading.Thread(target=self._run, name="zeroshard-watcher", daemon=True).start()
-        return watched
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._queue:
-                    self._runs = False
-                    return
-                watched = self._queue.popleft()
-            watched.see_to_the_end()
 
 
 class Window:

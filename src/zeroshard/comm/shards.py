@@ -3,12 +3,8 @@
 A way is a `ShardWay`. The table of measurements behind the choice is in docs/decisions/0010.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from itertools import count
-from math import frexp
+from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,88 +13,9 @@ from ..policies import Reduce, sum_dtype
 from ..units import Rank, Span
 from .collectives import as_bytes
 from .group import Group
-from .pending import Pending, Together, Waitable, Watched, Watcher
-
-FIRST_TAG = 1 << 20
-"""Beyond what users give their own messages."""
-
-_tags: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
-"""Ways are made in the same order on all ranks, and messages of one must not be taken for those of another."""
-
-
-class Arriving(ABC):
-    """Slices of all ranks on their way to this rank, their owner.
-
-    Hazard: what was given to `ShardWay.reduce` must stay untouched until `add_up` has returned.
-    """
-
-    def arrives(self, within: float) -> bool:  # noqa: ARG002
-        """Whether `add_up` can return without waiting on the host, after so many seconds at most."""
-        return True
-
-    @abstractmethod
-    def add_up(self, into: torch.Tensor, share: float) -> None:
-        """Write the sum over all ranks, times `share`, into `into`."""
-
-
-class ShardWay(ABC):
-    """One way to do both verbs. All ranks call them in the same order."""
-
-    def __init__(self, group: Group, reduce: Reduce) -> None:
-        self.group, self._policy = group, reduce
-
-    equal_shards = False
-    """Needs the whole flat buffer with shards of equal length, padding and all."""
-    adds_locally = False
-    """Sums are made here, in as many passes over memory as there are factors: a share had better be taken before."""
-
-    @property
-    def eager(self) -> bool:
-        """May be used while other ranks do other things: it keeps no host waiting, and mixes with no other messages."""
-        return True
-
-    @abstractmethod
-    def reduce(self, flat: torch.Tensor, shards: Sequence[Span]) -> Arriving:
-        """Start sending each shard of `flat` to its owner."""
-
-    @abstractmethod
-    def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
-        """Start bringing each owner's shard into `flat` on all ranks."""
-
-
-class Pairwise(ShardWay):
-    """Every slice straight to its owner, who adds in the order of ranks: gloo with CPU tensors."""
-
-    adds_locally = True
-
-    def __init__(self, group: Group, reduce: Reduce) -> None:
-        super().__init__(group, reduce)
-        self._watcher = Watcher()
-        self._tag = next(_tags.setdefault(group.process_group, count(FIRST_TAG)))
-        self._others = [Rank((group.rank + turn) % group.size) for turn in range(1, group.size)]
-        """All other ranks, in an order that has every rank begin with another one."""
-
-    def reduce(self, flat: torch.Tensor, shards: Sequence[Span]) -> Arriving:
-        me, size = self.group.rank, self.group.size
-        own = flat[slice(*shards[me])]
-        slices = {rank: torch.empty_like(own) for rank in self._others} | {me: own}
-        # Receives first: a message that finds its buffer ready is not kept waiting.
-        works = [self._receive(slices[other], other) for other in self._others if own.numel()]
-        works += [self._send(flat[slice(*shards[other])], other) for other in self._others if shards[other].length]
-        return _ByPairs([slices[Rank(rank)] for rank in range(size)], self._watcher.watch(works), keep=flat)
-
-    def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
-        own = flat[slice(*shards[self.group.rank])]
-        parts = [(other, flat[slice(*shards[other])]) for other in self._others]
-        works = [self._receive(part, other) for other, part in parts if part.numel()]
-        works += [self._send(own, other) for other in self._others if own.numel()]
-        return Pending(Together(works), flat)
-
-    def _send(self, part: torch.Tensor, other: Rank) -> Any:
-        return dist.isend(as_bytes(part), self.group.to_global(other), self.group.process_group, self._tag)
-
-    def _receive(self, part: torch.Tensor, other: Rank) -> Any:
-        return dist.irecv(as_bytes(part), self.group.to_global(other), self.group.process_group, self._tag)
+from .pairs import Pairwise
+from .pending import Pending, Together, Waitable
+from .ways import Arriving, ShardWay, add_in_order
 
 
 class Native(ShardWay):
@@ -106,13 +23,13 @@ class Native(ShardWay):
 
     equal_shards = True
 
-    def reduce(self, flat: torch.Tensor, shards: Sequence[Span]) -> Arriving:
+    def reduce(self, flat: torch.Tensor, shards: Sequence[Span], into: torch.Tensor, share: float) -> Arriving:
         if self._policy.fixed_order or sum_dtype(flat.dtype) != flat.dtype:
             parts = torch.empty_like(flat)
             work = dist.all_to_all_single(parts, flat, group=self.group.process_group, async_op=True)
-            return _ByPairs(list(parts.chunk(self.group.size)), _Enqueued(work), keep=flat)
-        shard = torch.empty_like(flat[slice(*shards[self.group.rank])])
-        return _Summed(shard, _reduce_scatter(shard, flat, self.group.process_group), keep=flat)
+            return _Slices(list(parts.chunk(self.group.size)), work, into, share, keep=flat)
+        shard = into if into.dtype == flat.dtype else torch.empty_like(into, dtype=flat.dtype)
+        return _Summed(shard, _reduce_scatter(shard, flat, self.group.process_group), into, share, keep=flat)
 
     def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
         mine = flat[slice(*shards[self.group.rank])]
@@ -122,10 +39,10 @@ class Native(ShardWay):
 class Whole(ShardWay):
     """Reduce everything everywhere: for backends that know no better, such as gloo with CUDA tensors."""
 
-    def reduce(self, flat: torch.Tensor, shards: Sequence[Span]) -> Arriving:
+    def reduce(self, flat: torch.Tensor, shards: Sequence[Span], into: torch.Tensor, share: float) -> Arriving:
         total = flat.to(sum_dtype(flat.dtype), copy=True)
         work = dist.all_reduce(total, group=self.group.process_group, async_op=True)
-        return _Summed(total[slice(*shards[self.group.rank])], work, keep=total)
+        return _Summed(total[slice(*shards[self.group.rank])], work, into, share, keep=total)
 
     def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
         raw = [(Rank(rank), as_bytes(flat[slice(*shard)])) for rank, shard in enumerate(shards) if shard.length]
@@ -165,57 +82,30 @@ def best_way(group: Group, device: torch.device, reduce: Reduce, *, equal: bool)
     return Pairwise(group, reduce) if device.type == "cpu" and name in ("gloo", "mpi") else Whole(group, reduce)
 
 
-class _ByPairs(Arriving):
-    def __init__(self, slices: list[torch.Tensor], work: "Watched | _Enqueued", keep: torch.Tensor) -> None:
-        self._slices, self._work, self._keep = slices, work, keep
+class _Slices(Arriving):
+    """Those of all ranks, yet to be added up."""
 
-    def arrives(self, within: float) -> bool:
-        return self._work.done(within)
+    def __init__(
+        self, slices: list[torch.Tensor], work: Waitable, into: torch.Tensor, share: float, keep: torch.Tensor
+    ) -> None:
+        self._slices, self._work, self._into, self._share, self._keep = slices, work, into, share, keep
 
-    def add_up(self, into: torch.Tensor, share: float) -> None:
+    def wait(self) -> None:
         self._work.wait()
-        first, *others = self._slices
-        exact = sum_dtype(first.dtype)
-        wide = into if into.dtype == exact else torch.empty_like(into, dtype=exact)
-        if first.dtype != exact:
-            wide.copy_(first).mul_(share)
-        elif share == 1 and others:
-            torch.add(first, others.pop(0), out=wide)
-        else:
-            torch.mul(first, share, out=wide)
-        for other in others:
-            # Each times its share, rounded, as DDP does it: only then do bits not depend on who multiplies, and when.
-            if _is_exact(share):
-                wide.add_(other, alpha=share)
-            else:
-                wide.add_(torch.mul(other.to(exact), share))
-        if wide is not into:
-            into.copy_(wide)
+        add_in_order(self._slices, self._into, self._share)
 
 
 class _Summed(Arriving):
-    def __init__(self, shard: torch.Tensor, work: Waitable, keep: torch.Tensor) -> None:
-        self._shard, self._work, self._keep = shard, work, keep
+    """Added up on the way."""
 
-    def add_up(self, into: torch.Tensor, share: float) -> None:
+    def __init__(self, shard: torch.Tensor, work: Waitable, into: torch.Tensor, share: float, keep: torch.Tensor) -> None:
+        self._shard, self._work, self._into, self._share, self._keep = shard, work, into, share, keep
+
+    def wait(self) -> None:
         self._work.wait()
-        torch.mul(self._shard, share, out=self._shard)
-        into.copy_(self._shard)
-
-
-class _Enqueued:
-    """Work of a backend whose `wait` returns at once, and keeps the stream waiting."""
-
-    def __init__(self, work: Waitable) -> None:
-        self.wait = work.wait
-
-    def done(self, _: float) -> bool:
-        return True
-
-
-def _is_exact(factor: float) -> bool:
-    """A power of two."""
-    return frexp(factor)[0] == 0.5
+        self._shard.mul_(self._share)
+        if self._shard is not self._into:
+            self._into.copy_(self._shard)
 
 
 def _broadcast(group: Group, part: torch.Tensor, owner: Rank) -> Any:

@@ -132,8 +132,8 @@ class FlatEngine(Engine):
                 raise attempt.failure  # on all ranks alike, before anything was updated
         attempt.require(update.end)
         self.steps += 1
+        self._send(update.moving)  # whatever the verdict: ranks that were updated and ranks that were not must not part
         verdict = compare(self.comm, f"the end of {call}", b"", attempt.trouble)
-        self._send(update.moving)
         if self.waits or verdict.trouble:
             self.sync.finish()
         if verdict.trouble:

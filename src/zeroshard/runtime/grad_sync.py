@@ -27,7 +27,7 @@ from ..layout.layout import Bucket, Layout
 from ..policies import MasterWeights, Reduce, Retention
 from .grads import Gradients
 from .packing import Grads, Pool
-from .slots import Sending, Slot
+from .slots import Sending, Slot, Target
 
 _GRAD = attrgetter("grad")
 
@@ -266,7 +266,7 @@ class GradSync(Gradients):
         self._sent += slot in self._round
         slot.missing = slot.expected
         if not wanted:
-            self._under_way.append(slot.send_zeros())
+            self._under_way.append(slot.send_zeros(self._target(slot)))
             self._take_in_what_came()
             return
         for index in slot.waiting:
@@ -275,7 +275,7 @@ class GradSync(Gradients):
         if self._comm.group.size == 1:
             self._keep(slot, grads)
             return
-        self._under_way.append(slot.send(grads, ours=self._retention.frees))
+        self._under_way.append(slot.send(grads, self._target(slot), ours=self._retention.frees))
         del grads  # what is packed is not needed while others are waited for
         self._take_in_what_came()
 
@@ -311,17 +311,25 @@ class GradSync(Gradients):
 
     @torch.no_grad()
     def _take_in(self) -> None:
-        sending = self._under_way.popleft()
-        slot = sending.slot
-        shard = self._filled(slot)
-        adds = slot.holds and self._retention.frees
-        into = torch.empty_like(shard) if adds or not sending.wanted else shard
-        sending.arriving.add_up(into, slot.share_after)
+        slot, arriving, (memory, is_shard), *_ = sending = self._under_way.popleft()
+        arriving.wait()
         slot.give_back(sending)
-        if sending.wanted:
-            slot.holds = True
-            if adds:
-                shard.add_(into)
+        shard = self._filled(slot)
+        if not sending.wanted:
+            if is_shard:
+                shard.zero_()
+            return
+        if not is_shard:
+            shard.add_(memory) if slot.holds and self._retention.frees else shard.copy_(memory)
+        slot.holds = True
+
+    def _target(self, slot: Slot) -> Target:
+        """The shard itself, unless it has something that must stay or is about to get something."""
+        shard = self._filled(slot)
+        occupied = slot.holds and self._retention.frees
+        if occupied or any(sending.slot is slot for sending in self._under_way):
+            return Target(torch.empty_like(shard), is_shard=False)
+        return Target(shard, is_shard=True)
 
     def _filled(self, slot: Slot) -> torch.Tensor:
         """A shard without the padding at its end."""

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..comm.shards import Arriving, ShardWay
+from ..comm.ways import Arriving, ShardWay
 from ..layout.layout import Bucket, Layout
 from ..policies import sum_dtype
 from .packing import Buffer, Grads, Packing, Pool
@@ -21,8 +21,7 @@ class Slot:
         # What would be rounded more than once, or is sent as it lies, is better multiplied after it was added up.
         exact = pool.dtype == bucket.dtype == sum_dtype(pool.dtype)
         before = share if way.adds_locally and exact and self.packs else 1.0
-        self.share_after = share / before
-        """The factor that makes an average of the sum."""
+        self._share_after = share / before
         self.packing = Packing(layout, bucket, pool.dtype, padded=way.equal_shards, share=before)
         self.places = self.packing.places
         self.holds = False
@@ -52,7 +51,7 @@ class Slot:
         self.packing.put(place, grad, self._buffer())
         self._put.add(place)
 
-    def send(self, grads: Grads, *, ours: bool) -> "Sending":
+    def send(self, grads: Grads, target: "Target", *, ours: bool) -> "Sending":
         """Send them, with those that were put in.
 
         `ours`: nobody else holds them; else the next backward pass may add to them under way.
@@ -62,13 +61,17 @@ class Slot:
             buffer = self._buffer()
             flat = self.packing.pack(grads, buffer, self._put)
             self._filling, self._put = None, set()
-        return Sending(self, self._way.reduce(flat, self.packing.shards), buffer)
+        return self._start(flat, target, buffer)
 
-    def send_zeros(self) -> "Sending":
+    def send_zeros(self, target: "Target") -> "Sending":
         """Send what nobody will use."""
         buffer = self._pool.take(self.packing.numel)
         flat = self.packing.pack([None] * len(self.places), buffer)
-        return Sending(self, self._way.reduce(flat, self.packing.shards), buffer, wanted=False)
+        return self._start(flat, target, buffer)._replace(wanted=False)
+
+    def _start(self, flat: torch.Tensor, target: "Target", buffer: Buffer | None) -> "Sending":
+        arriving = self._way.reduce(flat, self.packing.shards, target.memory, self._share_after)
+        return Sending(self, arriving, target, buffer)
 
     def clear(self, *, to_none: bool) -> None:
         """Forget what was put in, or make it zero."""
@@ -93,9 +96,18 @@ class Slot:
         return self._filling
 
 
+class Target(NamedTuple):
+    """Where the average is made."""
+
+    memory: torch.Tensor
+    is_shard: bool
+    """It is the shard itself; else it has to be brought there."""
+
+
 class Sending(NamedTuple):
     slot: Slot
     arriving: Arriving
+    target: Target
     buffer: Buffer | None
     """What must be given back once it has arrived."""
     wanted: bool = True

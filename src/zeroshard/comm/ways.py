@@ -1,0 +1,78 @@
+"""What a way of moving slices of a flat buffer is."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from math import frexp
+
+import torch
+
+from ..policies import Reduce, sum_dtype
+from ..units import Span
+from .group import Group
+from .pending import Pending
+
+
+class Arriving(ABC):
+    """Slices of all ranks on their way to this rank, their owner.
+
+    Hazard: what was given to `ShardWay.reduce` must stay untouched until `wait` has returned, also by a failure.
+    """
+
+    def arrives(self, within: float) -> bool:  # noqa: ARG002
+        """Whether `wait` can return without waiting on the host, after so many seconds at most."""
+        return True
+
+    @abstractmethod
+    def wait(self) -> None:
+        """The sum is there."""
+
+
+class ShardWay(ABC):
+    """One way to do both verbs. All ranks call them in the same order."""
+
+    def __init__(self, group: Group, reduce: Reduce) -> None:
+        self.group, self._policy = group, reduce
+
+    equal_shards = False
+    """Needs the whole flat buffer with shards of equal length, padding and all."""
+    adds_locally = False
+    """Sums are made here, in as many passes over memory as there are factors: a share had better be taken before."""
+
+    @property
+    def eager(self) -> bool:
+        """May be used while other ranks do other things: it keeps no host waiting, and mixes with no other messages."""
+        return True
+
+    @abstractmethod
+    def reduce(self, flat: torch.Tensor, shards: Sequence[Span], into: torch.Tensor, share: float) -> Arriving:
+        """Start sending each shard of `flat` to its owner. There `into` becomes the sum over all ranks, times `share`."""
+
+    @abstractmethod
+    def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
+        """Start bringing each owner's shard into `flat` on all ranks."""
+
+
+def add_in_order(slices: Sequence[torch.Tensor], into: torch.Tensor, share: float) -> None:
+    """Write the sum of all slices, each times `share`, into `into`."""
+    first, *others = slices
+    exact = sum_dtype(first.dtype)
+    wide = into if into.dtype == exact else torch.empty_like(into, dtype=exact)
+    if first.dtype != exact:
+        wide.copy_(first).mul_(share)
+    elif share == 1 and others:
+        torch.add(first, others.pop(0), out=wide)
+    else:
+        torch.mul(first, share, out=wide)
+    for other in others:
+        # Each times its share, rounded, as DDP does it: only then do bits not depend on who multiplies, and when.
+        if _is_exact(share):
+            wide.add_(other, alpha=share)
+        else:
+            wide.add_(torch.mul(other.to(exact), share))
+    if wide is not into:
+        into.copy_(wide)
+
+
+def _is_exact(factor: float) -> bool:
+    """A power of two."""
+    return frexp(factor)[0] == 0.5
