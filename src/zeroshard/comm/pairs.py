@@ -51,9 +51,9 @@ class Pairwise(ShardWay):
         sent = [pairs.send(*part) for part in parts]
         total = _Sum(share, Together(sent), keep=flat)
         own = pairs.pieces(slices[self.group.rank])
-        targets = into.split([piece.numel() for piece in own])
-        ends = [False] * (len(own) - 1) + [True]
-        self._receiver.take([_Row(*row, total, end) for *row, end in zip(own, targets, ends, strict=True)])
+        targets = torch.split(into, [piece.numel() for piece in own])
+        rows = [_Row(piece, target, total) for piece, target in zip(own, targets, strict=True)]
+        self._receiver.take([*rows[:-1], rows[-1]._replace(is_last=True)])
         return total
 
     def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
@@ -69,14 +69,14 @@ class _Pairs:
 
     def __init__(self, group: Group, tag: int) -> None:
         self._group, self._tag = group.process_group, tag
-        self.size, self.me = group.size, group.rank
+        self.me = group.rank
         self.others = [Rank((group.rank + turn) % group.size) for turn in range(1, group.size)]
         """In an order that has every rank begin with another one."""
         self._piece = max(LEAST_PIECE, align_up(ROW // max(1, len(self.others)), ALIGNED))
 
     def pieces(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
         """What travels as one message each."""
-        return part.split(self._piece // part.itemsize)
+        return torch.split(part, self._piece // part.itemsize)
 
     def send(self, part: torch.Tensor, other: Rank) -> Any:
         return self._group.send([as_bytes(part)], other, self._tag)
@@ -118,7 +118,7 @@ class _Row(NamedTuple):
     own: torch.Tensor
     into: torch.Tensor
     total: _Sum
-    is_last: bool
+    is_last: bool = False
 
 
 class _Receiver:
@@ -187,10 +187,10 @@ class _Receiving:
     def __init__(self, row: _Row, room: torch.Tensor, pairs: _Pairs) -> None:
         self._row, self.room = row, room
         own, step = row.own, _spacing(row.own)
-        self._slices = {pairs.me: own}
-        for place, other in enumerate(pairs.others if own.numel() else ()):
-            self._slices[other] = room[place * step :][: own.nbytes].view(own.dtype)
-        self._works = Together([pairs.receive(part, other) for other, part in self._slices.items() if other != pairs.me])
+        others = pairs.others if own.numel() else []
+        parts = {other: room[n * step :][: own.nbytes].view(own.dtype) for n, other in enumerate(others)}
+        self._slices = {**parts, pairs.me: own}
+        self._works = Together([pairs.receive(part, other) for other, part in parts.items()])
 
     def add_up(self) -> None:
         self._works.wait()

@@ -23,7 +23,7 @@ class Native(ShardWay):
 
     equal_shards = True
 
-    def reduce(self, flat: torch.Tensor, shards: Sequence[Span], into: torch.Tensor, share: float) -> Arriving:
+    def reduce(self, flat: torch.Tensor, _: Sequence[Span], into: torch.Tensor, share: float) -> Arriving:
         if self._policy.fixed_order or sum_dtype(flat.dtype) != flat.dtype:
             parts = torch.empty_like(flat)
             work = dist.all_to_all_single(parts, flat, group=self.group.process_group, async_op=True)
@@ -98,7 +98,9 @@ class _Slices(Arriving):
 class _Summed(Arriving):
     """Added up on the way."""
 
-    def __init__(self, shard: torch.Tensor, work: Waitable, into: torch.Tensor, share: float, keep: torch.Tensor) -> None:
+    def __init__(
+        self, shard: torch.Tensor, work: Waitable, into: torch.Tensor, share: float, keep: torch.Tensor
+    ) -> None:
         self._shard, self._work, self._into, self._share, self._keep = shard, work, into, share, keep
 
     def wait(self) -> None:

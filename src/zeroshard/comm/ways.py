@@ -45,7 +45,7 @@ class ShardWay(ABC):
 
     @abstractmethod
     def reduce(self, flat: torch.Tensor, shards: Sequence[Span], into: torch.Tensor, share: float) -> Arriving:
-        """Start sending each shard of `flat` to its owner. There `into` becomes the sum over all ranks, times `share`."""
+        """Start sending each shard of `flat` to its owner, where `into` becomes the sum over ranks times `share`."""
 
     @abstractmethod
     def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
