@@ -225,12 +225,13 @@ class GradSync(Gradients):
         """Parameters with a gradient that has not travelled, whoever has set it."""
         grads = list(map(_GRAD, self._params))
         waiting = [index for slot in self._slots for index in slot.waiting]
-        if self._retention.frees and grads.count(None) == len(grads):
+        # Hazard: `count` would compare each tensor with None by the tensor's own `==`. By ids it takes microseconds.
+        if self._retention.frees and {id(None)}.issuperset(map(id, grads)):
             return waiting
-        have = [i for i, grad in enumerate(grads) if grad is not None and i in self._slot_of]
-        return waiting + [i for i in have if self._retention.frees or self._is_unsent(i, grads[i])]
+        have = [(i, grad) for i, grad in enumerate(grads) if grad is not None and i in self._slot_of]
+        return waiting + [i for i, grad in have if self._retention.frees or self._is_unsent(i, grad)]
 
-    def _is_unsent(self, index: int, grad: torch.Tensor | None) -> bool:
+    def _is_unsent(self, index: int, grad: torch.Tensor) -> bool:
         sent = self._sent_grads.get(index)
         return bool(self._unsent[index]) or not self._present[index] or (sent is not None and sent() is not grad)
 
