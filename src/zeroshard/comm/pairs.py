@@ -68,8 +68,7 @@ class _Pairs:
     """Messages between two ranks, apart from all others."""
 
     def __init__(self, group: Group, tag: int) -> None:
-        self._group, self._tag = group.process_group, tag
-        self.me = group.rank
+        self._group, self._tag, self.me = group, tag, group.rank
         self.others = [Rank((group.rank + turn) % group.size) for turn in range(1, group.size)]
         """In an order that has every rank begin with another one."""
         self._piece = max(LEAST_PIECE, align_up(ROW // max(1, len(self.others)), ALIGNED))
@@ -79,10 +78,10 @@ class _Pairs:
         return torch.split(part, self._piece // part.itemsize)
 
     def send(self, part: torch.Tensor, other: Rank) -> Any:
-        return self._group.send([as_bytes(part)], other, self._tag)
+        return dist.isend(as_bytes(part), self._group.to_global(other), self._group.process_group, self._tag)
 
     def receive(self, part: torch.Tensor, other: Rank) -> Any:
-        return self._group.recv([as_bytes(part)], other, self._tag)
+        return dist.irecv(as_bytes(part), self._group.to_global(other), self._group.process_group, self._tag)
 
 
 class _Sum(Arriving):
