@@ -225,8 +225,8 @@ class GradSync(Gradients):
         """Parameters with a gradient that has not travelled, whoever has set it."""
         grads = list(map(_GRAD, self._params))
         waiting = [index for slot in self._slots for index in slot.waiting]
-        # Hazard: `count` would compare each tensor with None by the tensor's own `==`. By ids it takes microseconds.
-        if self._retention.frees and {id(None)}.issuperset(map(id, grads)):
+        # Lists ask for identity first. Hazard: `count` would go on and ask every tensor whether it equals None.
+        if self._retention.frees and grads == [None] * len(grads):
             return waiting
         have = [(i, grad) for i, grad in enumerate(grads) if grad is not None and i in self._slot_of]
         return waiting + [i for i, grad in have if self._retention.frees or self._is_unsent(i, grad)]
@@ -272,12 +272,11 @@ class GradSync(Gradients):
             return
         for index in slot.waiting:
             self._present[index] = 1
-        grads = [self._take(index) for index in slot.members]
+        grads = map(self._take, slot.members)
         if self._comm.group.size == 1:
             self._keep(slot, grads)
             return
         self._under_way.append(slot.send(grads, self._target(slot), ours=self._retention.frees))
-        del grads  # what is packed is not needed while others are waited for
         self._take_in_what_came()
 
     def _take_in_what_came(self) -> None:

@@ -1,6 +1,7 @@
 """Gradients of a bucket as one flat run of memory, copied only where they must be."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
 
 import torch
 
@@ -12,7 +13,11 @@ from ..units import Span
 KEPT_BUFFERS = 3
 """Idle buffers of a kind: one that is filled while two are under way."""
 
-Grads = Sequence[torch.Tensor | None]
+AT_ONCE = 256
+"""Gradients that are copied by one call."""
+
+Grads = Iterable[torch.Tensor | None]
+"""Looked at one after the other, and only once."""
 
 
 class Place:
@@ -73,11 +78,11 @@ class Packing:
         self._padding = _padding(self.places, self.numel)
         self._gapped = {n for n, place in enumerate(self.places) if place.spec.extent > place.spec.numel}
 
-    def as_it_lies(self, grads: Grads) -> torch.Tensor | None:
+    def as_it_lies(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         """The only gradient of a bucket itself, if it lies in memory as it would be packed."""
-        if len(grads) != 1 or grads[0] is None or grads[0].layout != torch.strided or self._padding:
+        spec = self.places[0].spec
+        if grad is None or grad.layout != torch.strided or self._padding:
             return None
-        grad, spec = grads[0], self.places[0].spec
         return dense_memory(grad) if grad.dtype == self._dtype and grad.stride() == spec.stride else None
 
     def put(self, place: int, grad: torch.Tensor, buffer: Buffer) -> None:
@@ -96,9 +101,8 @@ class Packing:
         flat = buffer.flat[: self.numel]
         for span in self._padding:
             flat[slice(*span)].zero_()
-        places = enumerate(zip(self._views(buffer), grads, strict=True))
-        new: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for place, (view, grad) in places:
+        copies = _Batch(self._copy)
+        for place, (view, grad) in enumerate(zip(self._views(buffer), grads, strict=True)):
             if place in there:
                 if grad is not None:
                     view.add_(_dense(grad), alpha=self._share)
@@ -108,21 +112,22 @@ class Packing:
             if grad is None:
                 view.zero_()
             else:
-                new.append((view, _dense(grad)))
-        if new:
-            targets, sources = map(list, zip(*new, strict=True))
-            torch._foreach_copy_(targets, sources)
-            if self._share != 1:
-                torch._foreach_mul_(targets, self._share)
+                copies.add(view, _dense(grad))
+        copies.flush()
         return flat
+
+    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        torch._foreach_copy_(targets, sources)
+        if self._share != 1:
+            torch._foreach_mul_(targets, self._share)
 
     def add(self, grads: Grads, buffer: Buffer) -> None:
         """Add them to what is in a buffer."""
-        every = zip(self._views(buffer), grads, strict=True)
-        given = [(view, _dense(grad)) for view, grad in every if grad is not None]
-        if given:
-            targets, sources = map(list, zip(*given, strict=True))
-            torch._foreach_add_(targets, sources, alpha=self._share)
+        sums = _Batch(partial(torch._foreach_add_, alpha=self._share))
+        for view, grad in zip(self._views(buffer), grads, strict=True):
+            if grad is not None:
+                sums.add(view, _dense(grad))
+        sums.flush()
 
     def _fill_gaps(self, place: int, buffer: Buffer) -> None:
         """Zeros where the strides of a parameter leave gaps."""
@@ -132,6 +137,31 @@ class Packing:
         if self._bucket not in buffer.views:
             buffer.views[self._bucket] = [place.of(buffer.flat) for place in self.places]
         return buffer.views[self._bucket]
+
+
+class _Batch:
+    """Pairs of tensors for one call, of which there are not too many at a time.
+
+    Gradients exist for Python only while they are looked at. Thousands at once would each time set off the garbage
+    collector, and all be old when they are let go: it would then look at everything there is.
+    """
+
+    def __init__(self, call: Callable[[list[torch.Tensor], list[torch.Tensor]], object]) -> None:
+        self._call = call
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._targets.append(target)
+        self._sources.append(source)
+        if len(self._targets) == AT_ONCE:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._targets:
+            self._call(self._targets, self._sources)
+            self._targets.clear()
+            self._sources.clear()
 
 
 def _places(layout: Layout, bucket: Bucket) -> list[Place]:

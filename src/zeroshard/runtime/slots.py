@@ -56,11 +56,13 @@ class Slot:
 
         `ours`: nobody else holds them; else the next backward pass may add to them under way.
         """
-        flat, buffer = self.packing.as_it_lies(grads) if ours else None, None
-        if flat is None:
-            buffer = self._buffer()
-            flat = self.packing.pack(grads, buffer, self._put)
-            self._filling, self._put = None, set()
+        if not self.packs:
+            (grad,) = grads = list(grads)
+            if ours and (flat := self.packing.as_it_lies(grad)) is not None:
+                return self._start(flat, target, None)
+        buffer = self._buffer()
+        flat = self.packing.pack(grads, buffer, self._put)
+        self._filling, self._put = None, set()
         return self._start(flat, target, buffer)
 
     def send_zeros(self, target: "Target") -> "Sending":
