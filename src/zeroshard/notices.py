@@ -1,5 +1,6 @@
 """Warnings that point at the user's own line."""
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -7,7 +8,7 @@ from types import FrameType
 
 import torch
 
-_INSIDE = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
+_INSIDE = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
 
 
 def warn_user(text: str) -> None:

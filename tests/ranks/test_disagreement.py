@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from tests.support import RankContext, ranks
 from tests.support.oracle import Twins, assert_same, set_grads, small_model
+from tests.support.overlap import mlp, regression
 from tests.support.traffic import recorded
-from zeroshard import RankMismatchError, WholeParams, ZeroConfig, ZeroRedundancyOptimizer, broadcast_object
+from zeroshard import RankMismatchError, WholeParams, ZeroConfig, ZeroRedundancyOptimizer, broadcast_object, shard
 from zeroshard.comm import collectives
 
 Change = Callable[[nn.Module], dict[str, Any]]
@@ -262,3 +264,29 @@ def test_agreement_in_a_tree_of_messages(ctx: RankContext) -> None:
             ZeroRedundancyOptimizer(small_model().parameters(), Adam, lr=0.2 if ctx.rank == 2 else 0.1)
         twins = Twins(Adam)
         twins.train(2)
+
+
+class Greedy(torch.optim.SGD):
+    """Looks at the loss once more on rank 0."""
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None and dist.get_rank() == 0:
+            closure()
+        return super().step(closure)
+
+
+@ranks(2, 3, timeout=30)
+def test_closures_called_more_often_on_one_rank(ctx: RankContext) -> None:
+    """Nothing is left on its way that would be written into parameters later, or waited for."""
+    model = mlp()
+    optimizer = shard(model, Greedy, lr=0.1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = regression(model, 0)
+        torch.autograd.backward(loss)
+        return loss
+
+    with pytest.raises(RankMismatchError, match="different calls"):
+        optimizer.step(closure)
+    assert not optimizer.engine.sync.under_way

@@ -118,3 +118,16 @@ def test_a_failure_is_raised_by_every_wait(ctx: RankContext) -> None:
             before.wait()
     with pytest.raises(RuntimeError, match=r"(?i)connection|peer|closed|reset|broken"):
         made.reduce(flat, shards, into, 0.5).wait()
+
+
+@ranks(2)
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float64, torch.float32)])
+def test_several_dtypes_under_way_at_once(ctx: RankContext, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    made, shards = in_short_pieces(), shards_for(2)
+    mine = shards[ctx.rank]
+    turns = [flats_of(2, turn, dtype) for turn, dtype in enumerate(dtypes * 2)]
+    sums = [torch.empty(mine.length, dtype=flats[0].dtype) for flats in turns]
+    arriving = [made.reduce(flats[ctx.rank], shards, into, 0.5) for flats, into in zip(turns, sums, strict=True)]
+    for flats, into, each in zip(turns, sums, arriving, strict=True):
+        each.wait()
+        assert_same(into, average(flats)[slice(*mine)].to(into.dtype))

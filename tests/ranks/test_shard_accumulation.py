@@ -350,3 +350,19 @@ def test_passes_after_gradients_were_looked_at(ctx: RankContext, config: ZeroCon
             zero.zero_grad()
         for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
             assert_equal_sums(ours, theirs, f"a parameter after step {step}")
+
+
+@ranks(2, 3)
+@both_stages
+def test_gradients_zeroed_while_they_are_added_up(ctx: RankContext, config: ZeroConfig) -> None:
+    """`zero_grad(set_to_none=False)` right after backward: what still comes counts for nothing."""
+    twins = ShardTwins(config)
+
+    def iterate(side: Side, number: int) -> None:
+        side.backward(number)
+        side.optimizer.zero_grad(set_to_none=False)
+        if number % 2:
+            side.backward(number + 100)
+        side.update()
+
+    twins.run(4, iterate)

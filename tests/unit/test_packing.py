@@ -11,7 +11,7 @@ from tests.support.specs import spec, specs
 from zeroshard.layout.layout import Bucket, Layout
 from zeroshard.layout.partition import FlatShards, WholeParams
 from zeroshard.layout.specs import ParamSpec
-from zeroshard.runtime.packing import KEPT_BUFFERS, Buffer, Packing, Pool
+from zeroshard.runtime.packing import AT_ONCE, KEPT_BUFFERS, Buffer, Packing, Pool
 from zeroshard.units import MIB, Span
 
 CPU = torch.device("cpu")
@@ -281,3 +281,20 @@ class TestShares:
         packing.pack(grads, buffer)
         packing.add(grads, buffer)
         assert torch.equal(buffer.flat[: packing.numel], twice)
+
+
+def test_more_gradients_than_are_copied_at_once() -> None:
+    """Some missing, some put in before, from an iterator that can be read once."""
+    packing = packing_of([spec(index, (3,)) for index in range(2 * AT_ONCE + 7)])
+    grads = grads_for(packing)
+    buffer, missing, early = buffer_for(packing), set(range(0, len(grads), 5)), set(range(1, len(grads), 5))
+    for place in early:
+        grad = grads[place]
+        assert grad is not None
+        packing.put(place, grad, buffer)
+    given = (None if place in missing | early else grad for place, grad in enumerate(grads))
+    packing.pack(given, buffer, early)
+    packing.add(iter(grads), buffer)
+    for number, (home, grad) in enumerate(zip(packing.places, grads, strict=True)):
+        assert grad is not None
+        assert torch.equal(home.of(buffer.flat), grad if number in missing else 2 * grad)

@@ -31,6 +31,23 @@ def test_several_works_are_done_when_all_are() -> None:
     assert waited == list(map(id, works))
 
 
+def test_one_that_fails_is_raised_when_all_are_over() -> None:
+    waited: list[str] = []
+
+    class Failing(Arrived):
+        def __init__(self, text: str) -> None:
+            self._text = text
+
+        def wait(self) -> None:
+            waited.append(self._text)
+            if self._text != "fine":
+                raise RuntimeError(self._text)
+
+    with pytest.raises(RuntimeError, match="first"):
+        Together([Failing("first"), Failing("fine"), Failing("second")]).wait()
+    assert waited == ["first", "fine", "second"]
+
+
 def test_what_has_arrived_is_let_go() -> None:
     tensor = torch.ones(3)
     pending = Pending(Arrived(), tensor)

@@ -133,10 +133,10 @@ class _Receiver:
 
     def take(self, rows: Sequence[_Row]) -> None:
         with self._lock:
-            self._queue.extend(rows)
-            if not self._runs:
-                self._runs = True
+            if not self._runs:  # a thread that cannot be started leaves nothing behind; one that can waits for the lock
                 threading.Thread(target=self._run, name="zeroshard-receiver", daemon=True).start()
+                self._runs = True
+            self._queue.extend(rows)
 
     @torch.no_grad()
     def _run(self) -> None:

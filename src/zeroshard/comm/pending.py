@@ -28,14 +28,20 @@ class Pending:
 
 
 class Together:
-    """Several works as one."""
+    """Several works as one. Also where one fails, all are over before that is raised: they use memory until then."""
 
     def __init__(self, works: Sequence[Waitable]) -> None:
         self._works = works
 
     def wait(self) -> None:
+        failure: Exception | None = None
         for work in self._works:
-            work.wait()
+            try:
+                work.wait()
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
 
 class Window:

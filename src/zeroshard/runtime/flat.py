@@ -132,8 +132,11 @@ class FlatEngine(Engine):
                 raise attempt.failure  # on all ranks alike, before anything was updated
         attempt.require(update.end)
         self.steps += 1
-        self._send(update.moving)  # whatever the verdict: ranks that were updated and ranks that were not must not part
+        if closure is None:
+            self._send(update.moving)  # whatever the verdict: ranks where it failed must not part from the others
         verdict = compare(self.comm, f"the end of {call}", b"", attempt.trouble)
+        if closure is not None:
+            self._send(update.moving)  # only now: a rank whose optimizer calls its closure once more is not here yet
         if self.waits or verdict.trouble:
             self.sync.finish()
         if verdict.trouble:
