@@ -1,8 +1,5 @@
 """Examples run as they are, in processes of their own, and the README shows them as they are."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.launch import torchrun
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_sharded.py"
-
-
-def torchrun(script: Path, ranks: int, folder: Path, *options: str) -> str:
-    """What the script prints, run in `folder`."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", str(ranks), str(script), *options]
-    settings = {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONWARNINGS": "error",
-    }
-    done = subprocess.run(
-        command, cwd=folder, env={**os.environ, **settings}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def plain_copy(saved: dict[str, Any]) -> torch.optim.AdamW:

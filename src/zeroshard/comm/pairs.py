@@ -4,12 +4,13 @@ Slices travel in pieces. A thread receives a row of them, one from each other ra
 and adds it up while it is in the cache. So what is received takes little memory, however long the slices are.
 """
 
+import atexit
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -30,9 +31,21 @@ ALIGNED = 64
 """Bytes: where a piece starts in memory."""
 ROWS = 3
 """Rows that are received at once."""
+AT_EXIT = 10.0
+"""Seconds that a process which ends leaves to what it still receives: until the others have ended, as a rule."""
 
 _tags: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 """Ways are made in the same order on all ranks, and messages of one must not be taken for those of another."""
+
+
+_threads: WeakSet[threading.Thread] = WeakSet()
+
+
+@atexit.register
+def _let_threads_end() -> None:
+    """Hazard: a thread that Python ends in the middle of torch's code takes the whole process down."""
+    for thread in list(_threads):
+        thread.join(AT_EXIT)
 
 
 class Pairwise(ShardWay):
@@ -134,8 +147,10 @@ class _Receiver:
     def take(self, rows: Sequence[_Row]) -> None:
         with self._lock:
             if not self._runs:  # a thread that cannot be started leaves nothing behind; one that can waits for the lock
-                threading.Thread(target=self._run, name="zeroshard-receiver", daemon=True).start()
+                thread = threading.Thread(target=self._run, name="zeroshard-receiver", daemon=True)
+                thread.start()
                 self._runs = True
+                _threads.add(thread)
             self._queue.extend(rows)
 
     @torch.no_grad()

@@ -1,0 +1,33 @@
+"""A process ends in order, whatever is still on its way."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import torchrun
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+import zeroshard
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(64, 64)
+optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=1e-3)
+if dist.get_rank() == 0 or "step" in sys.argv:
+    model(torch.ones(4, 64)).sum().backward()  # rank 0 alone sends, and receives nothing
+if "step" in sys.argv:
+    optimizer.step()
+if "leave" in sys.argv:
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("what", [["leave"], [], ["step"], ["step", "leave"]], ids=" ".join)
+def test_the_end_of_a_process(tmp_path: Path, what: list[str]) -> None:
+    """With gradients under way or without, from a group that was left or not."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    torchrun(script, 2, tmp_path, *what)

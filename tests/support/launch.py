@@ -1,0 +1,23 @@
+"""Scripts under torchrun, as users start them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def torchrun(script: Path, ranks: int, folder: Path, *options: str) -> str:
+    """What the script prints, run in `folder`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", str(ranks), str(script), *options]
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONWARNINGS": "error",
+    }
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, **settings}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
