@@ -7,7 +7,6 @@ from itertools import groupby
 
 import torch
 
-from .checkpoint.compat import describe_groups
 from .comm.collectives import Comm
 from .config import ZeroConfig
 from .errors import ConfigError
@@ -23,6 +22,7 @@ from .runtime.selftest import Traits, examine, is_separable
 from .runtime.step import Engine
 from .runtime.store import FlatStore, LooseStore
 from .runtime.whole import WholeEngine
+from .state.compat import describe_groups
 
 
 @dataclass(frozen=True)

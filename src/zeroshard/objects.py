@@ -5,11 +5,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .checkpoint.codec import pack, readable_types, unpack
-from .checkpoint.trees import map_tensors
 from .comm.agreement import Proposal, agreed
 from .comm.collectives import Comm
 from .comm.group import Group
+from .state.codec import pack, readable_types, unpack
+from .state.trees import map_tensors
 
 
 def broadcast_object(

@@ -13,8 +13,6 @@ from .adapters.ddp import CommHook, Overlap, plain_class
 from .adapters.ddp_grads import hand_over
 from .adapters.join import ShadowStep
 from .assembly import Assembly, count_params
-from .checkpoint.compat import StateDict
-from .checkpoint.trees import copy_mutable, versions
 from .comm.agreement import Proposal, agreed
 from .comm.collectives import Comm
 from .comm.group import Group
@@ -31,6 +29,9 @@ from .runtime.grad_sync import GradSync
 from .runtime.inner import Factory, ParamGroup, Recipe
 from .runtime.step import Closure, Engine
 from .runtime.whole import WholeEngine
+from .state import callers
+from .state.compat import StateDict
+from .state.trees import copy_mutable, versions
 from .stepping import Stepping
 from .units import GlobalRank, Rank
 
@@ -99,6 +100,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def state(self) -> Any:
         """This rank's optimizer state, by parameter: the one copy there is."""
+        if callers.is_about_to_fake_a_step():
+            self.engine.begin()
+            return self.engine.state() or {None: "nothing to be made by a step"}
         return self.engine.state()
 
     @state.setter
@@ -132,6 +136,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def reduces(self) -> bool:
         """Gradients are averaged here, each slice at its owner, and not by DDP."""
         return self.engine.reduces
+
+    def has_shape_of_param(self, key: str) -> bool:
+        """Whether state of that name has the shape of its parameter."""
+        return key in self._assembly.traits.param_shaped
 
     @property
     def overlap(self) -> Overlap:
@@ -248,12 +256,25 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         contents = state_dicts.gathered(self.engine, self.param_groups, "full_state_dict", to)
         return None if contents is None else state_dicts.through_save_hooks(self, contents)
 
+    def sharded_state_dict(self) -> StateDict:
+        """This rank's part of the state, for `torch.distributed.checkpoint`: nothing is gathered, nothing is copied.
+
+        In the format of the unsharded optimizer. State that is cut appears in the shape of its parameter, and knows
+        which part of it is here; DCP saves it so that it loads at any world size. Called on all ranks.
+        """
+        self._require_settled("sharded_state_dict")
+        return state_dicts.part(self.engine, self.param_groups)
+
     def state_dict(self) -> StateDict:
         """What `consolidate_state_dict` gathered on this rank, in the format of the unsharded optimizer.
 
-        To spare memory its tensors are those that were gathered, not copies.
+        To spare memory its tensors are those that were gathered, not copies. `torch.distributed.checkpoint` and its
+        helpers get what they can save: this rank's part, or everything if they were asked for that.
         """
         self._require_settled("state_dict")
+        asked = callers.asked()
+        if asked is not None:
+            return state_dicts.through_save_hooks(self, state_dicts.wanted(self.engine, self.param_groups, asked))
         if self._snapshot is None:
             raise RuntimeError(
                 f"rank {self.rank} holds only its own share of the state. Call full_state_dict(to=0) on all ranks: it "

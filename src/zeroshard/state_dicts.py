@@ -1,19 +1,21 @@
 """The state of all ranks as one dict in torch's format, and back."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from .checkpoint import compat
-from .checkpoint.compat import StateDict
-from .checkpoint.exchange import Share, gather
-from .checkpoint.records import Whole
-from .checkpoint.trees import snapshot
 from .comm.agreement import Proposal
 from .runtime.inner import ParamGroup
 from .runtime.step import Engine
+from .state import compat
+from .state.callers import Asked, Wanted
+from .state.compat import StateDict
+from .state.exchange import Share, bring_to_all, gather
+from .state.records import Whole
+from .state.trees import map_tensors, snapshot
 from .units import Rank
 
 
@@ -49,6 +51,46 @@ def gathered(
     if not gather(engine.comm, call, share, Rank(to), agreed_on=agreed_on, take=take):
         return None
     return {"state": whole.state() | others, **written}
+
+
+def part(engine: Engine, groups: Sequence[ParamGroup], *, room: bool = False) -> StateDict:
+    """This rank's part of the state, as `torch.distributed.checkpoint` saves it. Every parameter has an entry.
+
+    `room`: with memory of its own, to be loaded into; else its tensors are the optimizer's own.
+    """
+    engine.begin()
+    state: dict[Any, Any] = {spec.index: {} for spec in engine.layout.params}
+    for record in engine.records():
+        state[record.param] = record.part(engine.layout.params[record.param], room=room)
+    others = {k: v for k, v in engine.inner.optimizer.state.items() if not isinstance(k, torch.Tensor)}
+    return {"state": state | others, "param_groups": compat.write_groups(groups), **snapshot(engine.inner.extra())}
+
+
+def wanted(engine: Engine, groups: Sequence[ParamGroup], asked: Asked) -> StateDict:
+    """What a helper of torch's asks for. On all ranks."""
+    if asked.wanted is Wanted.EVERYTHING:
+        found = everywhere(engine, groups, "state_dict")
+    elif asked.wanted is Wanted.EVERYTHING_ON_ONE:
+        gathered_there = gathered(engine, groups, "state_dict", to=engine.comm.group.from_global(0))
+        found = gathered_there or {"state": {}, "param_groups": compat.write_groups(groups)}
+    else:
+        found = part(engine, groups, room=asked.wanted is Wanted.ROOM)
+    return found if asked.names else compat.nameless(found)
+
+
+def everywhere(engine: Engine, groups: Sequence[ParamGroup], call: str) -> StateDict:
+    """The unsharded optimizer's dict on all ranks, with tensors where the parameters are. Called on all ranks."""
+    found: StateDict = bring_to_all(engine.comm, gathered(engine, groups, call, to=0), Rank(0))
+    devices = {spec.index: spec.device for spec in engine.layout.params}
+    state = found["state"]
+    for index in state.keys() & devices.keys():
+        state[index] = map_tensors(state[index], partial(_moved, device=devices[index]))
+    return found
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Step counts stay in host memory, where torch keeps them."""
+    return tensor.to(device) if tensor.dim() else tensor
 
 
 def loading(engine: Engine, saved: StateDict, param_shaped: frozenset[str]) -> Proposal[None]:

@@ -21,7 +21,7 @@ from tests.support.keeper import Keeper
 from tests.support.oracle import Twins, assert_same, in_groups, set_grads, small_model
 from tests.support.traffic import recorded
 from zeroshard import CheckpointError, RankFailedError, RankMismatchError, ZeroRedundancyOptimizer
-from zeroshard.checkpoint import exchange
+from zeroshard.state import exchange
 
 Pair = namedtuple("Pair", "left right")
 

@@ -25,7 +25,7 @@ from zeroshard import (
     ZeroRedundancyOptimizer,
     broadcast_object,
 )
-from zeroshard.checkpoint import exchange
+from zeroshard.state import exchange
 
 
 class WithScale(nn.Module):

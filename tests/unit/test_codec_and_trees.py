@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from zeroshard.checkpoint.codec import pack, take_out_tensors, unpack
-from zeroshard.checkpoint.trees import copy_mutable, dense_memory, map_tensors, snapshot
 from zeroshard.errors import CheckpointError
+from zeroshard.state.codec import pack, take_out_tensors, unpack
+from zeroshard.state.trees import copy_mutable, dense_memory, map_tensors, snapshot
 
 
 class Pair(NamedTuple):

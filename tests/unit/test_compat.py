@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from zeroshard.checkpoint import compat
-from zeroshard.checkpoint.compat import SavedState, describe_options, local_dict, write_groups
 from zeroshard.errors import CheckpointError
 from zeroshard.layout.specs import ParamSpec, read_specs
+from zeroshard.state import compat
+from zeroshard.state.compat import SavedState, describe_options, local_dict, write_groups
 
 SHAPED = frozenset({"exp_avg", "exp_avg_sq"})
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
-from ..checkpoint.codec import pack, unpack
-from ..checkpoint.exchange import Outbox, receive
 from ..comm.collectives import Comm
 from ..runtime.inner import ParamGroup
 from ..runtime.step import Closure, Engine
+from ..state.codec import pack, unpack
+from ..state.exchange import Outbox, receive
 from ..units import Rank
 
 

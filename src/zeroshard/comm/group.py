@@ -9,6 +9,8 @@ import torch.distributed as dist
 from ..errors import ConfigError
 from ..units import GlobalRank, Rank
 
+_apart: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""One for each process group that has something to do in the background."""
 _companions: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """One for each process group that carries no CPU tensors, however many optimizers use it."""
 
@@ -55,7 +57,29 @@ class Group:
         """
         if self.carries(torch.device("cpu")):
             return self.process_group
-        if self.process_group not in _companions:
+        return self._over_gloo(_companions)
+
+    def apart(self) -> "Group":
+        """The same ranks with messages between hosts that meet no others: for threads. First use is collective."""
+        return Group(self._over_gloo(_apart))
+
+    def _over_gloo(self, known: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]) -> dist.ProcessGroup:
+        if self.process_group not in known:
             members = list(self._members.values())
-            _companions[self.process_group] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-        return _companions[self.process_group]
+            known[self.process_group] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        return known[self.process_group]
+
+
+class Alone(Group):
+    """One process that is part of no job."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.global_rank = Rank(0), 1, GlobalRank(0)
+
+    def apart(self) -> Group:
+        return self
+
+
+def group_or_alone(process_group: dist.ProcessGroup | None) -> Group:
+    """For what also works where no process group was initialized."""
+    return Group(process_group) if dist.is_available() and dist.is_initialized() else Alone()

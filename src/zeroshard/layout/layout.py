@@ -83,6 +83,10 @@ class Layout:
             index for index, pieces in enumerate(self.pieces_by_param) if any(piece.owner == rank for piece in pieces)
         )
 
+    def piece_of(self, param: int, rank: Rank) -> Piece | None:
+        """What a rank owns of a parameter."""
+        return next((piece for piece in self.pieces_by_param[param] if piece.owner == rank), None)
+
     def owner_of(self, param: int) -> Rank:
         """The one rank that owns all of a parameter."""
         (piece,) = self.pieces_by_param[param]

@@ -1,5 +1,6 @@
 """State of segments as state of parameters, and back."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -7,10 +8,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..checkpoint.compat import SavedState, StateDict, describe
-from ..checkpoint.records import MASTER, StateRecord, in_memory_order
 from ..layout.layout import Piece
 from ..layout.specs import ParamSpec
+from ..state.compat import SavedState, StateDict, describe
+from ..state.dcp import CutTensor, whole
+from ..state.records import MASTER, StateRecord, span_of
+from ..units import Span
 from .loading import load
 from .masters import ShardMemory
 from .segments import Holdings, Segment, State
@@ -25,12 +28,15 @@ class CutState:
     def by_param(self, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> dict[Any, Any]:
         """Views of it, by the user's parameter, and what belongs to no parameter."""
         found = {params[piece.param]: state for piece, state, _ in self._each(optimizer) if state}
-        return found | {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        return defaultdict(dict, {**found, **others})
 
-    def records(self, optimizer: Optimizer) -> list[StateRecord]:
+    def records(self, optimizer: Optimizer, specs: Sequence[ParamSpec]) -> list[StateRecord]:
         records = []
         for piece, state, cut in self._each(optimizer):
             copy = self._memory.precise(piece, if_it_says_more=not state)
+            if copy is not None and not self._holdings.cut:
+                copy = copy.as_strided(specs[piece.param].shape, specs[piece.param].stride)
             values = state if copy is None else {**state, MASTER: copy}
             if not values:
                 continue
@@ -39,6 +45,14 @@ class CutState:
             else:
                 records.append(StateRecord(piece.param, None, (), values))
         return records
+
+    def room(self, spec: ParamSpec, span: Span, key: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """New memory for what this rank holds, a span, of a state tensor of a parameter."""
+        if not self._holdings.cut:
+            return whole(torch.empty(shape, dtype=dtype, device=spec.device))
+        if not self._has_shape(key, shape, spec):
+            return torch.empty(shape, dtype=dtype, device=spec.device if shape else "cpu")
+        return CutTensor(torch.empty(span.length, dtype=dtype, device=spec.device), spec.shape, spec.stride, span.start)
 
     def load(self, optimizer: Optimizer, saved: SavedState, specs: Sequence[ParamSpec]) -> Callable[[], None]:
         """Pieces with equal step counts, and whatever else a parameter has one of, become one segment."""
@@ -50,7 +64,7 @@ class CutState:
 
         with ExitStack() as undo:  # in the reverse order, also where this fails halfway
             undo.callback(self._holdings.regroup(optimizer, alike))
-            undo.callback(load(optimizer, self._local_dict(saved, specs)))
+            undo.callback(load(optimizer, self._local_dict(saved, specs), foreign=saved.tensors))
             self._load_masters(saved, specs, undo)
             return undo.pop_all().close
 
@@ -87,12 +101,15 @@ class CutState:
                 continue
             joined[key] = torch.zeros_like(segment.param, dtype=value.dtype, device=value.device)
             for piece in segment.pieces:
-                source = in_memory_order(saved.by_param[piece.param][key], specs[piece.param])
-                joined[key][slice(*segment.within(piece))] = source[slice(*piece.in_param)]
+                source = span_of(saved.by_param[piece.param][key], specs[piece.param], piece.in_param)
+                joined[key][slice(*segment.within(piece))] = source
         return joined
 
     def _is_cut(self, key: Any, value: Any, spec: ParamSpec) -> bool:
-        return isinstance(value, torch.Tensor) and self._holdings.has_shape(key, tuple(value.shape), spec.shape)
+        return isinstance(value, torch.Tensor) and self._has_shape(key, tuple(value.shape), spec)
+
+    def _has_shape(self, key: Any, shape: tuple[int, ...], spec: ParamSpec) -> bool:
+        return key == MASTER or self._holdings.has_shape(key, shape, spec.shape)
 
     def _load_masters(self, saved: SavedState, specs: Sequence[ParamSpec], undo: ExitStack) -> None:
         for piece in (piece for segment in self._holdings for piece in segment.pieces):
@@ -100,5 +117,5 @@ class CutState:
             state = saved.by_param.get(piece.param)
             if copy is not None and isinstance(state, dict) and MASTER in state:
                 undo.callback(copy.copy_, copy.clone())
-                copy.copy_(in_memory_order(state[MASTER], specs[piece.param])[slice(*piece.in_param)])
+                copy.copy_(span_of(state[MASTER], specs[piece.param], piece.in_param))
         self._memory.doubt()

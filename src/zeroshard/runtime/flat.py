@@ -5,14 +5,15 @@ from dataclasses import replace
 from itertools import compress
 from typing import Any
 
+import torch
 from torch.autograd.graph import increment_version
 
-from ..checkpoint.compat import SavedState
-from ..checkpoint.records import StateRecord
 from ..comm.agreement import compare, raise_failure
 from ..comm.collectives import Comm
 from ..layout.layout import Layout
 from ..policies import MasterWeights
+from ..state.compat import SavedState
+from ..state.records import MASTER, StateRecord
 from ..units import Rank
 from .cut_state import CutState
 from .grads import Gradients, LocalGrads
@@ -88,7 +89,16 @@ class FlatEngine(Engine):
         return self._cut_state.by_param(self.inner.optimizer, self.params)
 
     def records(self) -> list[StateRecord]:
-        return self._cut_state.records(self.inner.optimizer)
+        return self._cut_state.records(self.inner.optimizer, self.layout.params)
+
+    def holds(self, index: int, key: Any) -> bool:
+        piece = self.layout.piece_of(index, self.comm.group.rank)
+        return piece is not None and (key != MASTER or self.memory.covers(piece.bucket))
+
+    def room(self, index: int, key: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        piece = self.layout.piece_of(index, self.comm.group.rank)
+        assert piece is not None, "asked for what this rank does not hold"
+        return self._cut_state.room(self.layout.params[index], piece.in_param, key, shape, dtype)
 
     def load(self, saved: SavedState) -> Callable[[], None]:
         return self._cut_state.load(self.inner.optimizer, saved, self.layout.params)

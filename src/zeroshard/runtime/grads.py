@@ -6,11 +6,11 @@ from typing import ClassVar
 
 import torch
 
-from ..checkpoint.records import in_memory_order
 from ..comm.collectives import Comm
 from ..errors import RankMismatchError
 from ..layout.layout import Bucket, Layout, Piece
 from ..policies import MasterWeights
+from ..state.records import in_memory_order
 
 
 class Gradients(ABC):

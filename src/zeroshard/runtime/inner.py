@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..checkpoint.compat import StateDict
-from ..checkpoint.trees import copy_mutable
 from ..errors import ConfigError
+from ..state.compat import StateDict
+from ..state.trees import copy_mutable
 
 ParamGroup = dict[str, Any]
 Factory = Callable[..., Optimizer]

@@ -7,15 +7,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..checkpoint.compat import StateDict
-from ..checkpoint.trees import copy_mutable, map_tensors
+from ..state.compat import StateDict
+from ..state.dcp import CutTensor
+from ..state.trees import copy_mutable, map_tensors
 
 
-def load(optimizer: Optimizer, local: StateDict) -> Callable[[], None]:
+def load(optimizer: Optimizer, local: StateDict, foreign: Any) -> Callable[[], None]:
     """Load a dict through the optimizer's own `load_state_dict`; returns how to undo it.
 
-    Hooks, overrides and `__setstate__` of the class see what they would see unsharded. The caller's tensors and
-    containers are neither kept nor changed.
+    Hooks, overrides and `__setstate__` of the class see what they would see unsharded. Of the tensors in `local` those
+    that are also in `foreign` are the caller's: they are copied. Nothing of his is changed.
     """
     before = dict(vars(optimizer))
 
@@ -26,7 +27,7 @@ def load(optimizer: Optimizer, local: StateDict) -> Callable[[], None]:
     try:
         with _types_kept(optimizer):
             optimizer.load_state_dict(copy_mutable(local))
-        _disown(optimizer, foreign=_storages(local))
+        _disown(optimizer, _storages(foreign))
     except BaseException:
         undo()
         raise
@@ -117,7 +118,7 @@ def _storages(value: Any) -> set[int]:
 
     def note(tensor: torch.Tensor) -> None:
         if tensor.layout == torch.strided:
-            found.add(_storage(tensor))
+            found.add(_storage(tensor.local if isinstance(tensor, CutTensor) else tensor))
 
     map_tensors(value, note)
     return found

@@ -32,6 +32,10 @@ class ShardMemory:
         """The more precise copy of a piece, if there is one; on request only if it is not just the piece."""
         return None
 
+    def covers(self, bucket: int) -> bool:  # noqa: ARG002
+        """Whether there are more precise copies of a bucket."""
+        return False
+
     def before_update(self, params: list[torch.Tensor]) -> None:
         """Notice what was done to parameters since the last update."""
 

@@ -5,9 +5,9 @@ from functools import partial
 
 import torch
 
-from ..checkpoint.trees import dense_memory
 from ..layout.layout import Bucket, Layout
 from ..layout.specs import ParamSpec
+from ..state.trees import dense_memory
 from ..units import Span
 
 KEPT_BUFFERS = 3

@@ -41,14 +41,14 @@ def examine(recipe: Recipe) -> Traits:
     """
     for sparse in (False, True):
         trial = _Trial(recipe, sparse=sparse)
-        with _quietly(recipe), suppress(Exception):
+        with quietly(recipe), suppress(Exception):
             return trial.traits()
     return Traits()
 
 
 def is_separable(recipe: Recipe) -> bool:
     """Whether a parameter that is cut into flat pieces is updated as the whole one would be."""
-    with _quietly(recipe), suppress(Exception):
+    with quietly(recipe), suppress(Exception):
         return all(_CutTrial(recipe, group, like).is_separable() for group, like in _different(recipe.groups))
     return False
 
@@ -64,7 +64,7 @@ def _different(groups: Sequence[ParamGroup]) -> Iterable[tuple[ParamGroup, torch
 
 
 @contextmanager
-def _quietly(recipe: Recipe) -> Iterator[None]:
+def quietly(recipe: Recipe) -> Iterator[None]:
     """What happens inside leaves no trace."""
     devices = {param.device for group in recipe.groups for param in group["params"] if param.device.type == "cuda"}
     with warnings.catch_warnings(), _untouched_random_numbers(devices), _no_global_hooks():
@@ -116,27 +116,27 @@ class _Trial:
 
     def run(self, owned: Sequence[int]) -> "_Outcome":
         """A few steps by an optimizer that owns some of the probes."""
-        probes = [_probe(self._likes[i // 2], i) for i in range(self.size)]
+        probes = [probe_like(self._likes[i // 2], i) for i in range(self.size)]
         groups = [self._probe_group(group, probes[2 * i : 2 * i + 2]) for i, group in enumerate(self._groups)]
-        defaults = _lively(self._recipe.defaults)
+        defaults = lively(self._recipe.defaults)
         inner = replace(self._recipe, groups=groups, defaults=defaults).build({id(probes[i]) for i in owned})
         for step, scale in enumerate(_SCALES):
             for i in owned:
-                gradient = scale * _wave(probes[i].shape, phase=step + 10 * i).to(probes[i])
+                gradient = scale * wave(probes[i].shape, phase=step + 10 * i).to(probes[i])
                 probes[i].grad = gradient.to_sparse(1) if self._sparse else gradient
-            _step(inner)
+            step_once(inner)
         values = [probe.detach().clone() for probe in probes]
         states = [(inner.optimizer.state[probes[i]], probes[i]) for i in owned]
         for probe in probes:
             probe.grad = None
         with suppress(Exception):
-            _step(inner)
+            step_once(inner)
         return _Outcome(values, _param_shaped(states), not _same(values, [probe.detach() for probe in probes]))
 
     def _probe_group(self, group: ParamGroup, probes: list[torch.Tensor]) -> ParamGroup:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         names = {"param_names": ["a", "b"]} if "param_names" in group else {}
-        return {**_lively(options), **names, "params": probes}
+        return {**lively(options), **names, "params": probes}
 
 
 class _CutTrial:
@@ -158,15 +158,15 @@ class _CutTrial:
         probes = [torch.nn.Parameter(value.clone()) for value in values]
         options = {k: v for k, v in self._group.items() if k not in ("params", "param_names")}
         names = {"param_names": [str(i) for i in range(len(probes))]} if "param_names" in self._group else {}
-        group = {**_lively(options), **names, "params": probes}
-        recipe = replace(self._recipe, groups=[group], defaults=_lively(self._recipe.defaults))
+        group = {**lively(options), **names, "params": probes}
+        recipe = replace(self._recipe, groups=[group], defaults=lively(self._recipe.defaults))
         inner = recipe.build(set(map(id, probes)))
         for step, scale in enumerate(_SCALES):
             gradient = scale * _slope(self._whole.shape, 2.0, 0.2, phase=step).to(self._whole)
             parts = torch.split(gradient.view(-1), [probe.numel() for probe in probes])
             for probe, part in zip(probes, parts, strict=True):
                 probe.grad = part.view(probe.shape).clone()
-            _step(inner)
+            step_once(inner)
         return [probe.detach() for probe in probes], [dict(inner.optimizer.state[probe]) for probe in probes]
 
 
@@ -200,7 +200,7 @@ class _Outcome(NamedTuple):
     moves_without_grads: bool
 
 
-def _lively(options: Mapping[str, Any]) -> dict[str, Any]:
+def lively(options: Mapping[str, Any]) -> dict[str, Any]:
     """A copy with a learning rate that shows what a step does: warm-ups begin with almost none."""
     copied = copy.deepcopy(dict(options))
     lr = copied.get("lr")
@@ -214,11 +214,11 @@ def _typical(params: Sequence[torch.Tensor]) -> torch.Tensor:
     return next((param for param in params if param.dim()), params[0])
 
 
-def _probe(like: torch.Tensor, number: int) -> torch.Tensor:
+def probe_like(like: torch.Tensor, number: int) -> torch.Tensor:
     # A scalar's state does not show its shape.
     shape = tuple(_SIZES[i % len(_SIZES)] for i in range(max(like.dim(), 1)))
     # In low precision a coupling could vanish in the rounding.
-    return torch.nn.Parameter(_wave(shape, phase=number).to(like.device, _precise(like.dtype)))
+    return torch.nn.Parameter(wave(shape, phase=number).to(like.device, _precise(like.dtype)))
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
@@ -231,14 +231,14 @@ def _large(dims: int) -> tuple[int, ...]:
 
 def _slope(shape: tuple[int, ...], start: float, stop: float, phase: int) -> torch.Tensor:
     """Values that are not of one size: a piece must not be like the whole."""
-    return _wave(shape, phase) * torch.linspace(start, stop, math.prod(shape)).reshape(shape)
+    return wave(shape, phase) * torch.linspace(start, stop, math.prod(shape)).reshape(shape)
 
 
-def _wave(shape: tuple[int, ...], phase: int) -> torch.Tensor:
+def wave(shape: tuple[int, ...], phase: int) -> torch.Tensor:
     return torch.sin(torch.arange(math.prod(shape), dtype=torch.float32) * 1.7 + phase + 1).reshape(shape)
 
 
-def _step(inner: ShardOptimizer) -> None:
+def step_once(inner: ShardOptimizer) -> None:
     try:
         inner.step()
     except TypeError:

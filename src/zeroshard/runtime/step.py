@@ -4,17 +4,19 @@ import logging
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from ..checkpoint.compat import SavedState, describe_groups
-from ..checkpoint.records import StateRecord
 from ..comm.agreement import Trouble, Verdict, agree, raise_first_difference
 from ..comm.collectives import Comm
 from ..errors import BindingError
 from ..layout.layout import Layout
+from ..state.compat import SavedState, describe_groups
+from ..state.records import MASTER, StateRecord
 from ..units import Rank
+from .beginnings import begins_neutrally, first_state
 from .inner import ParamGroup, Recipe, ShardOptimizer
 from .store import Store
 
@@ -86,9 +88,30 @@ class Engine(ABC):
     def state(self) -> dict[Any, Any]:
         """This rank's optimizer state, by parameter."""
 
+    def begin(self) -> None:
+        """All state is there that the first step would begin with, as far as the optimizer allows it."""
+        if not self._begins:
+            return
+        state, groups = self.inner.optimizer.state, self.inner.optimizer.param_groups
+        for group in groups:
+            for param in [it for it in group["params"] if it.requires_grad and not state.get(it)]:
+                state.update(zip([param], first_state(self._recipe, group, [param]), strict=True))
+
+    @cached_property
+    def _begins(self) -> bool:
+        return begins_neutrally(self._recipe)
+
     @abstractmethod
     def records(self) -> list[StateRecord]:
         """All state of parameters that this rank has."""
+
+    def holds(self, index: int, key: Any) -> bool:
+        """Whether this rank keeps state of that name of a parameter, all or a part of it."""
+        return key != MASTER and self.layout.piece_of(index, self.comm.group.rank) is not None
+
+    @abstractmethod
+    def room(self, index: int, key: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """New memory for what it holds of a state tensor."""
 
     @abstractmethod
     def load(self, saved: SavedState) -> Callable[[], None]:

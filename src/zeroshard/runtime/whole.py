@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.compat import SavedState, local_dict
-from ..checkpoint.records import StateRecord
 from ..comm.agreement import Trouble, compare, raise_failure
 from ..comm.collectives import Comm
 from ..layout.layout import Layout
+from ..state.compat import SavedState, local_dict
+from ..state.dcp import whole
+from ..state.records import StateRecord
 from .inner import ParamGroup, Recipe
 from .loading import load
 from .param_sync import ParamSync
@@ -50,11 +51,14 @@ class WholeEngine(Engine):
         mine = self.owned(self.comm.group.rank)
         return [StateRecord(index, None, (), state[param]) for index, param in mine.items() if param in state]
 
+    def room(self, index: int, _: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return whole(torch.empty(shape, dtype=dtype, device=self.params[index].device))
+
     def load(self, saved: SavedState) -> Callable[[], None]:
         owned: list[list[int]] = [[] for _ in self.inner.optimizer.param_groups]
         for index in self._owned:
             owned[self.layout.params[index].group].append(index)
-        return load(self.inner.optimizer, local_dict(saved, owned))
+        return load(self.inner.optimizer, local_dict(saved, owned), foreign=saved.tensors)
 
     def _run(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
         if self.comm.group.size == 1:

@@ -9,6 +9,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..layout.specs import ParamSpec
+from .dcp import CutTensor, uncut
 from .trees import map_tensors, snapshot
 
 StateDict = dict[str, Any]
@@ -26,6 +27,12 @@ def write_groups(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
     return written
 
 
+def nameless(saved: StateDict) -> StateDict:
+    """Without the names of parameters in the groups."""
+    groups = [{key: value for key, value in group.items() if key != "param_names"} for group in saved["param_groups"]]
+    return {**saved, "param_groups": groups}
+
+
 @dataclass(frozen=True)
 class SavedState:
     """A foreign dict, checked against this optimizer's parameters."""
@@ -39,10 +46,19 @@ class SavedState:
     """What the dict has beside the state and the groups."""
     names: list[str] | None
     """What this optimizer calls its parameters, whatever the dict calls them."""
+    is_part: bool = False
+    """It has this rank's part only, and other ranks have other parts."""
+
+    @property
+    def tensors(self) -> list[Any]:
+        """All that may have tensors in it."""
+        return [self.groups, list(self.by_param.values()), list(self.others.values()), self.extra]
 
     def facts(self) -> list[str]:
         """What must be equal on all ranks that load it."""
         lines = describe_groups(self.groups, "the loaded dict's group")
+        if self.is_part:
+            return lines
         for index, state in sorted(self.by_param.items()):
             lines.append(f"state of parameter {index} in the loaded dict: {_outline(state)}")
         return lines
@@ -63,7 +79,15 @@ def read(saved: Any, specs: Sequence[ParamSpec], group_count: int, param_shaped:
         _check_shapes(specs[index], state, param_shaped)
     names = [spec.name for spec in specs if spec.name is not None]
     extra = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
-    return SavedState([dict(group) for group in groups], by_param, others, extra, names or None)
+    plain, is_part = uncut(by_param), _is_part(by_param)
+    return SavedState([dict(group) for group in groups], plain, others, extra, names or None, is_part)
+
+
+def _is_part(by_param: Mapping[int, Any]) -> bool:
+    """A rank that owns nothing has an empty dict for each parameter."""
+    cut: list[bool] = []
+    map_tensors(dict(by_param), lambda tensor: cut.append(isinstance(tensor, CutTensor)))
+    return any(cut) or not any(by_param.values())
 
 
 def local_dict(saved: SavedState, owned: Sequence[Sequence[int]]) -> StateDict:

@@ -74,6 +74,17 @@ def gather(
     return True
 
 
+def bring_to_all(comm: Comm, value: Any, source: Rank) -> Any:
+    """The source's value on all ranks, in host memory of their own. It must be one that was gathered."""
+    if comm.group.rank != source:
+        return receive(comm, source)
+    outbox = Outbox(value)
+    for rank in range(comm.group.size):
+        if rank != source:
+            outbox.send(comm, Rank(rank))
+    return value
+
+
 def receive(comm: Comm, source: Rank) -> Any:
     """What `source` sends from its `Outbox`, in host memory of its own."""
     size = torch.empty(1, dtype=torch.int64, device="cpu")

@@ -5,9 +5,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import CheckpointError
 from ..layout.specs import ParamSpec
 from ..units import Span
-from .trees import dense_memory
+from .dcp import CutTensor, whole
+from .trees import copy_mutable, dense_memory, map_tensors
 
 MASTER = "master_weights"
 """The key of a parameter's more precise copy in its state."""
@@ -23,6 +25,20 @@ class StateRecord(NamedTuple):
     span: Span | None
     cut: tuple[str, ...]
     state: Any
+
+    def part(self, spec: ParamSpec, *, room: bool) -> dict[Any, Any]:
+        """As `torch.distributed.checkpoint` saves it. `room`: in memory of its own, to be loaded into."""
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.empty_like(tensor) if room else tensor.detach()
+
+        def cut(key: Any, value: Any) -> Any:
+            if self.span is not None and key in self.cut:
+                return CutTensor(own(value), spec.shape, spec.stride, self.span.start)
+            # Several pieces may share it, a step count for example, and each may be loaded with another one.
+            return map_tensors(copy_mutable(value), lambda it: it.clone() if self.span is not None else whole(own(it)))
+
+        return {key: cut(key, value) for key, value in self.state.items()}
 
     def portable(self) -> Any:
         """In plain containers, as it travels."""
@@ -62,6 +78,19 @@ class Whole:
             if key not in whole:
                 whole[key] = value.new_zeros(spec.extent).as_strided(spec.shape, spec.stride)
             whole[key].as_strided((spec.extent,), (1,))[slice(*span)] = value
+
+
+def span_of(tensor: torch.Tensor, spec: ParamSpec, span: Span) -> torch.Tensor:
+    """A span of the parameter's memory, of a tensor of its shape."""
+    if not isinstance(tensor, CutTensor):
+        return in_memory_order(tensor, spec)[slice(*span)]
+    if tensor.steps != spec.stride or tensor.span != span:
+        raise CheckpointError(
+            f"the loaded state of {spec.label} has elements {tensor.start} to {tensor.span.stop} of its memory, but "
+            f"this rank owns {span.start} to {span.stop}: it is a rank's part of another optimizer's state. Save and "
+            "load it through torch.distributed.checkpoint, which divides it anew."
+        )
+    return tensor.local
 
 
 def in_memory_order(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:

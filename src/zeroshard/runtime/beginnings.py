@@ -1,0 +1,90 @@
+"""State as an optimizer makes it when it first steps a parameter, made before that.
+
+A checkpoint has then a place for everything, also before the first step. Nothing else changes: what the optimizer would
+have begun with is what it finds.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..state.trees import copy_mutable, map_tensors
+from .inner import ParamGroup, Recipe
+from .selftest import lively, probe_like, quietly, step_once, wave
+
+State = dict[Any, Any]
+_STEPS = 3
+
+
+def first_state(recipe: Recipe, options: ParamGroup, params: Sequence[torch.Tensor]) -> list[State]:
+    """What the optimizer keeps of each parameter at the beginning of its first step; `params` stay as they are."""
+    probes = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    trial = _Trial(recipe, options, probes)
+    return [dict(trial.first(probe)) for probe in probes]
+
+
+def begins_neutrally(recipe: Recipe) -> bool:
+    """Whether an optimizer that finds such state goes on as one that makes it. Asked by stepping both."""
+    with quietly(recipe), suppress(Exception):
+        return all(_is_neutral(recipe, group) for group in recipe.groups if group["params"])
+    return False
+
+
+def _is_neutral(recipe: Recipe, group: ParamGroup) -> bool:
+    like = group["params"][0]
+    lazy, early = [[probe_like(like, number) for number in range(2)] for _ in range(2)]
+    options = lively(_options(group))
+    found = first_state(replace(recipe, defaults=lively(recipe.defaults)), options, early)
+    if not any(found):
+        return False
+    runs = [_build(recipe, options, probes) for probes in (lazy, early)]
+    runs[1].optimizer.state.update(zip(early, found, strict=True))
+    for step in range(_STEPS):
+        for inner, probes in zip(runs, (lazy, early), strict=True):
+            for number, probe in enumerate(probes):
+                probe.grad = wave(probe.shape, phase=step + 10 * number).to(probe)
+            step_once(inner)
+    return all(map(torch.equal, lazy, early))
+
+
+class _Trial:
+    """One step with gradients of zeros."""
+
+    def __init__(self, recipe: Recipe, options: ParamGroup, probes: Sequence[torch.Tensor]) -> None:
+        inner = _build(recipe, options, probes)
+        self._state: dict[Any, _FirstValues] = defaultdict(_FirstValues)
+        inner.optimizer.state = self._state
+        for probe in probes:
+            probe.grad = torch.zeros_like(probe)
+        step_once(inner)
+
+    def first(self, probe: torch.Tensor) -> State:
+        return self._state[probe].first
+
+
+class _FirstValues(dict[Any, Any]):
+    """Copies what each key is first set to: optimizers change it in place in the same step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: State = {}
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if key not in self.first:
+            self.first[key] = map_tensors(copy_mutable(value), torch.clone)
+        super().__setitem__(key, value)
+
+
+def _build(recipe: Recipe, options: ParamGroup, probes: Sequence[torch.Tensor]) -> Any:
+    group = {**_options(options), "params": list(probes)}
+    if "param_names" in options:
+        group["param_names"] = [str(number) for number in range(len(probes))]
+    return replace(recipe, groups=[group]).build(set(map(id, probes)))
+
+
+def _options(group: ParamGroup) -> ParamGroup:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

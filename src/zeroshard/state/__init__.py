@@ -1,0 +1,1 @@
+"""State as records and layouts; knows nothing of the runtime."""

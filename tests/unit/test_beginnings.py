@@ -1,0 +1,125 @@
+"""State that is made before the first step: what follows is what would have followed, bit for bit, or none is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+from zeroshard.runtime.beginnings import begins_neutrally, first_state
+from zeroshard.runtime.inner import Recipe
+
+SHAPES: list[tuple[int, ...]] = [(4, 3), (5, 2)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def params(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape in SHAPES]
+
+
+def recipe(kind: type[Optimizer], given: list[Tensor], **options: Any) -> Recipe:
+    return Recipe(kind, [{"params": given}], True, options)
+
+
+def train(optimizer: Optimizer, given: list[Tensor], *, steps: int = 6, late: int = 0) -> None:
+    """The second parameter has no gradient in the first `late` steps."""
+    for step in range(steps):
+        for number, param in enumerate(given):
+            draw = torch.Generator().manual_seed(100 * step + number)
+            grad = torch.randn(param.shape, generator=draw).to(param)
+            param.grad = None if number and step < late else grad
+        optimizer.step()
+
+
+CASES: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (optim.SGD, {"lr": 0.1}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}),
+    (optim.Adam, {"amsgrad": True}),
+    (optim.Adam, {"fused": True}),
+    (optim.AdamW, {"weight_decay": 0.1}),
+    (optim.AdamW, {"lr": torch.tensor(0.01)}),
+    (optim.AdamW, {"lr": 0.0}),
+    (optim.Adagrad, {"initial_accumulator_value": 0.5}),
+    (optim.Adadelta, {}),
+    (optim.Adamax, {}),
+    (optim.NAdam, {}),
+    (optim.RAdam, {}),
+    (optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    (optim.Rprop, {}),
+    (optim.ASGD, {"t0": 1.0}),
+    (optim.Adafactor, {}),
+    (optim.Muon, {}),
+]
+DECLINED: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (optim.SGD, {"lr": 0.1}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+    (optim.SparseAdam, {}),
+]
+BEGINNING = [
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (optim.Adam, {"amsgrad": True}),
+    (optim.AdamW, {}),
+    (optim.RMSprop, {"centered": True, "momentum": 0.9}),
+]
+
+
+def named(case: Any) -> str | None:
+    return getattr(case, "__name__", None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=named)
+def test_made_early_it_changes_no_step_or_is_declined(
+    kind: type[Optimizer], options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    # torch itself rounds bf16 otherwise while one of the tensors of a foreach step has no momentum yet.
+    rounds_otherwise = options.get("foreach") and dtype == torch.bfloat16
+    for late in (0,) if rounds_otherwise else (0, 2):
+        lazy, early = params(dtype=dtype), params(dtype=dtype)
+        made = recipe(kind, early, **options)
+        runs = kind(lazy, **options), kind(early, **options)
+        if begins_neutrally(made):
+            runs[1].state.update(zip(early, first_state(made, runs[1].param_groups[0], early), strict=True))
+        train(runs[0], lazy, late=late)
+        train(runs[1], early, late=late)
+        assert all(map(torch.equal, lazy, early))
+
+
+@pytest.mark.parametrize(("kind", "options"), DECLINED, ids=named)
+def test_what_begins_otherwise_is_declined(kind: type[Optimizer], options: dict[str, Any]) -> None:
+    assert not begins_neutrally(recipe(kind, params(), **options))
+
+
+@pytest.mark.parametrize(("kind", "options"), BEGINNING, ids=named)
+def test_the_usual_ones_are_not(kind: type[Optimizer], options: dict[str, Any]) -> None:
+    assert begins_neutrally(recipe(kind, params(), **options))
+
+
+def test_asking_leaves_no_trace() -> None:
+    given = params()
+    before = [param.detach().clone() for param in given]
+    numbers = torch.get_rng_state()
+    made = recipe(optim.AdamW, given)
+    assert begins_neutrally(made)
+    state = first_state(made, {"params": given}, given)
+    assert all(map(torch.equal, given, before))
+    assert all(param.grad is None for param in given)
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert [set(it) for it in state] == [{"step", "exp_avg", "exp_avg_sq"}] * 2
+    assert all(not value.any() for it in state for value in it.values())
+    assert [it["exp_avg"].shape for it in state] == SHAPES
