@@ -9,7 +9,7 @@ PEERS := $(VENV)/.peers
 # Some CPUs advertise AMX without being able to run it; bf16 products then die with SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test lint types unit bench clean
+.PHONY: demo test lint types unit faults bench clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,10 @@ types: $(READY)
 unit: $(READY)
 	$(PY) -m pytest
 
+# Kills jobs while they save, some hundred times: about five minutes.
+faults: $(READY)
+	ZEROSHARD_KILLS=160 $(PY) -m pytest tests/faults
+
 # A peer that cannot be installed here is left out of the comparison; torch stays what it is.
 $(PEERS): $(READY)
 	for peer in deepspeed fairscale; do \
@@ -41,7 +45,7 @@ $(PEERS): $(READY)
 	touch $(PEERS)
 
 bench: $(PEERS)
-	$(PY) benchmarks/dropin.py; dropin=$$?; $(PY) benchmarks/peers.py && exit $$dropin
+	status=0; for part in dropin checkpoint peers; do $(PY) benchmarks/$$part.py || status=1; done; exit $$status
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,5 +1,7 @@
 """zeroshard: ZeRO optimizer state sharding for PyTorch. One copy of the optimizer across all ranks."""
 
+from typing import TYPE_CHECKING, Any
+
 from . import ddp_hooks
 from .config import ZeroConfig
 from .errors import (
@@ -17,6 +19,9 @@ from .optimizer import ZeroRedundancyOptimizer
 from .policies import KeepFull, KeepShard, MasterWeights, Reduce
 from .scaler import GradScaler
 from .sharded import ShardedOptimizer, shard
+
+if TYPE_CHECKING:
+    from . import checkpoint
 
 __version__ = "0.1.0"
 
@@ -39,6 +44,16 @@ __all__ = [
     "ZeroError",
     "ZeroRedundancyOptimizer",
     "broadcast_object",
+    "checkpoint",
     "ddp_hooks",
     "shard",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`zeroshard.checkpoint` is imported on use: what it needs of torch takes a second."""
+    if name != "checkpoint":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return import_module(f"{__name__}.checkpoint")

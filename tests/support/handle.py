@@ -20,6 +20,7 @@ PRELOAD = [
     "torch.distributed",
     "torch.nn.parallel.distributed",
     "zeroshard",
+    "zeroshard.checkpoint",
 ]
 EXIT_TIMEOUT = 5.0
 

@@ -27,6 +27,7 @@ PUBLIC = {
     "ShardedOptimizer",
     "shard",
     "broadcast_object",
+    "checkpoint",
     "ddp_hooks",
     "ZeroError",
     "BindingError",

@@ -1,0 +1,105 @@
+"""What a checkpoint holds, as the nested dict that `torch.distributed.checkpoint` saves.
+
+model.<name>                   parameters and buffers
+optim.state.<name>.<key>       state, in the shape of its parameter, whoever holds which part of it
+optim.param_groups             options, with the names of parameters
+scheduler                      packed: read back without running code
+ranks.<rank>                   packed: what each rank has for itself, random states and `extra`
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.optim import Optimizer
+
+from ..errors import CheckpointError
+from ..optimizer import ZeroRedundancyOptimizer
+from ..state.codec import pack, unpack
+from ..state.compat import StateDict
+from ..state.dcp import CutTensor
+from ..state.trees import map_tensors
+from .archive import why
+from .naming import by_name, names_of
+
+MODEL, OPTIM, SCHEDULER, RANKS = "model", "optim", "scheduler", "ranks"
+
+
+def collect(
+    rank: int, model: torch.nn.Module | None, optimizer: Optimizer | None, scheduler: Any, extra: Any
+) -> dict[str, Any]:
+    """All of it, with the tensors themselves and not copies."""
+    contents: dict[str, Any] = {RANKS: {str(rank): packed({"random": random_states(), "extra": extra})}}
+    if model is not None:
+        contents[MODEL] = get_model_state_dict(model)
+    if optimizer is not None:
+        contents[OPTIM] = by_name(part_of(optimizer), names_of(optimizer, model))
+    if scheduler is not None:
+        contents[SCHEDULER] = packed(scheduler.state_dict())
+    return contents
+
+
+def part_of(optimizer: Optimizer) -> StateDict:
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return optimizer.sharded_state_dict()
+    return optimizer.state_dict()
+
+
+def staged(contents: dict[str, Any]) -> dict[str, Any]:
+    """A copy in host memory, to be saved while training goes on."""
+    result: dict[str, Any] = map_tensors(contents, _to_host)
+    return result
+
+
+def packed(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
+
+
+def unpacked(value: Any, key: str, directory: Path) -> Any:
+    """What was packed, read from the entry `key`. Whatever bytes these are, no code is run."""
+    try:
+        return unpack(bytes_of(value))
+    except Exception as error:
+        raise CheckpointError(f"'{key}' in {directory} cannot be read: {why(error)}") from error
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Without numpy, which torch can do without."""
+    buffer = bytearray(tensor.numel())
+    if buffer:
+        torch.frombuffer(buffer, dtype=torch.uint8).copy_(tensor)
+    return bytes(buffer)
+
+
+def random_states() -> dict[str, Any]:
+    """Of this process. CUDA's are those of the present device, if it was used."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": list(random.getstate())}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def check_random_states(states: dict[str, Any]) -> None:
+    """Raise if they could not be set."""
+    torch.Generator().set_state(states["torch"])
+    version, numbers, gauss = states["python"]
+    random.Random().setstate((version, tuple(numbers), gauss))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.Generator("cuda").set_state(states["cuda"])
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, CutTensor) or not hasattr(tensor, "to_local"):
+        copy = tensor.detach().to("cpu")
+        return copy.clone() if tensor.device.type == "cpu" else copy
+    return tensor.detach().clone().cpu()

@@ -1,0 +1,42 @@
+"""What an optimizer keeps of a parameter, asked by stepping it on tensors that have a shape and no memory."""
+
+import inspect
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..optimizer import ZeroRedundancyOptimizer
+from ..runtime.inner import Recipe
+from ..runtime.selftest import quietly
+
+_WAYS = ("foreach", "fused", "capturable", "differentiable")
+"""Ways to do the same, which need memory."""
+
+
+def kind_of(optimizer: Optimizer) -> type[Optimizer]:
+    """The user's class, whether sharded or not."""
+    return type(optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer)
+
+
+def expected_state(optimizer: Optimizer, options: Mapping[str, Any], param: torch.Tensor) -> dict[Any, Any]:
+    """Its state after a first step, as tensors of the right shapes; empty if it has none or cannot be asked."""
+    kind = kind_of(optimizer)
+    probe = torch.nn.Parameter(torch.empty(tuple(param.shape), dtype=param.dtype, device="meta"))
+    probe.grad = torch.empty_like(probe)
+    plainly = {key: False if key in _WAYS else value for key, value in options.items()}
+    group = {**plainly, "params": [probe]}
+    group.pop("param_names", None)
+    with quietly(Recipe(kind, [], True, {})), suppress(Exception):
+        made = kind([group], **_needed(kind, plainly))
+        made.step()
+        return dict(made.state[probe])
+    return {}
+
+
+def _needed(kind: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that have no default. The others are in the group."""
+    wanted = list(inspect.signature(kind).parameters.values())[1:]
+    return {it.name: options[it.name] for it in wanted if it.default is it.empty and it.name in options}

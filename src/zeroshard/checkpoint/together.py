@@ -1,0 +1,30 @@
+"""What goes wrong with a checkpoint is the same error on all ranks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..comm.agreement import Proposal, agreed
+from ..comm.collectives import Comm
+from ..errors import CheckpointError, RankFailedError
+from ..units import Rank
+
+
+@contextmanager
+def told_alike(path: object) -> Iterator[None]:
+    """A job that catches it and falls back to something else must do so on all ranks."""
+    try:
+        yield
+    except RankFailedError as error:
+        raise CheckpointError(str(error)) from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def on_first(comm: Comm, call: str, action: Callable[[], Path], facts: Sequence[str] = ()) -> Path:
+    """What rank 0 makes of it, on all ranks; what fails there is raised on all."""
+    mine = comm.group.rank == 0
+    made = agreed(comm, call, lambda: Proposal(action() if mine else Path(), facts))
+    if comm.group.size == 1:
+        return made
+    return Path(comm.broadcast_bytes(str(made).encode() if mine else None, Rank(0)).decode())

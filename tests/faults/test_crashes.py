@@ -1,0 +1,35 @@
+"""Processes that are killed while they save: the last finished checkpoint is there, whole and right, every time.
+
+`ZEROSHARD_KILLS` says how often; `make faults` does it some hundred times.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.support.crews import Crew
+from tests.support.store import open_store
+
+KILLS = int(os.environ.get("ZEROSHARD_KILLS", "30"))
+LONGEST = 0.15
+"""Seconds until a kill: some saves."""
+
+
+@pytest.mark.timeout(60 + 10 * KILLS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_killed_at_any_moment(tmp_path: Path, world_size: int) -> None:
+    draw, store, folder = random.Random(world_size), open_store(), tmp_path / "run"
+    saved, in_the_middle = 0, 0
+    for number in range(KILLS + 1):
+        crew = Crew(store.port, f"crew{number}", world_size, folder, behind=bool(number % 2))
+        found = crew.loaded()
+        assert saved <= found <= saved + 1, "a finished checkpoint was lost, or one appeared"
+        saved = max(found, crew.kill(draw, LONGEST))
+        hidden = [it.name for it in folder.iterdir() if it.name.startswith((".writing", ".leaving"))] if saved else []
+        assert len(hidden) <= 3, "what kills have left piles up"
+        in_the_middle += bool(hidden)
+    assert in_the_middle >= KILLS // 10, "hardly any save was interrupted"

@@ -1,0 +1,264 @@
+"""`zeroshard.checkpoint`: from any world size and partition to any other, from and to torch's own, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.support import RankContext, ranks
+from tests.support.checkpoints import (
+    ADAMW,
+    WAYS,
+    Way,
+    assert_same_state,
+    by_name,
+    first_ranks,
+    flat,
+    net,
+    plain,
+    train,
+)
+from zeroshard import MasterWeights, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
+from zeroshard.checkpoint.archive import Archive
+
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What torch's helpers say is to be saved."""
+    return dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+
+
+def everything(optimizer: ZeroRedundancyOptimizer, model: nn.Module, group: Any = None) -> dict[str, Any]:
+    """All state by name, on all ranks of the group."""
+    found = [optimizer.full_state_dict(to=0)]
+    dist.broadcast_object_list(found, src=0, group=group)
+    assert found[0] is not None
+    return by_name(optimizer, found[0], model)
+
+
+@ranks(5)
+@pytest.mark.parametrize("saving", [1, 2, 3, 4, 5])
+def test_any_world_and_partition_to_any_other(ctx: RankContext, tmp_path: Path, saving: int) -> None:
+    writers = first_ranks(saving)
+    for source in WAYS:
+        folder = tmp_path / source.__name__
+        expected: list[Any] = [None, None]
+        if writers is not None:
+            model = net()
+            optimizer = source(model, writers)
+            train(model, optimizer, 3)
+            checkpoint.save(folder, step=3, model=model, optimizer=optimizer, process_group=writers)
+            expected = [everything(optimizer, model, writers), model.state_dict()]
+        dist.broadcast_object_list(expected, src=0)
+        for loading in (1, 2, 3, 4, 5):
+            target = WAYS[(loading + saving) % len(WAYS)]
+            readers = first_ranks(loading)
+            if readers is not None:
+                other = net(seed=9)
+                into = target(other, readers)
+                loaded = checkpoint.load(folder, model=other, optimizer=into, process_group=readers)
+                assert loaded.step == 3
+                assert loaded.world_size == saving
+                assert_same_state(everything(into, other, readers), expected[0])
+                for name, value in other.state_dict().items():
+                    assert torch.equal(value, expected[1][name]), name
+            dist.barrier()
+
+
+@ranks(1, 2, 4)
+@every_way
+def test_going_on_is_as_if_never_interrupted(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+    reference = net()
+    train(reference, plain(reference), 13)
+    model = net()
+    optimizer = way(model, None)
+    train(model, optimizer, 3)
+    checkpoint.save(tmp_path, step=3, model=model, optimizer=optimizer)
+    for target in WAYS:
+        again = net(seed=5)
+        into = target(again, None)
+        checkpoint.load(tmp_path, model=again, optimizer=into)
+        train(again, into, 10, first=3)
+        for (name, ours), theirs in zip(again.named_parameters(), reference.parameters(), strict=True):
+            assert torch.equal(ours, theirs), (target.__name__, name)
+        assert torch.equal(again.seen, reference.seen)
+
+
+@ranks(1, 2, 3)
+@every_way
+def test_before_the_first_step(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+    """There is a place for everything, and what follows is what would have followed."""
+    model, reference = net(), net()
+    optimizer, other = way(model, None), way(reference, None)
+    checkpoint.save(tmp_path, step=0, model=model, optimizer=optimizer)
+    archive = Archive(tmp_path / "step-000000000")
+    assert {"step", "exp_avg", "exp_avg_sq"} == {entry.path[3] for entry in archive.below("optim", "state", "mix")}
+    train(reference, other, 3)
+    train(model, optimizer, 3)
+    assert all(map(torch.equal, model.parameters(), reference.parameters()))
+    again = net(seed=3)
+    into = way(again, None)
+    checkpoint.load(tmp_path, model=again, optimizer=into)
+    train(again, into, 3)
+    assert all(map(torch.equal, again.parameters(), reference.parameters()))
+
+
+@ranks(1, 2, 3)
+@every_way
+def test_plain_torch_loads_it_and_is_loaded(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+    """Replicated on all ranks, as under DDP."""
+    model = net()
+    optimizer = way(model, None)
+    train(model, optimizer, 3)
+    checkpoint.save(tmp_path / "ours", step=3, model=model, optimizer=optimizer)
+    expected = everything(optimizer, model)
+    theirs = net(seed=3)
+    their_optimizer = plain(theirs)
+    checkpoint.load(tmp_path / "ours", model=theirs, optimizer=their_optimizer)
+    assert_same_state(by_name(their_optimizer, their_optimizer.state_dict(), theirs), expected)
+    checkpoint.save(tmp_path / "theirs", step=3, model=theirs, optimizer=their_optimizer)
+    again = net(seed=4)
+    into = way(again, None)
+    checkpoint.load(tmp_path / "theirs", model=again, optimizer=into)
+    assert_same_state(everything(into, again), expected)
+    assert all(map(torch.equal, again.parameters(), model.parameters()))
+
+
+@ranks(2, 3, 4)
+@every_way
+def test_fsdp2_loads_it_and_is_loaded(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+    model = net(odd=False)
+    optimizer = way(model, None)
+    train(model, optimizer, 3)
+    checkpoint.save(tmp_path / "ours", step=3, model=model, optimizer=optimizer)
+    expected = everything(optimizer, model)
+    theirs = net(seed=3, odd=False)
+    fully_shard(theirs, mesh=init_device_mesh("cpu", (ctx.world_size,)))
+    their_optimizer = torch.optim.AdamW(theirs.parameters(), **ADAMW)
+    checkpoint.load(tmp_path / "ours", model=theirs, optimizer=their_optimizer)
+    checkpoint.save(tmp_path / "theirs", step=3, model=theirs, optimizer=their_optimizer)
+    torch_saved = parts_of(theirs, their_optimizer)
+    dcp_save(torch_saved, checkpoint_id=tmp_path / "torch")
+    flattened = StateDictOptions(flatten_optimizer_state_dict=True)
+    torch_saved["optim"] = get_optimizer_state_dict(theirs, their_optimizer, options=flattened)
+    dcp_save(torch_saved, checkpoint_id=tmp_path / "flattened")
+    for source in ("theirs", "torch", "flattened"):
+        again = net(seed=4, odd=False)
+        into = way(again, None)
+        checkpoint.load(tmp_path / source, model=again, optimizer=into)
+        assert_same_state(everything(into, again), expected)
+        assert all(map(torch.equal, again.parameters(), model.parameters()))
+
+
+@ranks(1, 2, 3)
+def test_random_states_and_extra_come_back_to_each_rank(ctx: RankContext, tmp_path: Path) -> None:
+    model = net()
+    torch.manual_seed(100 + ctx.rank)
+    random.seed(ctx.rank)
+    checkpoint.save(tmp_path, step=1, model=model, extra={"position": ctx.rank, "seen": torch.ones(2)})
+    expected = torch.rand(3), random.random()
+    loaded = checkpoint.load(tmp_path, model=model)
+    assert torch.equal(torch.rand(3), expected[0])
+    assert random.random() == expected[1]
+    assert loaded.extra["position"] == ctx.rank
+    assert {rank: part["position"] for rank, part in loaded.extra_by_rank.items()} == {
+        rank: rank for rank in range(ctx.world_size)
+    }
+
+
+@ranks(3)
+def test_with_another_world_it_says_what_it_cannot_give_back(ctx: RankContext, tmp_path: Path) -> None:
+    model = net()
+    checkpoint.save(tmp_path, step=1, model=model, extra=ctx.rank)
+    readers = first_ranks(2)
+    if readers is None:
+        return
+    before = torch.get_rng_state()
+    with pytest.warns(UserWarning, match="saved by 3 ranks and is loaded by 2"):
+        loaded = checkpoint.load(tmp_path, model=model, process_group=readers)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert loaded.extra is None
+    assert loaded.extra_by_rank == {0: 0, 1: 1, 2: 2}
+
+
+@ranks(1, 2)
+def test_the_scheduler_goes_on(ctx: RankContext, tmp_path: Path) -> None:
+    model, again = net(), net(seed=2)
+    optimizer, into = flat(model), flat(again)
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(it, T_max=10) for it in (optimizer, into)]
+    for _ in range(4):
+        optimizer.step()
+        schedulers[0].step()
+    checkpoint.save(tmp_path, step=4, model=model, optimizer=optimizer, scheduler=schedulers[0])
+    checkpoint.load(tmp_path, model=again, optimizer=into, scheduler=schedulers[1])
+    assert schedulers[1].state_dict() == schedulers[0].state_dict()
+    assert into.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+@ranks(1, 2, 3)
+@every_way
+def test_in_the_background(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+    """What is saved is what there was, however far training has gone on; one save waits for the one before."""
+    model = net()
+    optimizer = way(model, None)
+    for step in (1, 2, 3):
+        train(model, optimizer, 1, first=step - 1)
+        expected = [param.detach().clone() for param in model.parameters()], everything(optimizer, model)
+        saving = checkpoint.save(tmp_path, step=step, model=model, optimizer=optimizer, async_=True)
+    train(model, optimizer, 2, first=3)
+    assert saving.wait() == tmp_path / "step-000000003"
+    assert saving.done()
+    again = net(seed=4)
+    into = way(again, None)
+    assert checkpoint.load(tmp_path, model=again, optimizer=into).step == 3
+    assert all(map(torch.equal, again.parameters(), expected[0]))
+    assert_same_state(everything(into, again), expected[1])
+
+
+@ranks(1, 2)
+def test_the_last_few_stay(ctx: RankContext, tmp_path: Path) -> None:
+    model = net()
+    for step in (1, 5, 20, 100, 300):
+        checkpoint.save(tmp_path, step=step, model=model, keep=2)
+    names = sorted(entry.name for entry in tmp_path.iterdir() if entry.is_dir())
+    assert names == ["step-000000100", "step-000000300"]
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000000300"
+    assert checkpoint.load(tmp_path / "step-000000100", model=model).step == 100
+
+
+@ranks(1, 2, 3)
+def test_masters_come_back(ctx: RankContext, tmp_path: Path) -> None:
+    """Also in another precision, and where there are none."""
+
+    def made(seed: int, dtype: torch.dtype | None) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+        model = net(seed).bfloat16()
+        masters = None if dtype is None else MasterWeights(dtype)
+        return model, shard(model, torch.optim.AdamW, config=ZeroConfig(masters=masters), **ADAMW)
+
+    model, optimizer = made(0, torch.float32)
+    for _ in range(3):
+        torch.autograd.backward(model(torch.ones(4, 5, dtype=torch.bfloat16)).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    checkpoint.save(tmp_path, step=3, model=model, optimizer=optimizer)
+    expected = everything(optimizer, model)
+    for dtype in (torch.float32, torch.float64, None):
+        again, into = made(4, dtype)
+        checkpoint.load(tmp_path, model=again, optimizer=into)
+        assert all(map(torch.equal, again.parameters(), model.parameters()))
+        found = everything(into, again)
+        for name, state in found.items():
+            if "master_weights" in state:
+                assert torch.equal(state["master_weights"].float(), expected[name]["master_weights"])
+            assert ("master_weights" in state) == (dtype is not None)
