@@ -1,0 +1,1 @@
+"""The command line: what is in a checkpoint, and checkpoints in other formats."""

@@ -1,0 +1,83 @@
+"""The commands."""
+
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from ..errors import ZeroError
+from .describe import describe
+from .files import beside
+from .formats import FORMATS
+from .show import show
+from .sources import open_source
+
+_WIDTH = 160
+"""Of tables that are not shown in a terminal."""
+
+
+class To(str, Enum):
+    """The formats, as choices of an option."""
+
+    torch = "torch"
+    dcp = "dcp"
+    safetensors = "safetensors"
+
+
+app = typer.Typer(
+    help="Look at checkpoints and convert them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="a folder of checkpoints (the latest counts), or one checkpoint")],
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Say what is in a checkpoint. Only its metadata and the sizes of its files are read."""
+    description = describe(path)
+    if as_json:
+        typer.echo(json.dumps(description.as_json(), indent=2))
+    else:
+        show(description, Console() if sys.stdout.isatty() else Console(width=_WIDTH))
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="a folder of checkpoints, one checkpoint, or a file of torch.save")],
+    target: Annotated[Path, typer.Argument(help="the file or directory to write, which must not exist")],
+    to: Annotated[To, typer.Option("--to", help="the format to write")],
+) -> None:
+    """Write a checkpoint in another format, a few MiB at a time. TARGET appears when it is complete."""
+    with beside(target) as hidden:
+        contents = open_source(source)
+        with _progress() as progress:
+            bar = progress.add_task(to.value, total=contents.nbytes)
+            FORMATS[to.value](contents, hidden, lambda count: progress.advance(bar, count))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit. What is wrong with a checkpoint or a file is said in a sentence."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is as it should be
+            app(args=None if arguments is None else list(arguments), prog_name="zeroshard")
+    except (ZeroError, OSError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise SystemExit(1) from None
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)

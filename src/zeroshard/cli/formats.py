@@ -1,0 +1,234 @@
+"""Formats to convert to. Each lays out a file without the tensors, says where they belong, and has them filled in."""
+
+import json
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+from uuid import uuid4
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.utils import _create_file_view
+from torch.serialization import skip_data
+
+from ..checkpoint.contents import MODEL, OPTIM
+from ..checkpoint.folder import sync, write
+from ..checkpoint.manifest import MANIFEST as MANIFEST_FILE
+from ..checkpoint.manifest import unsummed
+from ..errors import CheckpointError
+from ..state.trees import map_tensors
+from ..units import align_up
+from .contents import GROUPS, MANIFEST, STATE, Contents, is_packed, opened, put
+from .files import Moved, Slot, fill
+from .stored import Stored, held
+
+_ALIGNMENT = 64
+_DATA = "__0_0.distcp"
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+
+Write = Callable[[Contents, Path, Moved], None]
+
+
+# ---- torch.save
+
+
+def write_torch(contents: Contents, file: Path, moved: Moved) -> None:
+    """A dict for `torch.load(weights_only=True)`, with the optimizer's state as torch's own optimizers have it."""
+    outline = _Outline()
+    tree = outline.of(_tree(contents))
+    with file.open("w+b") as stream:
+        _save_outline(tree, stream)
+    with file.open("rb") as stream:
+        slots = _slots(stream, 0, file.stat().st_size, outline.found)
+    fill(file, slots, moved)
+
+
+def _tree(contents: Contents) -> dict[str, Any]:
+    tree: dict[str, Any] = {MODEL: {name: leaf for (name,), leaf in contents.below(MODEL).items()}}
+    if contents.groups is not None:
+        tree[OPTIM] = {STATE: _numbered_state(contents), GROUPS: _numbered_groups(contents.groups)}
+    for path, leaf in contents.rest().items():
+        put(tree, path, opened(leaf) if is_packed(path) else leaf)
+    if contents.manifest:
+        tree[MANIFEST] = contents.manifest
+    return tree
+
+
+def _numbered_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    numbered, number = [], 0
+    for group in groups:
+        names = list(group["params"])
+        numbers = list(range(number, number + len(names)))
+        numbered.append({**group, "params": numbers, "param_names": names})
+        number += len(names)
+    return numbered
+
+
+def _numbered_state(contents: Contents) -> dict[int, Any]:
+    names = [name for group in contents.groups or () for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    state: dict[int, Any] = {}
+    for (name, *keys), leaf in contents.below(OPTIM, STATE).items():
+        if name not in numbers:
+            raise CheckpointError(f"there is state of {name}, which is in none of the optimizer's groups")
+        put(state, (numbers[name], *keys), leaf)
+    return dict(sorted(state.items()))
+
+
+class _Outline:
+    """Values with stand-ins that have no memory in the place of tensors."""
+
+    def __init__(self) -> None:
+        self.found: list[Stored] = []
+        """The tensors, in the order in which pickling will meet them."""
+        self._mode = FakeTensorMode()
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.of(held(value))
+        if isinstance(value, Stored):
+            self.found.append(value)
+            with self._mode:
+                return torch.empty(value.shape, dtype=value.dtype)
+        if isinstance(value, dict):
+            return {key: self.of(item) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self.of(item) for item in value)
+        return value
+
+
+def _save_outline(tree: Any, stream: BinaryIO) -> None:
+    with skip_data(materialize_fake_tensors=True):
+        torch.save(tree, stream)
+
+
+def _slots(stream: BinaryIO, start: int, length: int, found: Sequence[Stored]) -> list[Slot]:
+    """Where the tensors of one `torch.save` belong."""
+    view: Any = _create_file_view(stream, start, length)  # type: ignore[arg-type]
+    reader: Any = torch._C.PyTorchFileReader(view)
+    numbered = [(number, stored) for number, stored in enumerate(found) if stored.nbytes]
+    return [Slot(start + reader.get_record_offset(f"data/{number}"), stored) for number, stored in numbered]
+
+
+# ---- torch.distributed.checkpoint
+
+
+def write_dcp(contents: Contents, directory: Path, moved: Moved) -> None:
+    """A directory as if one rank had saved it."""
+    directory.mkdir()
+    data, slots = directory / _DATA, []
+    metadata = Metadata({}, {}, {}, StorageMeta(save_id=str(uuid4())), filesystem.CURRENT_DCP_VERSION)
+    leaves, outline = {**contents.leaves, **contents.of_groups()}, _Outline()
+    with data.open("w+b") as stream:
+        places = {path: _append(stream, leaf, outline) for path, leaf in leaves.items()}
+    with data.open("rb") as stream:
+        for path, leaf in leaves.items():
+            _register(metadata, path, leaf, *places[path])
+            slots += _slots(stream, *places[path], [leaf]) if isinstance(leaf, Stored) else []
+    fill(data, slots, moved)
+    if contents.manifest:
+        write(directory / MANIFEST_FILE, unsummed(contents.manifest).text())
+    with (directory / filesystem._metadata_fn).open("wb") as stream:
+        pickle.dump(metadata, stream)
+    sync(directory)
+
+
+def _append(stream: BinaryIO, leaf: Any, outline: _Outline) -> tuple[int, int]:
+    """Where it begins in the file, and how long it is."""
+    start = stream.seek(align_up(stream.tell(), _ALIGNMENT))
+    if isinstance(leaf, Stored):
+        _save_outline(outline.of(leaf), stream)
+    else:
+        torch.save(leaf, stream)
+    return start, stream.tell() - start
+
+
+def _register(metadata: Metadata, path: tuple[Any, ...], leaf: Any, start: int, length: int) -> None:
+    key = ".".join(map(str, path))
+    if key in metadata.state_dict_metadata:
+        raise CheckpointError(f"two values would have the name '{key}'")
+    index = MetadataIndex(key)
+    metadata.state_dict_metadata[key] = BytesStorageMetadata()
+    if isinstance(leaf, Stored):
+        size, first = torch.Size(leaf.shape), torch.Size([0] * len(leaf.shape))
+        properties, chunks = TensorProperties(dtype=leaf.dtype), [ChunkStorageMetadata(first, size)]
+        metadata.state_dict_metadata[key] = TensorStorageMetadata(properties, size, chunks)
+        index = MetadataIndex(key, first)
+    metadata.planner_data[key] = path
+    metadata.storage_data[index] = filesystem._StorageInfo(_DATA, start, length)
+
+
+# ---- safetensors
+
+
+def write_safetensors(contents: Contents, file: Path, moved: Moved) -> None:
+    """Tensors by their full names; what is not a tensor is JSON in the header."""
+    leaves = {".".join(map(str, path)): leaf for path, leaf in contents.leaves.items()}
+    tensors = [(name, leaf) for name, leaf in leaves.items() if isinstance(leaf, Stored)]
+    tensors.sort(key=lambda it: -it[1].dtype.itemsize)  # so that each lies at a multiple of its elements' size
+    header: dict[str, Any] = {"__metadata__": _texts(contents, leaves)}
+    places, end = [], 0
+    for name, stored in tensors:
+        places.append(end)
+        end += stored.nbytes
+        header[name] = {"dtype": _name(name, stored), "shape": stored.shape, "data_offsets": [places[-1], end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + end)
+    slots = [Slot(8 + len(text) + place, stored) for place, (_, stored) in zip(places, tensors, strict=True)]
+    fill(file, slots, moved)
+
+
+def _name(name: str, stored: Stored) -> str:
+    if stored.dtype not in _NAMES:
+        raise CheckpointError(f"'{name}' has dtype {stored.dtype}, for which safetensors has no name")
+    return _NAMES[stored.dtype]
+
+
+def _texts(contents: Contents, leaves: dict[str, Any]) -> dict[str, str]:
+    values = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, Stored)}
+    if contents.groups is not None:
+        values[GROUPS] = contents.groups
+    if contents.manifest:
+        values[MANIFEST] = contents.manifest
+    return {"format": "pt", **{name: _as_json(name, value) for name, value in values.items()}}
+
+
+def _as_json(name: str, value: Any) -> str:
+    try:
+        return json.dumps(map_tensors(value, torch.Tensor.tolist))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"'{name}' cannot be written as JSON, as safetensors needs it: {error}") from error
+
+
+FORMATS: dict[str, Write] = {"torch": write_torch, "dcp": write_dcp, "safetensors": write_safetensors}

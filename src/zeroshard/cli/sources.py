@@ -1,0 +1,169 @@
+"""Checkpoints to convert: directories of `torch.distributed.checkpoint`, and files of `torch.save`."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint.archive import Archive, Entry
+from ..checkpoint.contents import MODEL, OPTIM, RANKS, SCHEDULER, packed
+from ..checkpoint.loading import find
+from ..checkpoint.manifest import said_by
+from ..checkpoint.restoring import SavedOptimizer, groups_in
+from ..comm.group import Alone
+from ..errors import CheckpointError
+from ..state.compat import describe_options
+from .contents import GROUPS, MANIFEST, STATE, Contents, Leaf, flattened, is_packed, put
+from .stored import Held, held, in_archive
+
+_OPTIMIZERS = (OPTIM, "optimizer")
+
+
+def open_source(path: Path) -> Contents:
+    return _from_file(path) if path.is_file() else _from_directory(find(path))
+
+
+# ---- directories
+
+
+def _from_directory(directory: Path) -> Contents:
+    archive = open_archive(directory)
+    contents = Contents(manifest=said_by(directory))
+    small = [entry for entry in archive.entries if entry.tensor is None or is_packed(entry.path)]
+    values = _read(archive, small)
+    for entry in archive.entries:
+        if entry.path[0] == MODEL and len(entry.path) > 1:
+            contents.leaves[MODEL, ".".join(map(str, entry.path[1:]))] = _leaf(archive, entry, values)
+        elif not _is_optimizers(entry):
+            contents.leaves[entry.path] = _leaf(archive, entry, values)
+    if any(map(_is_optimizers, archive.entries)):
+        _take_saved_optimizer(archive, contents, values)
+    return contents
+
+
+def _take_saved_optimizer(archive: Archive, contents: Contents, values: Mapping[str, Any]) -> None:
+    small = {entry.key: entry.room() for entry in groups_in(archive)}
+    saved = SavedOptimizer(archive, archive.read(small, Alone()))
+    contents.groups = _groups(archive, saved)
+    for name, state in saved.state.items():
+        for keys, entry in state:
+            path = (OPTIM, STATE, name, *keys)
+            contents.leaves[path] = _leaf(archive, entry, values)
+
+
+def open_archive(directory: Path) -> Archive:
+    """A complete one, with entries in the order in which they were given to be saved."""
+    archive = Archive(directory)
+    archive.check_files()
+    places = {key: number for number, key in enumerate(archive.metadata.planner_data or ())}
+    archive.entries.sort(key=lambda entry: places.get(entry.key, len(places)))
+    return archive
+
+
+def _is_optimizers(entry: Entry) -> bool:
+    """Torch has two ways to write state and groups, one with names that have dots."""
+    return len(entry.path) > 1 and entry.path[0] == OPTIM and str(entry.path[1]).split(".")[0] in (STATE, GROUPS)
+
+
+def _read(archive: Archive, entries: Iterable[Entry]) -> dict[str, Any]:
+    return archive.read({entry.key: entry.room() for entry in entries}, Alone())
+
+
+def _leaf(archive: Archive, entry: Entry, values: Mapping[str, Any]) -> Leaf:
+    if entry.tensor is None:
+        return values[entry.key]
+    return held(values[entry.key]) if entry.key in values else in_archive(archive, entry.key, entry.tensor)
+
+
+def _groups(archive: Archive, saved: SavedOptimizer) -> list[dict[str, Any]]:
+    """As they were listed; in torch's flat form there is no list, and those with equal options make a group."""
+    listed = archive.below(OPTIM, GROUPS)
+    if listed:
+        values, by_number = _read(archive, listed), defaultdict[int, dict[str, Any]](dict)
+        for entry in listed:
+            put(by_number[int(entry.path[2])], entry.path[3:], values[entry.key])
+        return [by_number[number] for number in sorted(by_number)]
+    groups: dict[str, dict[str, Any]] = {}
+    for name, options in saved.options.items():
+        groups.setdefault(describe_options(options), {**options, "params": []})["params"].append(name)
+    return list(groups.values())
+
+
+# ---- files
+
+
+def _from_file(file: Path) -> Contents:
+    saved = _load(file)
+    if not isinstance(saved, dict) or not saved.keys() & {MODEL, *_OPTIMIZERS}:
+        raise CheckpointError(f"{file} has neither a '{MODEL}' nor an '{OPTIM}': expected a dict with both")
+    contents = Contents(manifest=dict(saved.get(MANIFEST) or {}))
+    for name, value in (saved.get(MODEL) or {}).items():
+        contents.leaves[MODEL, name] = held(value) if isinstance(value, torch.Tensor) else value
+    for key in _OPTIMIZERS:
+        if isinstance(saved.get(key), dict) and {STATE, GROUPS} <= saved[key].keys():
+            _take_optimizer(file, contents, saved[key])
+    for key, value in saved.items():
+        if key not in (MODEL, MANIFEST, *_OPTIMIZERS):
+            contents.leaves.update(_repacked(key, value))
+    return contents
+
+
+def _load(file: Path) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise CheckpointError(f"{file} cannot be read as a file of torch.save: {reason}") from error
+
+
+def _take_optimizer(file: Path, contents: Contents, saved: Mapping[str, Any]) -> None:
+    names = _names(file, contents, saved)
+    contents.groups = [
+        {
+            **{key: it for key, it in group.items() if key != "param_names"},
+            "params": [names[it] for it in group["params"]],
+        }
+        for group in saved[GROUPS]
+    ]
+    for number, state in saved[STATE].items():
+        contents.leaves.update(flattened((OPTIM, STATE, names.get(number, str(number))), state))
+    for key, value in saved.items():
+        if key not in (STATE, GROUPS):
+            contents.leaves.update(flattened((OPTIM, key), value))
+
+
+def _names(file: Path, contents: Contents, saved: Mapping[str, Any]) -> dict[Any, str]:
+    """Of the parameters, by what the dict calls them: the groups' own, else the model's in its order."""
+    numbers = [number for group in saved[GROUPS] for number in group["params"]]
+    own = [name for group in saved[GROUPS] for name in group.get("param_names") or ()]
+    if len(own) == len(numbers):
+        return dict(zip(numbers, own, strict=True))
+    model = {name: leaf for (name,), leaf in contents.below(MODEL).items() if isinstance(leaf, Held)}
+    if not model or not all(isinstance(number, int) for number in numbers):
+        return {number: str(number) for number in numbers}
+    guess = dict(zip(numbers, model, strict=False))
+    fits = all(_fits(model[name], saved[STATE].get(number, {})) for number, name in guess.items())
+    if len(saved[GROUPS]) > 1 or len(model) != len(numbers) or not fits:
+        raise CheckpointError(
+            f"{file} does not say which parameters the optimizer's state belongs to, and they are not the model's in "
+            "its order. Save it again with an optimizer that was made of model.named_parameters()."
+        )
+    return guess
+
+
+def _fits(param: Held, state: Mapping[str, Any]) -> bool:
+    tensors = (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
+    return all(tuple(value.shape) == param.shape for value in tensors)
+
+
+def _repacked(key: str, value: Any) -> dict[Any, Leaf]:
+    """What a checkpoint has in bytes is that again."""
+    if key == SCHEDULER and not isinstance(value, torch.Tensor):
+        return {(SCHEDULER,): held(packed(value))}
+    if key == RANKS and isinstance(value, dict):
+        return {
+            (RANKS, str(rank)): held(it if isinstance(it, torch.Tensor) else packed(it)) for rank, it in value.items()
+        }
+    return dict(flattened((key,), value))

@@ -1,0 +1,396 @@
+"""The command line: what it says of checkpoints and of what is none, and how much memory it takes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from tests.support.checkpoints import assert_same_state, by_name, net, plain, train
+from tests.support.commands import convert, status_of
+from zeroshard import checkpoint
+from zeroshard.cli import stored
+
+KINDS = ("torch", "dcp", "safetensors")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A folder with two checkpoints of a plain optimizer."""
+    model = net()
+    optimizer = plain(model)
+    for step in (1, 2):
+        train(model, optimizer, 1, first=step)
+        checkpoint.save(tmp_path / "saved", step=step, model=model, optimizer=optimizer)
+    return tmp_path / "saved"
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
+    assert status_of("inspect", *arguments, "--json") == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+# ---- inspect
+
+
+def test_what_is_in_the_latest(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found, model = said(capsys, saved), net()
+    assert found["path"] == str(saved / "step-000000002")
+    assert (found["step"], found["world_size"], found["torch"]) == (2, 1, torch.__version__)
+    shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
+    assert {name: value["shape"] for name, value in found["model"].items()} == shapes
+    assert list(found["model"]) == list(model.state_dict())
+    assert {value["dtype"] for value in found["model"].values()} == {"float32"}
+    assert found["state_keys"] == ["exp_avg", "exp_avg_sq", "step"]
+    assert found["state"]["mix"]["exp_avg"] == {"shape": shapes["mix"], "dtype": "float32", "bytes": 96}
+    assert found["state"].keys() == dict(model.named_parameters()).keys() - {"unused"}
+    assert found["other"].keys() == {"ranks.0"}
+    size = sum(file.stat().st_size for file in (saved / "step-000000002").glob("*.distcp"))
+    assert found["ranks"] == {"0": {"files": 1, "bytes": size}}
+    totals = found["totals"]
+    elements = sum(value.numel() for value in model.state_dict().values())
+    assert (totals["elements"], totals["model_bytes"], totals["file_bytes"]) == (elements, 4 * elements, size)
+    trained = sum(param.numel() for name, param in model.named_parameters() if name != "unused")
+    assert totals["state_bytes"] == 4 * (2 * trained + len(found["state"]))
+
+
+def test_one_of_them(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, saved / "step-000000001")["step"] == 1
+
+
+def test_a_directory_of_somebody_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dcp_save({"weights": {"a": torch.ones(2, 3)}, "epoch": 4}, checkpoint_id=tmp_path / "it", no_dist=True)
+    found = said(capsys, tmp_path / "it")
+    assert (found["step"], found["world_size"], found["model"], found["state"]) == (None, 1, {}, {})
+    assert found["other"]["weights.a"] == {"shape": [2, 3], "dtype": "float32", "bytes": 24}
+    assert found["other"]["epoch"] == {"shape": None, "dtype": None, "bytes": 0}
+
+
+def test_the_tables_name_everything(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("inspect", saved) == 0
+    out = capsys.readouterr().out
+    for word in ("step 2", "saved by 1 rank", *net().state_dict(), "6 x 5", "scalar", "float32", "exp_avg", "ranks.0"):
+        assert word in out
+
+
+def test_names_do_not_reach_the_terminal_as_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dcp_save({"model": {"[red]\x1b[2J": torch.ones(2)}}, checkpoint_id=tmp_path / "it", no_dist=True)
+    assert status_of("inspect", tmp_path / "it") == 0
+    out = capsys.readouterr().out
+    assert "[red]?[2J" in out
+    assert "\x1b" not in out
+
+
+# ---- convert
+
+
+def all_kinds_of_tensors() -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    base = torch.randn(6, 4, 5, generator=draw)
+    return {
+        "plain": base,
+        "permuted": base.permute(2, 0, 1),
+        "gaps": base[::2, :, 1:4],
+        "expanded": torch.randn(5, 1, generator=draw).expand(5, 7),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 3),
+        "brain": base.bfloat16(),
+        "half": base.half(),
+        "eighth": base.to(torch.float8_e4m3fn),
+        "double": base.double(),
+        "long": base.mul(100).long(),
+        "flags": base > 0,
+        "bytes": base.mul(20).byte(),
+        "complex": torch.view_as_complex(torch.randn(4, 3, 2, generator=draw)),
+    }
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def read_model(target: Path, kind: str, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Read as its users would."""
+    if kind == "torch":
+        model: dict[str, torch.Tensor] = torch.load(target, weights_only=True)["model"]
+        return model
+    if kind == "safetensors":
+        return {name.removeprefix("model."): value for name, value in load_file(target).items()}
+    into = {"model": {name: torch.empty(value.shape, dtype=value.dtype) for name, value in like.items()}}
+    dcp_load(into, checkpoint_id=target, no_dist=True)
+    return into["model"]
+
+
+@every_kind
+@pytest.mark.parametrize("most", [16, 100, stored.MOST_BYTES])
+@pytest.mark.parametrize("from_file", [True, False], ids=["file", "directory"])
+def test_every_tensor_in_pieces_of_any_size(
+    tmp_path: Path, kind: str, most: int, from_file: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "MOST_BYTES", most)
+    model, source = all_kinds_of_tensors(), tmp_path / "source"
+    if from_file:
+        torch.save({"model": model}, source)
+    else:
+        dcp_save({"model": model}, checkpoint_id=source, no_dist=True)
+    found = read_model(convert(source, tmp_path / "target", kind), kind, model)
+    assert found.keys() == model.keys()
+    for name, value in model.items():
+        assert (found[name].shape, found[name].dtype) == (value.shape, value.dtype), name
+        assert bits(found[name]) == bits(value), name
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("key", ["optim", "optimizer"])
+def test_a_file_of_a_plain_script(tmp_path: Path, named: bool, key: str) -> None:
+    """With names in the groups, or by position where that is plain."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    optimizer = torch.optim.AdamW(model.named_parameters() if named else model.parameters(), lr=0.1)
+    train(model, optimizer, 3)
+    torch.save({"model": model.state_dict(), key: optimizer.state_dict()}, tmp_path / "it.pt")
+    convert(tmp_path / "it.pt", tmp_path / "it", "dcp")
+    again = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    into = torch.optim.AdamW(again.parameters())
+    checkpoint.load(tmp_path / "it", model=again, optimizer=into)
+    assert into.param_groups[0]["lr"] == 0.1
+    assert_same_state(by_name(into, into.state_dict(), again), by_name(optimizer, optimizer.state_dict(), model))
+    assert all(map(torch.equal, again.parameters(), model.parameters()))
+
+
+def test_options_and_state_that_are_tensors_or_none(tmp_path: Path) -> None:
+    """Through a directory and a file, and in the order in which they were."""
+    model = net()
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=torch.tensor(0.1), momentum=0.9)
+    train(model, optimizer, 2)
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict(), "note": ["a", 1]}, tmp_path / "1.pt")
+    convert(tmp_path / "1.pt", tmp_path / "2", "dcp")
+    found = torch.load(convert(tmp_path / "2", tmp_path / "3.pt", "torch"), weights_only=True)
+    assert found["note"] == ["a", 1]
+    expected = optimizer.state_dict()
+    assert found["optim"]["param_groups"] == expected["param_groups"]
+    assert torch.equal(found["optim"]["param_groups"][0]["lr"], torch.tensor(0.1))
+    assert list(found["optim"]["state"]) == list(expected["state"])
+    for number, state in expected["state"].items():
+        assert torch.equal(found["optim"]["state"][number]["momentum_buffer"], state["momentum_buffer"])
+
+
+# ---- what is refused
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int = 1) -> str:
+    assert status_of(*arguments) == status
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return " ".join(error.split())
+
+
+@every_kind
+def test_nothing_is_overwritten(saved: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "there").write_text("mine")
+    error = refusal(capsys, "convert", saved, tmp_path / "there", "--to", kind)
+    assert error == f"Error: {tmp_path / 'there'} exists already. Remove it first, or give another name."
+    assert (tmp_path / "there").read_text() == "mine"
+
+
+def test_the_place_must_be_there(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = refusal(capsys, "convert", saved, tmp_path / "no" / "where", "--to", "torch")
+    assert "no is no directory: make it first" in error
+
+
+@pytest.mark.parametrize("command", ["inspect", "convert"])
+def test_what_is_no_checkpoint(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [str(tmp_path / "target"), "--to", "torch"] if command == "convert" else []
+    (tmp_path / "empty").mkdir()
+    assert "does not exist" in refusal(capsys, command, tmp_path / "nothing", *options)
+    assert "has no checkpoint in it" in refusal(capsys, command, tmp_path / "empty", *options)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["empty"]
+
+
+@pytest.mark.parametrize("command", ["inspect", "convert"])
+def test_a_truncated_checkpoint(saved: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (file,) = (saved / "step-000000002").glob("*.distcp")
+    os.truncate(file, file.stat().st_size - 1)
+    options = [str(tmp_path / "target"), "--to", "torch"] if command == "convert" else []
+    assert f"{file} is truncated" in refusal(capsys, command, saved, *options)
+    assert not (tmp_path / "target").exists()
+
+
+@every_kind
+def test_a_damaged_checkpoint_leaves_nothing(
+    saved: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sizes are right, so that it is noticed while writing."""
+    (file,) = (saved / "step-000000002").glob("*.distcp")
+    whole = file.read_bytes()
+    middle = whole.index(b"PK", len(whole) // 2)
+    file.write_bytes(whole[:middle] + bytes(len(whole) - middle))
+    refusal(capsys, "convert", saved, tmp_path / "target", "--to", kind)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(Path.home() / "never"),)
+
+
+def test_nothing_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "it").mkdir()
+    (tmp_path / "it" / ".metadata").write_bytes(pickle.dumps(Harmful()))
+    torch.save({"model": Harmful()}, tmp_path / "it.pt")
+    assert "cannot be read" in refusal(capsys, "inspect", tmp_path / "it")
+    for source in ("it", "it.pt"):
+        assert "cannot be read" in refusal(capsys, "convert", tmp_path / source, tmp_path / "target", "--to", "torch")
+    assert not (tmp_path / "never").exists()
+
+
+def test_files_that_are_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").write_text("hello")
+    torch.save([1, 2], tmp_path / "list.pt")
+    error = refusal(capsys, "convert", tmp_path / "text", tmp_path / "target", "--to", "dcp")
+    assert "text cannot be read as a file of torch.save" in error
+    error = refusal(capsys, "convert", tmp_path / "list.pt", tmp_path / "target", "--to", "dcp")
+    assert "list.pt has neither a 'model' nor an 'optim'" in error
+
+
+def test_state_that_could_be_anyones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model has a buffer, and numbers alone do not say where that is."""
+    model = net()
+    optimizer = plain(model)
+    train(model, optimizer, 1)
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "it.pt")
+    error = refusal(capsys, "convert", tmp_path / "it.pt", tmp_path / "it", "--to", "dcp")
+    assert "does not say which parameters the optimizer's state belongs to" in error
+
+
+def test_an_unknown_format(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = refusal(capsys, "convert", saved, tmp_path / "target", "--to", "onnx", status=2)
+    assert all(word in error for word in ("--to", "onnx", *KINDS))
+
+
+# ---- the program
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_as_a_module(tmp_path: Path) -> None:
+    done = python("-m", "zeroshard", "inspect", str(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"Error: {tmp_path} has no checkpoint in it\n"
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_extra_it_says_how_to_get_it(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from zeroshard.__main__ import main; main()"
+    done = python("-c", code)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (f"The command line needs {missing}, which is not installed: pip install zeroshard[cli]\n")
+
+
+FULL_DISK = """
+import resource, sys
+from zeroshard.cli.app import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+for kind in ("torch", "dcp", "safetensors"):
+    try:
+        main(["convert", sys.argv[1], sys.argv[2], "--to", kind])
+    except SystemExit as ended:
+        print(ended.code)
+"""
+
+
+def test_where_there_is_no_room_nothing_is_left(tmp_path: Path) -> None:
+    """Files may not grow beyond a limit here, as on a disk that gets full."""
+    torch.save({"model": {"a": torch.ones(100, 100), "b": torch.ones(100, 100)}}, tmp_path / "it.pt")
+    done = python("-c", FULL_DISK, str(tmp_path / "it.pt"), str(tmp_path / "target"))
+    assert (done.returncode, done.stdout.split()) == (0, ["1"] * 3), done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith(f"Error: {tmp_path / 'target'} could not be written: ") for line in lines)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["it.pt"]
+
+
+MAKE = """
+import hashlib, sys, torch
+from zeroshard import checkpoint
+model = torch.nn.Linear(8192, 5632, bias=False)
+optimizer = torch.optim.AdamW(model.parameters())
+model.weight.grad = torch.randn(5632, 8192)
+optimizer.step()
+model.weight.grad = None
+checkpoint.save(sys.argv[1] + "/saved", step=1, model=model, optimizer=optimizer)
+state = optimizer.state[model.weight]
+for tensor in (model.weight.detach(), state["exp_avg"], state["exp_avg_sq"]):
+    print(hashlib.sha256(tensor.numpy()).hexdigest())
+"""
+MEASURE = """
+import sys, threading, time
+from zeroshard.cli.app import main
+
+def now(field):
+    for line in open("/proc/self/status"):
+        if line.startswith(field):
+            return int(line.split()[1]) / 1024
+
+peak, over = {"RssAnon": 0.0, "VmRSS": 0.0}, threading.Event()
+def watch():
+    while not over.wait(0.005):
+        for field in peak:
+            peak[field] = max(peak[field], now(field))
+
+before = {field: now(field) for field in peak}
+watcher = threading.Thread(target=watch)
+watcher.start()
+try:
+    main(sys.argv[1:])
+except SystemExit as ended:
+    status = ended.code or 0
+over.set()
+watcher.join()
+print(status, peak["RssAnon"] - before["RssAnon"], peak["VmRSS"] - before["VmRSS"])
+"""
+MIB = 2**20
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+@pytest.mark.timeout(240)
+def test_memory_stays_small(tmp_path: Path) -> None:
+    """528 MiB in three tensors of 176 go from file to file; each format is made of the one before."""
+    made = python("-c", MAKE, str(tmp_path))
+    assert made.returncode == 0, made.stderr
+    source = tmp_path / "saved"
+    for kind in ("torch", "dcp", "safetensors"):
+        target = tmp_path / f"as-{kind}"
+        done = python("-c", MEASURE, "convert", str(source), str(target), "--to", kind)
+        assert done.returncode == 0, done.stderr
+        status, anonymous, resident = map(float, done.stdout.split())
+        assert status == 0
+        assert anonymous < 150, kind
+        if kind != "dcp":  # there the source is mapped, and its pages count as resident while memory is plenty
+            assert resident < 200, kind
+        shutil.rmtree(source) if source.is_dir() else source.unlink()
+        source = target
+    assert source.stat().st_size > 528 * MIB
+    names = ("model.weight", "optim.state.weight.exp_avg", "optim.state.weight.exp_avg_sq")
+    with safe_open(source, framework="pt") as found:
+        digests = [hashlib.sha256(found.get_tensor(name).numpy()).hexdigest() for name in names]
+    assert digests == made.stdout.split()
+    source.unlink()
