@@ -5,7 +5,6 @@ torchrun --nproc-per-node 2 examples/train_sharded.py
 
 import os
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,8 +12,9 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import zeroshard
+from zeroshard import checkpoint
 
-CHECKPOINT = Path("checkpoint.pt")
+FOLDER = "checkpoints"
 STEPS = 20
 PASSES = 4  # backward passes for each step
 
@@ -33,11 +33,8 @@ groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_d
 optimizer = zeroshard.shard(model, torch.optim.AdamW, params=groups, lr=3e-3)
 scheduler = CosineAnnealingLR(optimizer, T_max=10 * STEPS)
 
-if CHECKPOINT.exists():  # on all ranks
-    saved = torch.load(CHECKPOINT, map_location="cpu", weights_only=True)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    scheduler.load_state_dict(saved["scheduler"])
+if checkpoint.latest(FOLDER):  # on all ranks, as many as there are now
+    checkpoint.load(FOLDER, model=model, optimizer=optimizer, scheduler=scheduler)
 
 torch.manual_seed(1000 * scheduler.last_epoch + dist.get_rank())  # other inputs on each rank
 for _ in range(STEPS):
@@ -52,8 +49,8 @@ for _ in range(STEPS):
     optimizer.zero_grad()
     scheduler.step()
 
-state = optimizer.full_state_dict(to=0)  # on all ranks: the unsharded optimizer's dict on rank 0, None elsewhere
+# On all ranks: each writes its own part, and nothing is gathered.
+checkpoint.save(FOLDER, step=scheduler.last_epoch, model=model, optimizer=optimizer, scheduler=scheduler)
 if dist.get_rank() == 0:
-    torch.save({"model": model.state_dict(), "optimizer": state, "scheduler": scheduler.state_dict()}, CHECKPOINT)
     print(f"step {scheduler.last_epoch}: loss {loss.item():.4f}, norm of the gradients {norm.item():.4f}")
 dist.destroy_process_group()

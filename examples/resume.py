@@ -1,0 +1,84 @@
+"""Train a small GPT that may be stopped at any step, and goes on with any number of ranks.
+
+torchrun --nproc-per-node 4 examples/resume.py --stop-at 40
+torchrun --nproc-per-node 2 examples/resume.py
+"""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from gpt import GPT  # type: ignore[import-not-found]
+from train_gpt import CONTEXT, TEXT, join_group  # type: ignore[import-not-found]
+from zeroshard import checkpoint, shard
+
+BATCH = 12  # passages in a step, of all ranks together: 1, 2, 3, 4 and 6 of them can share it
+
+
+class Passages:
+    """Random passages of a text. Which ones a step takes depends on its number alone, not on the ranks."""
+
+    def __init__(self) -> None:
+        text = TEXT.read_text(encoding="ascii")
+        self.vocabulary = sorted(set(text))
+        ids = torch.tensor([self.vocabulary.index(character) for character in text])
+        self._all = ids.unfold(0, CONTEXT + 1, 1)
+
+    def of(self, step: int) -> Tensor:
+        """This rank's part of the batch of a step."""
+        picked = torch.randint(len(self._all), (BATCH,), generator=torch.Generator().manual_seed(step))
+        return self._all[picked[dist.get_rank() :: dist.get_world_size()]]
+
+
+def train(options: argparse.Namespace) -> None:
+    device = join_group()
+    if BATCH % dist.get_world_size():
+        raise SystemExit(f"{dist.get_world_size()} ranks cannot share {BATCH} passages evenly")
+    torch.manual_seed(0)
+    passages = Passages()
+    model = GPT(len(passages.vocabulary), CONTEXT, width=128).to(device)
+    optimizer = shard(model, torch.optim.AdamW, lr=2e-3)
+    scheduler = CosineAnnealingLR(optimizer, T_max=options.steps)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+    start, saving = 0, None
+    if checkpoint.latest(options.folder) is not None:
+        start = checkpoint.load(options.folder, **parts).step or 0
+    stop = min(options.steps, options.stop_at or options.steps)
+    for step in range(start + 1, stop + 1):
+        ids = passages.of(step).to(device)
+        loss = cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        report(step, loss.detach())
+        if step % options.every == 0 or step == stop:
+            saving = checkpoint.save(options.folder, step=step, async_=True, **parts)
+    if saving is not None:
+        saving.wait()
+    dist.destroy_process_group()
+
+
+def report(step: int, loss: Tensor) -> None:
+    """Print the loss of the whole batch, to its last digit."""
+    dist.all_reduce(loss)
+    if dist.get_rank() == 0:
+        print(f"step {step}, {dist.get_world_size()} ranks: loss {loss.item() / dist.get_world_size():.9f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train a small GPT, and go on where it was stopped.")
+    parser.add_argument("--steps", type=int, default=120, help="the length of the whole training")
+    parser.add_argument("--stop-at", type=int, help="stop after this step, as if time were up")
+    parser.add_argument("--every", type=int, default=25, help="save after each so many steps")
+    parser.add_argument("--folder", default="checkpoints", help="where checkpoints are")
+    train(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
