@@ -14,9 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 from torch.optim import Optimizer
+from torch.utils.dlpack import from_dlpack
 
 from ..comm.agreement import Proposal, agreed
 from ..comm.collectives import Comm
@@ -175,6 +178,21 @@ def _write(comm: Comm, folder: Folder, step: int, keep: int | None, contents: di
         return on_first(comm, "checkpoint.save: publishing", publish)
 
 
+class _Planner(DefaultSavePlanner):
+    """DCP copies what is a part of a larger storage, and keeps the copies until all is written. Slices of buckets are
+    such parts; as tensors of their own, over the same memory, they are written as they lie."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        data = super().transform_object(write_item, object)
+        return from_dlpack(data.detach()) if _is_plain(data) else data
+
+
+def _is_plain(data: Any) -> bool:
+    if not isinstance(data, torch.Tensor) or type(data) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return data.device.type == "cpu" and data.layout == torch.strided and data.is_contiguous() and data.numel() > 0
+
+
 def _write_parts(comm: Comm, directory: Path, contents: dict[str, Any]) -> dict[str, int]:
     """The check sums of all files, whichever rank has written them."""
     files = SummingFiles()
@@ -182,7 +200,7 @@ def _write_parts(comm: Comm, directory: Path, contents: dict[str, Any]) -> dict[
     writer.fs = files
     try:
         with ranks_for_dcp(comm.group) as ranks:
-            save_parts(contents, storage_writer=writer, **ranks)
+            save_parts(contents, storage_writer=writer, planner=_Planner(), **ranks)
     except CheckpointException as error:
         raise CheckpointError(f"the checkpoint could not be written to {directory.parent}: {reasons(error)}") from error
     mine = json.dumps(files.sums)
