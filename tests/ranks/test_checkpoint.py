@@ -262,3 +262,58 @@ def test_masters_come_back(ctx: RankContext, tmp_path: Path) -> None:
             if "master_weights" in state:
                 assert torch.equal(state["master_weights"].float(), expected[name]["master_weights"])
             assert ("master_weights" in state) == (dtype is not None)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps something for all parameters together, and something that only its dict shows."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen += 1
+        shared: dict[str, torch.Tensor] = self.state["shared"]  # type: ignore[index]
+        shared["total"] = shared.get("total", torch.zeros(2)) + 1
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "seen": self.seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen = state_dict.get("seen", -1)
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "seen"})
+
+
+@ranks(1, 2, 3)
+def test_what_belongs_to_no_parameter_comes_back(ctx: RankContext, tmp_path: Path) -> None:
+    def made(seed: int) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+        model = net(seed)
+        return model, ZeroRedundancyOptimizer(model.named_parameters(), Counting, lr=0.01, momentum=0.9)
+
+    model, optimizer = made(0)
+    train(model, optimizer, 3)
+    checkpoint.save(tmp_path, step=3, model=model, optimizer=optimizer)
+    again, into = made(4)
+    checkpoint.load(tmp_path, model=again, optimizer=into)
+    assert isinstance(into.optim, Counting)
+    assert into.optim.seen == 3
+    assert torch.equal(into.state["shared"]["total"], torch.full((2,), 3.0))
+    for each, its in ((model, optimizer), (again, into)):
+        train(each, its, 2, first=3)
+    assert all(map(torch.equal, again.parameters(), model.parameters()))
+
+
+@ranks(1, 2)
+def test_views_that_cannot_be_handed_on_are_saved_too(ctx: RankContext, tmp_path: Path) -> None:
+    def made(value: complex) -> nn.Module:
+        model = nn.Module()
+        model.register_buffer("turned", torch.full((3,), value).conj())
+        model.register_buffer("slice", torch.arange(9.0).view(3, 3)[:, 1] * value.real)
+        return model
+
+    checkpoint.save(tmp_path, step=1, model=made(1 + 2j))
+    again = made(0j)
+    checkpoint.load(tmp_path, model=again)
+    for name, value in made(1 + 2j).state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name

@@ -4,7 +4,7 @@ Names decide which state goes where, whatever the order, the groups and the rank
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -38,7 +38,10 @@ def groups_in(archive: Archive) -> list[Entry]:
 
 
 class SavedOptimizer:
-    """What an archive says of its optimizer, by names of parameters."""
+    """What an archive says of its optimizer, by names of parameters.
+
+    `others` belong to no parameter: state that all share, and what a class adds to its dict.
+    """
 
     def __init__(self, archive: Archive, values: Mapping[str, Any]) -> None:
         """`values`: of `groups_in`."""
@@ -47,6 +50,7 @@ class SavedOptimizer:
             self.options = _options_by_name(groups_in(archive), values)
             state = [entry for entry in archive.below(OPTIM) if _part(entry) == _STATE]
             self.state = _state_by_name(state, self.options)
+            self.others = _others(archive.below(OPTIM), self.state.keys() - self.options.keys())
         except Exception as error:
             raise CheckpointError(
                 f"the optimizer in {self.directory} is not in torch's format: {type(error).__name__}: {error}"
@@ -71,7 +75,8 @@ class Restoring:
 
     def targets(self) -> dict[str, Any]:
         """What to read, and where to."""
-        return {it.entry.key: self._room(index, it) for index, it in self._wanted if self._holds(index, it)}
+        mine = {it.entry.key: self._room(index, it) for index, it in self._wanted if self._holds(index, it)}
+        return mine | {entry.key: entry.room() for entry in self._saved.others}
 
     def state_dict(self, values: Mapping[str, Any]) -> StateDict:
         """In the order and the groups of the running optimizer, for it to load."""
@@ -85,7 +90,10 @@ class Restoring:
             running = part_of(self._optimizer)["state"]
             state.update({index: running[index] for index in new if index in running})
         ours = isinstance(self._optimizer, ZeroRedundancyOptimizer)
-        return {"state": state if ours else {i: it for i, it in state.items() if it}, "param_groups": self._groups}
+        whole = {_STATE: state if ours else {i: it for i, it in state.items() if it}, _GROUPS: self._groups}
+        for entry in self._saved.others:
+            _put(whole, entry.path[1:], values[entry.key])
+        return whole
 
     def _in_order(self, index: int, found: dict[Any, Any]) -> dict[Any, Any]:
         known = [key for key in self._keys.get(index, ()) if key in found]
@@ -231,6 +239,12 @@ def _state_by_name(entries: Sequence[Entry], names: Mapping[str, Any]) -> dict[s
             name, keys = _split(str(entry.path[1]).removeprefix(f"{_STATE}."), names)
         found[name].append(StateEntry(keys, entry))
     return dict(found)
+
+
+def _others(entries: Sequence[Entry], strangers: Set[str]) -> list[Entry]:
+    """`strangers`: names in the state that are no parameter's."""
+    shared = [entry for entry in entries if entry.path[1] == _STATE and str(entry.path[2]) in strangers]
+    return shared + [entry for entry in entries if _part(entry) not in (_STATE, _GROUPS) and len(entry.path) > 1]
 
 
 def _split(text: str, names: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,13 +184,10 @@ class _Planner(DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         data = super().transform_object(write_item, object)
-        return from_dlpack(data.detach()) if _is_plain(data) else data
-
-
-def _is_plain(data: Any) -> bool:
-    if not isinstance(data, torch.Tensor) or type(data) not in (torch.Tensor, torch.nn.Parameter):
-        return False
-    return data.device.type == "cpu" and data.layout == torch.strided and data.is_contiguous() and data.numel() > 0
+        if type(data) in (torch.Tensor, torch.nn.Parameter) and data.device.type == "cpu" and data.numel():
+            with suppress(BufferError, RuntimeError):  # some dtypes and views cannot, and are copied
+                return from_dlpack(data.detach())
+        return data
 
 
 def _write_parts(comm: Comm, directory: Path, contents: dict[str, Any]) -> dict[str, int]:
