@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from ..errors import ConfigError
 from ..units import GlobalRank, Rank
+from .ending import end_in_order
 
 _apart: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """One for each process group that has something to do in the background."""
@@ -23,6 +24,7 @@ class Group:
             raise RuntimeError(
                 "the default process group is not initialized: call torch.distributed.init_process_group() first"
             )
+        end_in_order()
         chosen = process_group or dist.group.WORLD
         assert chosen is not None, "an initialized job has a world"
         self.process_group = chosen
@@ -35,6 +37,10 @@ class Group:
         members = [GlobalRank(member) for member in dist.get_process_group_ranks(self.process_group)]
         self._members = {Rank(dist.get_group_rank(self.process_group, member)): member for member in members}
 
+    @property
+    def members(self) -> list[GlobalRank]:
+        return list(self._members.values())
+
     def to_global(self, rank: Rank) -> GlobalRank:
         return self._members[rank]
 
@@ -42,7 +48,7 @@ class Group:
         for mine, member in self._members.items():
             if member == rank:
                 return mine
-        raise ConfigError(f"global rank {rank} is not a member of the process group of {list(self._members.values())}")
+        raise ConfigError(f"global rank {rank} is not a member of the process group of {self.members}")
 
     def carries(self, device: torch.device) -> bool:
         """Whether tensors on `device` can travel in this group."""
@@ -65,8 +71,7 @@ class Group:
 
     def _over_gloo(self, known: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]) -> dist.ProcessGroup:
         if self.process_group not in known:
-            members = list(self._members.values())
-            known[self.process_group] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            known[self.process_group] = dist.new_group(self.members, backend="gloo", use_local_synchronization=True)
         return known[self.process_group]
 
 
@@ -75,6 +80,7 @@ class Alone(Group):
 
     def __init__(self) -> None:
         self.rank, self.size, self.global_rank = Rank(0), 1, GlobalRank(0)
+        self._members = {Rank(0): GlobalRank(0)}
 
     def apart(self) -> Group:
         return self

@@ -4,13 +4,12 @@ Slices travel in pieces. A thread receives a row of them, one from each other ra
 and adds it up while it is in the cache. So what is received takes little memory, however long the slices are.
 """
 
-import atexit
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from ..policies import Reduce
 from ..units import MIB, Rank, Span, align_up
 from .collectives import as_bytes
+from .ending import wait_at_exit_for
 from .group import Group
 from .pending import Pending, Together, Waitable
 from .ways import Arriving, ShardWay, add_in_order
@@ -31,21 +31,9 @@ ALIGNED = 64
 """Bytes: where a piece starts in memory."""
 ROWS = 3
 """Rows that are received at once."""
-AT_EXIT = 10.0
-"""Seconds that a process which ends leaves to what it still receives: until the others have ended, as a rule."""
 
 _tags: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 """Ways are made in the same order on all ranks, and messages of one must not be taken for those of another."""
-
-
-_threads: WeakSet[threading.Thread] = WeakSet()
-
-
-@atexit.register
-def _let_threads_end() -> None:
-    """Hazard: a thread that Python ends in the middle of torch's code takes the whole process down."""
-    for thread in list(_threads):
-        thread.join(AT_EXIT)
 
 
 class Pairwise(ShardWay):
@@ -150,7 +138,7 @@ class _Receiver:
                 thread = threading.Thread(target=self._run, name="zeroshard-receiver", daemon=True)
                 thread.start()
                 self._runs = True
-                _threads.add(thread)
+                wait_at_exit_for(thread)
             self._queue.extend(rows)
 
     @torch.no_grad()
