@@ -11,12 +11,12 @@ import torch
 _INSIDE = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
 
 
-def warn_user(text: str) -> None:
+def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn of the nearest line that is neither in this package nor in torch, however deep the call is."""
     level, frame = 2, sys._getframe(1)
     while _is_inside(frame) and frame.f_back is not None:
         level, frame = level + 1, frame.f_back
-    warnings.warn(text, stacklevel=level)
+    warnings.warn(text, category, stacklevel=level)
 
 
 def _is_inside(frame: FrameType) -> bool:

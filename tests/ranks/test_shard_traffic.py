@@ -18,6 +18,7 @@ from tests.support.overlap import mlp, regression
 from tests.support.sharded import ZERO2, both_stages, seeded
 from tests.support.traffic import recorded
 from zeroshard import FlatShards, KeepFull, KeepShard, ShardedOptimizer, ZeroConfig, shard
+from zeroshard.runtime import grad_sync
 from zeroshard.runtime.packing import KEPT_BUFFERS
 
 MIB = 2**20
@@ -72,13 +73,15 @@ def test_bytes_on_the_wire_are_at_most_those_of_ddp(ctx: RankContext, keep: Keep
 
 def calls_of_an_iteration(layers: int, config: ZeroConfig) -> tuple[Counter[str], ShardedOptimizer]:
     model = seeded(lambda: mlp(layers), 0)
-    optimizer = shard(model, torch.optim.AdamW, lr=0.1, config=config)
-    for number in range(2):
-        with recorded() as traffic:
-            torch.autograd.backward(regression(model, number))
-            optimizer.step()
-            optimizer.zero_grad()
-            optimizer.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grad_sync, "PATIENCE", 30.0)
+        optimizer = shard(model, torch.optim.AdamW, lr=0.1, config=config)
+        for number in range(2):
+            with recorded() as traffic:
+                torch.autograd.backward(regression(model, number))
+                optimizer.step()
+                optimizer.zero_grad()
+                optimizer.wait()
     return Counter(traffic.verbs), optimizer
 
 
@@ -95,7 +98,7 @@ def test_calls_are_a_few_for_each_bucket_and_none_for_a_parameter(ctx: RankConte
     buckets, others = len(optimizer.layout.buckets), ctx.world_size - 1
     assert buckets >= 5
     assert calls["isend"] == calls["irecv"] == 2 * others * buckets
-    assert calls["all_reduce"] == 2, "before and after the update"
+    assert calls["all_reduce"] == 2, "before and after the update, where ranks keep pace"
     assert set(calls) == {"isend", "irecv", "all_reduce"}
 
 

@@ -4,7 +4,6 @@ The scaler hands a scale and a found-inf flag to optimizers that ask for them, a
 `step`. So we ask: a scaler that decided by itself would leave ranks waiting for one that skips.
 """
 
-import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..comm.agreement import compare
 from ..comm.collectives import Comm
+from ..notices import warn_user
 
 
 def drives(outer: Optimizer) -> bool:
@@ -91,11 +91,10 @@ def _flag(outer: Optimizer, device: torch.device) -> torch.Tensor:
 
 def _warn_if_alone(outer: Optimizer, found: torch.Tensor) -> None:
     if drives(outer) and not found.item():
-        warnings.warn(
+        warn_user(
             "another rank found gradients that are not finite, so this rank skips its step too; its GradScaler "
             "does not know and keeps another scale. Reduce gradients over all ranks before scaler.step().",
             RuntimeWarning,
-            stacklevel=5,
         )
 
 

@@ -8,9 +8,12 @@ others there only when much is under way, and not for long.
 A large gradient is copied into its bucket as soon as it is there, and freed; small ones together when the bucket goes.
 
 What is in `param.grad` in `settle` and has not travelled yet (it came too late, or from `no_sync`) goes along then.
+
+A rank that fails stops sending, and keeps quiet about it until `settle`. There it sends zeros for what others wait for,
+and all ranks drop what they have and raise.
 """
 
-import warnings
+import logging
 from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
@@ -20,23 +23,28 @@ from weakref import ReferenceType, ref
 
 import torch
 
+from ..comm.agreement import raise_failure
 from ..comm.collectives import Comm
 from ..comm.shards import Ways
 from ..errors import RankMismatchError
 from ..layout.layout import Bucket, Layout
+from ..notices import warn_user
 from ..policies import MasterWeights, Reduce, Retention
 from .grads import Gradients
 from .packing import Grads, Pool
+from .rounds import Rounds
 from .slots import Sending, Slot, Target
 
 _GRAD = attrgetter("grad")
+_log = logging.getLogger(__name__)
 
 UNFINISHED = 1
 """The newest buckets are left on their way: taking them in at once would stop what they are to overlap with."""
 CROWD = 2
 PATIENCE = 0.1
 """Seconds that a rank waits, inside a backward pass, for the oldest of more buckets than that, so that memory is
-bounded where ranks keep pace. In vain once a step only: another may send nothing before this one settles."""
+bounded where ranks keep pace; and for all of them before it settles, so that what fails is known in time. In vain once
+a step only: another may send nothing before this one settles."""
 LARGE = 256 * 1024
 """Bytes of a gradient that is copied on its own."""
 
@@ -51,21 +59,15 @@ class GradSync(Gradients):
         self._retention, self._reduce = retention, reduce
         self.paused = False
         """Gradients add up in `param.grad`, and nothing travels."""
-        self._slots: list[Slot] = []
-        self._slot_of: dict[int, Slot] = {}
+        self._rounds = Rounds()
         self._large: set[int] = set()
         """Parameters whose gradients are copied at once."""
         self._present = bytearray()
-        self._fired = bytearray()
         self._offered: dict[int, torch.Tensor] = {}
         self._unsent = bytearray()
         self._late: list[int] = []
-        self._expects = self._expected_for = b""
         self._sent_grads: dict[int, ReferenceType[torch.Tensor] | None] = {}
         """Of those that stay in `param.grad`, to notice when another one takes its place."""
-        self._round: list[Slot] = []
-        self._sent = self._cleared = 0
-        """Buckets that were sent since gradients were last settled, all and before they were last cleared."""
         self._under_way: deque[Sending] = deque()
         self._pools: dict[tuple[torch.dtype, torch.device], Pool] = {}
         self._ways = Ways(comm.group, reduce)
@@ -73,19 +75,18 @@ class GradSync(Gradients):
         """Autograd has a thread for each device."""
         self._spent = False
         self._patience = PATIENCE
+        self._keeps_pace = True
+        """All ranks had sent as much when they last settled."""
+        self._failure: Exception | None = None
+        """What this rank alone knows of, until gradients are settled."""
 
     def extend(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
         super().extend(layout, params)
-        for bucket in layout.buckets[len(self._slots) :]:
-            slot = self._slot(layout, bucket)
-            self._slots.append(slot)
-            self._slot_of |= dict.fromkeys(slot.members, slot)
-            if any(place.spec.trainable for place in slot.places):
-                self._round.append(slot)
+        new = [self._slot(layout, bucket) for bucket in layout.buckets[len(self._rounds.slots) :]]
+        self._rounds.extend(new, self._params)
         if self._retention.frees and self._comm.group.size > 1 and self._is_eager:
-            self._large = {index for slot in self._slots if slot.packs for index in slot.at_least(LARGE)}
+            self._large = {index for slot in self._rounds.slots if slot.packs for index in slot.at_least(LARGE)}
         self._present.extend(bytes(len(params) - len(self._present)))
-        self._expect_those_that_train(bytes(len(params)))
         self._start_over()
 
     def _slot(self, layout: Layout, bucket: Bucket) -> Slot:
@@ -96,75 +97,94 @@ class GradSync(Gradients):
     @property
     def busy(self) -> bool:
         """Gradients have been sent since they were last settled."""
-        return self._sent > 0 or bool(self._under_way)
+        return self._rounds.sent > 0 or bool(self._under_way)
 
     def ready(self, index: int, grad: torch.Tensor | None = None) -> None:
         """A parameter has its gradient: the given one, or that in `param.grad`. Relies on no other rank."""
         with self._lock:
-            self._ready(index, grad)
+            if self._spent:
+                self._warn_of_old_grads()
+            if self._failure is None:
+                try:
+                    self._ready(index, grad)
+                except Exception as failure:
+                    self._fail(failure)
 
     def _ready(self, index: int, grad: torch.Tensor | None) -> None:
         if grad is not None:
             self._offered[index] = grad
-        if self._spent:
-            self._warn_of_old_grads()
         self._unsent[index] = 1
-        if self.paused or self._fired[index] or not self._expects[index]:
+        if self.paused or not self._rounds.awaits(index):
             return
-        self._fired[index] = 1
-        slot = self._slot_of[index]
         if index in self._large:
-            self._put_in(slot, index)
-        slot.missing -= 1
-        if not slot.missing:
+            self._put_in(index)
+        if self._rounds.fills_by(index):
             self._send_full()
 
     @torch.no_grad()
-    def _put_in(self, slot: Slot, index: int) -> None:
+    def _put_in(self, index: int) -> None:
         param = self._params[index]
         if param.grad is not None:
-            slot.put_in(index, param.grad)
+            self._rounds.slot_of[index].put_in(index, param.grad)
             param.grad = None
 
     def _send_full(self) -> None:
         """Send all buckets that are full and whose turn it is."""
-        while self._is_eager and self._round and not self._next.missing:
-            self._send(self._next)
-            if self._sent % len(self._round) == 0:
+        while self._rounds.next_is_full and self._is_eager:
+            self._send(self._rounds.next)
+            if self._rounds.is_over:
                 return  # the same bucket twice in one go would be empty
 
     def end_round(self) -> None:
         """A backward pass is over: send what is left of a round that has begun."""
         with self._lock:
-            if self._is_eager and not self.paused and any(self._fired):
-                while self._sent % len(self._round):
-                    self._send(self._next)
+            try:
+                if self._is_eager and not self.paused and self._rounds.has_begun:
+                    while self._failure is None and not self._rounds.is_over:
+                        self._send(self._rounds.next)
+            except Exception as failure:
+                self._fail(failure)
+
+    def _fail(self, failure: Exception) -> None:
+        """Hazard: other ranks rely on what this one would send next, so that it must not raise alone."""
+        _log.error("rank %d cannot average gradients, which the next step raises: %r", self._comm.group.rank, failure)
+        self._failure = self._failure or failure
 
     def statement(self) -> bytes:
+        self._take_in_in_time()
         have, self._late = bytearray(self._present_flags()), self._find_late()
         if self._late and self._spent:
             self._warn_of_old_grads()
         for index in self._late:
             have[index] = 1
-        return bytes(have) + self._late_buckets() + pack("qq", self._sent, self._cleared)
+        doubts = self._failure is not None, bool(self._under_way)
+        return bytes(have) + self._late_buckets() + pack("qq??", self._rounds.sent, self._rounds.cleared, *doubts)
+
+    def _take_in_in_time(self) -> None:
+        """What arrives soon: if that fails, all ranks learn of it by the statement."""
+        while self._under_way and self._under_way[0].arriving.arrives(self._patience if self._keeps_pace else 0):
+            self._take_in()
+        self._patience = 0 if self._under_way else self._patience
 
     def settle(self, *, same: bool) -> bytes:
+        sure = same and not self._late and not self._under_way and self._failure is None
+        if self._failure is not None:
+            self._drop_local()
+        self._keeps_pace = same
         if not same:
             self._catch_up()
             self._late = self._find_late()
         late = self._late_buckets()
-        for slot, flag in zip(self._slots, late if same else self._comm.union(late), strict=True):
+        for slot, flag in zip(self._rounds.slots, late if same else self._comm.union(late), strict=True):
             if flag:
-                self._send(slot)
+                self._send_surely(slot)
         while self._under_way:
             self._take_in()
+        if not sure:
+            self._raise_if_one_failed()
         present = self._present_flags() if same else self._comm.union(self._present_flags())
-        if self._late or not same or present != self._expected_for:
-            self._expect_those_that_train(present)
+        self._rounds.learn(present, anew=bool(self._late) or not same)
         self._present[:] = present
-        # What had no gradients this time is not expected to have any next time.
-        used = [slot for slot in self._slots if 0 not in present or any(map(present.__getitem__, slot.members))]
-        self._round = used or self._round
         self._start_over()
         return present
 
@@ -174,39 +194,51 @@ class GradSync(Gradients):
         What one rank has cleared after it was sent counts on none. A rank that sent what shall count in its place could
         not be told apart from one that cleared too late, so that is refused.
         """
-        goal, void = self._comm.maximum([self._sent, self._cleared])
-        conflict = self._cleared < void and self._cleared < self._sent
-        problem = self._comm.maximum([conflict])[0]
-        while self._sent < goal:
-            self._send(self._next, wanted=self._sent >= void)
-        if problem:
-            while self._under_way:
-                self._take_in()
-            self.clear(to_none=True)
-            self._start_over()
-            for param in self._params:
-                param.grad = None
-            raise RankMismatchError(
+        rounds = self._rounds
+        goal, void, least = self._comm.maximum([rounds.sent, rounds.cleared, -rounds.sent])
+        self._keeps_pace = goal == -least
+        conflict = rounds.cleared < void and rounds.cleared < rounds.sent
+        if self._comm.maximum([conflict])[0]:
+            self._failure = self._failure or RankMismatchError(
                 "zero_grad() was called between different backward passes on different ranks, so that gradients of one "
                 "pass would meet those of another. They are cleared now."
             )
+        while rounds.sent < goal:
+            self._send_surely(rounds.next, wanted=rounds.sent >= void)
+
+    def _raise_if_one_failed(self) -> None:
+        """On all ranks, whose gradients are gone then: they are not those of all ranks, and parts of them are lost."""
+        failed = self._failure is not None
+        if not (self._comm.maximum([failed])[0] if self._comm.group.size > 1 else failed):
+            return
+        failure, self._failure = self._failure, None
+        self.clear(to_none=True)
+        self._drop_local()
+        self._start_over()
+        raise_failure(self._comm, "gradients could not be averaged, and are cleared now", failure)
+
+    def _drop_local(self) -> None:
+        """Free what has not travelled."""
+        self._offered.clear()
+        for param in self._params:
+            param.grad = None
 
     def clear(self, *, to_none: bool) -> None:
         # Hazard: waiting here for what is under way would be waiting for ranks that may not send it before they settle.
         self._under_way = deque(sending._replace(wanted=False) for sending in self._under_way)
-        for slot in self._slots:
+        for slot in self._rounds.slots:
             slot.clear(to_none=to_none)
             slot.holds = slot.holds and not to_none
             if not to_none and slot.bucket in self._shards:
                 self._shards[slot.bucket].zero_()
         if to_none:
             self._present[:] = bytes(len(self._present))
-        self._cleared = self._sent
+        self._rounds.cleared = self._rounds.sent
         self._spent = False
 
     def tensors(self) -> list[torch.Tensor]:
         # Hazard: not their padding. Nothing writes there, so what is multiplied by NaN once would stay NaN.
-        return [self._filled(slot) for slot in self._slots if slot.holds]
+        return [self._filled(slot) for slot in self._rounds.slots if slot.holds]
 
     def spend(self) -> None:
         """A later backward pass adds to them unless they are cleared."""
@@ -217,18 +249,16 @@ class GradSync(Gradients):
         """Buckets may go while backward runs; else all go along when gradients are settled."""
         return self._ways.eager
 
-    @property
-    def _next(self) -> Slot:
-        return self._round[self._sent % len(self._round)]
-
     def _find_late(self) -> list[int]:
         """Parameters with a gradient that has not travelled, whoever has set it."""
+        if self._failure is not None:
+            return []
         grads = list(map(_GRAD, self._params))
-        waiting = [index for slot in self._slots for index in slot.waiting]
+        waiting = [index for slot in self._rounds.slots for index in slot.waiting]
         # Lists ask for identity first. Hazard: `count` would go on and ask every tensor whether it equals None.
         if self._retention.frees and grads == [None] * len(grads):
             return waiting
-        have = [(i, grad) for i, grad in enumerate(grads) if grad is not None and i in self._slot_of]
+        have = [(i, grad) for i, grad in enumerate(grads) if grad is not None and i in self._rounds.slot_of]
         return waiting + [i for i, grad in have if self._retention.frees or self._is_unsent(i, grad)]
 
     def _is_unsent(self, index: int, grad: torch.Tensor) -> bool:
@@ -236,8 +266,8 @@ class GradSync(Gradients):
         return bool(self._unsent[index]) or not self._present[index] or (sent is not None and sent() is not grad)
 
     def _late_buckets(self) -> bytes:
-        late = {self._slot_of[index].bucket for index in self._late}
-        return bytes(slot.bucket in late for slot in self._slots)
+        late = {self._rounds.slot_of[index].bucket for index in self._late}
+        return bytes(slot.bucket in late for slot in self._rounds.slots)
 
     def _present_flags(self) -> bytes:
         if self._retention.frees:
@@ -245,38 +275,36 @@ class GradSync(Gradients):
         return bytes([param.grad is not None for param in self._params])
 
     def _start_over(self) -> None:
-        self._sent = self._cleared = 0
+        self._rounds.start_over()
         self._patience = PATIENCE
-        self._fired = bytearray(len(self._params))
         self._unsent = bytearray(len(self._params))
-        for slot in self._slots:
-            slot.missing = slot.expected
-
-    def _expect_those_that_train(self, present: bytes) -> None:
-        """Those that had gradients last time, if there were any: an unused parameter must not keep a bucket waiting."""
-        self._expected_for = present
-        used = present if any(present) else b"\1" * len(present)
-        flags = [param.requires_grad and used[index] for index, param in enumerate(self._params)]
-        self._expects = bytes(map(bool, flags))
-        for slot in self._slots:
-            slot.expected = sum(map(self._expects.__getitem__, slot.members))
 
     @torch.no_grad()
-    def _send(self, slot: Slot, *, wanted: bool = True) -> None:
-        """`wanted`: else nobody will use what is sent, and it is zeros."""
-        self._sent += slot in self._round
-        slot.missing = slot.expected
-        if not wanted:
-            self._under_way.append(slot.send_zeros(self._target(slot)))
-            self._take_in_what_came()
-            return
+    def _send(self, slot: Slot) -> None:
+        """If it raises, nothing was sent."""
         for index in slot.waiting:
             self._present[index] = 1
         grads = map(self._take, slot.members)
         if self._comm.group.size == 1:
             self._keep(slot, grads)
-            return
-        self._under_way.append(slot.send(grads, self._target(slot), ours=self._retention.frees))
+        else:
+            self._under_way.append(slot.send(grads, self._target(slot), ours=self._retention.frees))
+        self._count(slot)
+
+    def _send_surely(self, slot: Slot, *, wanted: bool = True) -> None:
+        """Other ranks rely on it. What is not `wanted`, or cannot be sent, goes as zeros that nobody will use."""
+        if wanted and self._failure is None:
+            try:
+                self._send(slot)
+                return
+            except Exception as failure:
+                self._fail(failure)
+        if self._comm.group.size > 1:
+            self._under_way.append(slot.send_zeros(self._target(slot)))
+        self._count(slot)
+
+    def _count(self, slot: Slot) -> None:
+        self._rounds.note_sent(slot)
         self._take_in_what_came()
 
     def _take_in_what_came(self) -> None:
@@ -292,7 +320,8 @@ class GradSync(Gradients):
         param = self._params[index]
         offered = self._offered.pop(index, None)
         grad = param.grad if offered is None else offered
-        self._unsent[index] = self._fired[index] = 0
+        self._rounds.note_taken(index)
+        self._unsent[index] = 0
         self._present[index] |= grad is not None
         if self._retention.frees:
             param.grad = None
@@ -309,9 +338,16 @@ class GradSync(Gradients):
             slot.packing.pack(grads, buffer)
         slot.holds = True
 
-    @torch.no_grad()
     def _take_in(self) -> None:
-        slot, arriving, (memory, is_shard), *_ = sending = self._under_way.popleft()
+        sending = self._under_way.popleft()
+        try:
+            self._receive(sending)
+        except Exception as failure:
+            self._fail(failure)
+
+    @torch.no_grad()
+    def _receive(self, sending: Sending) -> None:
+        slot, arriving, (memory, is_shard), *_ = sending
         arriving.wait()
         slot.give_back(sending)
         shard = self._filled(slot)
@@ -337,8 +373,7 @@ class GradSync(Gradients):
 
     def _warn_of_old_grads(self) -> None:
         self._spent = False
-        warnings.warn(
+        warn_user(
             "gradients of the last step were not cleared, so this backward pass adds to them. "
-            "Call optimizer.zero_grad() after each step.",
-            stacklevel=2,
+            "Call optimizer.zero_grad() after each step."
         )

@@ -83,7 +83,8 @@ class Packing:
         spec = self.places[0].spec
         if grad is None or grad.layout != torch.strided or self._padding:
             return None
-        return dense_memory(grad) if grad.dtype == self._dtype and grad.stride() == spec.stride else None
+        lies_so = (grad.dtype, grad.shape, grad.stride()) == (self._dtype, spec.shape, spec.stride)
+        return dense_memory(grad) if lies_so else None
 
     def put(self, place: int, grad: torch.Tensor, buffer: Buffer) -> None:
         """Copy one gradient into a buffer."""

@@ -1,0 +1,275 @@
+"""Gradients that cannot be sent or received on one rank: all ranks raise in the next step, and train on without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support import RankContext, ranks
+from tests.support.overlap import mlp, regression
+from tests.support.sharded import ZERO1, ZERO2, ShardTwins, both_stages, seeded, some_configs
+from tests.support.traffic import recorded
+from zeroshard import FlatShards, RankFailedError, ZeroConfig, ZeroRedundancyOptimizer
+from zeroshard.comm import pairs
+from zeroshard.comm.ways import add_in_order
+from zeroshard.runtime import grad_sync
+from zeroshard.runtime.packing import Pool
+from zeroshard.runtime.slots import Slot
+
+FAILING = 1
+"""The rank that fails, or the only one."""
+
+ONE_EACH = ZeroConfig(partition=FlatShards(bucket_bytes=1))
+"""A bucket for each parameter, whose gradient is sent as it lies."""
+
+
+def fails(ctx: RankContext) -> bool:
+    return ctx.rank == FAILING % ctx.world_size
+
+
+def forget_buffers(twins: ShardTwins) -> None:
+    for pool in twins.zero._grad_sync._pools.values():
+        pool._idle.clear()
+
+
+@contextmanager
+def out_of_memory(ctx: RankContext, calls: range = range(1000)) -> Iterator[None]:
+    """No memory to pack gradients in, on one rank."""
+    take, number = Pool.take, count()
+
+    def no_memory(self: Pool, numel: int) -> Any:
+        if next(number) in calls:
+            raise torch.OutOfMemoryError("no memory, on purpose")
+        return take(self, numel)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if fails(ctx):
+            patch.setattr(Pool, "take", no_memory)
+        yield
+
+
+@contextmanager
+def spoiled_sums(ctx: RankContext, calls: range) -> Iterator[None]:
+    """Sums of slices that end halfway, on one rank: those of these numbers."""
+    number = count()
+
+    def half(slices: list[torch.Tensor], into: torch.Tensor, share: float) -> None:
+        add_in_order(slices, into, share)
+        if next(number) in calls:
+            into.fill_(torch.nan)
+            raise torch.OutOfMemoryError("no memory, on purpose")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if fails(ctx):
+            patch.setattr(pairs, "add_in_order", half)
+        yield
+
+
+@contextmanager
+def raised_on_all(ctx: RankContext, match: str = "on purpose", error: type[Exception] = RuntimeError) -> Iterator[None]:
+    """Its own error on the rank that failed, and what it says on the others."""
+    with pytest.raises(error if fails(ctx) else RankFailedError, match=match) as caught:
+        yield
+    if not fails(ctx):
+        assert f"cleared now: rank {FAILING} failed" in str(caught.value)
+
+
+def misshapen(where: int, when: list[bool]) -> Callable[[], nn.Module]:
+    """A model one of whose gradients gets another shape from a hook of the user's."""
+
+    def spoil(param: torch.Tensor) -> None:
+        if when[0]:
+            assert param.grad is not None
+            param.grad.data = torch.ones(5)
+
+    def made() -> nn.Module:
+        model = mlp()
+        list(model.parameters())[where].register_post_accumulate_grad_hook(spoil)  # type: ignore[no-untyped-call]
+        return model
+
+    return made
+
+
+@pytest.mark.parametrize("where", [0, 1, 4, -1])
+@pytest.mark.parametrize("config", [ZERO2, ZERO1, ZeroConfig(), ONE_EACH], ids=["zero2", "zero1", "one", "each"])
+@ranks(1, 2, 3, timeout=20)
+def test_a_gradient_of_another_shape(ctx: RankContext, config: ZeroConfig, where: int) -> None:
+    when = [False]
+    twins = ShardTwins(config, misshapen(where, when), plain_model=mlp)
+    twins.train(1)
+    when[0] = fails(ctx)
+    twins.sides[0].backward(7)
+    when[0] = False
+    with raised_on_all(ctx, match="size|shape"):
+        twins.zero.step()
+    twins.train(2)
+
+
+@some_configs
+@pytest.mark.parametrize("first", [0, 1])
+@ranks(1, 2, 3, timeout=20)
+def test_no_memory_to_pack_gradients_in(ctx: RankContext, config: ZeroConfig, first: int) -> None:
+    twins = ShardTwins(config)
+    if first:
+        twins.train(first)
+    forget_buffers(twins)
+    with pytest.MonkeyPatch.context() as patch:
+        if ctx.world_size == 1:
+            patch.setattr(grad_sync.GradSync, "_keep", _no_memory)
+        with out_of_memory(ctx):
+            twins.sides[0].backward(7)
+    with raised_on_all(ctx):
+        twins.zero.step()
+    assert all(param.grad is None for param in twins.model.parameters())
+    twins.train(2)
+
+
+def _no_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError("no memory, on purpose")
+
+
+@ranks(2, 3, timeout=20)
+def test_gradients_that_cannot_be_copied_at_once(ctx: RankContext) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grad_sync, "LARGE", 0)
+        twins = ShardTwins(ZERO2)
+        if fails(ctx):
+            patch.setattr(Slot, "put_in", _no_memory)
+        twins.sides[0].backward(7)
+    with raised_on_all(ctx):
+        twins.zero.step()
+    twins.train(2)
+
+
+@both_stages
+@ranks(2, 3, timeout=20)
+def test_no_memory_in_the_step_itself(ctx: RankContext, config: ZeroConfig) -> None:
+    """Gradients of local passes are sent there, when all ranks have stated that they are well."""
+    twins = ShardTwins(config)
+    twins.train(1)
+    twins.sides[0].backward_locally(7)
+    forget_buffers(twins)
+    with out_of_memory(ctx, range(1, 2)), raised_on_all(ctx):
+        twins.zero.step()
+    twins.train(2)
+
+
+@pytest.mark.parametrize("which", [range(1), range(2, 3), range(4, 5), range(5)], ids=["first", "third", "last", "all"])
+@both_stages
+@ranks(2, 3, timeout=20)
+def test_slices_that_cannot_be_added_up(ctx: RankContext, config: ZeroConfig, which: range) -> None:
+    """Whether that is known before all ranks state that they are well, or after."""
+    twins = ShardTwins(config)
+    assert len(twins.zero.layout.buckets) == 5
+    for patience in (0.0, 1.0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grad_sync, "PATIENCE", patience)
+            twins.train(1)
+            with spoiled_sums(ctx, which):
+                twins.sides[0].backward(7)
+                with raised_on_all(ctx):
+                    twins.zero.step()
+    twins.train(2)
+
+
+@both_stages
+@ranks(2, 3, timeout=20)
+def test_a_second_pass_that_fails_takes_the_first_with_it(ctx: RankContext, config: ZeroConfig) -> None:
+    twins = ShardTwins(config)
+    twins.sides[0].backward(7)
+    twins.zero.clip_grad_value_(1.0)  # all is there
+    with spoiled_sums(ctx, range(1, 2)):
+        twins.sides[0].backward(8)
+        with raised_on_all(ctx):
+            twins.zero.step()
+    twins.train(2)
+
+
+@both_stages
+@ranks(2, 3, timeout=20)
+def test_ranks_that_make_different_numbers_of_passes(ctx: RankContext, config: ZeroConfig) -> None:
+    twins = ShardTwins(config)
+    for failing_passes, other_passes in ((1, 0), (0, 1), (2, 1)):
+        with spoiled_sums(ctx, range(1)):
+            for number in range(failing_passes if fails(ctx) else other_passes):
+                twins.sides[0].backward(number)
+            with raised_on_all(ctx):
+                twins.zero.step()
+        twins.train(1)
+
+
+@both_stages
+@ranks(2, 3, timeout=20)
+def test_the_first_who_asks_for_gradients_raises(ctx: RankContext, config: ZeroConfig) -> None:
+    twins = ShardTwins(config)
+    with out_of_memory(ctx):
+        twins.sides[0].backward(7)
+    with raised_on_all(ctx):
+        twins.zero.clip_grad_norm_(1.0)
+    twins.train(1)
+
+
+@both_stages
+@ranks(2, 3, timeout=20)
+def test_clearing_hides_no_failure(ctx: RankContext, config: ZeroConfig) -> None:
+    twins = ShardTwins(config)
+    with out_of_memory(ctx):
+        twins.sides[0].backward(7)
+    twins.zero.zero_grad()
+    twins.sides[0].backward(8)
+    with raised_on_all(ctx):
+        twins.zero.step()
+    twins.train(1)
+
+
+@both_stages
+@ranks(1, 2, 3, timeout=20)
+def test_all_ranks_may_fail_at_once(ctx: RankContext, config: ZeroConfig) -> None:
+    twins = ShardTwins(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grad_sync.GradSync, "_send", _no_memory)
+        twins.sides[0].backward(7)
+    with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
+        twins.zero.step()
+    twins.train(2)
+
+
+@ranks(2, 3, timeout=20)
+def test_gradients_from_ddp(ctx: RankContext) -> None:
+    models = [seeded(mlp, 0) for _ in range(2)]
+    plain_ddp, ddp = (DistributedDataParallel(model, bucket_cap_mb=0.0003) for model in models)
+    plain = torch.optim.AdamW(plain_ddp.parameters(), lr=0.05)
+    zero = ZeroRedundancyOptimizer(
+        ddp.parameters(), torch.optim.AdamW, lr=0.05, config=ZeroConfig(partition=ZERO2.partition)
+    )
+    ddp.register_comm_hook(None, zero.ddp_hook())
+    for number, fault in enumerate((None, out_of_memory, None, None)):
+        if fault is not None:
+            with fault(ctx):
+                torch.autograd.backward(regression(ddp, number))
+            with raised_on_all(ctx):
+                zero.step()
+            continue
+        for model, optimizer in ((plain_ddp, plain), (ddp, zero)):
+            torch.autograd.backward(regression(model, number))
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(ddp.parameters(), plain_ddp.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # gloo adds in another order than that of ranks
+
+
+@ranks(2, 3)
+def test_looking_at_gradients_again_costs_no_message_more(ctx: RankContext) -> None:
+    twins = ShardTwins(ZERO2)
+    twins.sides[0].backward(7)
+    twins.zero.clip_grad_value_(1.0)
+    with recorded() as traffic:
+        twins.zero.clip_grad_value_(1.0)
+    assert traffic.verbs == ["all_reduce"]
