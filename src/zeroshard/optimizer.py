@@ -243,7 +243,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather all state on rank `to` of the group, for `state_dict()` there. Called on all ranks."""
-        self._require_settled("consolidate_state_dict")
+        self.require_settled("consolidate_state_dict")
         # An older snapshot goes before the new one comes: the target never holds both.
         forget = self._forget_snapshot if self.rank == to else lambda: None
         contents = state_dicts.gathered(self.engine, self.param_groups, "consolidate_state_dict", to, forget)
@@ -252,7 +252,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def full_state_dict(self, to: int = 0) -> StateDict | None:
         """Gather all state and return it on rank `to`, None on the others. Called on all ranks; nothing is kept."""
-        self._require_settled("full_state_dict")
+        self.require_settled("full_state_dict")
         contents = state_dicts.gathered(self.engine, self.param_groups, "full_state_dict", to)
         return None if contents is None else state_dicts.through_save_hooks(self, contents)
 
@@ -262,7 +262,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         In the format of the unsharded optimizer. State that is cut appears in the shape of its parameter, and knows
         which part of it is here; DCP saves it so that it loads at any world size. Called on all ranks.
         """
-        self._require_settled("sharded_state_dict")
+        self.require_settled("sharded_state_dict")
         return state_dicts.part(self.engine, self.param_groups)
 
     def state_dict(self) -> StateDict:
@@ -271,7 +271,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         To spare memory its tensors are those that were gathered, not copies. `torch.distributed.checkpoint` and its
         helpers get what they can save: this rank's part, or everything if they were asked for that.
         """
-        self._require_settled("state_dict")
+        self.require_settled("state_dict")
         asked = callers.asked()
         if asked is not None:
             return state_dicts.through_save_hooks(self, state_dicts.wanted(self.engine, self.param_groups, asked))
@@ -300,11 +300,22 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Either all ranks load it or none does. The dict stays as it is.
         """
-        self._require_settled("load_state_dict")
+        self._load(state_dict, adopt=False)
+
+    def adopt_state_dict(self, state_dict: StateDict) -> None:
+        """As `load_state_dict`, of a dict that is given away: its tensors become the state where they can."""
+        self._load(state_dict, adopt=True)
+
+    def check_state_dict(self, state_dict: StateDict) -> None:
+        """Raise if it is not one for this optimizer, whatever the values of its tensors."""
+        state_dicts.checked_dict(self.engine, state_dict, self._assembly.traits.param_shaped)
+
+    def _load(self, state_dict: StateDict, *, adopt: bool) -> None:
+        self.require_settled("load_state_dict")
 
         def propose() -> Proposal[None]:
             saved = state_dicts.through_load_hooks(self, state_dict)
-            return state_dicts.loading(self.engine, saved, self._assembly.traits.param_shaped)
+            return state_dicts.loading(self.engine, saved, self._assembly.traits.param_shaped, adopt=adopt)
 
         agreed(self._comm, "load_state_dict", propose)
         self.engine.inner.pull(self.param_groups)
@@ -389,7 +400,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _forget_snapshot(self) -> None:
         self._snapshot = None
 
-    def _require_settled(self, call: str) -> None:
+    def require_settled(self, call: str) -> None:
+        """Raise if owners may still change."""
         if self._overlap is not None and not self._overlap.settled:
             raise RuntimeError(
                 f"{call}() needs to know who owns what, and DDP's buckets settle only in its first backward passes: "

@@ -12,7 +12,7 @@ from .runtime.inner import ParamGroup
 from .runtime.step import Engine
 from .state import compat
 from .state.callers import Asked, Wanted
-from .state.compat import StateDict
+from .state.compat import SavedState, StateDict
 from .state.exchange import Share, bring_to_all, gather
 from .state.records import Whole
 from .state.trees import map_tensors, snapshot
@@ -58,6 +58,7 @@ def part(engine: Engine, groups: Sequence[ParamGroup], *, room: bool = False) ->
 
     `room`: with memory of its own, to be loaded into; else its tensors are the optimizer's own.
     """
+    engine.check_groups(groups)
     engine.begin()
     state: dict[Any, Any] = {spec.index: {} for spec in engine.layout.params}
     for record in engine.records():
@@ -93,11 +94,15 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device) if tensor.dim() else tensor
 
 
-def loading(engine: Engine, saved: StateDict, param_shaped: frozenset[str]) -> Proposal[None]:
+def loading(engine: Engine, saved: StateDict, param_shaped: frozenset[str], *, adopt: bool) -> Proposal[None]:
     """Load this rank's part of a foreign dict, for all ranks to agree on or to undo."""
-    checked = compat.read(saved, engine.layout.params, len(engine.inner.optimizer.param_groups), param_shaped)
-    facts = checked.facts()
-    return Proposal(None, facts, engine.load(checked))
+    checked = checked_dict(engine, saved, param_shaped)
+    return Proposal(None, checked.facts(is_part=adopt or checked.is_part), engine.load(checked, adopt=adopt))
+
+
+def checked_dict(engine: Engine, saved: StateDict, param_shaped: frozenset[str]) -> SavedState:
+    """Raises if it is not one for this optimizer."""
+    return compat.read(saved, engine.layout.params, len(engine.inner.optimizer.param_groups), param_shaped)
 
 
 def through_save_hooks(optimizer: Optimizer, contents: StateDict) -> StateDict:

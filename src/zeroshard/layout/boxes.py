@@ -13,6 +13,13 @@ class Box(NamedTuple):
     sizes: tuple[int, ...]
 
 
+def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements of memory from the first of a tensor to its last."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
 class _Dim(NamedTuple):
     place: int
     size: int

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .boxes import extent
+
 
 @dataclass(frozen=True)
 class ParamSpec:
@@ -29,9 +31,7 @@ class ParamSpec:
     @cached_property
     def extent(self) -> int:
         """Elements of memory between its first and its last: more than `numel` where the strides leave gaps."""
-        if 0 in self.shape:
-            return 0
-        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return extent(self.shape, self.stride)
 
     @property
     def label(self) -> str:

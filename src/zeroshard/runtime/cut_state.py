@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..layout.layout import Piece
+from ..layout.layout import Layout, Piece
 from ..layout.specs import ParamSpec
 from ..state.compat import SavedState, StateDict, describe
-from ..state.dcp import CutTensor, whole
-from ..state.records import MASTER, StateRecord, span_of
-from ..units import Span
+from ..state.records import MASTER, StateRecord, shaped_keys, span_of
 from .loading import load
 from .masters import ShardMemory
+from .rooms import CutRooms, adjoined
 from .segments import Holdings, Segment, State
 
 
@@ -34,7 +33,7 @@ class CutState:
     def records(self, optimizer: Optimizer, specs: Sequence[ParamSpec]) -> list[StateRecord]:
         records = []
         for piece, state, cut in self._each(optimizer):
-            copy = self._memory.precise(piece, if_it_says_more=not state)
+            copy = self._memory.precise(piece)
             if copy is not None and not self._holdings.cut:
                 copy = copy.as_strided(specs[piece.param].shape, specs[piece.param].stride)
             values = state if copy is None else {**state, MASTER: copy}
@@ -46,16 +45,20 @@ class CutState:
                 records.append(StateRecord(piece.param, None, (), values))
         return records
 
-    def room(self, spec: ParamSpec, span: Span, key: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """New memory for what this rank holds, a span, of a state tensor of a parameter."""
-        if not self._holdings.cut:
-            return whole(torch.empty(shape, dtype=dtype, device=spec.device))
-        if not self._has_shape(key, shape, spec):
-            return torch.empty(shape, dtype=dtype, device=spec.device if shape else "cpu")
-        return CutTensor(torch.empty(span.length, dtype=dtype, device=spec.device), spec.shape, spec.stride, span.start)
+    def rooms(self, optimizer: Optimizer, layout: Layout, param_shaped: frozenset[Any], *, in_place: bool) -> CutRooms:
+        """Where to read state of pieces to."""
+        present = {}
+        for piece, state, _ in self._each(optimizer) if in_place else ():
+            copy = self._memory.precise(piece)
+            present[piece.param] = state if copy is None else {**state, MASTER: copy}
+        holdings = self._holdings.knowing(param_shaped)
+        return CutRooms(layout, holdings, self._memory, present)
 
-    def load(self, optimizer: Optimizer, saved: SavedState, specs: Sequence[ParamSpec]) -> Callable[[], None]:
+    def load(
+        self, optimizer: Optimizer, saved: SavedState, specs: Sequence[ParamSpec], *, adopt: bool
+    ) -> Callable[[], None]:
         """Pieces with equal step counts, and whatever else a parameter has one of, become one segment."""
+        self._holdings.learn(shaped_keys(_shapes(saved, specs)))
 
         def alike(piece: Piece) -> object:
             state = saved.by_param.get(piece.param)
@@ -64,8 +67,8 @@ class CutState:
 
         with ExitStack() as undo:  # in the reverse order, also where this fails halfway
             undo.callback(self._holdings.regroup(optimizer, alike))
-            undo.callback(load(optimizer, self._local_dict(saved, specs), foreign=saved.tensors))
-            self._load_masters(saved, specs, undo)
+            undo.callback(load(optimizer, self._local_dict(saved, specs), foreign=None if adopt else saved.tensors))
+            self._load_masters(saved, specs, undo, adopt=adopt)
             return undo.pop_all().close
 
     def _each(self, optimizer: Optimizer) -> Iterator[tuple[Piece, State, tuple[str, ...]]]:
@@ -99,11 +102,19 @@ class CutState:
             if not self._is_cut(key, value, specs[segment.pieces[0].param]):
                 joined[key] = value
                 continue
-            joined[key] = torch.zeros_like(segment.param, dtype=value.dtype, device=value.device)
-            for piece in segment.pieces:
-                source = span_of(saved.by_param[piece.param][key], specs[piece.param], piece.in_param)
-                joined[key][slice(*segment.within(piece))] = source
+            parts = [span_of(saved.by_param[it.param][key], specs[it.param], it.in_param) for it in segment.pieces]
+            joined[key] = self._run(segment, parts)
         return joined
+
+    def _run(self, segment: Segment, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One tensor of what belongs to the pieces of a segment."""
+        places = [segment.within(piece) for piece in segment.pieces]
+        run = adjoined(parts, [place.start for place in places])
+        if run is None:
+            run = torch.zeros_like(segment.param, dtype=parts[0].dtype, device=parts[0].device)
+            for part, place in zip(parts, places, strict=True):
+                run[slice(*place)] = part
+        return run
 
     def _is_cut(self, key: Any, value: Any, spec: ParamSpec) -> bool:
         return isinstance(value, torch.Tensor) and self._has_shape(key, tuple(value.shape), spec)
@@ -111,11 +122,24 @@ class CutState:
     def _has_shape(self, key: Any, shape: tuple[int, ...], spec: ParamSpec) -> bool:
         return key == MASTER or self._holdings.has_shape(key, shape, spec.shape)
 
-    def _load_masters(self, saved: SavedState, specs: Sequence[ParamSpec], undo: ExitStack) -> None:
+    def _load_masters(self, saved: SavedState, specs: Sequence[ParamSpec], undo: ExitStack, *, adopt: bool) -> None:
+        """Copies that are not in the dict are made of the parameters, unless who gives it away sees to that."""
         for piece in (piece for segment in self._holdings for piece in segment.pieces):
             copy = self._memory.precise(piece)
             state = saved.by_param.get(piece.param)
             if copy is not None and isinstance(state, dict) and MASTER in state:
+                source = span_of(state[MASTER], specs[piece.param], piece.in_param)
+                if source.data_ptr() != copy.data_ptr():  # else it was read in place
+                    undo.callback(copy.copy_, copy.clone())
+                    copy.copy_(source)
+            elif copy is not None and not adopt and piece.param in saved.by_param:
                 undo.callback(copy.copy_, copy.clone())
-                copy.copy_(span_of(state[MASTER], specs[piece.param], piece.in_param))
+                copy.copy_(self._memory.own(piece))
         self._memory.doubt()
+
+
+def _shapes(saved: SavedState, specs: Sequence[ParamSpec]) -> Iterator[tuple[ParamSpec, Any, Sequence[int]]]:
+    for index, state in saved.by_param.items():
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, torch.Tensor):
+                yield specs[index], key, value.shape

@@ -10,9 +10,10 @@ from torch.autograd.graph import increment_version
 
 from ..comm.agreement import compare, raise_failure
 from ..comm.collectives import Comm
-from ..layout.layout import Layout
+from ..layout.layout import Layout, Piece
 from ..policies import MasterWeights
 from ..state.compat import SavedState
+from ..state.dcp import CutTensor, nothing_of
 from ..state.records import MASTER, StateRecord
 from ..units import Rank
 from .cut_state import CutState
@@ -22,7 +23,7 @@ from .masters import MasterMemory, ShardMemory
 from .param_sync import ShardSync
 from .segments import Holdings
 from .selftest import Traits
-from .step import Attempt, Closure, Engine, SharedClosure
+from .step import Attempt, Closure, Engine, Room, SharedClosure
 from .store import FlatStore
 
 
@@ -89,19 +90,50 @@ class FlatEngine(Engine):
         return self._cut_state.by_param(self.inner.optimizer, self.params)
 
     def records(self) -> list[StateRecord]:
+        self.memory.before_update(self.params)  # a parameter that was changed since is what its copy is, too
         return self._cut_state.records(self.inner.optimizer, self.layout.params)
 
     def holds(self, index: int, key: Any) -> bool:
         piece = self.layout.piece_of(index, self.comm.group.rank)
         return piece is not None and (key != MASTER or self.memory.covers(piece.bucket))
 
-    def room(self, index: int, key: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        piece = self.layout.piece_of(index, self.comm.group.rank)
-        assert piece is not None, "asked for what this rank does not hold"
-        return self._cut_state.room(self.layout.params[index], piece.in_param, key, shape, dtype)
+    def learn(self, param_shaped: frozenset[Any]) -> None:
+        self.holdings.learn(param_shaped)
 
-    def load(self, saved: SavedState) -> Callable[[], None]:
-        return self._cut_state.load(self.inner.optimizer, saved, self.layout.params)
+    def rooms(self, *, in_place: bool, param_shaped: frozenset[Any]) -> Room:
+        rooms = self._cut_state.rooms(self.inner.optimizer, self.layout, param_shaped, in_place=in_place)
+
+        def room(index: int, key: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            piece = self.layout.piece_of(index, self.comm.group.rank)
+            assert piece is not None, "asked for what this rank does not hold"
+            return rooms(piece, key, shape, dtype)
+
+        return room
+
+    def load(self, saved: SavedState, *, adopt: bool = False) -> Callable[[], None]:
+        return self._cut_state.load(self.inner.optimizer, saved, self.layout.params, adopt=adopt)
+
+    def part(self, index: int) -> CutTensor:
+        piece = self.layout.piece_of(index, self.comm.group.rank)
+        return nothing_of(self.params[index]) if piece is None else self._part(piece, self.memory.own(piece))
+
+    def precise_part(self, index: int) -> CutTensor | None:
+        piece = self.layout.piece_of(index, self.comm.group.rank)
+        copy = None if piece is None else self.memory.precise(piece)
+        return None if piece is None or copy is None else self._part(piece, copy)
+
+    def _part(self, piece: Piece, memory: torch.Tensor) -> CutTensor:
+        spec = self.layout.params[piece.param]
+        return CutTensor(memory, spec.shape, spec.stride, piece.in_param.start)
+
+    def at_rest(self) -> None:
+        self.sync.finish()
+        self.store.refresh()
+
+    def spread(self) -> Callable[[], None]:
+        self._send(b"\1" * len(self.params))
+        self.memory.doubt()
+        return self.sync.finish
 
     @property
     def is_reducing(self) -> bool:

@@ -28,8 +28,12 @@ class ShardMemory:
     def shard(self, bucket: int) -> torch.Tensor:
         return self._store.buffer(bucket)[slice(*self._layout.buckets[bucket].shards[self._rank])]
 
-    def precise(self, piece: Piece, *, if_it_says_more: bool = False) -> torch.Tensor | None:  # noqa: ARG002
-        """The more precise copy of a piece, if there is one; on request only if it is not just the piece."""
+    def own(self, piece: Piece) -> torch.Tensor:
+        """A piece of this rank as it lies in the store, flat."""
+        return self.shard(piece.bucket)[self.span(piece)]
+
+    def precise(self, piece: Piece) -> torch.Tensor | None:  # noqa: ARG002
+        """The more precise copy of a piece, if there is one."""
         return None
 
     def covers(self, bucket: int) -> bool:  # noqa: ARG002
@@ -37,7 +41,7 @@ class ShardMemory:
         return False
 
     def before_update(self, params: list[torch.Tensor]) -> None:
-        """Notice what was done to parameters since the last update."""
+        """Take over what was done to parameters since the last update."""
 
     def after_update(self, segments: Iterable[Segment]) -> None:
         """Bring an update into the parameters' own memory."""
@@ -47,6 +51,11 @@ class ShardMemory:
 
     def doubt(self) -> None:
         """Parameters may be others than the copies."""
+
+    def span(self, piece: Piece) -> slice:
+        """Where a piece lies in its shard."""
+        base = self._layout.buckets[piece.bucket].shards[self._rank].start
+        return slice(piece.in_bucket.start - base, piece.in_bucket.stop - base)
 
 
 class MasterMemory(ShardMemory):
@@ -76,11 +85,8 @@ class MasterMemory(ShardMemory):
     def covers(self, bucket: int) -> bool:
         return self._policy.covers(self._layout.buckets[bucket].dtype)
 
-    def precise(self, piece: Piece, *, if_it_says_more: bool = False) -> torch.Tensor | None:
-        if not self.covers(piece.bucket):
-            return None
-        copy, own = (memory[self._span(piece)] for memory in (self.of(piece.bucket), self.shard(piece.bucket)))
-        return None if if_it_says_more and torch.equal(copy, own.to(copy.dtype)) else copy
+    def precise(self, piece: Piece) -> torch.Tensor | None:
+        return self.of(piece.bucket)[self.span(piece)] if self.covers(piece.bucket) else None
 
     @torch.no_grad()
     def before_update(self, params: list[torch.Tensor]) -> None:
@@ -100,13 +106,8 @@ class MasterMemory(ShardMemory):
     def doubt(self) -> None:
         self._versions.clear()
 
-    def _span(self, piece: Piece) -> slice:
-        base = self._layout.buckets[piece.bucket].shards[self._rank].start
-        return slice(piece.in_bucket.start - base, piece.in_bucket.stop - base)
-
     def _take_over(self, piece: Piece) -> None:
-        span = self._span(piece)
-        copy, own = self.of(piece.bucket)[span], self.shard(piece.bucket)[span]
+        copy, own = self.of(piece.bucket)[self.span(piece)], self.own(piece)
         copy.copy_(torch.where(copy.to(own.dtype) == own, copy, own.to(copy.dtype)))
 
     def _mine(self) -> list[Piece]:

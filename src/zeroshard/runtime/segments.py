@@ -7,6 +7,7 @@ themselves, as the unsharded optimizer leaves them.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any
@@ -130,6 +131,16 @@ class Holdings:
     def is_cut(self, key: Any, value: Any, param: torch.Tensor) -> bool:
         """Whether a value has an element for each of the parameter's."""
         return isinstance(value, torch.Tensor) and self.has_shape(key, tuple(value.shape), tuple(param.shape))
+
+    def learn(self, param_shaped: frozenset[Any]) -> None:
+        """Of keys that the self-test did not see: options may have changed since."""
+        self._param_shaped |= param_shaped
+
+    def knowing(self, param_shaped: frozenset[Any]) -> "Holdings":
+        """One that has learned that, over the same segments."""
+        other = copy(self)
+        other.learn(param_shaped)
+        return other
 
     def has_shape(self, key: Any, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
         """Of one element the shape says nothing, so the self-test does."""

@@ -14,6 +14,7 @@ from ..comm.collectives import Comm
 from ..errors import BindingError
 from ..layout.layout import Layout
 from ..state.compat import SavedState, describe_groups
+from ..state.dcp import CutTensor
 from ..state.records import MASTER, StateRecord
 from ..units import Rank
 from .beginnings import begins_neutrally, first_state
@@ -21,6 +22,8 @@ from .inner import ParamGroup, Recipe, ShardOptimizer
 from .store import Store
 
 Closure = Callable[[], Any]
+Room = Callable[[int, Any, tuple[int, ...], torch.dtype], torch.Tensor]
+"""Memory for what this rank holds of a state tensor: of a parameter, a key, a shape and a dtype."""
 
 _log = logging.getLogger(__name__)
 
@@ -109,13 +112,32 @@ class Engine(ABC):
         """Whether this rank keeps state of that name of a parameter, all or a part of it."""
         return key != MASTER and self.layout.piece_of(index, self.comm.group.rank) is not None
 
-    @abstractmethod
-    def room(self, index: int, key: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """New memory for what it holds of a state tensor."""
+    def learn(self, param_shaped: frozenset[Any]) -> None:  # noqa: B027 (of no use to whole parameters)
+        """State under these keys has the shape of its parameter."""
 
     @abstractmethod
-    def load(self, saved: SavedState) -> Callable[[], None]:
-        """Take this rank's part of it; returns how to undo it."""
+    def rooms(self, *, in_place: bool, param_shaped: frozenset[Any]) -> Room:
+        """Where to read state to: new memory, or `in_place` that of the present state wherever it will do."""
+
+    @abstractmethod
+    def load(self, saved: SavedState, *, adopt: bool = False) -> Callable[[], None]:
+        """Take this rank's part of it; returns how to undo it. `adopt`: its tensors are given away."""
+
+    @abstractmethod
+    def part(self, index: int) -> CutTensor:
+        """What this rank owns of a parameter, where it lies, with the parameters `at_rest`; perhaps nothing."""
+
+    def precise_part(self, index: int) -> CutTensor | None:  # noqa: ARG002
+        """The more precise copy of it, if there is one."""
+        return None
+
+    @abstractmethod
+    def at_rest(self) -> None:
+        """No parameter is still on its way, and all lie where this rank expects them."""
+
+    @abstractmethod
+    def spread(self) -> Callable[[], None]:
+        """Start to bring what each rank owns of all parameters to everyone; returns how to wait. On all ranks."""
 
     @property
     def is_reducing(self) -> bool:

@@ -5,17 +5,20 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ..comm.agreement import Trouble, compare, raise_failure
 from ..comm.collectives import Comm
+from ..layout.boxes import extent
 from ..layout.layout import Layout
 from ..state.compat import SavedState, local_dict
-from ..state.dcp import whole
+from ..state.dcp import CutTensor, nothing_of
 from ..state.records import StateRecord
 from .inner import ParamGroup, Recipe
 from .loading import load
 from .param_sync import ParamSync
-from .step import Attempt, Closure, Engine, SharedClosure
+from .rooms import whole_room
+from .step import Attempt, Closure, Engine, Room, SharedClosure
 from .store import Store
 
 
@@ -51,14 +54,38 @@ class WholeEngine(Engine):
         mine = self.owned(self.comm.group.rank)
         return [StateRecord(index, None, (), state[param]) for index, param in mine.items() if param in state]
 
-    def room(self, index: int, _: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return whole(torch.empty(shape, dtype=dtype, device=self.params[index].device))
+    def rooms(self, *, in_place: bool, param_shaped: frozenset[Any]) -> Room:  # noqa: ARG002
+        state = self.inner.optimizer.state
 
-    def load(self, saved: SavedState) -> Callable[[], None]:
+        def room(index: int, key: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            param = self.params[index]
+            present = state[param].get(key) if in_place and param in state else None
+            return whole_room(present, shape, dtype, param.device)
+
+        return room
+
+    def load(self, saved: SavedState, *, adopt: bool = False) -> Callable[[], None]:
         owned: list[list[int]] = [[] for _ in self.inner.optimizer.param_groups]
         for index in self._owned:
             owned[self.layout.params[index].group].append(index)
-        return load(self.inner.optimizer, local_dict(saved, owned), foreign=saved.tensors)
+        return load(self.inner.optimizer, local_dict(saved, owned), foreign=None if adopt else saved.tensors)
+
+    def part(self, index: int) -> CutTensor:
+        param = self.params[index].detach()
+        if self.layout.owner_of(index) != self.comm.group.rank:
+            return nothing_of(param)
+        memory = param.as_strided((extent(param.shape, param.stride()),), (1,))
+        return CutTensor(memory, param.shape, param.stride(), 0)
+
+    def at_rest(self) -> None:
+        self.sync.finish()
+        self.store.refresh()
+
+    def spread(self) -> Callable[[], None]:
+        if self.comm.group.size > 1:
+            self.sync.start(self.store.shipment(b"\1" * len(self.params)))
+        increment_version(self.params)
+        return self.sync.finish
 
     def _run(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
         if self.comm.group.size == 1:

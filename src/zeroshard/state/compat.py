@@ -13,6 +13,7 @@ from .dcp import CutTensor, uncut
 from .trees import map_tensors, snapshot
 
 StateDict = dict[str, Any]
+_WRAPPINGS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 ParamGroup = Mapping[str, Any]
 
 
@@ -54,10 +55,10 @@ class SavedState:
         """All that may have tensors in it."""
         return [self.groups, list(self.by_param.values()), list(self.others.values()), self.extra]
 
-    def facts(self) -> list[str]:
-        """What must be equal on all ranks that load it."""
+    def facts(self, *, is_part: bool) -> list[str]:
+        """What must be equal on all ranks that load it: all of it, or of a rank's part the groups."""
         lines = describe_groups(self.groups, "the loaded dict's group")
-        if self.is_part:
+        if is_part:
             return lines
         for index, state in sorted(self.by_param.items()):
             lines.append(f"state of parameter {index} in the loaded dict: {_outline(state)}")
@@ -202,9 +203,16 @@ def _names(groups: Sequence[ParamGroup]) -> list[str] | None:
     return names
 
 
+def unwrapped(name: str) -> str:
+    """A parameter's name without what torch.compile and wrappers of modules put into it."""
+    for wrapping in _WRAPPINGS:
+        name = name.replace(wrapping, "")
+    return name
+
+
 def _bare(name: str) -> str:
-    """A parameter's name without what DDP and torch.compile put into it."""
-    return name.replace("_orig_mod.", "").removeprefix("module.")
+    """Without what DDP puts in front, too."""
+    return unwrapped(name).removeprefix("module.")
 
 
 def _check_shapes(spec: ParamSpec, state: Any, param_shaped: frozenset[str]) -> None:

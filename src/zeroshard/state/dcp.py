@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..layout.boxes import Box, boxes
+from ..layout.boxes import Box, boxes, extent
 from ..units import Span
 from .trees import dense_memory, map_tensors
 
@@ -48,8 +48,7 @@ class CutTensor(torch.Tensor):
 
     @property
     def is_whole(self) -> bool:
-        extent = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.steps, strict=True))
-        return self.local.numel() == (0 if 0 in self.shape else extent)
+        return self.local.numel() == extent(self.shape, self.steps)
 
     def uncut(self) -> torch.Tensor:
         """The whole tensor, if this is all of it."""
@@ -128,6 +127,12 @@ def whole(tensor: torch.Tensor) -> CutTensor:
     if memory is None:
         return whole(tensor.contiguous())
     return CutTensor(memory, tensor.shape, tensor.stride(), 0)
+
+
+def nothing_of(tensor: torch.Tensor) -> CutTensor:
+    """What a rank has of a tensor that belongs to others."""
+    nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return CutTensor(nothing, tensor.shape, tensor.stride(), 0)
 
 
 def uncut(value: Any) -> Any:

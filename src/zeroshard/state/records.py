@@ -1,6 +1,6 @@
 """State of parameters that may be cut: in records on every rank, whole in torch's dict."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,8 @@ class StateRecord(NamedTuple):
         def cut(key: Any, value: Any) -> Any:
             if self.span is not None and key in self.cut:
                 return CutTensor(own(value), spec.shape, spec.stride, self.span.start)
+            if isinstance(value, tuple):  # DCP takes it for one value
+                return map_tensors(value, torch.clone)
             # Several pieces may share it, a step count for example, and each may be loaded with another one.
             return map_tensors(copy_mutable(value), lambda it: it.clone() if self.span is not None else whole(own(it)))
 
@@ -78,6 +80,15 @@ class Whole:
             if key not in whole:
                 whole[key] = value.new_zeros(spec.extent).as_strided(spec.shape, spec.stride)
             whole[key].as_strided((spec.extent,), (1,))[slice(*span)] = value
+
+
+def shaped_keys(found: Iterable[tuple[ParamSpec, Any, Sequence[int]]]) -> frozenset[Any]:
+    """Keys of state that has the shape of its parameter, as far as the shapes of such state tell.
+
+    A parameter of one element says nothing: its step count has one element, too.
+    """
+    telling = [(key, tuple(shape) == spec.shape) for spec, key, shape in found if spec.numel > 1]
+    return frozenset(key for key, same in telling if same) - frozenset(key for key, same in telling if not same)
 
 
 def span_of(tensor: torch.Tensor, spec: ParamSpec, span: Span) -> torch.Tensor:
