@@ -10,8 +10,12 @@ import pytest
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import torch
+from hypothesis import settings
 
 from tests.support import RankPool
+
+settings.register_profile("zeroshard", derandomize=True, deadline=None, database=None)
+settings.load_profile("zeroshard")
 
 
 @pytest.fixture(scope="session")

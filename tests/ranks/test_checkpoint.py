@@ -28,6 +28,7 @@ from tests.support.checkpoints import (
     plain,
     train,
 )
+from tests.support.commands import convert
 from zeroshard import MasterWeights, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
 from zeroshard.checkpoint.archive import Archive
 
@@ -264,6 +265,10 @@ def test_masters_come_back(ctx: RankContext, tmp_path: Path) -> None:
             assert ("master_weights" in state) == (dtype is not None)
 
 
+def dropin_of(model: nn.Module, *args: Any, **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(model.named_parameters(), *args, **options)
+
+
 class Counting(torch.optim.SGD):
     """Keeps something for all parameters together, and something that only its dict shows."""
 
@@ -299,6 +304,28 @@ def test_what_belongs_to_no_parameter_comes_back(ctx: RankContext, tmp_path: Pat
     assert isinstance(into.optim, Counting)
     assert into.optim.seen == 3
     assert torch.equal(into.state["shared"]["total"], torch.full((2,), 3.0))
+    for each, its in ((model, optimizer), (again, into)):
+        train(each, its, 2, first=3)
+    assert all(map(torch.equal, again.parameters(), model.parameters()))
+    if ctx.rank == 0:
+        file = convert(tmp_path, tmp_path / "all.pt", "torch")
+        converted = torch.load(file, weights_only=True)["optim"]
+        assert converted["seen"] == 3
+        assert torch.equal(converted["state"]["shared"]["total"], torch.full((2,), 3.0))
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("way", [shard, dropin_of])
+def test_options_of_the_checkpoint_bring_state_that_was_not_expected(
+    ctx: RankContext, tmp_path: Path, way: Any
+) -> None:
+    """Momentum, for an optimizer that was made without: also of a parameter without dimensions."""
+    model, again = net(0), net(3)
+    optimizer = way(model, torch.optim.SGD, lr=0.01, momentum=0.9)
+    train(model, optimizer, 3)
+    into = way(again, torch.optim.SGD, lr=0.01)
+    checkpoint.save(tmp_path, step=3, model=model, optimizer=optimizer)
+    checkpoint.load(tmp_path, model=again, optimizer=into)
     for each, its in ((model, optimizer), (again, into)):
         train(each, its, 2, first=3)
     assert all(map(torch.equal, again.parameters(), model.parameters()))

@@ -1,6 +1,7 @@
 """On a GPU: NCCL with one rank, gloo with CUDA tensors for several. Skipped where there is none."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,16 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from tests.support import RankContext, ranks
 from tests.support.oracle import Twins, assert_same, small_model
-from zeroshard import FlatShards, GradScaler, KeepFull, MasterWeights, ZeroConfig, ZeroRedundancyOptimizer, shard
+from zeroshard import (
+    FlatShards,
+    GradScaler,
+    KeepFull,
+    MasterWeights,
+    ZeroConfig,
+    ZeroRedundancyOptimizer,
+    checkpoint,
+    shard,
+)
 from zeroshard.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 
 pytestmark = pytest.mark.gpu
@@ -147,6 +157,48 @@ def test_shard_over_nccl_waits_for_nothing(ctx: RankContext, config: ZeroConfig)
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def _dropin(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(model.named_parameters(), AdamW, **options)
+
+
+def _flat(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
+    return shard(model, AdamW, config=ZeroConfig(partition=FlatShards(bucket_bytes=200)), **options)
+
+
+def _masters(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
+    return shard(model.bfloat16(), AdamW, config=ZeroConfig(masters=MasterWeights(torch.float32)), **options)
+
+
+def _steps(model: nn.Module, optimizer: Optimizer, count: int) -> None:
+    for number in range(count):
+        for place, param in enumerate(model.parameters()):
+            torch.autograd.backward((param * (0.5 + 0.25 * ((number + place) % 3))).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("make", [_dropin, _flat, _masters])
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_checkpoints(ctx: RankContext, tmp_path: Path, make: Any, behind: bool, fused: bool) -> None:
+    torch.cuda.set_device(0)
+    model, again = cuda_model(), cuda_model()
+    optimizer, into = make(model, lr=0.01, fused=fused), make(again, lr=0.01, fused=fused)
+    _steps(model, optimizer, 3)
+    _steps(again, into, 5)
+    saving = checkpoint.save(tmp_path, step=3, model=model, optimizer=optimizer, async_=behind)
+    places = {it.data_ptr() for state in into.optim.state.values() for it in state.values() if it.dim()}
+    saving.wait()
+    checkpoint.load(tmp_path, model=again, optimizer=into)
+    assert {it.data_ptr() for state in into.optim.state.values() for it in state.values() if it.dim()} == places
+    for _ in range(2):
+        assert all(map(torch.equal, again.parameters(), model.parameters()))
+        assert_same(into.full_state_dict(), optimizer.full_state_dict())
+        _steps(model, optimizer, 2)
+        _steps(again, into, 2)
 
 
 @ranks(1, 2)

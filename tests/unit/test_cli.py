@@ -9,6 +9,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.support.checkpoints import assert_same_state, by_name, net, plain, tr
 from tests.support.commands import convert, status_of
 from zeroshard import checkpoint
 from zeroshard.cli import stored
+from zeroshard.errors import CheckpointError
 
 KINDS = ("torch", "dcp", "safetensors")
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -231,12 +233,78 @@ def test_a_truncated_checkpoint(saved: Path, tmp_path: Path, command: str, capsy
     assert not (tmp_path / "target").exists()
 
 
+def damage(file: Path, place: int) -> None:
+    """Change one byte."""
+    whole = bytearray(file.read_bytes())
+    whole[place] ^= 1
+    file.write_bytes(whole)
+
+
+def place_in_weight(file: Path) -> int:
+    """Of a byte in the middle of a parameter, which no format of torch looks at."""
+    return file.read_bytes().index(net_after(2).get_parameter("enter.weight").detach().numpy().tobytes()) + 50
+
+
+def net_after(steps: int) -> nn.Module:
+    """The model of `saved`."""
+    model = net()
+    train(model, plain(model), steps, first=1)
+    return model
+
+
+def error_of_load(path: Path) -> str:
+    with pytest.raises(CheckpointError) as refused:
+        checkpoint.load(path, model=net())
+    return str(refused.value)
+
+
+@every_kind
+def test_damage_is_not_converted(saved: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (file,) = (saved / "step-000000002").glob("*.distcp")
+    damage(file, place_in_weight(file))
+    error = refusal(capsys, "convert", saved, tmp_path / "target", "--to", kind)
+    assert f"{file} is damaged" in error
+    assert error.removeprefix("Error: ") in error_of_load(saved)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+
+
+@pytest.mark.parametrize("between", KINDS[:2])
+def test_a_converted_directory_has_check_sums(saved: Path, tmp_path: Path, between: str) -> None:
+    convert(convert(saved, tmp_path / "between", between), tmp_path / "it", "dcp")
+    sums = json.loads((tmp_path / "it" / "zeroshard.json").read_text())["sums"]
+    files = {name: (tmp_path / "it" / name).read_bytes() for name in ("__0_0.distcp", ".metadata")}
+    assert sums == {name: zlib.crc32(content) for name, content in files.items()}
+    again = net(seed=1)
+    assert checkpoint.load(tmp_path / "it", model=again).step == 2
+    assert all(map(torch.equal, again.parameters(), net_after(2).parameters()))
+    file = tmp_path / "it" / "__0_0.distcp"
+    damage(file, place_in_weight(file))
+    assert f"{file} is damaged" in error_of_load(tmp_path / "it")
+
+
+def test_where_there_was_no_manifest_none_is_made(tmp_path: Path) -> None:
+    dcp_save({"model": {"a": torch.ones(2, 3)}}, checkpoint_id=tmp_path / "source", no_dist=True)
+    target = convert(tmp_path / "source", tmp_path / "target", "dcp")
+    assert sorted(entry.name for entry in target.iterdir()) == [".metadata", "__0_0.distcp"]
+
+
+def test_a_file_that_cannot_be_read_is_not_told_of_the_target(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = saved / "step-000000002" / "zeroshard.json"
+    manifest.write_text(manifest.read_text().replace("__0_0.distcp", "__1_0.distcp"))
+    error = refusal(capsys, "convert", saved, tmp_path / "target", "--to", "torch")
+    assert "__1_0.distcp" in error
+    assert "target" not in error
+
+
 @every_kind
 def test_a_damaged_checkpoint_leaves_nothing(
     saved: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The sizes are right, so that it is noticed while writing."""
+    """The sizes are right and there are no check sums, so that it is noticed while writing."""
     (file,) = (saved / "step-000000002").glob("*.distcp")
+    (saved / "step-000000002" / "zeroshard.json").unlink()
     whole = file.read_bytes()
     middle = whole.index(b"PK", len(whole) // 2)
     file.write_bytes(whole[:middle] + bytes(len(whole) - middle))

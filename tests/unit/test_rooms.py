@@ -25,7 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "params": {"layout", "errors"},
     "comm": {"policies", "units", "errors"},
     "state": {"layout", "comm", "units", "errors"},
-    "runtime": {"layout", "policies", "params", "comm", "state", "units", "errors"},
+    "runtime": {"notices", "layout", "policies", "params", "comm", "state", "units", "errors"},
     "adapters": {"layout", "comm", "state", "runtime", "units", "errors"},
     "assembly": {"notices", "layout", "config", "params", "policies", "comm", "state", "runtime", "errors"},
     "state_dicts": {"assembly", "layout", "comm", "state", "runtime", "units", "errors"},
@@ -34,14 +34,14 @@ ROOMS: dict[str, set[str]] = {
 ROOMS["stepping"] = {"adapters", "comm", "runtime", "units"}
 ROOMS["optimizer"] = set(ROOMS) - {"objects"}
 ROOMS["sharded"] = set(ROOMS) - {"objects"}
-ROOMS["checkpoint"] = {"notices", "comm", "state", "runtime", "optimizer", "units", "errors"}
+ROOMS["checkpoint"] = {"notices", "layout", "comm", "state", "runtime", "optimizer", "units", "errors"}
 ROOMS["scaler"] = {"optimizer"}
 ROOMS["ddp_hooks"] = {"optimizer", "adapters"}
 ROOMS["__init__"] = {
     *("optimizer", "sharded", "scaler", "ddp_hooks", "objects", "config", "policies", "layout", "errors"),
     "checkpoint",
 }
-ROOMS["cli"] = {"checkpoint", "layout", "comm", "state", "units", "errors"}
+ROOMS["cli"] = {"checkpoint", "state", "units", "errors"}
 ROOMS["__main__"] = {"cli"}
 
 MOST_LINES_OF_A_FUNCTION = 40

@@ -4,45 +4,57 @@ torch's own reader unpickles whatever the files say. Here only the classes that 
 are read as `torch.load(weights_only=True)` reads them, and no name in the metadata leads outside the directory.
 """
 
-import io
 import pickle
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path, PurePath
+from functools import partial
+from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ..comm.group import Group
 from ..errors import CheckpointError
+from .chunks import check_chunks
+from .sealed import Sealed, sealed
 
 _METADATA = ".metadata"
-_STRANGER = "GLOBAL"
-"""In what torch says of types that it does not read."""
-_OURS: dict[str, Any] = {
-    **{
-        f"{metadata.__name__}.{name}": getattr(metadata, name)
-        for name in (
-            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata"),
-            *("BytesStorageMetadata", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
-        )
-    },
-    **{f"{filesystem.__name__}.{name}": getattr(filesystem, name) for name in ("_StorageInfo", "_StoragePrefix")},
-    "torch.Size": torch.Size,
-    "torch.serialization._get_layout": torch.serialization._get_layout,
-    "collections.OrderedDict": OrderedDict,
+
+
+class _Encoding(int, metaclass=Sealed):
+    """Equals a member of the enum that torch compares it with."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return int(self) == getattr(other, "value", other)
+
+    __hash__ = int.__hash__
+
+
+_RECORDS = (
+    *(metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta, metadata.TensorProperties),
+    *(metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata),
+    *(filesystem._StorageInfo, filesystem._StoragePrefix),
+)
+_OURS: dict[str, type] = {
+    **{f"{it.__module__}.{it.__name__}": sealed(partial(object.__new__, it)) for it in _RECORDS},
+    f"{metadata.__name__}._MEM_FORMAT_ENCODING": _Encoding,
+    "torch.Size": sealed(torch.Size),
+    "torch.serialization._get_layout": sealed(torch.serialization._get_layout),
+    "collections.OrderedDict": sealed(OrderedDict),
     # The directory as it was given to the writer; never looked at. Its class depends on system and version.
-    **{f"{module}.{kind}Path": PurePath for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")},
+    **{
+        f"{module}.{kind}Path": sealed(lambda *_: None)
+        for module in ("pathlib", "pathlib._local")
+        for kind in ("Posix", "Windows")
+    },
 }
 
 
@@ -69,17 +81,18 @@ class Entry(NamedTuple):
 
 
 class Archive:
-    """What is in a directory, and the way to read it."""
+    """What is in a directory, and where."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.metadata = _read_metadata(directory)
         try:
             self.entries = _entries(self.metadata)
-            _check_chunks(self.entries)
-            self.files()
+            for key, tensor in self._tensors():
+                check_chunks(key, tensor)
         except Exception as error:
             raise CheckpointError(f"{directory / _METADATA} contradicts itself: {error}") from error
+        self._check_lengths()
 
     def below(self, *path: Any) -> list[Entry]:
         """All entries whose path begins like that."""
@@ -104,19 +117,27 @@ class Archive:
                     "checkpoint."
                 )
 
-    def read(self, targets: dict[str, Any], group: Group) -> dict[str, Any]:
-        """The values of some entries, by key. Tensors are read into the given ones, other values are returned.
+    def _tensors(self) -> Iterator[tuple[str, TensorStorageMetadata]]:
+        return ((key, tensor) for key, _, tensor in self.entries if tensor is not None)
 
-        Called on all ranks of the group, each with the keys that it needs.
-        """
-        values = dict(targets)
-        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        try:
-            with ranks_for_dcp(group) as ranks:
-                load(values, storage_reader=_Reader(self), planner=planner, **ranks)
-        except CheckpointException as error:
-            raise CheckpointError(f"{self.directory}: {reasons(error)}") from error
-        return values
+    def _check_lengths(self) -> None:
+        """Memory is made for what the metadata say: no tensor may be larger than what was written of it."""
+        for key, tensor in self._tensors():
+            for chunk in tensor.chunks:
+                least = prod(chunk.sizes) * tensor.properties.dtype.itemsize
+                if least and (length := self.place_of(MetadataIndex(key, chunk.offsets)).length) < least:
+                    raise CheckpointError(
+                        f"{self.directory / _METADATA} contradicts itself: a part of '{key}' has {least} bytes, but "
+                        f"{length} in its file"
+                    )
+
+    def place_of(self, index: MetadataIndex) -> Any:
+        """In which file a value lies, from which byte on, and for how many."""
+        place = self.metadata.storage_data.get(index)
+        if place is None or place.transform_descriptors:
+            reason = "is not in its files" if place is None else f"was written with {place.transform_descriptors}"
+            raise CheckpointError(f"{self.directory}: a part of '{index.fqn}' {reason}")
+        return place
 
 
 @contextmanager
@@ -128,47 +149,6 @@ def ranks_for_dcp(group: Group) -> Iterator[dict[str, Any]]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield {"no_dist": True}
-
-
-class _Reader(filesystem.FileSystemReader):
-    def __init__(self, archive: Archive) -> None:
-        super().__init__(archive.directory)
-        self._archive = archive
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return self._archive.metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        try:
-            return super().read_data(plan, planner)
-        except Exception:
-            for item in plan.items:  # once more, to say which it is
-                self._read_one(replace(plan, items=[item]), planner)
-            raise
-
-    def _read_one(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        key = plan.items[0].storage_index
-        try:
-            super().read_data(plan, planner)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            file = self._archive.metadata.storage_data[key].relative_path
-            raise CheckpointError(f"'{key.fqn}' in {file} cannot be read: {why(error)}") from error
-
-
-class _Planner(DefaultLoadPlanner):
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        key = read_item.dest_index.fqn
-        try:
-            self.state_dict[key] = torch.load(value, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            if _STRANGER not in why(error):
-                raise
-            raise CheckpointError(
-                f"'{key}' holds a type that is not read from files, since reading it could run code ({why(error)}) "
-                "Allow it with torch.serialization.add_safe_globals if you trust the file."
-            ) from error
 
 
 class _Unpickler(pickle.Unpickler):
@@ -183,19 +163,14 @@ class _Unpickler(pickle.Unpickler):
 
 def _entries(metadata: Metadata) -> list[Entry]:
     paths = metadata.planner_data or {}
-    return [
+    entries = [
         Entry(key, tuple(paths.get(key, (key,))), it if isinstance(it, TensorStorageMetadata) else None)
         for key, it in metadata.state_dict_metadata.items()
     ]
-
-
-def _check_chunks(entries: Iterable[Entry]) -> None:
-    """Where a part is not there torch reads nothing, and says nothing."""
-    for key, _, tensor in entries:
-        if tensor is not None:
-            there = sum(chunk.sizes.numel() for chunk in tensor.chunks)
-            if there != tensor.size.numel():
-                raise CheckpointError(f"'{key}' has {tensor.size.numel()} elements, but parts with {there} of them")
+    for key, path, _ in entries:
+        if not isinstance(key, str) or not all(isinstance(it, str | int) for it in path):
+            raise CheckpointError(f"{key!r} was at {path!r}")
+    return entries
 
 
 def _read_metadata(directory: Path) -> Metadata:
@@ -209,13 +184,24 @@ def _read_metadata(directory: Path) -> Metadata:
         raise CheckpointError(f"{file} cannot be read: {error or type(error).__name__}") from error
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise CheckpointError(f"{file} is not the metadata of a checkpoint")
-    _refuse_ways_out(file, (getattr(info, "relative_path", None) for info in found.storage_data.values()))
+    for info in found.storage_data.values():
+        _check_place(file, info)
     return found
 
 
-def _refuse_ways_out(file: Path, names: Iterable[Any]) -> None:
+def _check_place(file: Path, info: Any) -> None:
+    if not isinstance(info, filesystem._StorageInfo):
+        raise CheckpointError(f"{file} is not the metadata of a checkpoint in files")
+    refuse_ways_out(file, [getattr(info, "relative_path", None)])
+    offset, length = getattr(info, "offset", None), getattr(info, "length", None)
+    if not all(type(it) is int and it >= 0 for it in (offset, length)):
+        raise CheckpointError(f"{file} contradicts itself: {length!r} bytes from byte {offset!r} on")
+
+
+def refuse_ways_out(file: Path, names: Iterable[Any]) -> None:
+    """`file` names other files, of its own directory."""
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name:
             raise CheckpointError(f"{file} names a file outside its directory: {name!r}")
 
 

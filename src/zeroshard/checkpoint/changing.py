@@ -28,22 +28,23 @@ def load_scheduler(scheduler: Any, state: Any, undo: ExitStack) -> None:
     scheduler.load_state_dict(state)
 
 
-def load_optimizer(optimizer: Optimizer, state: StateDict, undo: ExitStack, *, may_be_undone: bool) -> None:
-    """Ours loads on all ranks or on none, and is copied only if something that may fail comes after it."""
+def saved_for_undo(optimizer: Optimizer) -> dict[str, Any]:
+    """A copy of a sharded optimizer's state; of others their attributes, which loading exchanges."""
+    return staged(part_of(optimizer)) if isinstance(optimizer, ZeroRedundancyOptimizer) else dict(vars(optimizer))
+
+
+def load_optimizer(optimizer: Optimizer, state: StateDict, before: dict[str, Any], undo: ExitStack) -> None:
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        before = staged(part_of(optimizer)) if may_be_undone else None
-        optimizer.load_state_dict(state)
-        if before is not None:
-            undo.callback(optimizer.load_state_dict, before)
+        undo.callback(optimizer.load_state_dict, before)
+        optimizer.adopt_state_dict(state)
         return
-    undo.callback(_put_back, vars(optimizer), dict(vars(optimizer)))
+    undo.callback(_put_back, vars(optimizer), before)
     optimizer.load_state_dict(state)
 
 
 def load_model(model: torch.nn.Module, state: Mapping[str, Any], undo: ExitStack, *, strict: bool) -> None:
     mine = get_model_state_dict(model)
-    if may_fail(model):
-        undo.callback(set_model_state_dict, model, staged(mine))
+    undo.callback(set_model_state_dict, model, staged(mine))
     empty = {name: value for name, value in mine.items() if is_empty(value)}
     set_model_state_dict(model, {**empty, **state}, options=StateDictOptions(strict=strict))
 
@@ -53,15 +54,28 @@ def is_empty(value: Any) -> bool:
     return isinstance(value, (dict, list, tuple)) and not value
 
 
-def may_fail(model: torch.nn.Module | None) -> bool:
-    """Whether loading runs code that is not torch's. Else it copies, one after the other, what was found to fit."""
-    return model is not None and any(map(_loads_its_own_way, model.modules()))
+def loads_its_own_way(it: torch.nn.Module | Optimizer) -> bool:
+    """Whether loading runs code that is not torch's and may fail. Else it copies what was found to fit."""
+    if isinstance(it, torch.nn.Module):
+        return any(map(_is_special, it.modules()))
+    if not isinstance(it, ZeroRedundancyOptimizer):
+        return True
+    hooks = [hook for part in (it, it.optim) for hook in _load_hooks(part)]
+    return bool(hooks) or not _are_torchs(type(it.optim).load_state_dict, type(it.optim).__setstate__)
 
 
-def _loads_its_own_way(part: torch.nn.Module) -> bool:
-    methods = (type(part)._load_from_state_dict, type(part).load_state_dict, type(part).set_extra_state)
+def _is_special(part: torch.nn.Module) -> bool:
     hooks = part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks
-    return bool(hooks) or not all(method.__module__.startswith("torch.") for method in methods)
+    kind = type(part)
+    return bool(hooks) or not _are_torchs(kind._load_from_state_dict, kind.load_state_dict, kind.set_extra_state)
+
+
+def _load_hooks(it: Optimizer) -> list[Any]:
+    return [*it._optimizer_load_state_dict_pre_hooks.values(), *it._optimizer_load_state_dict_post_hooks.values()]
+
+
+def _are_torchs(*methods: Any) -> bool:
+    return all(method.__module__.startswith("torch.") for method in methods)
 
 
 def _put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:

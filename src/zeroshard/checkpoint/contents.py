@@ -7,12 +7,12 @@ scheduler                      packed: read back without running code
 ranks.<rank>                   packed: what each rank has for itself, random states and `extra`
 """
 
+import io
 import random
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
@@ -23,7 +23,9 @@ from ..state.dcp import CutTensor
 from ..state.trees import map_tensors
 from .archive import why
 from .naming import by_name, names_of
+from .owned import written
 
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 MODEL, OPTIM, SCHEDULER, RANKS = "model", "optim", "scheduler", "ranks"
 
 
@@ -33,12 +35,36 @@ def collect(
     """All of it, with the tensors themselves and not copies."""
     contents: dict[str, Any] = {RANKS: {str(rank): packed({"random": random_states(), "extra": extra})}}
     if model is not None:
-        contents[MODEL] = get_model_state_dict(model)
+        contents[MODEL] = written(model, optimizer)
     if optimizer is not None:
         contents[OPTIM] = by_name(part_of(optimizer), names_of(optimizer, model))
     if scheduler is not None:
         contents[SCHEDULER] = packed(scheduler.state_dict())
-    return contents
+    return {key: readable(value, key) for key, value in contents.items()}
+
+
+def readable(value: Any, where: str) -> Any:
+    """The value with numbers of numpy as plain ones. Raises if something in it could not be read back."""
+    if isinstance(value, dict):
+        return {key: readable(it, f"{where}.{key}") for key, it in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(readable(it, f"{where}.{number}") for number, it in enumerate(value))
+    if isinstance(value, torch.Tensor) or type(value) in _PLAIN:
+        return value
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+        return value.item()
+    try:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{where} is a {type(value).__qualname__}, which could not be read back: files are read without running "
+            "code. Use numbers, strings, tensors and plain containers, or allow the type with "
+            "torch.serialization.add_safe_globals."
+        ) from error
+    return value
 
 
 def part_of(optimizer: Optimizer) -> StateDict:

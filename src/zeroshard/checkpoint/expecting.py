@@ -1,4 +1,4 @@
-"""What an optimizer keeps of a parameter, asked by stepping it on tensors that have a shape and no memory."""
+"""What a running optimizer would keep of a parameter, asked on tensors that have a shape and no memory."""
 
 import inspect
 from collections.abc import Mapping
@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..optimizer import ZeroRedundancyOptimizer
+from ..runtime.beginnings import first_state
 from ..runtime.inner import Recipe
 from ..runtime.selftest import quietly
 
@@ -22,17 +23,12 @@ def kind_of(optimizer: Optimizer) -> type[Optimizer]:
 
 
 def expected_state(optimizer: Optimizer, options: Mapping[str, Any], param: torch.Tensor) -> dict[Any, Any]:
-    """Its state after a first step, as tensors of the right shapes; empty if it has none or cannot be asked."""
-    kind = kind_of(optimizer)
-    probe = torch.nn.Parameter(torch.empty(tuple(param.shape), dtype=param.dtype, device="meta"))
-    probe.grad = torch.empty_like(probe)
+    """What it keeps, as tensors of the right shapes; empty if it keeps nothing or cannot be asked."""
+    probe = torch.empty(tuple(param.shape), dtype=param.dtype, device="meta")
     plainly = {key: False if key in _WAYS else value for key, value in options.items()}
-    group = {**plainly, "params": [probe]}
-    group.pop("param_names", None)
-    with quietly(Recipe(kind, [], True, {})), suppress(Exception):
-        made = kind([group], **_needed(kind, plainly))
-        made.step()
-        return dict(made.state[probe])
+    recipe = Recipe(kind_of(optimizer), [], True, _needed(kind_of(optimizer), plainly))
+    with quietly(recipe), suppress(Exception):
+        return first_state(recipe, plainly, [probe])[0]
     return {}
 
 

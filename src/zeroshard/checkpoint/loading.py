@@ -1,15 +1,19 @@
-"""Loading: read everything into memory of its own, agree that all ranks could, and only then change anything."""
+"""Loading: look at everything, agree that all ranks could read it, and only then change anything.
 
+Values are then read straight to where they belong, so that no memory is needed for a second model or optimizer. What
+runs code of others while it loads, which may fail, gets its values in memory of its own, and comes first.
+"""
+
+import gc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
 from ..comm.agreement import Proposal, agreed
@@ -17,14 +21,24 @@ from ..comm.collectives import Comm
 from ..comm.group import group_or_alone
 from ..errors import CheckpointError
 from ..notices import warn_user
-from .archive import Archive, Entry, is_archive
-from .changing import all_or_nothing, is_empty, load_model, load_optimizer, load_scheduler, may_fail
-from .contents import MODEL, OPTIM, RANKS, SCHEDULER, check_random_states, set_random_states, unpacked
+from ..optimizer import ZeroRedundancyOptimizer
+from ..state.compat import StateDict
+from .archive import Archive, is_archive
+from .changing import all_or_nothing, load_model, load_optimizer, load_scheduler, saved_for_undo
+from .contents import OPTIM, RANKS, SCHEDULER, check_random_states, set_random_states, unpacked
 from .folder import Folder
 from .manifest import Manifest, read_manifest
-from .naming import listed, names_of
-from .restoring import Restoring, SavedOptimizer, groups_in
+from .naming import names_of
+from .owned import require_its_ranks
+from .progress import Progress, Report
+from .reading import Reading, read
+from .restoring import Restoring
+from .saved_optimizer import SavedOptimizer, groups_in
+from .saving import wait_for_earlier_saves
 from .together import on_first, told_alike
+from .weights import Weights
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,7 @@ def load(
     optimizer: Optimizer | None = None,
     scheduler: Any = None,
     strict: bool = True,
+    progress: bool | Report | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
     """Load the latest checkpoint in the folder `path`, or the one in the directory `path`. Called on all ranks.
@@ -63,6 +78,8 @@ def load(
         optimizer: one of ours, a plain one, or one over FSDP2's parameters.
         scheduler: anything with `load_state_dict()`.
         strict: else what is missing stays as it is, and what is too much is left out.
+        progress: show a line on rank 0; by default if somebody sits at the terminal and it takes a while. Or what is
+            to be called on each rank with the bytes that it has checked and read, and those that there are so far.
         process_group: the ranks that load together; by default all.
     """
     comm = Comm(group_or_alone(process_group))
@@ -70,9 +87,17 @@ def load(
     facts = [f"path {path}", f"strict={strict}"]
     facts += [f"{name} {'not ' if it is None else ''}given" for name, it in given.items()]
     with told_alike(path):
-        agreed(comm, "checkpoint.load", lambda: Proposal(None, facts))
+        agreed(comm, "checkpoint.load", lambda: _begun(comm, optimizer, facts))
         directory = on_first(comm, "checkpoint.load: looking for it", lambda: find(Path(path)))
-        return _Loading(comm, directory, strict=strict).run(model, optimizer, scheduler)
+        shown = Progress(f"loading {directory.name}", progress, comm.group.rank)
+        with no_garbage_collection():
+            return _Loading(comm, directory, shown, strict=strict).run(model, optimizer, scheduler)
+
+
+def _begun(comm: Comm, optimizer: Optimizer | None, facts: list[str]) -> Proposal[None]:
+    wait_for_earlier_saves()
+    require_its_ranks(optimizer, comm.group, "checkpoint.load")
+    return Proposal(None, facts)
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
@@ -86,58 +111,67 @@ class _Prepared(NamedTuple):
     by_rank: dict[int, Any]
     scheduler: Any
     restoring: Restoring | None
-    weights: dict[str, Any]
-    """New memory for the model's, by keys of the archive."""
-    state: dict[str, Any]
-    """New memory for the optimizer's."""
+    weights: Weights | None
+    state: Reading
+    values: Reading
+    """Of the model."""
 
 
 class _Loading:
-    def __init__(self, comm: Comm, directory: Path, *, strict: bool) -> None:
-        self._comm, self._directory, self._strict = comm, directory, strict
+    def __init__(self, comm: Comm, directory: Path, progress: Progress, *, strict: bool) -> None:
+        self._comm, self._directory, self._progress, self._strict = comm, directory, progress, strict
         self._archive, self._manifest = agreed(comm, "checkpoint.load", self._open)
         agreed(comm, "checkpoint.load: check sums", self._check_sums)
 
     def run(self, model: torch.nn.Module | None, optimizer: Optimizer | None, scheduler: Any) -> Loaded:
-        small = self._read(self._small_targets(optimizer, scheduler))
-
-        def propose() -> Proposal[_Prepared]:
-            return Proposal(self._prepare(small, model, optimizer, scheduler))
-
-        prepared = agreed(self._comm, "checkpoint.load", propose)
-        values = self._read({**prepared.weights, **prepared.state})
+        todo = agreed(self._comm, "checkpoint.load", lambda: self._prepare(model, optimizer, scheduler))
         with all_or_nothing() as undo:
-            if scheduler is not None and prepared.scheduler is not None:
-                self._change(lambda: load_scheduler(scheduler, prepared.scheduler, undo))
-            if optimizer is not None and prepared.restoring is not None:
-                state = prepared.restoring.state_dict({key: values[key] for key in prepared.state})
-                self._change(lambda: load_optimizer(optimizer, state, undo, may_be_undone=may_fail(model)))
-            if model is not None:
-                weights = self._by_name({key: values[key] for key in prepared.weights})
-                self._change(lambda: load_model(model, weights, undo, strict=self._strict))
-        return self._finish(prepared.by_rank)
+            if scheduler is not None and todo.scheduler is not None:
+                self._all(lambda: load_scheduler(scheduler, todo.scheduler, undo))
+            if optimizer is not None and todo.restoring is not None and not todo.restoring.in_place:
+                self._load_beside(optimizer, todo.restoring.state_dict(self._read(todo.state)), undo)
+            if model is not None and todo.weights is not None and not todo.weights.in_place:
+                weights = todo.weights.by_name(self._read(todo.values))
+                self._all(lambda: load_model(model, weights, undo, strict=self._strict))
+                todo.weights.renew_copies()
+            self._overwrite(todo, optimizer)
+        return self._finish(todo.by_rank)
+
+    def _load_beside(self, optimizer: Optimizer, state: StateDict, undo: ExitStack) -> None:
+        before = self._all(lambda: saved_for_undo(optimizer))  # apart: who fails here must not miss a collective call
+        self._all(lambda: load_optimizer(optimizer, state, before, undo))
+
+    def _overwrite(self, todo: _Prepared, optimizer: Optimizer | None) -> None:
+        with told_as_a_mixture(), ExitStack() as arriving:
+            if todo.weights is not None and todo.weights.in_place:
+                self._read(todo.values)
+                arriving.callback(todo.weights.spread())
+            if todo.restoring is not None and todo.restoring.in_place:
+                assert isinstance(optimizer, ZeroRedundancyOptimizer)
+                optimizer.engine.learn(todo.restoring.param_shaped)
+                optimizer.adopt_state_dict(todo.restoring.state_dict(self._read(todo.state)))
 
     def _open(self) -> Proposal[tuple[Archive, Manifest | None]]:
         archive, manifest = Archive(self._directory), read_manifest(self._directory)
         if self._comm.group.rank == 0:
             archive.check_files()
+        if manifest is not None:
+            manifest.require_all(self._directory, archive.files())
         return Proposal((archive, manifest), [f"{len(archive.entries)} entries in {self._directory}"])
 
     def _check_sums(self) -> Proposal[None]:
         """Ranks look at files in turns."""
         if self._manifest is not None:
-            self._manifest.check_sums(self._directory, slice(self._comm.group.rank, None, self._comm.group.size))
+            share = slice(self._comm.group.rank, None, self._comm.group.size)
+            self._manifest.check_sums(self._directory, share, self._progress)
         return Proposal(None)
 
-    def _read(self, targets: dict[str, Any]) -> dict[str, Any]:
-        return self._archive.read(targets, self._comm.group)
+    def _read(self, todo: Reading) -> dict[str, Any]:
+        return self._all(lambda: todo.run(self._progress))
 
-    def _change(self, action: Callable[[], None]) -> None:
-        def propose() -> Proposal[None]:
-            action()
-            return Proposal(None)
-
-        agreed(self._comm, "checkpoint.load", propose)
+    def _all(self, action: Callable[[], T]) -> T:
+        """What it returns, once it has succeeded on all ranks."""
+        return agreed(self._comm, "checkpoint.load", lambda: Proposal(action()))
 
     def _small_targets(self, optimizer: Optimizer | None, scheduler: Any) -> dict[str, Any]:
         entries = [] if self._manifest is None else self._archive.below(RANKS)
@@ -145,16 +179,21 @@ class _Loading:
             entries += groups_in(self._archive)
         if scheduler is not None:
             entries += self._archive.below(SCHEDULER)
-        return agreed(self._comm, "checkpoint.load", lambda: Proposal({entry.key: entry.room() for entry in entries}))
+        return {entry.key: entry.room() for entry in entries}
 
     def _prepare(
-        self, small: dict[str, Any], model: torch.nn.Module | None, optimizer: Optimizer | None, scheduler: Any
-    ) -> _Prepared:
-        weights = {} if model is None else self._model_targets(model)
+        self, model: torch.nn.Module | None, optimizer: Optimizer | None, scheduler: Any
+    ) -> Proposal[_Prepared]:
+        small = read(self._archive, self._small_targets(optimizer, scheduler))
+        weights = None if model is None else Weights(self._archive, model, optimizer, strict=self._strict)
         restoring = None if optimizer is None else self._restoring(small, model, optimizer)
-        state = {} if restoring is None else restoring.targets()
         schedule = None if scheduler is None else self._scheduler_state(small)
-        return _Prepared(self._by_rank(small), schedule, restoring, weights, state)
+        state = Reading(self._archive, {} if restoring is None else restoring.targets)
+        values = Reading(self._archive, {} if weights is None else weights.targets(restoring))
+        if restoring is not None:
+            restoring.try_out(state.found)
+        facts = [f"read {'in place' if part.in_place else 'beside'}" for part in (weights, restoring) if part]
+        return Proposal(_Prepared(self._by_rank(small), schedule, restoring, weights, state, values), facts)
 
     def _restoring(
         self, small: dict[str, Any], model: torch.nn.Module | None, optimizer: Optimizer
@@ -190,43 +229,6 @@ class _Loading:
                 raise CheckpointError(f"'{entry.key}' in {self._directory} cannot be read: {error!r}") from error
         return found
 
-    def _model_targets(self, model: torch.nn.Module) -> dict[str, Any]:
-        """New memory for what the model has, by keys of the archive."""
-        entries = self._archive.below(MODEL)
-        mine, theirs = get_model_state_dict(model), {str(entry.path[1]): None for entry in entries if entry.path[1:]}
-        missing = [name for name in mine if name not in theirs and not is_empty(mine[name])]
-        unexpected = [name for name in theirs if name not in mine]
-        if self._strict and (missing or unexpected):
-            raise CheckpointError(
-                f"{self._directory} has another model. "
-                + (f"Missing there: {listed(missing)}. " if missing else "")
-                + (f"Only there: {listed(unexpected)}. " if unexpected else "")
-                + "strict=False loads what both have."
-            )
-        return {
-            entry.key: self._model_target(entry, mine[name]) for entry in entries if (name := entry.path[1]) in mine
-        }
-
-    def _model_target(self, entry: Entry, mine: Any) -> Any:
-        if not isinstance(mine, torch.Tensor) and (entry.tensor is None or len(entry.path) > 2):
-            return entry.room()  # what a module adds to its dict may be of any form
-        theirs = None if entry.tensor is None else tuple(entry.tensor.size)
-        if not isinstance(mine, torch.Tensor) or theirs != tuple(mine.shape):
-            here = f"shape {tuple(mine.shape)}" if isinstance(mine, torch.Tensor) else f"a {type(mine).__name__}"
-            raise CheckpointError(
-                f"'{entry.key}' in {self._directory} has {'no shape' if theirs is None else f'shape {theirs}'}, but "
-                f"the model's has {here}: it is a checkpoint of another model"
-            )
-        return torch.empty_like(mine, requires_grad=False)
-
-    def _by_name(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """As the model has them, of values by keys of the archive, which takes containers apart."""
-        found: dict[str, Any] = {}
-        for entry in self._archive.below(MODEL):
-            if entry.key in values:
-                set_element(found, entry.path[1:], values[entry.key])
-        return found
-
     def _finish(self, by_rank: dict[int, Any]) -> Loaded:
         """Random states and `extra` belong to a rank: where there were other ranks they are nobody's."""
         rank, size = self._comm.group.rank, self._comm.group.size
@@ -241,6 +243,28 @@ class _Loading:
                 "as they are, and what ranks gave as extra is in extra_by_rank"
             )
         return Loaded(self._directory, step, world, None, extras)
+
+
+@contextmanager
+def told_as_a_mixture() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"{error}. The model and the optimizer are loaded in parts now: load a checkpoint before you go on."
+        ) from error
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Thousands of small objects come, and would have all that the process has looked through, each time for 0.2 s."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def find(path: Path) -> Path:

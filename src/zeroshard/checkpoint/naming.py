@@ -8,9 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
-from ..state.compat import nameless
+from ..state.compat import nameless, unwrapped
 
-_WRAPPINGS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _MOST_NAMES = 8
 
 
@@ -54,9 +53,7 @@ def _bare(name: str, wrapped: Sequence[str]) -> str:
     for prefix in sorted(wrapped, key=len, reverse=True):
         if name.startswith(f"{prefix}module."):
             name = prefix + name[len(prefix) + len("module.") :]
-    for wrapping in _WRAPPINGS:
-        name = name.replace(wrapping, "")
-    return name
+    return unwrapped(name)
 
 
 def _is_ddp(part: torch.nn.Module) -> bool:

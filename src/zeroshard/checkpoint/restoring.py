@@ -1,98 +1,87 @@
-"""An optimizer in a checkpoint: what one that is running needs of it, and makes of that.
+"""What a running optimizer takes from a saved one.
 
 Names decide which state goes where, whatever the order, the groups and the ranks were when it was saved.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
 from ..optimizer import ZeroRedundancyOptimizer
 from ..state.compat import StateDict, describe_options
-from .archive import Archive, Entry
-from .contents import OPTIM, part_of
-from .expecting import expected_state, kind_of
-from .naming import listed
-
-_GROUPS, _STATE = "param_groups", "state"
-_BY_SCHEDULERS = "initial_lr"
-
-Options = dict[str, Any]
-
-
-class StateEntry(NamedTuple):
-    """A value in the state of a parameter."""
-
-    keys: tuple[Any, ...]
-    """More than one for nested state."""
-    entry: Entry
-
-
-def groups_in(archive: Archive) -> list[Entry]:
-    """The entries of an optimizer's groups, which are small."""
-    return [entry for entry in archive.below(OPTIM) if _part(entry) == _GROUPS]
-
-
-class SavedOptimizer:
-    """What an archive says of its optimizer, by names of parameters.
-
-    `others` belong to no parameter: state that all share, and what a class adds to its dict.
-    """
-
-    def __init__(self, archive: Archive, values: Mapping[str, Any]) -> None:
-        """`values`: of `groups_in`."""
-        self.directory = archive.directory
-        try:
-            self.options = _options_by_name(groups_in(archive), values)
-            state = [entry for entry in archive.below(OPTIM) if _part(entry) == _STATE]
-            self.state = _state_by_name(state, self.options)
-            self.others = _others(archive.below(OPTIM), self.state.keys() - self.options.keys())
-        except Exception as error:
-            raise CheckpointError(
-                f"the optimizer in {self.directory} is not in torch's format: {type(error).__name__}: {error}"
-            ) from error
+from ..state.records import shaped_keys
+from .archive import Entry
+from .changing import loads_its_own_way
+from .contents import part_of
+from .fitting import Fit
+from .saved_optimizer import GROUPS, STATE, Options, SavedOptimizer, StateEntry
 
 
 class Restoring:
-    """A running optimizer, and what it takes from a saved one."""
-
     def __init__(self, saved: SavedOptimizer, optimizer: Optimizer, names: Sequence[str], *, strict: bool) -> None:
+        """Raises if the saved optimizer does not fit."""
         self._saved, self._optimizer, self._names = saved, optimizer, names
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
+        self.in_place = not loads_its_own_way(optimizer)
+        """State is read to where the present one lies; else to new memory, for the optimizer to load in its own way."""
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            optimizer.require_settled("checkpoint.load")
+            optimizer.engine.check_groups(optimizer.param_groups)
+        fit = Fit(saved, optimizer, names)
         if strict:
-            self._require_the_same_names()
-        self._wanted = [(i, it) for i, name in enumerate(names) for it in saved.state.get(name, ())]
+            fit.require_the_same_names()
+        found = {name: sorted(saved.state.get(name, ()), key=lambda it: str(it.keys)) for name in names}
+        self._wanted = [(i, it) for i, name in enumerate(names) for it in found[name]]
         for index, it in self._wanted:
-            self._check_shape(index, it)
-        self._keys: dict[int, list[Any]] = {}
-        """Of each parameter's state, in the order in which the optimizer makes it: archives have none."""
-        self._require_the_same_kind()
+            fit.check_shape(index, it)
+        self._keys = fit.keys()
         self._groups = self._merged_groups()
 
+    @cached_property
     def targets(self) -> dict[str, Any]:
         """What to read, and where to."""
-        mine = {it.entry.key: self._room(index, it) for index, it in self._wanted if self._holds(index, it)}
+        room = self._rooms()
+        mine = {it.entry.key: room(index, it) for index, it in self._wanted if self._holds(index, it)}
         return mine | {entry.key: entry.room() for entry in self._saved.others}
+
+    @cached_property
+    def param_shaped(self) -> frozenset[Any]:
+        """Keys of state that has the shape of its parameter."""
+        assert isinstance(self._optimizer, ZeroRedundancyOptimizer)
+        specs = self._optimizer.layout.params
+        tensors = [(specs[i], it.keys[0], it.entry.tensor) for i, it in self._wanted if len(it.keys) == 1]
+        return shaped_keys((spec, key, it.size) for spec, key, it in tensors if it is not None)
+
+    def try_out(self, values: Mapping[str, Any]) -> None:
+        """Raise if the running optimizer would refuse the dict. `values`: what is not a tensor is there already."""
+        if isinstance(self._optimizer, ZeroRedundancyOptimizer):
+            self._optimizer.check_state_dict(self.state_dict(values))
+
+    def entry(self, index: int, key: str) -> Entry | None:
+        """What the checkpoint has in the state of a parameter."""
+        found = self._saved.state.get(self._names[index], ())
+        return next((it.entry for it in found if it.keys == (key,)), None)
 
     def state_dict(self, values: Mapping[str, Any]) -> StateDict:
         """In the order and the groups of the running optimizer, for it to load."""
         state: dict[int, Any] = {index: {} for index in range(len(self._names))}
         for index, it in self._wanted:
-            if it.entry.key in values:
-                _put(state[index], it.keys, values[it.entry.key])
+            if it.entry.key in self.targets:
+                set_element(state[index], it.keys, values[it.entry.key])
         state = {index: self._in_order(index, found) for index, found in state.items()}
         new = [index for index, name in enumerate(self._names) if name not in self._saved.options]
         if new:  # what is missing in the checkpoint stays as it is
             running = part_of(self._optimizer)["state"]
             state.update({index: running[index] for index in new if index in running})
         ours = isinstance(self._optimizer, ZeroRedundancyOptimizer)
-        whole = {_STATE: state if ours else {i: it for i, it in state.items() if it}, _GROUPS: self._groups}
+        whole = {STATE: state if ours else {i: it for i, it in state.items() if it}, GROUPS: self._groups}
         for entry in self._saved.others:
-            _put(whole, entry.path[1:], values[entry.key])
+            set_element(whole, entry.path[1:], values[entry.key])
         return whole
 
     def _in_order(self, index: int, found: dict[Any, Any]) -> dict[Any, Any]:
@@ -109,88 +98,23 @@ class Restoring:
             number += len(numbers)
         return groups
 
-    def _require_the_same_names(self) -> None:
-        missing = [name for name in self._names if name not in self._saved.options]
-        unexpected = sorted(self._saved.options.keys() - set(self._names))
-        if missing or unexpected:
-            raise CheckpointError(
-                f"the optimizer in {self._saved.directory} is of other parameters. "
-                + (f"Missing there: {listed(missing)}. " if missing else "")
-                + (f"Only there: {listed(unexpected)}. " if unexpected else "")
-                + "strict=False loads what both have."
-            )
-
-    def _check_shape(self, index: int, it: StateEntry) -> None:
-        param, saved = self._params[index], it.entry.tensor
-        if saved is None or not isinstance(self._optimizer, ZeroRedundancyOptimizer):
-            return
-        shaped = len(it.keys) == 1 and self._optimizer.has_shape_of_param(it.keys[0])
-        if shaped and tuple(saved.size) != tuple(param.shape):
-            self._refuse_shape(index, it.entry, tuple(param.shape))
-
-    def _refuse_shape(self, index: int, entry: Entry, expected: tuple[int, ...]) -> NoReturn:
-        found = None if entry.tensor is None else tuple(entry.tensor.size)
-        raise CheckpointError(
-            f"'{entry.key}' in {self._saved.directory} has shape {found}, but that of the parameter "
-            f"{self._names[index]} has {expected}: it is a checkpoint of another model"
-        )
-
-    def _require_the_same_kind(self) -> None:
-        """The optimizer finds what it will look for: else its next step would fail, or do something else."""
-        options = [group for group in self._optimizer.param_groups for _ in group["params"]]
-        known: dict[Any, dict[Any, Any]] = {}
-        for index, name in enumerate(self._names):
-            running = {key: value for key, value in options[index].items() if key != "params"}
-            saved = self._saved.options.get(name)
-            if saved is None:
-                continue
-            merged = {**running, **saved}
-            mark = (describe_options(merged), tuple(self._params[index].shape))
-            if mark not in known:
-                known[mark] = expected_state(self._optimizer, merged, self._params[index])
-            self._check_kind(index, known[mark], running, saved)
-            self._keys[index] = list(known[mark])
-
-    def _check_kind(self, index: int, expected: dict[Any, Any], running: Options, saved: Options) -> None:
-        entries = {it.keys[0]: it.entry for it in self._saved.state.get(self._names[index], ())}
-        if entries and expected:
-            strange = bool(expected.keys() - entries.keys())
-        else:
-            strange = bool(self._optimizer.defaults.keys() - saved.keys()) and bool(
-                saved.keys() - running.keys() - {_BY_SCHEDULERS}
-            )
-        if strange:
-            raise CheckpointError(
-                f"the state of {self._names[index]} in {self._saved.directory} is of another optimizer class: "
-                f"it has {sorted(map(str, entries)) or 'no state'} and the options {sorted(saved)}, but "
-                f"{self._kind} keeps {sorted(map(str, expected)) or 'no state'}, with the options "
-                f"{sorted(self._optimizer.defaults)}"
-            )
-        for key in expected.keys() & entries.keys():
-            mine, theirs = expected[key], entries[key].tensor
-            if isinstance(mine, torch.Tensor) and theirs is not None and mine.shape != theirs.size:
-                self._refuse_shape(index, entries[key], tuple(mine.shape))
-
-    @property
-    def _kind(self) -> str:
-        return kind_of(self._optimizer).__qualname__
-
     def _holds(self, index: int, it: StateEntry) -> bool:
         """Whether this rank needs it."""
         if not isinstance(self._optimizer, ZeroRedundancyOptimizer):
             return True
-        return self._optimizer.engine.holds(index, it.keys[-1])
+        return self._optimizer.engine.holds(index, it.key)
 
-    def _room(self, index: int, it: StateEntry) -> torch.Tensor | None:
-        """New memory for it; None for what is not a tensor."""
-        saved, param = it.entry.tensor, self._params[index]
-        if saved is None:
-            return None
-        if isinstance(self._optimizer, ZeroRedundancyOptimizer):
-            return self._optimizer.engine.room(index, it.keys[-1], tuple(saved.size), saved.properties.dtype)
-        if saved.size == param.shape and param.numel() > 1:  # divided and laid out alike
-            return torch.empty_like(param, dtype=saved.properties.dtype, requires_grad=False)
-        return it.entry.room()
+    def _rooms(self) -> Callable[[int, StateEntry], torch.Tensor | None]:
+        """Memory for state; None for what is not a tensor."""
+        if not isinstance(self._optimizer, ZeroRedundancyOptimizer):
+            return lambda index, it: _plain_room(it.entry, self._params[index])
+        room = self._optimizer.engine.rooms(in_place=self.in_place, param_shaped=self.param_shaped)
+
+        def sharded_room(index: int, it: StateEntry) -> torch.Tensor | None:
+            saved = it.entry.tensor
+            return None if saved is None else room(index, it.key, tuple(saved.size), saved.properties.dtype)
+
+        return sharded_room
 
     def _options_of(self, numbers: Sequence[int]) -> Options:
         """Those that the group's parameters had, if they all had the same."""
@@ -209,54 +133,8 @@ class Restoring:
         return first
 
 
-def _part(entry: Entry) -> str:
-    """The state, or the groups: torch has two ways to write them, one with names that have dots."""
-    return str(entry.path[1]).partition(".")[0] if len(entry.path) > 1 else ""
-
-
-def _options_by_name(entries: Sequence[Entry], values: Mapping[str, Any]) -> dict[str, Options]:
-    """Written as a list of groups, or in the flat form as `param_groups.<name>.<option>`."""
-    groups: dict[Any, Options] = defaultdict(dict)
-    flat: dict[str, Options] = defaultdict(dict)
-    for entry in entries:
-        if entry.path[1] == _GROUPS:
-            _put(groups[entry.path[2]], entry.path[3:], values[entry.key])
-        else:
-            name, _, option = str(entry.path[1]).removeprefix(f"{_GROUPS}.").rpartition(".")
-            flat[name][option] = values[entry.key]
-    for group in groups.values():
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        flat.update(dict.fromkeys(group.get("params", ()), options))
-    return dict(flat)
-
-
-def _state_by_name(entries: Sequence[Entry], names: Mapping[str, Any]) -> dict[str, list[StateEntry]]:
-    found: dict[str, list[StateEntry]] = defaultdict(list)
-    for entry in entries:
-        if entry.path[1] == _STATE:
-            name, keys = str(entry.path[2]), entry.path[3:]
-        else:
-            name, keys = _split(str(entry.path[1]).removeprefix(f"{_STATE}."), names)
-        found[name].append(StateEntry(keys, entry))
-    return dict(found)
-
-
-def _others(entries: Sequence[Entry], strangers: Set[str]) -> list[Entry]:
-    """`strangers`: names in the state that are no parameter's."""
-    shared = [entry for entry in entries if entry.path[1] == _STATE and str(entry.path[2]) in strangers]
-    return shared + [entry for entry in entries if _part(entry) not in (_STATE, _GROUPS) and len(entry.path) > 1]
-
-
-def _split(text: str, names: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """`<name>.<key>` or `<name>.<key>.<key>`: a name may have dots."""
-    parts = text.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        if (name := ".".join(parts[:length])) in names:
-            return name, tuple(parts[length:])
-    return text.rpartition(".")[0], (parts[-1],)
-
-
-def _put(tree: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = value
+def _plain_room(entry: Entry, param: torch.Tensor) -> torch.Tensor | None:
+    saved = entry.tensor
+    if saved is not None and saved.size == param.shape and param.numel() > 1:  # divided and laid out alike
+        return torch.empty_like(param, dtype=saved.properties.dtype, requires_grad=False)
+    return entry.room()

@@ -1,35 +1,32 @@
 """Saving: everything beside, onto the disk, then visible at once; on all ranks or on none."""
 
-import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 from torch.optim import Optimizer
-from torch.utils.dlpack import from_dlpack
 
 from ..comm.agreement import Proposal, agreed
 from ..comm.collectives import Comm
 from ..comm.group import group_or_alone
-from ..errors import CheckpointError, ConfigError
-from .archive import ranks_for_dcp, reasons
+from ..errors import ConfigError
+from ..notices import warn_user
+from .archive import Archive
 from .contents import collect, staged
 from .folder import Folder, write
-from .manifest import MANIFEST, Manifest, SummingFiles
+from .manifest import MANIFEST, Manifest
+from .owned import require_its_ranks
+from .progress import Progress, Report
 from .together import on_first, told_alike
+from .writing import write_parts
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +37,8 @@ _under_way: list["Saving"] = []
 class Saving:
     """A save that is done, or goes on in the background."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         self._over = threading.Event()
         self._path: Path | None = None
         self._failure: BaseException | None = None
@@ -48,6 +46,11 @@ class Saving:
 
     def done(self) -> bool:
         return self._over.is_set()
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The bytes that this rank has written, and those that it writes in all, once that is known."""
+        return self._progress.done, self._progress.total
 
     def wait(self) -> Path:
         """The directory of the checkpoint, once it is complete. Raises what failed, on all ranks."""
@@ -57,6 +60,10 @@ class Saving:
             raise self._failure
         assert self._path is not None
         return self._path
+
+    def settle(self) -> None:
+        """It is over, in whatever way."""
+        self._over.wait()
 
     def make_way(self) -> None:
         """For the next save. Raises what failed if nobody has heard of it."""
@@ -87,6 +94,7 @@ def save(
     extra: Any = None,
     keep: int | None = 3,
     async_: bool = False,
+    progress: bool | Report | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Saving:
     """Save a checkpoint into the folder `path`. Called on all ranks; all succeed or all raise.
@@ -105,11 +113,14 @@ def save(
         keep: how many checkpoints stay; None for all.
         async_: copy what is to be saved to host memory, and write in the background until `wait()` of the result. What
             fails there is raised by that, or by the next save. Wait before the process group is destroyed.
+        progress: show a line on rank 0; by default if somebody sits at the terminal and it takes a while. Or what is
+            to be called on each rank with the bytes that it has written and those that it writes in all.
         process_group: the ranks that save together; by default all.
     """
     comm = Comm(group_or_alone(process_group))
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    request = _Request(path, step, keep, given, extra, async_)
+    shown = Progress(f"saving step {step}", progress, comm.group.rank)
+    request = _Request(path, step, keep, given, extra, async_, shown)
     with told_alike(path):
         contents = agreed(comm, "checkpoint.save", lambda: request.propose(comm))
     return request.start(comm, contents)
@@ -123,26 +134,56 @@ class _Request:
     given: dict[str, Any]
     extra: Any
     behind: bool
+    progress: Progress
 
     def propose(self, comm: Comm) -> Proposal[dict[str, Any]]:
         _finish_earlier()
         _check(self.step, self.keep)
         facts = [f"path {Path(self.path)}", f"step {self.step}", f"keep={self.keep}, async_={self.behind}"]
         facts += [f"{name} {'not ' if it is None else ''}given" for name, it in self.given.items()]
+        require_its_ranks(self.given["optimizer"], comm.group, "checkpoint.save")
         contents = collect(comm.group.rank, **self.given, extra=self.extra)
         return Proposal(staged(contents) if self.behind else contents, facts)
 
     def start(self, comm: Comm, contents: dict[str, Any]) -> Saving:
-        folder, saving = Folder(self.path), Saving()
+        saving = Saving(self.progress)
         if not self.behind:
-            saving.run(lambda: _write(comm, folder, self.step, self.keep, contents))
+            saving.run(lambda: self._write(comm, contents))
             saving.wait()
             return saving
         companion = Comm(comm.group.apart())
         _under_way.append(saving)
-        job = (lambda: _write(companion, folder, self.step, self.keep, contents),)
+        job = (lambda: self._write(companion, contents),)
         threading.Thread(target=saving.run_behind, args=job, daemon=False).start()
         return saving
+
+    def _write(self, comm: Comm, contents: dict[str, Any]) -> Path:
+        folder = Folder(self.path)
+        with told_alike(folder.path), ExitStack() as held:
+
+            def begin() -> Path:
+                held.enter_context(folder.locked())
+                directory = folder.begin(self.step)
+                held.callback(folder.abandon, directory)  # does nothing once it is published
+                return directory
+
+            def publish() -> Path:
+                manifest = Manifest(self.step, comm.group.size, sums, time.time(), torch.__version__)
+                write(directory / MANIFEST, manifest.text())
+                Archive(directory).check_files()  # one that cannot be loaded must not push others out
+                final = folder.publish(directory, self.step)
+                prune()
+                return final
+
+            def prune() -> None:
+                try:
+                    folder.prune(self.keep)
+                except OSError as error:
+                    warn_user(f"older checkpoints in {folder.path} could not be removed: {error}")
+
+            directory = on_first(comm, "checkpoint.save: beginning", begin)
+            sums = write_parts(comm, directory, contents, self.progress)
+            return on_first(comm, "checkpoint.save: publishing", publish)
 
 
 def _check(step: int, keep: int | None) -> None:
@@ -157,49 +198,7 @@ def _finish_earlier() -> None:
         _under_way.pop().make_way()
 
 
-def _write(comm: Comm, folder: Folder, step: int, keep: int | None, contents: dict[str, Any]) -> Path:
-    with told_alike(folder.path), ExitStack() as held:
-
-        def begin() -> Path:
-            held.enter_context(folder.locked())
-            directory = folder.begin(step)
-            held.callback(folder.abandon, directory)  # does nothing once it is published
-            return directory
-
-        def publish() -> Path:
-            manifest = Manifest(step, comm.group.size, sums, time.time(), torch.__version__)
-            write(directory / MANIFEST, manifest.text())
-            final = folder.publish(directory, step)
-            folder.prune(keep)
-            return final
-
-        directory = on_first(comm, "checkpoint.save: beginning", begin)
-        sums = _write_parts(comm, directory, contents)
-        return on_first(comm, "checkpoint.save: publishing", publish)
-
-
-class _Planner(DefaultSavePlanner):
-    """DCP copies what is a part of a larger storage, and keeps the copies until all is written. Slices of buckets are
-    such parts; as tensors of their own, over the same memory, they are written as they lie."""
-
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        data = super().transform_object(write_item, object)
-        if type(data) in (torch.Tensor, torch.nn.Parameter) and data.device.type == "cpu" and data.numel():
-            with suppress(BufferError, RuntimeError):  # some dtypes and views cannot, and are copied
-                return from_dlpack(data.detach())
-        return data
-
-
-def _write_parts(comm: Comm, directory: Path, contents: dict[str, Any]) -> dict[str, int]:
-    """The check sums of all files, whichever rank has written them."""
-    files = SummingFiles()
-    writer = FileSystemWriter(str(directory), sync_files=True, single_file_per_rank=True)
-    writer.fs = files
-    try:
-        with ranks_for_dcp(comm.group) as ranks:
-            save_parts(contents, storage_writer=writer, planner=_Planner(), **ranks)
-    except CheckpointException as error:
-        raise CheckpointError(f"the checkpoint could not be written to {directory.parent}: {reasons(error)}") from error
-    mine = json.dumps(files.sums)
-    shares = [mine] if comm.group.size == 1 else comm.share(mine)
-    return {name: value for share in shares for name, value in json.loads(share).items()}
+def wait_for_earlier_saves() -> None:
+    """What was saved in the background is there, or has failed, which the next save tells."""
+    for saving in _under_way:
+        saving.settle()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..comm.agreement import Proposal, agreed
 from ..comm.collectives import Comm
-from ..errors import CheckpointError, RankFailedError
+from ..errors import CheckpointError, ConfigError, RankFailedError, RankMismatchError
 from ..units import Rank
 
 
@@ -15,10 +15,14 @@ def told_alike(path: object) -> Iterator[None]:
     """A job that catches it and falls back to something else must do so on all ranks."""
     try:
         yield
+    except (CheckpointError, ConfigError, RankMismatchError):
+        raise
     except RankFailedError as error:
         raise CheckpointError(str(error)) from error
     except OSError as error:
         raise CheckpointError(f"{path}: {error}") from error
+    except Exception as error:
+        raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
 
 
 def on_first(comm: Comm, call: str, action: Callable[[], Path], facts: Sequence[str] = ()) -> Path:

@@ -3,15 +3,18 @@
 import json
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as Bars
 
+from ..checkpoint.progress import Progress
 from ..errors import ZeroError
 from .describe import describe
 from .files import beside
@@ -59,11 +62,10 @@ def convert(
     to: Annotated[To, typer.Option("--to", help="the format to write")],
 ) -> None:
     """Write a checkpoint in another format, a few MiB at a time. TARGET appears when it is complete."""
-    with beside(target) as hidden:
-        contents = open_source(source)
-        with _progress() as progress:
-            bar = progress.add_task(to.value, total=contents.nbytes)
-            FORMATS[to.value](contents, hidden, lambda count: progress.advance(bar, count))
+    with beside(target) as hidden, _bar(to.value) as progress:
+        contents = open_source(source, progress)
+        progress.expect(contents.nbytes)
+        FORMATS[to.value](contents, hidden, progress)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -77,7 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(1) from None
 
 
-def _progress() -> Progress:
+@contextmanager
+def _bar(label: str) -> Iterator[Progress]:
+    """Shown at a terminal: the bytes that were checked and written."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    console = Console(stderr=True)
-    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
+    console, last = Console(stderr=True), TimeRemainingColumn()
+    with Bars(*columns, last, console=console, transient=True, disable=not console.is_terminal) as bars:
+        bar = bars.add_task(label, total=None)
+        yield Progress(label, lambda done, total: bars.update(bar, completed=done, total=total), 0)

@@ -1,16 +1,16 @@
 """What a checkpoint holds, wherever it is stored, under the names that `zeroshard.checkpoint` gives it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..checkpoint.contents import MODEL, OPTIM, RANKS, SCHEDULER, bytes_of
+from ..checkpoint.saved_optimizer import GROUPS, STATE
 from ..state.codec import unpack
 from .stored import Held, Stored, held
 
-STATE, GROUPS = "state", "param_groups"
 MANIFEST = "zeroshard"
 """In files that have everything in one dict: what the manifest of a checkpoint says."""
 
@@ -54,13 +54,6 @@ def flattened(path: Place, value: Any) -> Iterator[tuple[Place, Leaf]]:
             yield from flattened((*path, str(key)), item)
     else:
         yield path, held(value) if isinstance(value, torch.Tensor) else value
-
-
-def put(tree: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
-    """Into nested dicts, which are made where they are missing."""
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = value
 
 
 def is_packed(path: Place) -> bool:

@@ -11,9 +11,8 @@ from typing import Any
 from ..checkpoint.archive import Entry
 from ..checkpoint.contents import MODEL, OPTIM
 from ..checkpoint.loading import find
-from ..checkpoint.manifest import said_by
-from ..checkpoint.restoring import SavedOptimizer, groups_in
-from .contents import GROUPS, STATE
+from ..checkpoint.manifest import read_manifest, said_by
+from ..checkpoint.saved_optimizer import GROUPS, STATE, SavedOptimizer, groups_in
 from .sources import open_archive
 
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
@@ -69,7 +68,7 @@ class Description:
 def describe(path: Path) -> Description:
     """Of a directory with a checkpoint, or the latest one in a folder."""
     directory = find(path)
-    archive, manifest, ranks = open_archive(directory), said_by(directory), _ranks(directory)
+    archive, manifest, ranks = open_archive(directory), said_by(read_manifest(directory)), _ranks(directory)
     model = {".".join(map(str, entry.path[1:])): _value(entry) for entry in archive.below(MODEL)}
     state: dict[str, dict[str, Value]] = {}
     if archive.below(OPTIM):

@@ -3,7 +3,7 @@
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -12,11 +12,9 @@ from uuid import uuid4
 import torch
 
 from ..checkpoint.folder import sync
+from ..checkpoint.progress import Progress
 from ..errors import CheckpointError
 from .stored import Stored
-
-Moved = Callable[[int], None]
-"""Told how many bytes have just been written."""
 
 
 class Slot(NamedTuple):
@@ -26,7 +24,7 @@ class Slot(NamedTuple):
     stored: Stored
 
 
-def fill(file: Path, slots: Sequence[Slot], moved: Moved) -> None:
+def fill(file: Path, slots: Sequence[Slot], progress: Progress) -> None:
     """Write tensors to their places in a file that has its full length already."""
     with file.open("r+b") as stream:
         # Hazard: a disk that is full when a mapped page is written ends the process. So the space is taken before.
@@ -34,11 +32,11 @@ def fill(file: Path, slots: Sequence[Slot], moved: Moved) -> None:
             os.posix_fallocate(stream.fileno(), 0, size)
         for slot in slots:
             if slot.stored.nbytes:
-                _fill(stream.fileno(), slot, moved)
+                _fill(stream.fileno(), slot, progress)
         os.fsync(stream.fileno())
 
 
-def _fill(descriptor: int, slot: Slot, moved: Moved) -> None:
+def _fill(descriptor: int, slot: Slot, progress: Progress) -> None:
     stored, skipped = slot.stored, slot.offset % mmap.ALLOCATIONGRANULARITY
     window = mmap.mmap(descriptor, skipped + stored.nbytes, offset=slot.offset - skipped)
     flat = torch.frombuffer(window, dtype=torch.uint8, offset=skipped, count=stored.nbytes)
@@ -47,7 +45,7 @@ def _fill(descriptor: int, slot: Slot, moved: Moved) -> None:
         box = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
         target[box].copy_(part)
         window.madvise(mmap.MADV_DONTNEED)  # what was written is the system's now, and leaves our memory
-        moved(part.nbytes)
+        progress.add(part.nbytes)
 
 
 @contextmanager

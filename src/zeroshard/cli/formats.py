@@ -25,12 +25,14 @@ from torch.serialization import skip_data
 from ..checkpoint.contents import MODEL, OPTIM
 from ..checkpoint.folder import sync, write
 from ..checkpoint.manifest import MANIFEST as MANIFEST_FILE
-from ..checkpoint.manifest import unsummed
+from ..checkpoint.manifest import summed
+from ..checkpoint.progress import Progress
+from ..checkpoint.saved_optimizer import GROUPS, STATE, put
 from ..errors import CheckpointError
 from ..state.trees import map_tensors
 from ..units import align_up
-from .contents import GROUPS, MANIFEST, STATE, Contents, is_packed, opened, put
-from .files import Moved, Slot, fill
+from .contents import MANIFEST, Contents, is_packed, opened
+from .files import Slot, fill
 from .stored import Stored, held
 
 _ALIGNMENT = 64
@@ -54,13 +56,13 @@ _NAMES = {
     torch.complex64: "C64",
 }
 
-Write = Callable[[Contents, Path, Moved], None]
+Write = Callable[[Contents, Path, Progress], None]
 
 
 # ---- torch.save
 
 
-def write_torch(contents: Contents, file: Path, moved: Moved) -> None:
+def write_torch(contents: Contents, file: Path, progress: Progress) -> None:
     """A dict for `torch.load(weights_only=True)`, with the optimizer's state as torch's own optimizers have it."""
     outline = _Outline()
     tree = outline.of(_tree(contents))
@@ -68,7 +70,7 @@ def write_torch(contents: Contents, file: Path, moved: Moved) -> None:
         _save_outline(tree, stream)
     with file.open("rb") as stream:
         slots = _slots(stream, 0, file.stat().st_size, outline.found)
-    fill(file, slots, moved)
+    fill(file, slots, progress)
 
 
 def _tree(contents: Contents) -> dict[str, Any]:
@@ -92,15 +94,14 @@ def _numbered_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return numbered
 
 
-def _numbered_state(contents: Contents) -> dict[int, Any]:
+def _numbered_state(contents: Contents) -> dict[Any, Any]:
+    """By numbers of parameters. What belongs to none of them keeps its name."""
     names = [name for group in contents.groups or () for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
-    state: dict[int, Any] = {}
+    state: dict[Any, Any] = {}
     for (name, *keys), leaf in contents.below(OPTIM, STATE).items():
-        if name not in numbers:
-            raise CheckpointError(f"there is state of {name}, which is in none of the optimizer's groups")
-        put(state, (numbers[name], *keys), leaf)
-    return dict(sorted(state.items()))
+        put(state, (numbers.get(name, name), *keys), leaf)
+    return dict(sorted(state.items(), key=lambda it: it[0] if isinstance(it[0], int) else len(names)))
 
 
 class _Outline:
@@ -141,7 +142,7 @@ def _slots(stream: BinaryIO, start: int, length: int, found: Sequence[Stored]) -
 # ---- torch.distributed.checkpoint
 
 
-def write_dcp(contents: Contents, directory: Path, moved: Moved) -> None:
+def write_dcp(contents: Contents, directory: Path, progress: Progress) -> None:
     """A directory as if one rank had saved it."""
     directory.mkdir()
     data, slots = directory / _DATA, []
@@ -153,11 +154,11 @@ def write_dcp(contents: Contents, directory: Path, moved: Moved) -> None:
         for path, leaf in leaves.items():
             _register(metadata, path, leaf, *places[path])
             slots += _slots(stream, *places[path], [leaf]) if isinstance(leaf, Stored) else []
-    fill(data, slots, moved)
-    if contents.manifest:
-        write(directory / MANIFEST_FILE, unsummed(contents.manifest).text())
+    fill(data, slots, progress)
     with (directory / filesystem._metadata_fn).open("wb") as stream:
         pickle.dump(metadata, stream)
+    if contents.manifest:
+        write(directory / MANIFEST_FILE, summed(contents.manifest, directory, progress).text())
     sync(directory)
 
 
@@ -189,7 +190,7 @@ def _register(metadata: Metadata, path: tuple[Any, ...], leaf: Any, start: int, 
 # ---- safetensors
 
 
-def write_safetensors(contents: Contents, file: Path, moved: Moved) -> None:
+def write_safetensors(contents: Contents, file: Path, progress: Progress) -> None:
     """Tensors by their full names; what is not a tensor is JSON in the header."""
     leaves = {".".join(map(str, path)): leaf for path, leaf in contents.leaves.items()}
     tensors = [(name, leaf) for name, leaf in leaves.items() if isinstance(leaf, Stored)]
@@ -206,7 +207,7 @@ def write_safetensors(contents: Contents, file: Path, moved: Moved) -> None:
         stream.write(len(text).to_bytes(8, "little") + text)
         stream.truncate(8 + len(text) + end)
     slots = [Slot(8 + len(text) + place, stored) for place, (_, stored) in zip(places, tensors, strict=True)]
-    fill(file, slots, moved)
+    fill(file, slots, progress)
 
 
 def _name(name: str, stored: Stored) -> str:

@@ -10,27 +10,34 @@ import torch
 from ..checkpoint.archive import Archive, Entry
 from ..checkpoint.contents import MODEL, OPTIM, RANKS, SCHEDULER, packed
 from ..checkpoint.loading import find
-from ..checkpoint.manifest import said_by
-from ..checkpoint.restoring import SavedOptimizer, groups_in
-from ..comm.group import Alone
+from ..checkpoint.manifest import read_manifest, said_by
+from ..checkpoint.progress import Progress
+from ..checkpoint.reading import read
+from ..checkpoint.saved_optimizer import GROUPS, STATE, SavedOptimizer, groups_in, put
 from ..errors import CheckpointError
 from ..state.compat import describe_options
-from .contents import GROUPS, MANIFEST, STATE, Contents, Leaf, flattened, is_packed, put
+from .contents import MANIFEST, Contents, Leaf, flattened, is_packed
 from .stored import Held, held, in_archive
 
 _OPTIMIZERS = (OPTIM, "optimizer")
 
 
-def open_source(path: Path) -> Contents:
-    return _from_file(path) if path.is_file() else _from_directory(find(path))
+def open_source(path: Path, progress: Progress) -> Contents:
+    """Of a directory with check sums all files are read once, so that no damage goes on to other formats unseen."""
+    try:
+        return _from_file(path) if path.is_file() else _from_directory(find(path), progress)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 # ---- directories
 
 
-def _from_directory(directory: Path) -> Contents:
-    archive = open_archive(directory)
-    contents = Contents(manifest=said_by(directory))
+def _from_directory(directory: Path, progress: Progress) -> Contents:
+    archive, manifest = open_archive(directory), read_manifest(directory)
+    if manifest is not None:
+        manifest.check_sums(directory, slice(None), progress)
+    contents = Contents(manifest=said_by(manifest))
     small = [entry for entry in archive.entries if entry.tensor is None or is_packed(entry.path)]
     values = _read(archive, small)
     for entry in archive.entries:
@@ -45,7 +52,7 @@ def _from_directory(directory: Path) -> Contents:
 
 def _take_saved_optimizer(archive: Archive, contents: Contents, values: Mapping[str, Any]) -> None:
     small = {entry.key: entry.room() for entry in groups_in(archive)}
-    saved = SavedOptimizer(archive, archive.read(small, Alone()))
+    saved = SavedOptimizer(archive, read(archive, small))
     contents.groups = _groups(archive, saved)
     for name, state in saved.state.items():
         for keys, entry in state:
@@ -68,7 +75,7 @@ def _is_optimizers(entry: Entry) -> bool:
 
 
 def _read(archive: Archive, entries: Iterable[Entry]) -> dict[str, Any]:
-    return archive.read({entry.key: entry.room() for entry in entries}, Alone())
+    return read(archive, {entry.key: entry.room() for entry in entries})
 
 
 def _leaf(archive: Archive, entry: Entry, values: Mapping[str, Any]) -> Leaf:

@@ -1,0 +1,57 @@
+"""Parameters that a sharded optimizer divides among ranks: each rank writes and reads what it owns of them."""
+
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.optim import Optimizer
+
+from ..comm.group import Group
+from ..errors import ConfigError
+from ..optimizer import ZeroRedundancyOptimizer
+from ..runtime.step import Engine
+
+
+def written(model: torch.nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    """What a rank writes of a model: its parts of what is divided, and everything else."""
+    owned = Owned(optimizer)
+    found = get_model_state_dict(model)
+    return {name: owned.engine.part(i) if (i := owned.find(it)) is not None else it for name, it in found.items()}
+
+
+class Owned:
+    """Parameters found by where they lie: a model's dict has others over the same memory.
+
+    Hazard: made before that dict is taken, since parameters whose memory was exchanged are moved back here.
+    """
+
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        self._places: dict[Any, int] = {}
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            self.engine: Engine = optimizer.engine
+            self.engine.at_rest()
+            self._places = {place_of(param): index for index, param in enumerate(self.engine.params) if param.numel()}
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def find(self, value: Any) -> int | None:
+        """The number of a parameter in the optimizer."""
+        return self._places.get(place_of(value)) if self._places else None
+
+
+def place_of(value: Any) -> object:
+    """Where a tensor lies, the same for all that are over the same memory in the same way."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    local = value.to_local() if hasattr(value, "to_local") else value
+    return local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, local.device
+
+
+def require_its_ranks(optimizer: Optimizer | None, group: Group, call: str) -> None:
+    """A part of the ranks has a part of the state, and would wait for the others."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer.engine.comm.group.members != group.members:
+        raise ConfigError(
+            f"{call}() is called by ranks {group.members}, but the optimizer is sharded over ranks "
+            f"{optimizer.engine.comm.group.members}: give it process_group=optimizer.process_group"
+        )

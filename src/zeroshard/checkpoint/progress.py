@@ -1,0 +1,67 @@
+"""How far a save or a load has come on this rank."""
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from ..units import MIB
+
+_log = logging.getLogger(__name__)
+
+Report = Callable[[int, int], object]
+"""Called with the bytes that are done and those that there are in all."""
+
+
+class Progress:
+    """Counts bytes, and tells whoever wants to know."""
+
+    def __init__(self, label: str, show: bool | Report | None, rank: int) -> None:
+        """`show`: None for a line on rank 0 if somebody sits at the terminal."""
+        self.done = self.total = 0
+        self._report: Report | None = None
+        if callable(show):
+            self._report = show
+        elif rank == 0 and (sys.stderr.isatty() if show is None else show):
+            self._report = _Line(label, sys.stderr)
+
+    def expect(self, nbytes: int) -> None:
+        """There is so much more to do."""
+        self.total += nbytes
+
+    def add(self, nbytes: int) -> None:
+        self._tell(min(self.done + nbytes, self.total))  # what surrounds the data in files is not expected
+
+    def finish(self) -> None:
+        self._tell(self.total)
+
+    def _tell(self, done: int) -> None:
+        self.done = done
+        try:
+            if self._report is not None:
+                self._report(self.done, self.total)
+        except Exception:  # a checkpoint must not fail, nor be loaded in parts, for the sake of a display
+            _log.exception("what shall show the progress has failed, and is not called any more")
+            self._report = None
+
+
+class _Line:
+    """Written over and over on a terminal, and now and then to a file."""
+
+    def __init__(self, label: str, stream: TextIO) -> None:
+        self._label, self._stream = label, stream
+        self._every = 0.2 if stream.isatty() else 5.0
+        self._end = "\r" if stream.isatty() else "\n"
+        self._next = time.monotonic() + 1.0
+        """What is done in a second needs no telling."""
+        self._told = False
+
+    def __call__(self, done: int, total: int) -> None:
+        now, over = time.monotonic(), done >= total
+        if now < self._next and not (over and self._told):
+            return
+        self._next, self._told = now + self._every, not over
+        text = f"{self._label}: {100 * done // max(1, total)} % of {total / MIB:.0f} MiB"
+        self._stream.write(text + ("\n" if over else self._end))
+        self._stream.flush()

@@ -1,0 +1,267 @@
+"""Unusual optimizers, models and uses, each saved and loaded, or refused in time."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support import RankContext, ranks
+from tests.support.checkpoints import ADAMW, Way, dropin, first_ranks, flat, net, one_bucket, train, whole
+from tests.support.oracle import assert_same
+from tests.support.spoiling import Run, refused
+from zeroshard import (
+    CheckpointError,
+    ConfigError,
+    MasterWeights,
+    ZeroConfig,
+    ZeroRedundancyOptimizer,
+    checkpoint,
+    shard,
+)
+
+
+def bucket_view(model: nn.Module, group: dist.ProcessGroup | None = None) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(
+        model.named_parameters(), torch.optim.AdamW, group, parameters_as_bucket_view=True, **ADAMW
+    )
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("way", [flat, one_bucket, whole, bucket_view, dropin])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_parameters_whose_memory_was_exchanged(ctx: RankContext, tmp_path: Path, way: Way, everywhere: bool) -> None:
+    run = Run(way=way)
+    run.save(tmp_path)
+    expected = run.look()
+    if everywhere or ctx.rank == 0:
+        for param in run.model.parameters():
+            param.data = torch.zeros_like(param)
+    run.load(tmp_path)
+    assert_same(run.look(), expected)
+    train(run.model, run.optimizer, 1)
+
+
+@ranks(2, 3)
+def test_other_ranks_than_those_of_the_optimizer(ctx: RankContext, tmp_path: Path) -> None:
+    run = Run()
+    run.save(tmp_path)
+    first = first_ranks(1)
+    if first is not None:
+        with pytest.raises(ConfigError, match=r"by ranks \[0\], but the optimizer is sharded over ranks \[0, 1"):
+            run.save(tmp_path, 3, process_group=first, keep=1)
+        with pytest.raises(ConfigError, match=r"give it process_group=optimizer.process_group"):
+            run.load(tmp_path, process_group=first)
+    dist.barrier()
+    run.load(tmp_path)
+
+
+# ---- masters
+
+
+def bf16(seed: int, kind: Any, *, rows: int = 8, **options: Any) -> tuple[nn.Embedding, ZeroRedundancyOptimizer]:
+    torch.manual_seed(seed)
+    model = nn.Embedding(rows, 16).bfloat16()
+    return model, shard(model, kind, config=ZeroConfig(masters=MasterWeights(torch.float32)), **options)
+
+
+def step_rows(model: nn.Module, optimizer: ZeroRedundancyOptimizer, rows: int = 2) -> None:
+    torch.autograd.backward(model(torch.arange(rows)).float().square().sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_masters_that_are_all_the_state_there_is(ctx: RankContext, tmp_path: Path, steps: int) -> None:
+    """Also if only some of them differ from their parameters, or none: nothing is left of what was there before."""
+    model, optimizer = bf16(0, torch.optim.SGD, lr=0.01)
+    for _ in range(steps):
+        step_rows(model, optimizer)
+    checkpoint.save(tmp_path, step=steps, model=model, optimizer=optimizer)
+    again, into = bf16(1, torch.optim.SGD, lr=0.01)
+    for _ in range(3):
+        step_rows(again, into, rows=8)
+    checkpoint.load(tmp_path, model=again, optimizer=into)
+    for _ in range(3):
+        step_rows(model, optimizer)
+        step_rows(again, into)
+    assert torch.equal(again.weight, model.weight)
+    assert_same(into.full_state_dict(), optimizer.full_state_dict())
+
+
+# ---- state of other forms
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps what it is told to keep, and steps as SGD with it."""
+
+    def __init__(self, params: Any, form: str, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "form": form})
+
+    def step(self, _: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._step(param, self.state[param], group)
+
+    def _step(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        new, old = param.grad, state.get("kept")
+        assert new is not None
+        forms: dict[str, Any] = {
+            "nested": lambda: {"m": new.clone(), "slow": {"m": new.clone() * 2}},
+            "list": lambda: [*(old or []), new.clone()][-2:],
+            "tuple": lambda: (new.clone(), 2.0),
+            "count": lambda: (old or 0) + 1,
+            "scalar": lambda: torch.ones(()) * (1 if old is None else float(old) + 1),
+        }
+        state["kept"] = forms[group["form"]]()
+        if group["form"] == "nested":
+            state["m"] = new.clone() * 3
+        param.data.sub_(new, alpha=group["lr"])
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("form", ["nested", "list", "tuple", "count", "scalar"])
+@pytest.mark.parametrize("way", ["shard", "drop-in", "plain"])
+@pytest.mark.filterwarnings("ignore:.*looks at whole parameters")
+def test_state_of_other_forms(ctx: RankContext, tmp_path: Path, form: str, way: str) -> None:
+    ways: dict[str, Any] = {
+        "shard": lambda model, _: shard(model, Odd, form=form),
+        "drop-in": lambda model, _: ZeroRedundancyOptimizer(model.named_parameters(), Odd, form=form),
+    }
+
+    def run(seed: int) -> Run:
+        made = Run(seed, way=ways.get(way))
+        if way == "plain":
+            made.optimizer = Odd(made.model.parameters(), form)
+            train(made.model, made.optimizer, 1)
+        return made
+
+    first, second = run(0), run(1)
+    checkpoint.save(tmp_path, step=1, model=first.model, optimizer=first.optimizer)
+    expected = first.look()
+    for other in (second, first):
+        checkpoint.load(tmp_path, model=other.model, optimizer=other.optimizer)
+        found = other.look()
+        assert_same({k: found[k] for k in ("model", "optimizer")}, {k: expected[k] for k in ("model", "optimizer")})
+    train(first.model, first.optimizer, 2)
+    train(second.model, second.optimizer, 2)
+    assert_same(second.look()["model"], first.look()["model"])
+
+
+class Unreadable:
+    pass
+
+
+@ranks(1, 2)
+def test_what_could_not_be_read_back_is_not_saved(ctx: RankContext, tmp_path: Path) -> None:
+    run = Run()
+    run.optimizer.param_groups[0]["note"] = Unreadable()
+    with pytest.raises(CheckpointError, match=r"optim.param_groups.0.note is a Unreadable, which could not be read"):
+        run.save(tmp_path)
+    assert checkpoint.latest(tmp_path) is None
+    del run.optimizer.param_groups[0]["note"]
+    numpy = pytest.importorskip("numpy")
+    run.optimizer.param_groups[0]["lr"] = numpy.float64(0.125)
+    run.save(tmp_path)
+    other = Run(seed=3)
+    other.load(tmp_path)
+    assert type(other.optimizer.param_groups[0]["lr"]) is float
+    assert other.optimizer.param_groups[0]["lr"] == 0.125
+
+
+# ---- refused before anything changes
+
+
+@ranks(1, 2)
+def test_groups_that_were_changed_by_hand(ctx: RankContext, tmp_path: Path) -> None:
+    run = Run()
+    run.save(tmp_path)
+    params = run.optimizer.param_groups[0]["params"]
+    params[0], params[1] = params[1], params[0]
+    before = [param.detach().clone() for param in run.model.parameters()]
+    with pytest.raises(CheckpointError, match="changed by hand"):
+        run.save(tmp_path, 3)
+    with pytest.raises(CheckpointError, match="changed by hand"):
+        checkpoint.load(tmp_path, model=run.model, optimizer=run.optimizer)
+    assert all(map(torch.equal, run.model.parameters(), before))
+
+
+@ranks(1, 2)
+def test_an_optimizer_whose_owners_are_not_known_yet(ctx: RankContext, tmp_path: Path) -> None:
+    Run(way=dropin).save(tmp_path)
+    model = net(4)
+    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), torch.optim.AdamW, overlap_with_ddp=True, **ADAMW)
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(CheckpointError, match="DDP's buckets settle"):
+        checkpoint.load(tmp_path, model=model, optimizer=optimizer)
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+@ranks(1, 2, 3)
+def test_a_hook_that_fails_after_loading(ctx: RankContext, tmp_path: Path) -> None:
+    run, other = Run(), Run(seed=4)
+    run.save(tmp_path)
+
+    def fail(*_: Any) -> None:
+        if ctx.rank == 0 and armed:
+            armed.clear()
+            raise RuntimeError("I will not")
+
+    armed = [True]
+    other.optimizer.register_load_state_dict_post_hook(fail)
+    with refused(other, "I will not", tmp_path):
+        other.load(tmp_path)
+    other.load(tmp_path)
+    assert_same(other.look(), run.look())
+
+
+@ranks(1, 2)
+def test_a_model_without_memory(ctx: RankContext, tmp_path: Path) -> None:
+    Run().save(tmp_path)
+    with torch.device("meta"):
+        model = net(0)
+    with pytest.raises(CheckpointError, match="to_empty"):
+        checkpoint.load(tmp_path, model=model)
+
+
+@ranks(1, 2)
+def test_loading_right_after_saving_in_the_background(ctx: RankContext, tmp_path: Path) -> None:
+    run, other = Run(), Run(seed=4)
+    run.save(tmp_path, 1)
+    expected = run.look()
+    saving = checkpoint.save(tmp_path, step=2, **run.parts(), async_=True)
+    assert other.load(tmp_path).step == 2
+    assert_same(other.look(), expected)
+    done, total = saving.progress
+    assert 0 < total <= done
+
+
+@ranks(1, 2)
+def test_a_display_that_fails_is_left_alone(ctx: RankContext, tmp_path: Path) -> None:
+    run = Run()
+
+    def fail(done: int, total: int) -> None:
+        raise RuntimeError("no screen")
+
+    run.save(tmp_path, progress=fail)
+    run.load(tmp_path, progress=fail)
+
+
+@ranks(1, 2)
+def test_a_line_tells_how_far_it_is(ctx: RankContext, tmp_path: Path) -> None:
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "monotonic", iter(range(10**6)).__next__)
+        patch.setattr(sys.stderr, "write", told.append)
+        Run().save(tmp_path, progress=True)
+    lines = "".join(told).splitlines()
+    assert all(line.startswith("saving step 2: ") for line in lines)
+    assert lines[-1:] == (["saving step 2: 100 % of 0 MiB"] if ctx.rank == 0 else [])

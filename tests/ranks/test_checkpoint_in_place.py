@@ -1,0 +1,227 @@
+"""Loading reads to where values belong: nothing is copied, and each rank reads its own part of what is sharded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from tests.support import RankContext, ranks
+from tests.support.checkpoints import ADAMW, WAYS, Way, dropin, flat, net, one_bucket, train, whole
+from tests.support.oracle import assert_same
+from tests.support.spoiling import Run
+from zeroshard import CheckpointError, MasterWeights, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
+from zeroshard.checkpoint import reading
+from zeroshard.checkpoint.archive import Archive
+
+
+def places(run: Run) -> set[int]:
+    """Where the parameters lie, and the state that has their shapes."""
+    assert isinstance(run.optimizer, ZeroRedundancyOptimizer)
+    state = [it for param in run.optimizer.optim.state.values() for it in param.values() if it.dim()]
+    return {it.data_ptr() for it in (*run.model.parameters(), *state)}
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_moved(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+    run = Run(way=way)
+    run.save(tmp_path)
+    expected, before = run.look(), places(run)
+    versions = [param._version for param in run.model.parameters()]
+    with torch.no_grad():
+        for param in run.model.parameters():
+            param.zero_()
+    run.load(tmp_path)
+    assert places(run) == before
+    assert_same(run.look(), expected)
+    assert all(param._version > old for param, old in zip(run.model.parameters(), versions, strict=True))
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("way", [flat, one_bucket])
+def test_segments_that_were_split_come_together(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+    """Into an optimizer whose parameters have not all made the same steps."""
+    run = Run(way=way)
+    run.save(tmp_path)
+    expected = run.look()
+    other = Run(seed=3, way=way)
+    for number, param in enumerate(other.model.parameters()):
+        param.requires_grad_(number % 2 == 0)
+    train(other.model, other.optimizer, 2)
+    for param in other.model.parameters():
+        param.requires_grad_(True)
+    other.load(tmp_path)
+    assert_same(other.look(), expected)
+    train(run.model, run.optimizer, 3)
+    train(other.model, other.optimizer, 3)
+    assert_same(other.look(), run.look())
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("way", [one_bucket, whole, dropin])
+def test_each_rank_writes_and_reads_its_part(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+
+    def step(it: nn.Module, optimizer: Optimizer) -> None:
+        torch.autograd.backward(it(torch.ones(2, 64)).sum())
+        optimizer.step()
+
+    first = model()
+    optimizer = way(first, None)
+    step(first, optimizer)
+    seen: list[tuple[int, int]] = []
+    checkpoint.save(tmp_path, step=1, model=first, optimizer=optimizer, progress=lambda *counts: seen.append(counts))
+    everything = 3 * sum(param.nbytes for param in first.parameters())
+    share = everything / ctx.world_size
+    assert 0.9 * share < seen[-1][1] < 1.2 * share + 4096, "written by this rank"
+    sizes = [it.stat().st_size for it in (tmp_path / "step-000000001").glob("*.distcp")]
+    assert max(sizes) < 1.5 * everything / ctx.world_size + 65536
+
+    again = model()
+    into = way(again, None)
+    seen.clear()
+    checkpoint.load(tmp_path, model=again, optimizer=into, progress=lambda *counts: seen.append(counts))
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1]
+    assert seen[-1][1] < 2.6 * share + 65536, "looked at and read by this rank"
+    assert all(map(torch.equal, again.parameters(), first.parameters()))
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("way", [flat, dropin])
+def test_a_disk_that_fails_after_all_was_checked(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+    """Only this leaves a mixture, which every rank is told; the next load mends it."""
+    run = Run(way=way)
+    run.save(tmp_path)
+    other = Run(seed=5, way=way)
+    done: list[Any] = []
+
+    def fail(self: reading.Reading, *args: Any) -> None:
+        done.append(args)
+        if ctx.rank == ctx.world_size - 1 and len(done) > 5:
+            raise OSError(5, "Input/output error")
+        original(self, *args)
+
+    original = reading.Reading._read
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading.Reading, "_read", fail)
+        with pytest.raises(CheckpointError, match=r"Input/output error.*loaded in parts now: load a checkpoint before"):
+            other.load(tmp_path)
+    other.load(tmp_path)
+    assert_same(other.look(), run.look())
+
+
+class Careful(torch.optim.AdamW):
+    """Looks at what it loads, and does not like some of it."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if state_dict["param_groups"][0]["lr"] > 1:
+            raise ValueError("that is too much")
+
+
+@ranks(1, 2, 3)
+def test_what_loads_in_its_own_way_is_not_overwritten_before(ctx: RankContext, tmp_path: Path) -> None:
+    def run(seed: int, lr: float) -> Run:
+        made = Run(seed, way=lambda model, _: shard(model, Careful, lr=lr))
+        made.optimizer.param_groups[0]["lr"] = lr
+        return made
+
+    run(0, 2.0).save(tmp_path / "bad")
+    good = run(1, 0.5)
+    good.save(tmp_path / "good")
+    other = run(2, 0.25)
+    before = other.look()
+    with pytest.raises(CheckpointError, match="too much"):
+        other.load(tmp_path / "bad")
+    assert_same(other.look(), before)
+    other.load(tmp_path / "good")
+    assert_same(other.look(), good.look())
+
+
+# ---- another precision
+
+
+def trained(dtype: torch.dtype, masters: MasterWeights | None, seed: int = 0, steps: int = 3) -> Run:
+    """With gradients that are exact in any precision, so that runs differ only in what they keep."""
+    model = net(seed).to(dtype)
+    config = ZeroConfig(masters=masters)
+    run = Run(model=model, way=lambda it, _: shard(it, torch.optim.AdamW, config=config, **ADAMW), steps=0)
+    for _ in range(steps):
+        step_exactly(run)
+    return run
+
+
+def step_exactly(run: Run) -> None:
+    torch.autograd.backward([(param * 0.5).sum() for param in run.model.parameters()])
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def precise(run: Run) -> dict[str, torch.Tensor]:
+    """The most precise values of all parameters, on rank 0."""
+    assert isinstance(run.optimizer, ZeroRedundancyOptimizer)
+    found = run.optimizer.full_state_dict(to=0)
+    if found is None:
+        return {}
+    names = [name for name, _ in run.model.named_parameters()]
+    values = dict(run.model.named_parameters())
+    return {
+        name: found["state"].get(number, {}).get("master_weights", values[name]).detach().clone()
+        for number, name in enumerate(names)
+    }
+
+
+MASTERS = MasterWeights(torch.float32)
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("there", [True, False], ids=["from masters", "to masters"])
+def test_no_precision_is_lost_between_masters_and_none(ctx: RankContext, tmp_path: Path, there: bool) -> None:
+    """bf16 parameters with masters, and fp32 parameters without, hold the same numbers."""
+    settings = [(torch.bfloat16, MASTERS), (torch.float32, None)]
+    saved, into = settings if there else settings[::-1]
+    run = trained(*saved)
+    run.save(tmp_path)
+    other = trained(*into, seed=4)
+    other.load(tmp_path)
+    assert_same(precise(other), precise(run))
+    for _ in range(3):
+        step_exactly(run)
+        step_exactly(other)
+    assert_same(precise(other), precise(run))
+    assert all(
+        torch.equal(mine.bfloat16(), theirs.bfloat16())
+        for mine, theirs in zip(other.model.parameters(), run.model.parameters(), strict=True)
+    )
+
+
+@ranks(1, 2)
+def test_masters_are_saved_as_the_parameters_are(ctx: RankContext, tmp_path: Path) -> None:
+    """Also where somebody has changed these since the last step."""
+    run = trained(torch.bfloat16, MASTERS)
+    with torch.no_grad():
+        for param in run.model.parameters():
+            param[...] = 1.25
+    run.save(tmp_path)
+    other = trained(torch.float32, None, seed=4)
+    other.load(tmp_path)
+    assert all((param == 1.25).all() for param in other.model.parameters())
+
+
+@ranks(2, 3)
+def test_the_files_name_whole_tensors(ctx: RankContext, tmp_path: Path) -> None:
+    """However they are cut, anybody reads them by name and shape."""
+    run = Run(way=flat)
+    archive = Archive(run.save(tmp_path))
+    shapes = {str(it.path[1]): tuple(it.tensor.size) for it in archive.below("model") if it.tensor is not None}
+    assert shapes == {name: tuple(value.shape) for name, value in run.model.state_dict().items()}
+    dist.barrier()

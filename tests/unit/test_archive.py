@@ -1,0 +1,327 @@
+"""Directories of DCP that were spoiled or made to harm: they are refused, and nothing in the process changes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pathlib
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from tests.support.spoiling import edit_metadata
+from zeroshard import CheckpointError, checkpoint
+from zeroshard.checkpoint import archive, outline
+from zeroshard.checkpoint.archive import Archive
+from zeroshard.checkpoint.chunks import check_chunks
+from zeroshard.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from zeroshard.checkpoint.outline import outline as outlined
+from zeroshard.checkpoint.progress import Progress
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+DATA = "__0_0.distcp"
+WEIGHT = "model.weight"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    model = nn.Linear(6, 4)
+    dcp_save({"model": model.state_dict(), "note": "text"}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    return tmp_path / "saved"
+
+
+def all_of(directory: Path) -> dict[str, Any]:
+    model = nn.Linear(6, 4)
+    checkpoint.load(directory, model=model)
+    return dict(model.state_dict())
+
+
+# ---- nothing in a file changes a class
+
+# How `.metadata` says it, and what the process has by that name.
+NAMED: dict[str, Any] = {
+    **{f"{module}\n{kind}Path": pathlib.PosixPath for module in ("pathlib",) for kind in ("Posix", "Windows")},
+    **{f"{it.__module__}\n{it.__name__}": it for it in (Metadata, MetadataIndex, metadata.TensorProperties)},
+    f"{filesystem.__name__}\n_StorageInfo": filesystem._StorageInfo,
+    f"{metadata.__name__}\n_MEM_FORMAT_ENCODING": metadata._MEM_FORMAT_ENCODING,
+    "torch.serialization\n_get_layout": torch.serialization._get_layout,
+    "torch\nSize": torch.Size,
+    "torch\nfloat32": torch.float32,
+    "collections\nOrderedDict": OrderedDict,
+}
+SHARED = (
+    *(pathlib.PurePath, pathlib.Path, pathlib.PosixPath, *NAMED.values(), *metadata._MEM_FORMAT_ENCODING),
+    *(outline._Saved, *archive._RECORDS, *archive._OURS.values(), *outline._MADE.values()),
+)
+
+
+def text(value: str) -> bytes:
+    return b"X" + len(value).to_bytes(4, "little") + value.encode()
+
+
+def setting(where: str, name: str, value: str, *, slots: bool = True, called: bytes = b"") -> bytes:
+    """Opcodes that set an attribute of what is at `where`, or of what comes of calling it."""
+    state = b"}" + text(name) + text(value) + b"s"
+    return b"c" + where.encode() + b"\n" + called + (b"(N" + state + b"t" if slots else state) + b"b0"
+
+
+def before_the_rest(file: Path, opcodes: bytes) -> None:
+    body = pickle.dumps(pickle.loads(file.read_bytes()), protocol=2)
+    file.write_bytes(body[:2] + opcodes + body[2:])
+
+
+def look() -> list[Any]:
+    """What pickling leaves on a class, `__slotnames__`, is no change."""
+    return [{k: v for k, v in getattr(it, "__dict__", {}).items() if k != "__slotnames__"} for it in SHARED]
+
+
+@pytest.fixture
+def unchanged() -> Iterator[None]:
+    before = look()
+    yield
+    for was, now, it in zip(before, look(), SHARED, strict=True):
+        assert was == now, it
+    assert Path("/a/b").name == "b"
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("slots", [True, False], ids=["slots", "dict"])
+@pytest.mark.parametrize("where", NAMED)
+def test_metadata_change_no_class(directory: Path, where: str, slots: bool) -> None:
+    good = (directory / ".metadata").read_bytes()
+    before_the_rest(directory / ".metadata", setting(where, "name", "other", slots=slots))
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
+        Archive(directory)
+    (directory / ".metadata").write_bytes(good)
+    all_of(directory)
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("slots", [True, False], ids=["slots", "dict"])
+def test_metadata_change_no_member_of_an_enum(directory: Path, slots: bool) -> None:
+    where = f"{metadata.__name__}\n_MEM_FORMAT_ENCODING"
+    before_the_rest(directory / ".metadata", setting(where, "_name_", "x", slots=slots, called=b"(K\x00tR"))
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
+        Archive(directory)
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_no_way_out_past_the_check_of_names(directory: Path) -> None:
+    os.rename(directory / DATA, directory.parent / "outside.distcp")
+
+    def lead_out(it: Metadata) -> None:
+        it.storage_data = {at: replace(info, relative_path="../outside.distcp") for at, info in it.storage_data.items()}
+
+    edit_metadata(directory, lead_out)
+    with pytest.raises(CheckpointError, match="outside its directory"):
+        all_of(directory)
+    before_the_rest(directory / ".metadata", setting("pathlib\nPosixPath", "name", "../outside.distcp"))
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: it changes 'name'"):
+        all_of(directory)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/x", "a/b", "a\\b", "../x", None])
+def test_names_of_other_directories(directory: Path, name: Any) -> None:
+    edit_metadata(directory, lambda it: spoil_place(it, relative_path=name))
+    with pytest.raises(CheckpointError, match=r"\.metadata names a file outside its directory"):
+        Archive(directory)
+
+
+def in_zip(content: bytes, edit: Callable[[bytes], bytes]) -> io.BytesIO:
+    """A file of torch.save, with another pickle in it."""
+    found = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(found, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, edit(old.read(name)) if name.endswith("data.pkl") else old.read(name))
+    found.seek(0)
+    return found
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("where", ["torch._utils\n_rebuild_tensor_v2", "collections\nOrderedDict"])
+def test_data_change_no_class(where: str) -> None:
+    saved = io.BytesIO()
+    torch.save(torch.arange(3.0), saved)
+
+    def spoil(it: bytes) -> bytes:
+        return it[:2] + setting(where, "storage", "other") + it[2:]
+
+    assert outlined(in_zip(saved.getvalue(), bytes), torch.float32) is not None
+    assert outlined(in_zip(saved.getvalue(), spoil), torch.float32) is None
+    assert outlined(in_zip(saved.getvalue(), bytes), torch.float32) is not None
+
+
+def test_what_torch_writes_is_read_as_torch_reads_it(directory: Path) -> None:
+    """All but the directory that it was written to."""
+    found, expected = Archive(directory).metadata, pickle.loads((directory / ".metadata").read_bytes())
+    assert found.storage_meta is not None
+    expected.storage_meta.checkpoint_id = found.storage_meta.checkpoint_id
+    assert found == expected
+    assert [type(it) for it in found.storage_data] == [type(it) for it in expected.storage_data]
+
+
+# ---- check sums
+
+
+def write_sums(directory: Path, sums: Any) -> Manifest | None:
+    said = json.loads(Manifest(1, 1, {}, 0.0, "").text())
+    (directory / MANIFEST).write_text(json.dumps({**said, "sums": sums}))
+    return read_manifest(directory)
+
+
+def check(directory: Path, sums: Any) -> None:
+    manifest = write_sums(directory, sums)
+    assert manifest is not None
+    manifest.check_sums(directory, slice(None), Progress("", False, 0))
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../x", "..", "", "a\\b"])
+def test_sums_of_files_elsewhere(directory: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{MANIFEST} names a file outside its directory"):
+        write_sums(directory, {name: 0})
+
+
+@pytest.mark.parametrize("sums", [None, [], {"a": "b"}, {"a": None}])
+def test_what_are_no_sums(directory: Path, sums: Any) -> None:
+    with pytest.raises(CheckpointError, match=f"{MANIFEST} cannot be read"):
+        write_sums(directory, sums)
+
+
+def test_sums_of_what_is_no_file(directory: Path) -> None:
+    """A pipe nobody writes to would be waited for, a device has no end."""
+    os.mkfifo(directory / "pipe")
+    (directory / "device").symlink_to("/dev/zero")
+    for name, reason in {"pipe": "no regular file", "device": "no regular file", "nothing": "is missing"}.items():
+        with pytest.raises(CheckpointError, match=f"{name} {reason}|{name} is {reason}"):
+            check(directory, {name: 0})
+
+
+@pytest.mark.parametrize("sums", [{}, {".metadata": 1}])
+def test_sums_that_leave_out_files(directory: Path, sums: dict[str, int]) -> None:
+    manifest = write_sums(directory, sums)
+    assert manifest is not None
+    with pytest.raises(CheckpointError, match=f"{MANIFEST} has no check sums of {DATA}"):
+        manifest.require_all(directory, Archive(directory).files())
+    Manifest(1, 1, {DATA: 0}, 0.0, "").require_all(directory, Archive(directory).files())
+
+
+# ---- chunks
+
+Cuts = list[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def tensor_of(size: tuple[int, ...], cuts: Cuts) -> metadata.TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in cuts]
+    return metadata.TensorStorageMetadata(metadata.TensorProperties(torch.float32), torch.Size(size), chunks)
+
+
+BAD_CUTS: dict[str, tuple[Cuts, str]] = {
+    "a hole": ([((0, 0), (2, 6))], "24 elements, but parts with 12"),
+    "none": ([], "24 elements, but parts with 0"),
+    "twice": ([((0, 0), (2, 6)), ((0, 0), (2, 6))], "overlap"),
+    "in part": ([((0, 0), (2, 6)), ((1, 0), (2, 6))], "overlap"),
+    "columns": ([((0, 0), (4, 3)), ((0, 2), (4, 3))], "overlap"),
+    "corners": ([((0, 0), (3, 4)), ((2, 3), (2, 3)), ((0, 4), (2, 2)), ((3, 0), (1, 2))], "overlap"),
+    "beyond": ([((1, 0), (4, 6))], "goes beyond"),
+    "before": ([((-1, 0), (4, 6))], "goes beyond"),
+    "negative": ([((0, 0), (-4, -6))], "goes beyond"),
+    "dimensions": ([((0,), (24,))], "goes beyond"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CUTS)
+def test_chunks_that_do_not_make_up_a_tensor(directory: Path, case: str) -> None:
+    cuts, match = BAD_CUTS[case]
+
+    def spoil(it: Metadata) -> None:
+        old = next(at for at in it.storage_data if at.fqn == WEIGHT)
+        info = it.storage_data.pop(old)
+        it.storage_data |= {MetadataIndex(WEIGHT, offsets): info for offsets, _ in cuts}
+        it.state_dict_metadata[WEIGHT] = tensor_of((4, 6), cuts)
+
+    edit_metadata(directory, spoil)
+    with pytest.raises(CheckpointError, match=rf"\.metadata contradicts itself: '{WEIGHT}' .*{match}"):
+        all_of(directory)
+
+
+GOOD_CUTS: dict[str, tuple[tuple[int, ...], Cuts]] = {
+    "scalar": ((), [((), ())]),
+    "empty": ((0, 3), [((0, 0), (0, 3))]),
+    "nothing of it": ((0, 3), []),
+    "some empty": ((4,), [((0,), (2,)), ((2,), (0,)), ((2,), (2,)), ((4,), (0,))]),
+    "rows": ((5000, 3), [((row, 0), (1, 3)) for row in range(5000)]),
+    "columns": ((3, 5000), [((0, column), (3, 1)) for column in range(5000)]),
+    "grid": ((64, 64), [((row, column), (1, 8)) for row in range(64) for column in range(0, 64, 8)]),
+    "pinwheel": ((3, 3), [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]),
+}
+
+
+@pytest.mark.parametrize("case", GOOD_CUTS)
+def test_chunks_that_make_up_a_tensor(case: str) -> None:
+    size, cuts = GOOD_CUTS[case]
+    check_chunks("it", tensor_of(size, cuts))
+    check_chunks("it", tensor_of(size, cuts[::-1]))
+
+
+# ---- sizes
+
+
+def spoil_place(it: Metadata, **fields: Any) -> None:
+    at = next(at for at in it.storage_data if at.fqn == WEIGHT)
+    it.storage_data[at] = replace(it.storage_data[at], **fields)
+
+
+@pytest.mark.parametrize("value", [-5, 10.5, None, "3"])
+@pytest.mark.parametrize("field", ["offset", "length"])
+def test_places_that_are_none(directory: Path, field: str, value: Any) -> None:
+    edit_metadata(directory, lambda it: spoil_place(it, **{field: value}))
+    with pytest.raises(CheckpointError, match=r"\.metadata contradicts itself: .* bytes from byte"):
+        Archive(directory)
+
+
+@pytest.mark.parametrize("size", [(1 << 38,), (1 << 40, 1 << 40)])
+def test_more_than_was_written(directory: Path, size: tuple[int, ...]) -> None:
+    def spoil(it: Metadata) -> None:
+        nowhere = (0,) * len(size)
+        it.state_dict_metadata[WEIGHT] = tensor_of(size, [(nowhere, size)])
+        it.storage_data[MetadataIndex(WEIGHT, nowhere)] = next(iter(it.storage_data.values()))
+
+    edit_metadata(directory, spoil)
+    with pytest.raises(CheckpointError, match=rf"\.metadata contradicts itself: a part of '{WEIGHT}' has \d+ bytes"):
+        Archive(directory)
+
+
+def test_a_tensor_that_is_nowhere(directory: Path) -> None:
+    edit_metadata(directory, lambda it: it.storage_data.clear())
+    with pytest.raises(CheckpointError, match=r"a part of 'model.\w+' is not in its files"):
+        Archive(directory)
+
+
+PROPERTIES: dict[str, Callable[[Metadata], object]] = {
+    "dtype": lambda it: setattr(it.state_dict_metadata[WEIGHT].properties, "dtype", 4),  # type: ignore[union-attr]
+    "size": lambda it: setattr(it.state_dict_metadata[WEIGHT], "size", (4, 6)),
+    "chunks": lambda it: setattr(it.state_dict_metadata[WEIGHT], "chunks", [7]),
+    "path": lambda it: it.planner_data.update({WEIGHT: ("model", ["weight"])}),
+    "paths": lambda it: setattr(it, "planner_data", 5),
+    "entries": lambda it: setattr(it, "state_dict_metadata", []),
+}
+
+
+@pytest.mark.parametrize("case", PROPERTIES)
+def test_metadata_of_other_types(directory: Path, case: str) -> None:
+    edit_metadata(directory, PROPERTIES[case])
+    with pytest.raises(CheckpointError, match=r"\.metadata contradicts itself"):
+        Archive(directory)

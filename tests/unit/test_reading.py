@@ -1,0 +1,190 @@
+"""What is read from a directory of DCP is what was saved there, whatever the shapes, the strides and the cuts."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from tests.unit.test_boxes import Dims, extent_of, strided
+from zeroshard import CheckpointError
+from zeroshard.checkpoint import reading
+from zeroshard.checkpoint.archive import Archive
+from zeroshard.checkpoint.outline import outline
+from zeroshard.checkpoint.progress import Progress
+from zeroshard.checkpoint.reading import Reading, read
+from zeroshard.state.dcp import CutTensor
+from zeroshard.units import Span
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture(autouse=True, params=["outlined", "asked"])
+def ways(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Small pieces, so that a tensor takes several; places of tensors from the outline, and from torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "PIECE", 24)
+        if request.param == "asked":
+            patch.setattr(reading, "outline", lambda *_: None)
+        yield
+
+
+PLAIN = {
+    "rows": torch.randn(4, 3),
+    "turned": torch.randn(4, 3).t(),
+    "part": torch.randn(9, 9)[2:5, 1::3],
+    "bfloat16": torch.randn(5).bfloat16(),
+    "flags": torch.tensor([True, False]),
+    "bytes": torch.arange(7, dtype=torch.uint8),
+    "scalar": torch.tensor(3.5, dtype=torch.float64),
+    "empty": torch.zeros(0, 4),
+}
+OTHERS = {
+    "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+    "sparse": torch.eye(3).to_sparse(),
+    "parameter": nn.Parameter(torch.ones(2)),
+    "list": [torch.ones(2)],
+    "float8": torch.ones(4).to(torch.float8_e4m3fn),
+}
+
+
+def in_file(value: Any) -> io.BytesIO:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_the_outline_is_what_torch_says(kind: str) -> None:
+    """It fails where a version of torch writes tensors in another way: loading would become slow."""
+    buffer = in_file(PLAIN[kind])
+    found = outline(buffer, PLAIN[kind].dtype)
+    assert found is not None
+    buffer.seek(0)
+    expected = torch.load(buffer, map_location="meta", weights_only=True)
+    assert (found.like.shape, found.like.stride()) == (expected.shape, expected.stride())
+    memory = expected.untyped_storage()._checkpoint_offset + expected.storage_offset() * expected.itemsize
+    assert found.start == memory
+
+
+@pytest.mark.parametrize("kind", [*OTHERS, "another dtype", "noise"])
+def test_what_has_no_outline(kind: str) -> None:
+    buffer = in_file(OTHERS.get(kind, PLAIN["rows"])) if kind != "noise" else io.BytesIO(b"noise" * 100)
+    assert outline(buffer, torch.float64) is None
+    assert outline(buffer, torch.complex64) is None
+
+
+def tensor_of(dims: Dims, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    memory = torch.arange(1, extent_of(dims) + 1).to(dtype)
+    return memory.as_strided([size for size, _ in dims], [step for _, step in dims])
+
+
+def saved(tmp: Path, **values: Any) -> Archive:
+    dcp_save(values, checkpoint_id=tmp, no_dist=True)
+    return Archive(tmp)
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[Dims, Dims, Span]:
+    """A tensor as it was saved, and as it lies where it is loaded, and which part of its memory is there."""
+    dims = draw(strided())
+    order = draw(st.permutations(range(len(dims))))
+    here, block = [(0, 0)] * len(dims), 1
+    for place in order:
+        size = dims[place][0]
+        step = block + draw(st.integers(0, 2))
+        here[place], block = (size, step), (max(size, 1) - 1) * step + block
+    start = draw(st.integers(0, extent_of(here)))
+    return dims, here, Span(start, draw(st.integers(start, extent_of(here))))
+
+
+@given(cuts(), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+def test_any_cut_of_any_tensor(case: tuple[Dims, Dims, Span], dtype: torch.dtype) -> None:
+    theirs, mine, span = case
+    source = tensor_of(theirs)
+    whole = torch.zeros(extent_of(mine), dtype=dtype)
+    local = whole[slice(*span)]
+    target = CutTensor(local, [size for size, _ in mine], [step for _, step in mine], span.start)
+    with tempfile.TemporaryDirectory() as folder:
+        read(saved(Path(folder), it=source), {"it": target})
+    expected = torch.zeros_like(whole)
+    expected.as_strided(target.shape, target.steps).copy_(source)
+    assert torch.equal(local, expected[slice(*span)])
+    outside = torch.cat([whole[: span.start], whole[span.stop :]])
+    assert not outside.any(), "nothing beyond the part is touched"
+
+
+@given(strided(), st.booleans())
+def test_whole_tensors(dims: Dims, like_saved: bool) -> None:
+    source = tensor_of(dims)
+    target = torch.zeros_like(source) if like_saved else torch.zeros(source.shape, dtype=torch.float64)
+    with tempfile.TemporaryDirectory() as folder:
+        read(saved(Path(folder), it=source), {"it": target})
+    assert torch.equal(target, source.to(target.dtype))
+
+
+def test_what_lies_alike_is_read_without_memory_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = saved(tmp_path, rows=torch.randn(6, 8), turned=torch.randn(8, 6).t(), columns=torch.randn(6, 8))
+    monkeypatch.setattr(reading, "pieces", lambda *_: pytest.fail("read in pieces"))
+    targets = {"rows": torch.zeros(6, 8), "turned": torch.zeros(8, 6).t()}
+    found = read(archive, targets)
+    assert found["rows"] is targets["rows"]
+    assert targets["rows"].all()
+    assert targets["turned"].all()
+    with pytest.raises(pytest.fail.Exception, match="in pieces"):
+        read(archive, {"columns": torch.zeros(8, 6).t()})
+
+
+def test_tensors_that_cannot_be_read_in_pieces(tmp_path: Path) -> None:
+    archive = saved(tmp_path, it=torch.tensor([3.0]).expand(5))
+    target = torch.zeros(5)
+    read(archive, {"it": target})
+    assert target.tolist() == [3.0] * 5
+
+
+def test_other_values(tmp_path: Path) -> None:
+    archive = saved(tmp_path, number=3, text="x", items={"a": [1, 2.5]})
+    targets = {entry.key: entry.room() for entry in archive.entries}
+    assert read(archive, targets) == {"number": 3, "text": "x", "items.a": [1, 2.5]}
+
+
+def test_a_file_that_goes_away_is_named(tmp_path: Path) -> None:
+    archive = saved(tmp_path, it=torch.ones(3))
+    todo = Reading(archive, {"it": torch.zeros(3)})
+    (file,) = tmp_path.glob("*.distcp")
+    file.unlink()
+    with pytest.raises(CheckpointError, match=f"{file} cannot be read: .*No such file"):
+        todo.run()
+    file.write_bytes(b"short")
+    with pytest.raises(CheckpointError, match=f"{file} cannot be read: it is truncated"):
+        todo.run()
+
+
+def test_a_tensor_of_another_shape_than_the_metadata_say(tmp_path: Path) -> None:
+    archive = saved(tmp_path / "a", it=torch.ones(3))
+    other = saved(tmp_path / "b", it=torch.ones(4))
+    (file,), (source,) = (tuple(it.directory.glob("*.distcp")) for it in (archive, other))
+    file.write_bytes(source.read_bytes())
+    with pytest.raises(CheckpointError, match=f"'it' in {file} is not what the checkpoint's metadata say"):
+        Reading(archive, {"it": torch.zeros(3)})
+
+
+def test_progress_counts_what_is_read(tmp_path: Path) -> None:
+    archive = saved(tmp_path, a=torch.ones(3), b=torch.ones(5, 2))
+    seen: list[tuple[int, int]] = []
+    Reading(archive, {"a": torch.zeros(3), "b": torch.zeros(5, 2)}).run(
+        Progress("", lambda done, total: seen.append((done, total)), 0)
+    )
+    assert sorted(seen) == seen
+    assert seen[-1] == (52, 52)
+    assert len(seen) == 2
