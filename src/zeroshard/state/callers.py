@@ -2,7 +2,7 @@
 
 They call `state_dict()` of any optimizer and expect its own tensors, whole or in parts that they know to gather. Ours
 cannot be gathered by them, so it looks at who asks. All that is known of torch's frames is in this file;
-tests/ranks/test_dcp_helpers.py fails where a version of torch changes them.
+tests/ranks/test_dcp.py fails where a version of torch changes them.
 """
 
 import sys
@@ -11,10 +11,12 @@ from enum import Enum, auto
 from types import FrameType
 from typing import NamedTuple
 
+import torch
+
 _DCP = "torch.distributed.checkpoint"
 _HELPERS = f"{_DCP}.state_dict"
 _DEEP = 16
-"""Frames: the helpers are not farther away than that."""
+"""Frames outside this package: the helpers are not farther away than that."""
 
 
 class Wanted(Enum):
@@ -49,7 +51,12 @@ def asked() -> Asked | None:
 
 
 def _asked_by_helpers(frames: Sequence[FrameType]) -> Asked:
-    info = next(frame.f_locals["info"] for frame in frames if "info" in frame.f_locals)
+    info = next((frame.f_locals["info"] for frame in frames if "info" in frame.f_locals), None)
+    if info is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} calls state_dict() in a way that is not known here: use "
+            "optimizer.sharded_state_dict() or optimizer.full_state_dict() instead"
+        )
     loads = any(frame.f_code.co_name == "_load_optim_state_dict" for frame in frames)
     wanted = Wanted.PART
     if loads:  # it is about to put whole tensors in their place
@@ -68,10 +75,10 @@ def _callers() -> Iterator[FrameType]:
     """Frames outside this package, nearest first."""
     frame: FrameType | None = sys._getframe(1)
     package = __name__.partition(".")[0] + "."
-    for _ in range(_DEEP):
-        if frame is None:
-            return
+    seen = 0
+    while frame is not None and seen < _DEEP:
         if not _module(frame).startswith(package):
+            seen += 1
             yield frame
         frame = frame.f_back
 
