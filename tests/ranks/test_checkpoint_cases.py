@@ -245,6 +245,19 @@ def test_loading_right_after_saving_in_the_background(ctx: RankContext, tmp_path
 
 
 @ranks(1, 2)
+def test_without_numpy(ctx: RankContext, tmp_path: Path) -> None:
+    """torch's checkpoints cannot do without it on several ranks."""
+    run = Run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zeroshard.checkpoint.saving.find_spec", lambda _: None)
+        if ctx.world_size == 1:
+            run.save(tmp_path)
+            return
+        with refused(run, "several ranks takes numpy", tmp_path, error=ConfigError):
+            run.save(tmp_path)
+
+
+@ranks(1, 2)
 def test_a_display_that_fails_is_left_alone(ctx: RankContext, tmp_path: Path) -> None:
     run = Run()
 

@@ -335,6 +335,10 @@ def test_files_that_are_something_else(tmp_path: Path, capsys: pytest.CaptureFix
     assert "text cannot be read as a file of torch.save" in error
     error = refusal(capsys, "convert", tmp_path / "list.pt", tmp_path / "target", "--to", "dcp")
     assert "list.pt has neither a 'model' nor an 'optim'" in error
+    tensors = tmp_path / "x.safetensors"
+    tensors.write_bytes(b"")
+    assert status_of("convert", tensors, tmp_path / "y", "--to", "dcp") == 1
+    assert "safetensors are written, but not read" in capsys.readouterr().err
 
 
 def test_state_that_could_be_anyones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

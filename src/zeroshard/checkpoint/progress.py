@@ -24,7 +24,7 @@ class Progress:
         if callable(show):
             self._report = show
         elif rank == 0 and (sys.stderr.isatty() if show is None else show):
-            self._report = _Line(label, sys.stderr)
+            self._report = _Line(label, sys.stderr, patience=1.0 if show is None else 0.0)
 
     def expect(self, nbytes: int) -> None:
         """There is so much more to do."""
@@ -34,7 +34,8 @@ class Progress:
         self._tell(min(self.done + nbytes, self.total))  # what surrounds the data in files is not expected
 
     def finish(self) -> None:
-        self._tell(self.total)
+        if self.done < self.total:
+            self._tell(self.total)
 
     def _tell(self, done: int) -> None:
         self.done = done
@@ -49,13 +50,13 @@ class Progress:
 class _Line:
     """Written over and over on a terminal, and now and then to a file."""
 
-    def __init__(self, label: str, stream: TextIO) -> None:
+    def __init__(self, label: str, stream: TextIO, patience: float) -> None:
+        """`patience`: seconds; what is done sooner needs no telling."""
         self._label, self._stream = label, stream
         self._every = 0.2 if stream.isatty() else 5.0
         self._end = "\r" if stream.isatty() else "\n"
-        self._next = time.monotonic() + 1.0
-        """What is done in a second needs no telling."""
-        self._told = False
+        self._next = time.monotonic() + patience
+        self._told = patience == 0
 
     def __call__(self, done: int, total: int) -> None:
         now, over = time.monotonic(), done >= total

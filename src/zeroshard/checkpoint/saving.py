@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,7 @@ class _Request:
     def propose(self, comm: Comm) -> Proposal[dict[str, Any]]:
         _finish_earlier()
         _check(self.step, self.keep)
+        _require_numpy(comm)
         facts = [f"path {Path(self.path)}", f"step {self.step}", f"keep={self.keep}, async_={self.behind}"]
         facts += [f"{name} {'not ' if it is None else ''}given" for name, it in self.given.items()]
         require_its_ranks(self.given["optimizer"], comm.group, "checkpoint.save")
@@ -191,6 +193,12 @@ def _check(step: int, keep: int | None) -> None:
         raise ConfigError(f"step must be a number of steps, not {step!r}")
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ConfigError(f"keep must be at least 1, or None to keep all checkpoints, not {keep!r}")
+
+
+def _require_numpy(comm: Comm) -> None:
+    """By which torch's checkpoints exchange their plans. Without it a rank would fail while others wait for it."""
+    if comm.group.size > 1 and find_spec("numpy") is None:
+        raise ConfigError("saving on several ranks takes numpy, which torch.distributed.checkpoint uses: install it")
 
 
 def _finish_earlier() -> None:

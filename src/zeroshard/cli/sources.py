@@ -102,6 +102,8 @@ def _groups(archive: Archive, saved: SavedOptimizer) -> list[dict[str, Any]]:
 
 
 def _from_file(file: Path) -> Contents:
+    if file.suffix == ".safetensors":
+        raise CheckpointError(f"{file}: safetensors are written, but not read. Convert what it was made of.")
     saved = _load(file)
     if not isinstance(saved, dict) or not saved.keys() & {MODEL, *_OPTIMIZERS}:
         raise CheckpointError(f"{file} has neither a '{MODEL}' nor an '{OPTIM}': expected a dict with both")
