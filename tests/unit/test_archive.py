@@ -315,6 +315,7 @@ PROPERTIES: dict[str, Callable[[Metadata], object]] = {
     "size": lambda it: setattr(it.state_dict_metadata[WEIGHT], "size", (4, 6)),
     "chunks": lambda it: setattr(it.state_dict_metadata[WEIGHT], "chunks", [7]),
     "path": lambda it: it.planner_data.update({WEIGHT: ("model", ["weight"])}),
+    "place": lambda it: it.planner_data.update({WEIGHT: ("model", "weight", 10**9)}),
     "paths": lambda it: setattr(it, "planner_data", 5),
     "entries": lambda it: setattr(it, "state_dict_metadata", []),
 }

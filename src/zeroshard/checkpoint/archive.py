@@ -25,6 +25,8 @@ from .chunks import check_chunks
 from .sealed import Sealed, sealed
 
 _METADATA = ".metadata"
+_LONG_LIST = 1024
+"""Of which most elements may be missing, since they were empty."""
 
 
 class _Encoding(int, metaclass=Sealed):
@@ -167,10 +169,16 @@ def _entries(metadata: Metadata) -> list[Entry]:
         Entry(key, tuple(paths.get(key, (key,))), it if isinstance(it, TensorStorageMetadata) else None)
         for key, it in metadata.state_dict_metadata.items()
     ]
+    most = max(len(entries), _LONG_LIST)
     for key, path, _ in entries:
-        if not isinstance(key, str) or not all(isinstance(it, str | int) for it in path):
+        if not isinstance(key, str) or not all(isinstance(it, str) or _is_place(it, most) for it in path):
             raise CheckpointError(f"{key!r} was at {path!r}")
     return entries
+
+
+def _is_place(value: Any, most: int) -> bool:
+    """A place in a list, which is made that long when it is read."""
+    return type(value) is int and 0 <= value < most
 
 
 def _read_metadata(directory: Path) -> Metadata:

@@ -11,7 +11,7 @@ from ..optimizer import ZeroRedundancyOptimizer
 from ..state.compat import describe_options
 from .archive import Entry
 from .expecting import expected_state, kind_of
-from .naming import listed
+from .naming import refuse_other_names
 from .saved_optimizer import Options, SavedOptimizer, StateEntry
 
 _BY_SCHEDULERS = "initial_lr"
@@ -27,13 +27,7 @@ class Fit:
     def require_the_same_names(self) -> None:
         missing = [name for name in self._names if name not in self._saved.options]
         unexpected = sorted(self._saved.options.keys() - set(self._names))
-        if missing or unexpected:
-            raise CheckpointError(
-                f"the optimizer in {self._saved.directory} is of other parameters. "
-                + (f"Missing there: {listed(missing)}. " if missing else "")
-                + (f"Only there: {listed(unexpected)}. " if unexpected else "")
-                + "strict=False loads what both have."
-            )
+        refuse_other_names(f"the optimizer in {self._saved.directory} is of other parameters", missing, unexpected)
 
     def check_shape(self, index: int, it: StateEntry) -> None:
         param, saved = self._params[index], it.entry.tensor

@@ -22,7 +22,6 @@ from ..comm.group import group_or_alone
 from ..errors import CheckpointError
 from ..notices import warn_user
 from ..optimizer import ZeroRedundancyOptimizer
-from ..state.compat import StateDict
 from .archive import Archive, is_archive
 from .changing import all_or_nothing, load_model, load_optimizer, load_scheduler, saved_for_undo
 from .contents import OPTIM, RANKS, SCHEDULER, check_random_states, set_random_states, unpacked
@@ -69,8 +68,8 @@ def load(
     """Load the latest checkpoint in the folder `path`, or the one in the directory `path`. Called on all ranks.
 
     Any number of ranks, partition and bucket size will do, and directories that FSDP2 and plain torch have saved with
-    `torch.distributed.checkpoint` under the same names. Either all ranks load it or nothing changes. Nothing in the
-    files is run as code.
+    `torch.distributed.checkpoint` under the same names. Either all ranks load it or nothing changes, unless a disk
+    fails after everything was looked at. Nothing in the files is run as code.
 
     Args:
         path: a folder that `save` wrote to, or a directory with one checkpoint.
@@ -129,7 +128,7 @@ class _Loading:
             if scheduler is not None and todo.scheduler is not None:
                 self._all(lambda: load_scheduler(scheduler, todo.scheduler, undo))
             if optimizer is not None and todo.restoring is not None and not todo.restoring.in_place:
-                self._load_beside(optimizer, todo.restoring.state_dict(self._read(todo.state)), undo)
+                self._load_beside(optimizer, todo.restoring, self._read(todo.state), undo)
             if model is not None and todo.weights is not None and not todo.weights.in_place:
                 weights = todo.weights.by_name(self._read(todo.values))
                 self._all(lambda: load_model(model, weights, undo, strict=self._strict))
@@ -137,7 +136,8 @@ class _Loading:
             self._overwrite(todo, optimizer)
         return self._finish(todo.by_rank)
 
-    def _load_beside(self, optimizer: Optimizer, state: StateDict, undo: ExitStack) -> None:
+    def _load_beside(self, optimizer: Optimizer, restoring: Restoring, values: dict[str, Any], undo: ExitStack) -> None:
+        state = self._all(lambda: restoring.state_dict(values))
         before = self._all(lambda: saved_for_undo(optimizer))  # apart: who fails here must not miss a collective call
         self._all(lambda: load_optimizer(optimizer, state, before, undo))
 

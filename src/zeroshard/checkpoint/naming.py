@@ -49,6 +49,16 @@ def listed(names: Sequence[str]) -> str:
     return f"{shown}, and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else shown
 
 
+def refuse_other_names(what: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{what}. "
+            + (f"Missing there: {listed(missing)}. " if missing else "")
+            + (f"Only there: {listed(unexpected)}. " if unexpected else "")
+            + "strict=False loads what both have."
+        )
+
+
 def _bare(name: str, wrapped: Sequence[str]) -> str:
     for prefix in sorted(wrapped, key=len, reverse=True):
         if name.startswith(f"{prefix}module."):

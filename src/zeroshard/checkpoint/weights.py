@@ -14,7 +14,7 @@ from ..state.records import MASTER
 from .archive import Archive, Entry
 from .changing import is_empty, loads_its_own_way
 from .contents import MODEL
-from .naming import listed
+from .naming import listed, refuse_other_names
 from .owned import Owned, place_of
 from .restoring import Restoring
 
@@ -54,7 +54,8 @@ class Weights:
     @torch.no_grad()
     def spread(self) -> Callable[[], None]:
         """Bring what was read in place to everyone; returns how to wait for that. On all ranks."""
-        increment_version([value for value in self._mine.values() if isinstance(value, torch.Tensor)])
+        tensors = [value for value in self._mine.values() if isinstance(value, torch.Tensor)]
+        increment_version([tensor for tensor in tensors if not tensor.is_inference()])
         if not self._owned:
             return lambda: None
         for index in self._rounded:
@@ -90,13 +91,7 @@ class Weights:
         theirs = {str(entry.path[1]): None for entry in self._entries()}
         missing = [name for name in self._mine if name not in theirs and not is_empty(self._mine[name])]
         unexpected = [name for name in theirs if name not in self._mine]
-        if missing or unexpected:
-            raise CheckpointError(
-                f"{self._archive.directory} has another model. "
-                + (f"Missing there: {listed(missing)}. " if missing else "")
-                + (f"Only there: {listed(unexpected)}. " if unexpected else "")
-                + "strict=False loads what both have."
-            )
+        refuse_other_names(f"{self._archive.directory} has another model", missing, unexpected)
 
     def _target(self, entry: Entry, mine: Any, restoring: Restoring | None) -> tuple[str, Any]:
         if not isinstance(mine, torch.Tensor):
