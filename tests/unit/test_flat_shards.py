@@ -36,7 +36,7 @@ def nbytes(one: ParamSpec) -> int:
 
 def members(layout: Layout, bucket: Bucket) -> list[ParamSpec]:
     """The parameters of a bucket, in the order of their memory."""
-    return [layout.params[index] for index in dict.fromkeys(piece.param for piece in bucket.pieces)]
+    return [layout.params[index] for index in bucket.params]
 
 
 @steadily
@@ -60,7 +60,8 @@ def test_every_element_has_one_owner_and_one_place(groups: Groups, world_size: i
 def test_a_parameter_is_one_run_of_a_bucket(groups: Groups, world_size: int, bucket_bytes: int) -> None:
     """So that it can be a view of it, wherever it is cut."""
     made = read_specs(groups)
-    for pieces in flat(made, world_size, bucket_bytes).pieces_by_param:
+    layout = flat(made, world_size, bucket_bytes)
+    for pieces in map(layout.pieces_of_param, range(len(made))):
         assert len({piece.bucket for piece in pieces}) == 1
         assert all(a.in_bucket.stop == b.in_bucket.start and a.owner < b.owner for a, b in pairwise(pieces))
 
@@ -149,7 +150,7 @@ def test_the_fullest_rank_has_a_thousandth_above_the_ideal_at_most(world_size: i
     for made in large_models():
         layout = FlatShards().extend(Layout.empty(world_size), made)
         loads = layout.loads(trainable=True)
-        trained = [bucket for bucket in layout.buckets if layout.params[bucket.pieces[0].param].trainable]
+        trained = [bucket for bucket in layout.buckets if layout.params[bucket.params[0]].trainable]
         totals = [sum(piece.in_param.length for piece in bucket.pieces) for bucket in trained]
         assert sum(totals) == sum(loads) > 960_000
         finest = sum(math.ceil(total / world_size) for total in totals)
@@ -180,7 +181,7 @@ def test_what_is_large_is_aligned(dtype: torch.dtype, world_size: int) -> None:
     large = 2048 * ALIGNMENT * world_size
     made = [spec(i, (size,), dtype=dtype) for i, size in enumerate((large + 1, 3, large + 5, large))]
     (bucket,) = flat(made, world_size, bucket_bytes=1 << 40).buckets
-    starts = {piece.param: piece.in_bucket.start for piece in reversed(bucket.pieces)}
+    starts = {room.param: room.span.start for room in bucket.rooms}
     assert all(starts[index] * dtype.itemsize % ALIGNMENT == 0 for index in (0, 2, 3))
     assert all(shard.start * dtype.itemsize % ALIGNMENT == 0 for shard in bucket.shards)
 
@@ -188,7 +189,7 @@ def test_what_is_large_is_aligned(dtype: torch.dtype, world_size: int) -> None:
 def test_all_are_aligned_in_a_model_that_can_bear_it() -> None:
     """Also those in a small bucket of their own: a misaligned bias changes how some kernels add."""
     layout = flat(specs([700, 490_000, 700, 490_000, 700, 1, 700]), 2, bucket_bytes=2**20)
-    starts = [pieces[0].in_bucket.start * 4 % ALIGNMENT for pieces in layout.pieces_by_param]
+    starts = [layout.pieces_of_param(index)[0].in_bucket.start * 4 % ALIGNMENT for index in range(7)]
     assert len(layout.buckets) == 3
     assert starts == [0] * 7
 
@@ -210,21 +211,21 @@ def test_a_parameter_of_no_elements_has_one_empty_piece() -> None:
     for sizes in ([0], [0, 0], [4, 0], [0, 4], [5, 0, 3]):
         layout = flat(specs(sizes), 3)
         for index, size in enumerate(sizes):
-            pieces = layout.pieces_by_param[index]
+            pieces = layout.pieces_of_param(index)
             assert sum(piece.in_param.length for piece in pieces) == size
             assert size or len(pieces) == 1
 
 
 def test_devices_are_kept_apart() -> None:
     made = [spec(0, device="cuda:0"), spec(1, device="cpu"), spec(2, device="cuda:0"), spec(3, device="cuda:1")]
-    found = {str(bucket.device): [piece.param for piece in bucket.pieces] for bucket in flat(made, 1).buckets}
+    found = {str(bucket.device): bucket.params for bucket in flat(made, 1).buckets}
     assert found == {"cuda:0": [2, 0], "cpu": [1], "cuda:1": [3]}
 
 
 def test_the_last_parameter_comes_first() -> None:
     """It is expected to get its gradient first."""
     layout = flat(specs([16] * 6), 1, bucket_bytes=128)
-    assert [[piece.param for piece in bucket.pieces] for bucket in layout.buckets] == [[5, 4], [3, 2], [1, 0]]
+    assert [bucket.params for bucket in layout.buckets] == [[5, 4], [3, 2], [1, 0]]
 
 
 @pytest.mark.parametrize("bad", [0, -1, 2.5, "8", 1e9, True])

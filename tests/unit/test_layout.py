@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.specs import spec
 from zeroshard.errors import LayoutError
-from zeroshard.layout.layout import Bucket, Layout, Piece
+from zeroshard.layout.layout import Bucket, Layout, Room
+from zeroshard.layout.shards import DealtShards, EqualShards, Shards
 from zeroshard.units import Rank, Span
 
 CPU = torch.device("cpu")
@@ -18,30 +21,28 @@ PARAMS = (
     spec(1, (2, 3), trainable=False),
     spec(2, (2,), stride=(3,)),  # 2 elements over 4 places
     spec(3, (0, 5), dtype=torch.float64),
+    spec(4, (3,), dtype=torch.float64),
 )
+ROOMS = (Room(0, Span(0, 4)), Room(1, Span(4, 10)), Room(2, Span(10, 14)))
 
 
-def piece(param: int, in_param: tuple[int, int], bucket: int, in_bucket: tuple[int, int], owner: int) -> Piece:
-    return Piece(param, Span(*in_param), bucket, Span(*in_bucket), Rank(owner))
+def dealt(*spans: tuple[int, int, int], ranks: int = 2) -> DealtShards:
+    return DealtShards({Rank(rank): Span(start, stop) for rank, start, stop in spans}, ranks)
 
 
 def layout(device: str = "cpu") -> Layout:
-    """Two ranks, four parameters; parameter 1 is divided, parameter 3 is empty.
+    """Two ranks, five parameters; parameter 1 is divided, parameter 3 is empty.
 
-    bucket 0   | shard of rank 0 | shard of rank 1      |
+    bucket 0   | shard of rank 0             | shard of rank 1            |
                | p0 p0 p0 p0 | p1 p1 p1 || p1 p1 p1 | p2 . . p2 |
+    bucket 1   | p4 p4 p4 | p3               |
     """
     where = torch.device(device)
     params = tuple(replace(one, device=where) for one in PARAMS)
-    pieces = (
-        piece(0, (0, 4), 0, (0, 4), 0),
-        piece(1, (0, 3), 0, (4, 7), 0),
-        piece(1, (3, 6), 0, (7, 10), 1),
-        piece(2, (0, 4), 0, (10, 14), 1),
-    )
-    full = Bucket(0, torch.float32, where, 14, (Span(0, 7), Span(7, 14)), pieces)
-    empty = Bucket(1, torch.float64, where, 0, (Span(0, 0), Span(0, 0)), (piece(3, (0, 0), 1, (0, 0), 1),))
-    return Layout(2, params, (full, empty))
+    cut = Bucket(0, torch.float32, where, 14, EqualShards(7, 2, 14), ROOMS)
+    rooms = (Room(4, Span(0, 3)), Room(3, Span(3, 3)))
+    whole = Bucket(1, torch.float64, where, 4, dealt((0, 0, 3), (1, 3, 4)), rooms)
+    return Layout(2, params, (cut, whole))
 
 
 def with_bucket(number: int, **changes: Any) -> Callable[[], Layout]:
@@ -54,25 +55,20 @@ def with_bucket(number: int, **changes: Any) -> Callable[[], Layout]:
     return make
 
 
-def with_piece(number: int, **changes: Any) -> Callable[[], Layout]:
-    pieces = list(layout().buckets[0].pieces)
-    pieces[number] = pieces[number]._replace(**changes)
-    return with_bucket(0, pieces=tuple(pieces))
+def with_rooms(*rooms: tuple[int, int, int], bucket: int = 0) -> Callable[[], Layout]:
+    return with_bucket(bucket, rooms=tuple(Room(param, Span(start, stop)) for param, start, stop in rooms))
 
 
 def with_params(*params: Any) -> Callable[[], Layout]:
     return lambda: replace(layout(), params=params)
 
 
-PIECES = layout().buckets[0].pieces
-EMPTY = layout().buckets[1].pieces[0]
-
 BROKEN: dict[str, tuple[Callable[[], Layout], str]] = {
     "parameters out of order": (with_params(PARAMS[1], PARAMS[0], *PARAMS[2:]), "parameter 1 stands at place 0"),
-    "a parameter too few": (with_params(*PARAMS[:3]), "no parameter 3"),
-    "a parameter too many": (with_params(*PARAMS, spec(4)), "parameter 4 is not covered from element 0"),
-    "a parameter that ends early": (with_params(PARAMS[0], spec(1, (7,)), *PARAMS[2:]), "not covered from element 6"),
-    "a parameter that ends late": (with_params(spec(0, (3,)), *PARAMS[1:]), "parameter 0 is not covered"),
+    "a parameter too few": (with_params(*PARAMS[:4]), "no parameter 4"),
+    "a parameter too many": (with_params(*PARAMS, spec(5)), r"parameter 5 has no room"),
+    "a parameter that ends early": (with_params(PARAMS[0], spec(1, (7,)), *PARAMS[2:]), "7 elements and a room for 6"),
+    "a parameter that ends late": (with_params(spec(0, (3,)), *PARAMS[1:]), "3 elements and a room for 4"),
     "another parameter's dtype": (
         with_params(replace(PARAMS[0], dtype=torch.float16), *PARAMS[1:]),
         "float16 on cpu in a bucket of torch.float32",
@@ -82,44 +78,33 @@ BROKEN: dict[str, tuple[Callable[[], Layout], str]] = {
         "on cuda:1 in a bucket of torch.float32 on cpu",
     ),
     "buckets out of order": (lambda: replace(layout(), buckets=layout().buckets[::-1]), "bucket 1 stands at place 0"),
-    "a bucket too few": (lambda: replace(layout(), buckets=layout().buckets[:1]), "parameter 3 is not covered"),
-    "a shard too few": (with_bucket(0, shards=(Span(0, 14),)), "bucket 0 has 1 shards for 2 ranks"),
+    "a bucket too few": (lambda: replace(layout(), buckets=layout().buckets[:1]), "parameter 3 has no room"),
     "another number of ranks": (lambda: replace(layout(), world_size=3), "bucket 0 has 2 shards for 3 ranks"),
-    "shards out of order": (with_bucket(0, shards=(Span(7, 14), Span(0, 7))), "shards of bucket 0 are out of order"),
-    "shards that overlap": (with_bucket(0, shards=(Span(0, 8), Span(7, 14))), "out of order"),
-    "a shard of negative length": (with_bucket(0, shards=(Span(0, 15), Span(15, 14))), "out of order"),
-    "a shard that starts below 0": (with_bucket(0, shards=(Span(-1, 7), Span(7, 14))), "out of order"),
-    "a shard beyond the end": (with_bucket(0, numel=13), "out of order"),
-    "a piece of no parameter": (with_piece(0, param=4), "no parameter 4"),
-    "a piece of parameter -1": (with_piece(3, param=-1), "no parameter -1"),
-    "a piece of no rank": (with_piece(3, owner=Rank(2)), "no rank 2"),
-    "a piece of rank -1": (with_piece(3, owner=Rank(-1)), "no rank -1"),
-    "a piece of another bucket": (with_piece(0, bucket=1), "listed in bucket 0 and meant for 1"),
-    "a piece in another's shard": (with_piece(0, owner=Rank(1)), "parameter 0 does not fit its place"),
-    "pieces that overlap in memory": (with_piece(1, in_bucket=Span(3, 6)), "parameter 1 does not fit its place"),
-    "pieces out of order": (with_bucket(0, pieces=(PIECES[1], PIECES[0], *PIECES[2:])), "does not fit its place"),
-    "a piece turned around": (with_piece(1, in_bucket=Span(7, 4)), "parameter 1 does not fit its place"),
-    "a place too small": (with_piece(0, in_bucket=Span(0, 3)), "parameter 0 has a place of the wrong size"),
-    "a place too small for a part": (with_piece(2, in_bucket=Span(7, 9)), "parameter 1 has a place of the wrong size"),
-    "a place too large": (
-        with_bucket(
-            0, numel=15, shards=(Span(0, 7), Span(7, 15)), pieces=(*PIECES[:3], piece(2, (0, 2), 0, (10, 15), 1))
-        ),
-        "parameter 2 has a place of the wrong size",
-    ),
-    "no room for gaps": (with_piece(3, in_bucket=Span(10, 12)), "parameter 2 has a place of the wrong size"),
-    "a gap in a parameter": (with_piece(2, in_param=Span(4, 6)), "gap or an overlap at element 3"),
-    "an overlap in a parameter": (with_piece(2, in_param=Span(2, 5)), "gap or an overlap at element 3"),
-    "a parameter placed twice": (
-        with_bucket(0, pieces=(*PIECES[:3], piece(0, (0, 4), 0, (10, 14), 1))),
-        "parameter 0 has a gap or an overlap",
-    ),
-    "an empty parameter placed twice": (with_bucket(1, pieces=(EMPTY, EMPTY)), "parameter 3 has an empty piece"),
-    "an empty piece beside others": (
-        with_bucket(0, pieces=(*PIECES[:2], piece(1, (3, 3), 0, (7, 7), 1), *PIECES[2:])),
-        "parameter 1 has an empty piece",
-    ),
-    "an empty parameter not placed": (with_bucket(1, pieces=()), "parameter 3 is not covered"),
+    "equal shards too short": (with_bucket(0, shards=EqualShards(6, 2, 14)), "end at 12 of 14 elements"),
+    "equal shards that are clipped": (with_bucket(0, shards=EqualShards(7, 2, 13)), "of bucket 0 end at"),
+    "a bucket of negative length": (with_bucket(0, numel=-1), "of -1 elements"),
+    "shards out of order": (with_bucket(1, shards=dealt((1, 0, 3), (0, 3, 4))), "belong to ranks"),
+    "a shard of no rank": (with_bucket(1, shards=dealt((0, 0, 3), (2, 3, 4))), "belong to ranks"),
+    "a shard of rank -1": (with_bucket(1, shards=dealt((-1, 0, 3), (1, 3, 4))), "belong to ranks"),
+    "shards that overlap": (with_bucket(1, shards=dealt((0, 0, 3), (1, 2, 4))), "one behind the other"),
+    "shards with a gap": (with_bucket(1, shards=dealt((0, 0, 2), (1, 3, 4))), "one behind the other"),
+    "a shard of negative length": (with_bucket(1, shards=dealt((0, 0, 5), (1, 5, 4))), "one behind the other"),
+    "a shard that starts late": (with_bucket(1, shards=dealt((0, 1, 3), (1, 3, 4))), "one behind the other"),
+    "a shard beyond the end": (with_bucket(1, numel=3), "one behind the other"),
+    "a dealt parameter that is cut": (with_bucket(1, shards=dealt((0, 0, 2), (1, 2, 4))), "not fit one shard"),
+    "a room of no parameter": (with_rooms((5, 0, 4)), "no parameter 5"),
+    "a room of parameter -1": (with_rooms((-1, 0, 4)), "no parameter -1"),
+    "rooms that overlap": (with_rooms((0, 0, 4), (1, 3, 9), (2, 10, 14)), "parameter 1 does not fit its place"),
+    "rooms out of order": (with_rooms((1, 4, 10), (0, 0, 4), (2, 10, 14)), "parameter 0 does not fit its place"),
+    "a room turned around": (with_rooms((0, 4, 0)), "4 elements and a room for -4"),
+    "a room that starts below 0": (with_rooms((0, -2, 2)), "parameter 0 does not fit its place"),
+    "a room beyond the end": (with_rooms((0, 0, 4), (1, 4, 10), (2, 11, 15)), "parameter 2 does not fit its place"),
+    "a room too small": (with_rooms((0, 0, 3)), "parameter 0 has 4 elements and a room for 3"),
+    "a room too large": (with_rooms((0, 0, 4), (1, 4, 11)), "parameter 1 has 6 elements and a room for 7"),
+    "no room for gaps": (with_rooms((0, 0, 4), (1, 4, 10), (2, 10, 12)), "parameter 2 has 4 elements and a room for 2"),
+    "a parameter placed twice": (with_rooms((0, 0, 4), (1, 4, 10), (0, 10, 14)), "parameter 0 has two rooms"),
+    "an empty parameter placed twice": (with_rooms((4, 0, 3), (3, 3, 3), (3, 3, 3), bucket=1), "has two rooms"),
+    "an empty parameter not placed": (with_rooms((4, 0, 3), bucket=1), "parameter 3 has no room"),
 }
 
 
@@ -131,9 +116,10 @@ def test_a_contradiction_is_refused(make: Callable[[], Layout], message: str) ->
 
 def test_who_owns_what() -> None:
     made = layout()
-    assert made.owned_by(Rank(0)) == (0, 1)
+    assert made.owned_by(Rank(0)) == (0, 1, 4)
     assert made.owned_by(Rank(1)) == (1, 2, 3)
-    assert [made.owner_of(param) for param in (0, 2, 3)] == [0, 1, 1]
+    assert [made.owner_of(param) for param in (0, 2, 3, 4)] == [0, 1, 1, 0]
+    assert [made.bucket_of(param) for param in range(5)] == [0, 0, 0, 1, 1]
 
 
 def test_a_divided_parameter_has_no_one_owner() -> None:
@@ -142,23 +128,37 @@ def test_a_divided_parameter_has_no_one_owner() -> None:
 
 
 def test_loads_count_elements_and_not_gaps() -> None:
-    assert layout().loads(trainable=True) == [4, 2]
+    assert layout().loads(trainable=True) == [7, 2]
     assert layout().loads(trainable=False) == [3, 3]
 
 
 def test_pieces_of_a_parameter_are_in_the_order_of_its_elements() -> None:
-    """Also where a later part of it lies in an earlier bucket."""
-    params = (spec(0, (5,)),)
-    late = Bucket(0, torch.float32, CPU, 2, (Span(0, 2),), (piece(0, (3, 5), 0, (0, 2), 0),))
-    early = Bucket(1, torch.float32, CPU, 3, (Span(0, 3),), (piece(0, (0, 3), 1, (0, 3), 0),))
-    made = Layout(1, params, (late, early))
-    assert [one.in_param for one in made.pieces_by_param[0]] == [(0, 3), (3, 5)]
-    assert [len(pieces) for pieces in layout().pieces_by_param] == [1, 2, 1, 1]
+    pieces = layout().pieces_of_param(1)
+    assert [(it.in_param, it.in_bucket, it.owner) for it in pieces] == [((0, 3), (4, 7), 0), ((3, 6), (7, 10), 1)]
+    assert [len(layout().pieces_of_param(index)) for index in range(5)] == [1, 2, 1, 1, 1]
 
 
-def test_shards_may_leave_room_between_them() -> None:
-    shards = (Span(0, 7), Span(7, 14))
-    assert with_bucket(0, numel=16, shards=shards)().buckets[0].numel == 16
+SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=12)
+
+
+@settings(max_examples=100, derandomize=True, deadline=None, database=None)
+@given(SIZES, st.integers(1, 7), st.integers(0, 3))
+def test_all_ways_to_ask_for_pieces_agree(sizes: list[int], ranks: int, padding: int) -> None:
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    rooms = tuple(Room(i, Span(end - size, end)) for i, (end, size) in enumerate(zip(ends, sizes, strict=True)))
+    length = -(-ends[-1] // ranks) + padding
+    bucket = Bucket(0, torch.float32, CPU, length * ranks, EqualShards(length, ranks, length * ranks), rooms)
+    made = Layout(ranks, tuple(spec(i, (size,)) for i, size in enumerate(sizes)), (bucket,))
+    everyones = list(bucket.pieces)
+    assert sorted(piece for rank in range(ranks) for piece in bucket.pieces_of(Rank(rank))) == sorted(everyones)
+    assert [piece for index in range(len(sizes)) for piece in made.pieces_of_param(index)] == everyones
+    found = [made.piece_of(index, Rank(rank)) for index in range(len(sizes)) for rank in range(ranks)]
+    assert [piece for piece in found if piece is not None] == everyones
+    for index, size in enumerate(sizes):
+        pieces = made.pieces_of_param(index)
+        assert [it for piece in pieces for it in range(*piece.in_param)] == list(range(size))
+        assert size == 0 or all(piece.in_param.length for piece in pieces)
+        assert size > 0 or len(pieces) == 1
 
 
 def test_the_empty_layout() -> None:
@@ -166,26 +166,56 @@ def test_the_empty_layout() -> None:
     assert (empty.params, empty.buckets, empty.owned_by(Rank(2)), empty.loads(trainable=True)) == ((), (), (), [0] * 3)
 
 
+# ---- shards
+
+
+@pytest.mark.parametrize("shards", [EqualShards(3, 4, 12), dealt((1, 0, 5), (3, 5, 12), ranks=4)])
+def test_every_place_lies_in_the_shard_of_its_holder(shards: Shards) -> None:
+    spans = list(shards)
+    assert len(shards) == len(spans) == 4
+    assert [spans[shards.holder(place)].holds(Span(place, place + 1)) for place in range(12)] == [True] * 12
+    assert [start for start, _ in spans[1:]] == [stop for _, stop in spans[:-1]]
+    assert shards[1:3] == spans[1:3]
+    with pytest.raises(IndexError):
+        shards[4]
+
+
+@pytest.mark.parametrize("shards", [EqualShards(3, 4, 12), dealt((1, 0, 5), (3, 5, 12), ranks=4)])
+@pytest.mark.parametrize("stop", [0, 4, 7, 12])
+def test_shards_of_a_bucket_that_ends_earlier(shards: Shards, stop: int) -> None:
+    assert list(shards.clipped(stop)) == [Span(min(a, stop), min(b, stop)) for a, b in shards]
+
+
+def test_shards_of_nothing() -> None:
+    assert list(dealt(ranks=2)) == list(EqualShards(0, 2, 0)) == [Span(0, 0)] * 2
+    assert dealt(ranks=2).holder(0) == EqualShards(0, 2, 0).holder(0) == 0
+
+
+# ---- digests
+
+
 def test_the_digest_does_not_depend_on_device_numbers() -> None:
     assert layout("cuda:0").digest == layout("cuda:3").digest
     assert layout("cuda:0").digest != layout("cpu").digest
 
 
-def owned(owner: int) -> Layout:
-    """The empty parameter belongs to this rank."""
-    return with_bucket(1, pieces=(EMPTY._replace(owner=Rank(owner)),))()
+def owned(first: int, second: int) -> Layout:
+    """Two parameters in one bucket belong to these ranks."""
+    rooms = (Room(0, Span(0, 4)), Room(1, Span(4, 8)))
+    bucket = Bucket(0, torch.float32, CPU, 8, dealt((first, 0, 4), (second, 4, 8), ranks=3), rooms)
+    return Layout(3, (spec(0), spec(1)), (bucket,))
 
 
 def placed(start: int) -> Layout:
     """Parameter 2 lies here, in a shard with room to spare."""
-    pieces = (*PIECES[:3], PIECES[3]._replace(in_bucket=Span(start, start + 4)))
-    return with_bucket(0, numel=16, shards=(Span(0, 7), Span(7, 16)), pieces=pieces)()
+    rooms = (*ROOMS[:2], Room(2, Span(start, start + 4)))
+    return with_bucket(0, numel=16, shards=EqualShards(8, 2, 16), rooms=rooms)()
 
 
 def ordered(first: int, second: int) -> Layout:
     """Two parameters of one size change places."""
-    pieces = (piece(first, (0, 4), 0, (0, 4), 0), piece(second, (0, 4), 0, (4, 8), 1))
-    return Layout(2, (spec(0), spec(1)), (Bucket(0, torch.float32, CPU, 8, (Span(0, 4), Span(4, 8)), pieces),))
+    rooms = (Room(first, Span(0, 4)), Room(second, Span(4, 8)))
+    return Layout(2, (spec(0), spec(1)), (Bucket(0, torch.float32, CPU, 8, EqualShards(4, 2, 8), rooms),))
 
 
 def typed(dtype: torch.dtype) -> Layout:
@@ -194,21 +224,20 @@ def typed(dtype: torch.dtype) -> Layout:
 
 
 def cut(at: int) -> Layout:
-    """One parameter in two pieces, in two buckets of fixed size."""
-    first = Bucket(0, torch.float32, CPU, 4, (Span(0, 4),), (piece(0, (0, at), 0, (0, at), 0),))
-    second = Bucket(1, torch.float32, CPU, 4, (Span(0, 4),), (piece(0, (at, 4), 1, (0, 4 - at), 0),))
-    return Layout(1, (spec(0),), (first, second))
+    """One parameter, cut in another place."""
+    shards = EqualShards(at, 4, 12)
+    return Layout(4, (spec(0, (8,)),), (Bucket(0, torch.float32, CPU, 12, shards, (Room(0, Span(0, 8)),)),))
 
 
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (owned(0), owned(1)),
+        (owned(0, 1), owned(0, 2)),
         (placed(10), placed(12)),
         (ordered(0, 1), ordered(1, 0)),
         (typed(torch.float16), typed(torch.bfloat16)),
-        (cut(1), cut(3)),
-        (with_bucket(0, numel=14)(), with_bucket(0, numel=15)()),
+        (cut(3), cut(4)),
+        (with_bucket(0, numel=14)(), with_bucket(0, numel=16, shards=EqualShards(8, 2, 16))()),
         (Layout.empty(1), Layout.empty(2)),
     ],
     ids=["owner", "place", "order", "dtype", "cut", "room", "ranks"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from zeroshard import FlatShards
 from zeroshard.layout.layout import Layout
 from zeroshard.layout.specs import ParamSpec
 from zeroshard.runtime.segments import Holdings, Segment
-from zeroshard.units import Rank
+from zeroshard.units import Rank, Span
 
 MOMENTA = frozenset({"exp_avg", "exp_avg_sq"})
 
@@ -25,14 +26,14 @@ class Shards:
     def __init__(self, layout: Layout, rank: int) -> None:
         self.flat = [torch.arange(float(bucket.shards[rank].length)) for bucket in layout.buckets]
 
-    def of(self, bucket: int) -> torch.Tensor:
-        return self.flat[bucket]
+    def view(self, bucket: int, span: Span, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+        return self.flat[bucket][slice(*span)].as_strided(shape, stride)
 
 
 def held(made: list[ParamSpec], rank: int = 0, ranks: int = 1, bucket_bytes: int = 1 << 20) -> Holdings:
     layout = FlatShards(bucket_bytes).extend(Layout.empty(ranks), made)
-    holdings = Holdings(Rank(rank), Shards(layout, rank).of, cut=True, param_shaped=MOMENTA)
-    holdings.extend(layout, 1 + max(one.group for one in made))
+    holdings = Holdings(Rank(rank), Shards(layout, rank).view, joins=True, param_shaped=MOMENTA)
+    holdings.extend(layout, range(1 + max(one.group for one in made)))
     return holdings
 
 
@@ -62,8 +63,8 @@ def test_they_are_views_of_the_shards() -> None:
     layout = FlatShards(1 << 20).extend(Layout.empty(2), made)
     for rank in range(2):
         shards = Shards(layout, rank)
-        holdings = Holdings(Rank(rank), shards.of, cut=True, param_shaped=MOMENTA)
-        holdings.extend(layout, 1)
+        holdings = Holdings(Rank(rank), shards.view, joins=True, param_shaped=MOMENTA)
+        holdings.extend(layout, [0])
         (segment,) = holdings
         assert segment.param.data_ptr() == shards.flat[0].data_ptr()
         assert torch.equal(segment.of(torch.arange(8.0)), torch.arange(float(segment.param.numel())))
@@ -153,14 +154,14 @@ def test_extending_adds_and_can_be_taken_back() -> None:
     made = specs([4, 4])
     first = FlatShards(1 << 20).extend(Layout.empty(1), made)
     second = FlatShards(1 << 20).extend(first, specs([3], group=1, first=2))
-    holdings = Holdings(Rank(0), Shards(second, 0).of, cut=True, param_shaped=MOMENTA)
-    holdings.extend(first, 1)
+    holdings = Holdings(Rank(0), Shards(second, 0).view, joins=True, param_shaped=MOMENTA)
+    holdings.extend(first, [0])
     before = list(holdings)
-    holdings.extend(second, 2)
+    holdings.extend(second, [0, 1])
     assert params_of(list(holdings)) == [[1, 0], [2]]
     holdings.take_back(first, 1)
     assert list(holdings) == before
-    holdings.extend(second, 2)
+    holdings.extend(second, [0, 1])
     assert params_of(list(holdings)) == [[1, 0], [2]]
 
 
@@ -190,6 +191,6 @@ def test_of_one_element_the_self_test_says_what_is_cut() -> None:
 def test_uncut_parameters_keep_their_shapes() -> None:
     made = [spec(0, (2, 3)), spec(1, (4,))]
     layout = FlatShards(1 << 20).extend(Layout.empty(1), made)
-    holdings = Holdings(Rank(0), Shards(layout, 0).of, cut=False, param_shaped=MOMENTA)
-    holdings.extend(layout, 1)
+    holdings = Holdings(Rank(0), Shards(layout, 0).view, joins=False, param_shaped=MOMENTA)
+    holdings.extend(layout, [0])
     assert sorted(tuple(segment.param.shape) for segment in holdings) == [(2, 3), (4,)]

@@ -1,33 +1,45 @@
 """The frozen answer to: which rank owns which span of which parameter, and where does it lie.
 
-A bucket is one flat run of memory of one dtype on one device. Rank r owns the r-th of its shards.
-A piece puts a span of a parameter into a shard; a parameter is the sum of its pieces.
+A bucket is one flat run of memory of one dtype on one device. Every parameter has a room in one bucket, and rank r owns
+the r-th of a bucket's shards. Where rooms and shards overlap are pieces: what a rank owns of a parameter.
 
     bucket 0   |    shard of rank 0    |  shard of rank 1  |   shard of rank 2   |
     whole      | p0 ....... | p3 ..... | p1 .............. | p2 .... | p4 . | p5 |
     cut        | p0 ....... | p1 .....   p1 ..... | p2 ...   p2 | p3 .. | p4 | p5 |
+
+Rooms are kept, pieces are computed: with thousands of ranks there are many more of these.
 """
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import accumulate, islice
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from ..errors import LayoutError
 from ..units import Rank, Span
+from .shards import DealtShards, EqualShards, Shards
 from .specs import ParamSpec
+
+T = TypeVar("T", int, float)
+
+
+class Room(NamedTuple):
+    """Where a parameter lies in its bucket: all elements of its memory, gaps that its strides leave included."""
+
+    param: int
+    span: Span
 
 
 class Piece(NamedTuple):
-    """A span of a parameter, and the place of its memory in a bucket.
+    """What a rank owns of a parameter.
 
-    `in_param` counts the elements of the parameter's memory, gaps that its strides leave included; `in_bucket` is as
-    long.
+    `in_param` counts the elements of the parameter's memory; `in_bucket` is as long.
     """
 
     param: int
@@ -39,18 +51,73 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """One flat run of memory, divided into one shard a rank. Its pieces are in the order of their memory."""
+    """One flat run of memory, divided into one shard a rank. Its rooms are in the order of their memory."""
 
     index: int
     dtype: torch.dtype
     device: torch.device
     numel: int
-    shards: tuple[Span, ...]
-    pieces: tuple[Piece, ...]
+    shards: Shards
+    rooms: tuple[Room, ...]
+
+    @property
+    def has_equal_shards(self) -> bool:
+        return isinstance(self.shards, EqualShards)
+
+    @property
+    def is_dealt(self) -> bool:
+        """Each parameter belongs to one rank."""
+        return isinstance(self.shards, DealtShards)
 
     @cached_property
-    def has_equal_shards(self) -> bool:
-        return len({shard.length for shard in self.shards}) <= 1
+    def params(self) -> list[int]:
+        return [room.param for room in self.rooms]
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        """Those of all ranks, in the order of their memory."""
+        for room in self.rooms:
+            yield from self.pieces_in(room)
+
+    def pieces_in(self, room: Room) -> Iterator[Piece]:
+        """What ranks own of one parameter."""
+        last = self.shards.holder(max(room.span.stop - 1, room.span.start))
+        for rank in range(self.shards.holder(room.span.start), last + 1):
+            piece = self.piece(room, Rank(rank))
+            if piece is not None:
+                yield piece
+
+    def shares(self, room: Room) -> Iterator[tuple[range, int]]:
+        """Ranks that own as many elements of one parameter, and how many: the first, the last, those between."""
+        start, stop = room.span
+        first, last = self.shards.holder(start), self.shards.holder(max(stop - 1, start))
+        if first == last:
+            yield range(first, first + 1), stop - start
+            return
+        yield range(first, first + 1), self.shards[first].stop - start
+        yield range(first + 1, last), self.shards[first + 1].length
+        yield range(last, last + 1), stop - self.shards[last].start
+
+    def pieces_of(self, rank: Rank) -> Iterator[Piece]:
+        """What one rank owns."""
+        shard = self.shards[rank]
+        first = bisect_left(self.rooms, shard.start, key=lambda room: room.span.stop)
+        for room in islice(self.rooms, first, None):
+            if room.span.start > shard.stop:
+                return
+            piece = self.piece(room, rank)
+            if piece is not None:
+                yield piece
+
+    def piece(self, room: Room, rank: Rank) -> Piece | None:
+        """What a rank owns of a parameter. One without elements belongs to the rank in whose shard it lies."""
+        shard, (start, stop) = self.shards[rank], room.span
+        mine = Span(max(start, shard.start), min(stop, shard.stop))
+        if not (mine.length > 0 or (start == stop and self.shards.holder(start) == rank)):
+            return None
+        if start == stop:
+            mine = room.span
+        return Piece(room.param, Span(mine.start - start, mine.stop - start), self.index, mine, rank)
 
 
 @dataclass(frozen=True)
@@ -69,99 +136,105 @@ class Layout:
     def empty(world_size: int) -> "Layout":
         return Layout(world_size, (), ())
 
-    @cached_property
-    def pieces_by_param(self) -> tuple[tuple[Piece, ...], ...]:
-        """The pieces of each parameter, in the order of its elements."""
-        found: list[list[Piece]] = [[] for _ in self.params]
-        for piece in self._pieces():
-            found[piece.param].append(piece)
-        return tuple(tuple(sorted(pieces, key=lambda piece: piece.in_param)) for pieces in found)
-
     def owned_by(self, rank: Rank) -> tuple[int, ...]:
         """Parameters of which `rank` owns at least a piece, in order."""
-        return tuple(
-            index for index, pieces in enumerate(self.pieces_by_param) if any(piece.owner == rank for piece in pieces)
-        )
+        return tuple(sorted(piece.param for bucket in self.buckets for piece in bucket.pieces_of(rank)))
+
+    def bucket_of(self, param: int) -> int:
+        return self._homes[param][0]
+
+    def pieces_of_param(self, param: int) -> tuple[Piece, ...]:
+        """In the order of its elements."""
+        bucket, room = self._homes[param]
+        return tuple(self.buckets[bucket].pieces_in(room))
 
     def piece_of(self, param: int, rank: Rank) -> Piece | None:
         """What a rank owns of a parameter."""
-        return next((piece for piece in self.pieces_by_param[param] if piece.owner == rank), None)
+        bucket, room = self._homes[param]
+        return self.buckets[bucket].piece(room, rank)
 
     def owner_of(self, param: int) -> Rank:
         """The one rank that owns all of a parameter."""
-        (piece,) = self.pieces_by_param[param]
+        (piece,) = self.pieces_of_param(param)
         return piece.owner
 
     def loads(self, *, trainable: bool) -> list[int]:
         """Elements owned by each rank, of the trainable or of the frozen parameters."""
-        loads = [0] * self.world_size
-        for piece in self._pieces():
-            spec = self.params[piece.param]
-            if spec.trainable == trainable and spec.extent:
-                loads[piece.owner] += piece.in_param.length * spec.numel // spec.extent  # gaps do not count
-        return loads
+
+        def load(spec: ParamSpec, elements: int) -> int:
+            counts = spec.trainable == trainable and spec.extent
+            return elements * spec.numel // spec.extent if counts else 0  # gaps do not count
+
+        return self.tally(load)
+
+    def tally(self, worth: Callable[[ParamSpec, int], T]) -> list[T]:
+        """What each rank's elements are worth, given what so many elements of a parameter are.
+
+        Ranks are not looked at one by one where many own as much of a parameter.
+        """
+        sums: list[Any] = [0] * self.world_size
+        rises: list[Any] = [0] * (self.world_size + 1)
+        for bucket in self.buckets:
+            for room in bucket.rooms:
+                for ranks, elements in bucket.shares(room):
+                    value = worth(self.params[room.param], elements)
+                    if len(ranks) == 1:
+                        sums[ranks[0]] += value
+                    else:
+                        rises[ranks.start] += value
+                        rises[ranks.stop] -= value
+        return [own + shared for own, shared in zip(sums, accumulate(rises[:-1]), strict=True)]
 
     @cached_property
     def digest(self) -> str:
         """The same for layouts that put the same pieces into the same places, on whichever device numbers."""
         numbers = array("q", [self.world_size])
         for bucket in self.buckets:
-            numbers.extend((bucket.numel, len(bucket.pieces)))
-            for piece in bucket.pieces:
-                numbers.extend((piece.param, *piece.in_param, *piece.in_bucket, piece.owner))
-        kinds = ",".join(f"{bucket.dtype}@{bucket.device.type}" for bucket in self.buckets)
+            numbers.extend((bucket.numel, len(bucket.rooms)))
+            for param, span in bucket.rooms:
+                numbers.extend((param, *span))
+        kinds = ",".join(f"{bucket.dtype}@{bucket.device.type} {bucket.shards}" for bucket in self.buckets)
         return hashlib.blake2b(numbers.tobytes() + kinds.encode(), digest_size=16).hexdigest()
 
-    def _pieces(self) -> Iterator[Piece]:
-        for bucket in self.buckets:
-            yield from bucket.pieces
+    @cached_property
+    def _homes(self) -> dict[int, tuple[int, Room]]:
+        return {room.param: (bucket.index, room) for bucket in self.buckets for room in bucket.rooms}
 
     def _problems(self) -> Iterator[str]:
         """What contradicts itself. Only the first is sure to be right: each check relies on the ones before."""
         for index, spec in enumerate(self.params):
             if spec.index != index:
                 yield f"{spec.label} stands at place {index}"
+        placed = bytearray(len(self.params))
         for index, bucket in enumerate(self.buckets):
             if bucket.index != index:
                 yield f"bucket {bucket.index} stands at place {index}"
             yield from self._misplaced_shards(bucket)
-            yield from self._misplaced_pieces(bucket)
-        for spec, pieces in zip(self.params, self.pieces_by_param, strict=True):
-            yield from _uncovered(spec, pieces)
+            yield from self._misplaced_rooms(bucket, placed)
+        if 0 in placed:
+            yield f"{self.params[placed.index(0)].label} has no room"
 
     def _misplaced_shards(self, bucket: Bucket) -> Iterator[str]:
         if len(bucket.shards) != self.world_size:
             yield f"bucket {bucket.index} has {len(bucket.shards)} shards for {self.world_size} ranks"
-        edges = [0, *(edge for shard in bucket.shards for edge in shard), bucket.numel]
-        if any(a > b for a, b in pairwise(edges)):
-            yield f"the shards of bucket {bucket.index} are out of order"
+        for problem in bucket.shards.problems(bucket.numel):
+            yield f"the shards of bucket {bucket.index} {problem}"
 
-    def _misplaced_pieces(self, bucket: Bucket) -> Iterator[str]:
+    def _misplaced_rooms(self, bucket: Bucket, placed: bytearray) -> Iterator[str]:
+        """`placed`: a flag for each parameter that has a room."""
         end = 0
-        for piece in bucket.pieces:
-            if not 0 <= piece.param < len(self.params):
-                yield f"there is no parameter {piece.param}"
-            if not 0 <= piece.owner < self.world_size:
-                yield f"there is no rank {piece.owner}"
-            spec = self.params[piece.param]
-            if piece.bucket != bucket.index:
-                yield f"{spec.label} is listed in bucket {bucket.index} and meant for {piece.bucket}"
-            if piece.in_bucket.start < end or not bucket.shards[piece.owner].holds(piece.in_bucket):
+        for param, span in bucket.rooms:
+            if not 0 <= param < len(self.params):
+                yield f"there is no parameter {param}"
+            spec = self.params[param]
+            if placed[param]:
+                yield f"{spec.label} has two rooms"
+            if span.length != spec.extent:
+                yield f"{spec.label} has {spec.extent} elements and a room for {span.length}"
+            if not end <= span.start <= span.stop <= bucket.numel:
                 yield f"{spec.label} does not fit its place in bucket {bucket.index}"
+            if bucket.is_dealt and not bucket.shards[bucket.shards.holder(span.start)].holds(span):
+                yield f"{spec.label} does not fit one shard of bucket {bucket.index}"
             if spec.dtype != bucket.dtype or spec.device != bucket.device:
                 yield f"{spec.label} is {spec.dtype} on {spec.device} in a bucket of {bucket.dtype} on {bucket.device}"
-            end = piece.in_bucket.stop
-
-
-def _uncovered(spec: ParamSpec, pieces: Sequence[Piece]) -> Iterator[str]:
-    end = 0
-    for piece in pieces:
-        if piece.in_param.start != end:
-            yield f"{spec.label} has a gap or an overlap at element {end}"
-        if len(pieces) > 1 and piece.in_param.length < 1:
-            yield f"{spec.label} has an empty piece"
-        if piece.in_bucket.length != piece.in_param.length:
-            yield f"{spec.label} has a place of the wrong size"
-        end = piece.in_param.stop
-    if not pieces or end != spec.extent:
-        yield f"{spec.label} is not covered from element {end} on"
+            end, placed[param] = span.stop, 1

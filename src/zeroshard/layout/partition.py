@@ -1,9 +1,11 @@
 """Strategies that make layouts."""
 
 import heapq
+import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Protocol
 
@@ -11,11 +13,17 @@ import torch
 
 from ..errors import ConfigError
 from ..units import MIB, Rank, Span, align_up
-from .layout import Bucket, Layout, Piece
+from .grain import Grain
+from .layout import Bucket, Layout, Room
+from .shards import DealtShards, EqualShards, SnappedShards
 from .specs import ParamSpec
 
 ALIGNMENT = 64
 """Bytes: where a parameter starts in a bucket, for vector loads and cache lines."""
+
+
+Alignment = Callable[[int, int], bool]
+"""Whether so much padding in front of a parameter of so many elements shall align it."""
 
 
 class Partitioner(Protocol):
@@ -26,16 +34,34 @@ class Partitioner(Protocol):
         ...
 
 
+Cost = Callable[[ParamSpec], float]
+"""What it takes its owner to update a parameter, in any unit."""
+
+
 @dataclass(frozen=True)
 class WholeParams:
     """Every parameter belongs to one rank: needed by optimizers that look at whole tensors.
 
-    Group after group, from the largest parameter to the smallest, each goes to the rank with the least so far.
-    Trainable and frozen parameters are balanced separately: a frozen one costs its owner no state.
+    From the dearest parameter to the cheapest, each goes to the rank with the least so far. Trainable and frozen
+    parameters are balanced separately: a frozen one costs its owner no state.
+
+    cost: what it takes to update a parameter. By default `shard` counts the operations of the optimizer's step on
+        tensors of that shape. `ZeroRedundancyOptimizer` goes by elements, and group after group, as torch's class.
     """
 
+    cost: Cost | None = None
+
+    def __post_init__(self) -> None:
+        if self.cost is not None and not callable(self.cost):
+            raise ConfigError(f"WholeParams(cost=...) takes a function of a ParamSpec, not {self.cost!r}")
+
+    def __repr__(self) -> str:
+        # Equal on all ranks: that of a function would hold its address.
+        name = getattr(self.cost, "__qualname__", type(self.cost).__qualname__)
+        return f"{type(self).__name__}({'' if self.cost is None else f'cost={name}'})"
+
     def extend(self, layout: Layout, specs: Sequence[ParamSpec]) -> Layout:
-        return place(layout, specs, deal(layout, specs))
+        return place(layout, specs, deal(layout, specs, self.cost))
 
 
 @dataclass(frozen=True)
@@ -60,7 +86,7 @@ class AssignedOwners:
 
 @dataclass(frozen=True)
 class FlatShards:
-    """Every rank owns an equal slice of every bucket; a parameter may be cut anywhere.
+    """Every rank owns an equal slice of every bucket; a parameter may be cut anywhere, as far as its optimizer allows.
 
     Buckets hold parameters of one dtype and device in the order in which backward is expected to finish them: the
     reverse of that of the model, as far as it is known. Frozen parameters have buckets of their own, so that neither
@@ -68,26 +94,78 @@ class FlatShards:
 
     By default that is 25 MiB on the CPU, and 128 MiB elsewhere, where a call is dear and a byte is cheap. One rank
     alone has nothing to overlap and takes more.
+
+    With `align`, pieces of a parameter have a multiple of so many elements, and at least `least` of them, as optimizers
+    need it that work on blocks; others stay whole, and slices are as equal as that allows. By default a self-test of
+    the optimizer says what it needs.
     """
 
     bucket_bytes: int | None = None
+    align: int | None = None
+    least: int | None = None
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes is not None and (type(self.bucket_bytes) is not int or self.bucket_bytes < 1):
-            raise ConfigError(f"FlatShards(bucket_bytes=...) takes a number of bytes, not {self.bucket_bytes!r}")
+        for name, unit in (("bucket_bytes", "bytes"), ("align", "elements"), ("least", "elements")):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"FlatShards({name}=...) takes a number of {unit}, not {value!r}")
+
+    def __repr__(self) -> str:
+        given = ((it.name, getattr(self, it.name)) for it in fields(self))
+        return f"FlatShards({', '.join(f'{name}={value}' for name, value in given if value is not None)})"
+
+    @property
+    def grain(self) -> Grain | None:
+        """Where parameters are cut, unless that is left to the self-test."""
+        if self.align is None and self.least is None:
+            return None
+        return Grain(self.align or 1, self.least or self.align or 1)
+
+    def extend(self, layout: Layout, specs: Sequence[ParamSpec]) -> Layout:
+        grain = self.grain or Grain()
+        return SideBySide({}, self.bucket_bytes, {spec.group: grain for spec in specs}).extend(layout, specs)
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Parameters of some groups stay whole, the others are cut, all in buckets in the order of `FlatShards`."""
+
+    costs: Mapping[int, Cost]
+    """Of the groups that stay whole."""
+    bucket_bytes: int | None = None
+    grains: Mapping[int, Grain] = field(default_factory=dict)
+    """Of the groups that are cut, unless anywhere."""
 
     def extend(self, layout: Layout, specs: Sequence[ParamSpec]) -> Layout:
         members = sorted(self._fill(specs, layout.world_size), key=lambda bucket: not bucket[0].trainable)
-        first, worth = len(layout.buckets), _alignment(specs, layout.world_size)
-        cuts = [_cut(i, bucket, layout.world_size, worth) for i, bucket in enumerate(members, first)]
-        return _grown(layout, specs, cuts)
+        first, ranks = len(layout.buckets), layout.world_size
+        whole = [spec for spec in specs if self._is_whole(spec)]
+        owners = deal(layout, whole, lambda spec: self.costs[spec.group](spec))
+        worth = _alignment([spec for spec in specs if not self._is_whole(spec)], ranks)
+        made = [
+            _bucket(i, bucket, owners, ranks) if self._is_whole(bucket[0]) else self._cut(i, bucket, ranks, worth)
+            for i, bucket in enumerate(members, first)
+        ]
+        return _grown(layout, specs, made)
+
+    def _is_whole(self, spec: ParamSpec) -> bool:
+        return spec.group in self.costs
+
+    def _grain(self, spec: ParamSpec) -> Grain:
+        return self.grains.get(spec.group, Grain())
+
+    def _cut(self, index: int, specs: Sequence[ParamSpec], ranks: int, worth: Alignment) -> Bucket:
+        rooms, grain = tuple(_rooms(specs, worth)), self._grain(specs[0])
+        shards = _equal(rooms, specs[0], ranks) if grain.is_fine else _snapped(rooms, specs, ranks, grain)
+        return Bucket(index, specs[0].dtype, specs[0].device, shards[ranks - 1].stop, shards, rooms)
 
     def _fill(self, specs: Sequence[ParamSpec], world_size: int) -> Iterator[list[ParamSpec]]:
         """Buckets in the order in which they are full."""
         filling: dict[Hashable, list[ParamSpec]] = defaultdict(list)
         room: dict[Hashable, int] = {}
         for spec in reversed(specs):
-            kind, nbytes = (spec.trainable, spec.dtype, spec.device), spec.extent * spec.dtype.itemsize
+            kind = (self._is_whole(spec), self._grain(spec), spec.trainable, spec.dtype, spec.device)
+            nbytes = spec.extent * spec.dtype.itemsize
             size = self.bucket_bytes or _bucket_bytes(spec.device, world_size)
             if nbytes >= size:
                 yield [spec]
@@ -99,14 +177,38 @@ class FlatShards:
         yield from (bucket for bucket in filling.values() if bucket)
 
 
-def deal(layout: Layout, specs: Sequence[ParamSpec]) -> dict[int, Rank]:
-    """An owner for each new parameter; the loads of `layout` run on."""
-    tallies = {trains: _Tally(layout.loads(trainable=trains)) for trains in (True, False)}
+def deal(layout: Layout, specs: Sequence[ParamSpec], cost: Cost | None = None) -> dict[int, Rank]:
+    """An owner for each new parameter; the loads of `layout` run on. Without a cost, group after group by size."""
+    price = checked(cost) if cost else (lambda spec: spec.numel)
+    tallies = {trains: _Tally(_loads(layout, price, trainable=trains)) for trains in (True, False)}
     owners: dict[int, Rank] = {}
-    for _, group in groupby(specs, key=lambda spec: spec.group):
-        for spec in sorted(group, key=lambda spec: -spec.numel):
-            owners[spec.index] = tallies[spec.trainable].give(spec.numel)
+    for _, batch in groupby(specs, key=lambda spec: cost or spec.group):
+        for spec in sorted(batch, key=lambda spec: -price(spec)):
+            owners[spec.index] = tallies[spec.trainable].give(price(spec))
     return owners
+
+
+def checked(cost: Cost) -> Cost:
+    """The same, which refuses to be no number."""
+
+    def price(spec: ParamSpec) -> float:
+        found = cost(spec)
+        if not 0 <= found < math.inf:
+            raise ConfigError(f"the cost of {spec.label} is {found!r}: it must be a number of 0 or more")
+        return found
+
+    return price
+
+
+def _loads(layout: Layout, price: Cost, *, trainable: bool) -> list[float]:
+    """What each rank has been dealt. Slices of buckets are equal on all ranks, and do not count."""
+    loads: list[float] = [0] * layout.world_size
+    for bucket in layout.buckets:
+        for room in bucket.rooms if bucket.is_dealt else ():
+            spec = layout.params[room.param]
+            if spec.trainable == trainable:
+                loads[bucket.shards.holder(room.span.start)] += price(spec)
+    return loads
 
 
 def place(
@@ -132,21 +234,21 @@ def _grown(layout: Layout, specs: Sequence[ParamSpec], buckets: Sequence[Bucket]
 
 def _bucket(index: int, specs: Sequence[ParamSpec], owners: Mapping[int, Rank], world_size: int) -> Bucket:
     step = _step(specs[0])
-    queues: list[list[ParamSpec]] = [[] for _ in range(world_size)]
+    queues: dict[Rank, list[ParamSpec]] = defaultdict(list)
     for spec in specs:
         queues[owners[spec.index]].append(spec)
-    shards: list[Span] = []
-    pieces: list[Piece] = []
+    shards: dict[Rank, Span] = {}
+    rooms: list[Room] = []
     end = 0
-    for rank, queue in enumerate(queues):
+    for rank in sorted(queues):
         start = end
         # Frozen ones last: what travels is then one run.
-        for spec in sorted(queue, key=lambda spec: not spec.trainable):
+        for spec in sorted(queues[rank], key=lambda spec: not spec.trainable):
             room = Span(end, end + spec.extent)
-            pieces.append(Piece(spec.index, Span(0, spec.extent), index, room, Rank(rank)))
-            end = align_up(room.stop, step)
-        shards.append(Span(start, end))
-    return Bucket(index, specs[0].dtype, specs[0].device, end, tuple(shards), tuple(pieces))
+            rooms.append(Room(spec.index, room))
+            end = align_up(max(room.stop, end + 1), step)  # also one without elements has a place, and so an owner
+        shards[rank] = Span(start, end)
+    return Bucket(index, specs[0].dtype, specs[0].device, end, DealtShards(shards, world_size), tuple(rooms))
 
 
 def _bucket_bytes(device: torch.device, world_size: int) -> int:
@@ -154,32 +256,39 @@ def _bucket_bytes(device: torch.device, world_size: int) -> int:
     return size if world_size > 1 else 8 * size
 
 
-Alignment = Callable[[int, int], bool]
-"""Whether so much padding in front of a parameter of so many elements shall align it."""
-
-
-def _cut(index: int, specs: Sequence[ParamSpec], world_size: int, worth: Alignment) -> Bucket:
-    """A bucket of equal shards; they too are aligned if that costs next to nothing."""
-    rooms = _rooms(specs, worth)
-    least = -(-rooms[-1][1].stop // world_size)
-    shard = align_up(least, _step(specs[0]))
+def _equal(rooms: Sequence[Room], like: ParamSpec, world_size: int) -> EqualShards:
+    """Aligned as parameters are, if that costs next to nothing."""
+    least = -(-rooms[-1].span.stop // world_size)
+    shard = align_up(least, _step(like))
     shard = shard if _is_cheap(shard - least, least) else least
-    shards = tuple(Span(rank * shard, (rank + 1) * shard) for rank in range(world_size))
-    pieces = tuple(piece for spec, room in rooms for piece in _pieces(index, spec, room, shard))
-    return Bucket(index, specs[0].dtype, specs[0].device, shard * world_size, shards, pieces)
+    return EqualShards(shard, world_size, shard * world_size)
 
 
-def _rooms(specs: Sequence[ParamSpec], worth: Alignment) -> list[tuple[ParamSpec, Span]]:
+def _snapped(rooms: Sequence[Room], specs: Sequence[ParamSpec], world_size: int, grain: Grain) -> SnappedShards:
+    """Each ends at the nearest place to that of an equal one where a parameter ends, or may be cut."""
+    by_index, numel = {spec.index: spec for spec in specs}, rooms[-1].span.stop
+    spans: dict[Rank, Span] = {}
+    start = 0
+    for rank in range(world_size):
+        equal = (rank + 1) * numel // world_size
+        param, (first, _) = rooms[max(0, bisect_right(rooms, equal, key=lambda room: room.span.start) - 1)]
+        inside = min(equal - first, by_index[param].extent)
+        stop = numel if rank == world_size - 1 else first + grain.nearest(inside, by_index[param], numel // world_size)
+        if stop > start:
+            spans[Rank(rank)] = Span(start, stop)
+            start = stop
+    return SnappedShards(spans, world_size)
+
+
+def _rooms(specs: Sequence[ParamSpec], worth: Alignment) -> Iterator[Room]:
     """Parameters one behind the other; those of one group are neighbours, so that a shard has few runs of one group."""
-    rooms: list[tuple[ParamSpec, Span]] = []
     end, step = 0, _step(specs[0])
     # Those that leave the next one aligned come first.
     for spec in sorted(specs, key=lambda spec: (spec.group, spec.extent % step != 0)):
         aligned = align_up(end, step)
         start = aligned if worth(aligned - end, spec.extent) else end
         end = start + spec.extent
-        rooms.append((spec, Span(start, end)))
-    return rooms
+        yield Room(spec.index, Span(start, end))
 
 
 def _alignment(specs: Sequence[ParamSpec], world_size: int) -> Alignment:
@@ -200,18 +309,6 @@ def _step(spec: ParamSpec) -> int:
     return max(1, ALIGNMENT // spec.dtype.itemsize)
 
 
-def _pieces(bucket: int, spec: ParamSpec, room: Span, shard: int) -> Iterator[Piece]:
-    """What each shard has of a parameter."""
-    start = room.start
-    while True:
-        owner = min(start, max(room.stop - 1, 0)) // max(shard, 1)
-        stop = min(room.stop, (owner + 1) * shard) if room.length else room.stop
-        yield Piece(spec.index, Span(start - room.start, stop - room.start), bucket, Span(start, stop), Rank(owner))
-        if stop == room.stop:
-            return
-        start = stop
-
-
 def _is_cheap(padding: int, elements: int) -> bool:
     """Parameters and shards may be aligned for half a thousandth each."""
     return 2048 * padding <= elements
@@ -220,11 +317,11 @@ def _is_cheap(padding: int, elements: int) -> bool:
 class _Tally:
     """Who has the least so far; ties go to the lowest rank."""
 
-    def __init__(self, loads: Iterable[int]) -> None:
+    def __init__(self, loads: Iterable[float]) -> None:
         self._heap = [(load, rank) for rank, load in enumerate(loads)]
         heapq.heapify(self._heap)
 
-    def give(self, elements: int) -> Rank:
+    def give(self, cost: float) -> Rank:
         load, rank = self._heap[0]
-        heapq.heapreplace(self._heap, (load + elements, rank))
+        heapq.heapreplace(self._heap, (load + cost, rank))
         return Rank(rank)

@@ -34,6 +34,15 @@ class ParamSpec:
         return extent(self.shape, self.stride)
 
     @property
+    def is_contiguous(self) -> bool:
+        """Its elements lie in memory in their own order, without gaps."""
+        steps, expected = [], 1
+        for size in reversed(self.shape):
+            steps.append(expected)
+            expected *= size
+        return all(size == 1 or it == step for size, it, step in zip(self.shape, self.stride, steps[::-1], strict=True))
+
+    @property
     def label(self) -> str:
         """How errors call it."""
         return f"parameter {self.index}" + (f" ({self.name})" if self.name else "")

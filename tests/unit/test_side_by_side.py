@@ -1,0 +1,195 @@
+"""Whole parameters beside those that are cut, for any parameters and any number of ranks."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from itertools import chain, pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.specs import spec
+from zeroshard import ConfigError
+from zeroshard.layout.layout import Layout
+from zeroshard.layout.partition import ALIGNMENT, SideBySide, deal
+from zeroshard.layout.specs import ParamSpec
+from zeroshard.units import Rank
+
+WHOLE, CUT = (0, 2), (1, 3)
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+WORLD_SIZES = st.integers(1, 7)
+SIZES = st.one_of(st.none(), st.integers(1, 600))
+steadily = settings(
+    max_examples=80, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+)
+
+
+@st.composite
+def params(draw: st.DrawFn, first: int = 0) -> list[ParamSpec]:
+    """Parameters of four groups, of which two stay whole; frozen ones, empty ones and several dtypes among them."""
+    count = draw(st.integers(0, 12))
+    return [
+        spec(
+            first + index,
+            tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=2))),
+            dtype=draw(st.sampled_from(DTYPES)),
+            group=draw(st.integers(0, 3)),
+            trainable=draw(st.integers(0, 4)) > 0,
+        )
+        for index in range(count)
+    ]
+
+
+def cubes(one: ParamSpec) -> float:
+    """Dearer than its elements, as products of matrices are."""
+    return 1.0 + one.numel * math.sqrt(one.numel)
+
+
+def partition(bucket_bytes: int | None = None) -> SideBySide:
+    return SideBySide(dict.fromkeys(WHOLE, cubes), bucket_bytes)
+
+
+def made(specs: Sequence[ParamSpec], ranks: int, bucket_bytes: int | None = None) -> Layout:
+    return partition(bucket_bytes).extend(Layout.empty(ranks), specs)
+
+
+@steadily
+@given(params(), WORLD_SIZES, SIZES)
+def test_every_element_has_one_owner_and_whole_parameters_are_never_cut(
+    specs: list[ParamSpec], ranks: int, size: int | None
+) -> None:
+    layout = made(specs, ranks, size)
+    spans: dict[int, list[tuple[int, int]]] = {one.index: [] for one in specs}
+    for bucket in layout.buckets:
+        for piece in bucket.pieces:
+            spans[piece.param].append((piece.in_param.start, piece.in_param.stop))
+            assert bucket.shards[piece.owner].holds(piece.in_bucket)
+    for one in specs:
+        ends = sorted(spans[one.index])
+        assert sum(stop - start for start, stop in ends) == one.extent
+        assert all(a[1] == b[0] for a, b in pairwise(ends))
+        assert one.group in CUT or len(ends) == 1, "whole"
+
+
+@steadily
+@given(params(), WORLD_SIZES, SIZES)
+def test_whole_parameters_are_aligned_and_beside_others_of_their_kind(
+    specs: list[ParamSpec], ranks: int, size: int | None
+) -> None:
+    for bucket in made(specs, ranks, size).buckets:
+        members = [specs[index] for index in bucket.params]
+        assert len({(one.group in WHOLE, one.trainable, one.dtype, one.device) for one in members}) == 1
+        assert bucket.is_dealt == (members[0].group in WHOLE)
+        for room in bucket.rooms if bucket.is_dealt else ():
+            assert room.span.start * bucket.dtype.itemsize % ALIGNMENT == 0
+
+
+@steadily
+@given(params(), WORLD_SIZES, st.integers(1, 600))
+def test_buckets_hold_as_much_as_they_may_in_the_order_in_which_they_fill(
+    specs: list[ParamSpec], ranks: int, size: int
+) -> None:
+    """Backward finishes the last parameter first. Frozen ones have no gradients, and come at the end."""
+    buckets = [sorted(bucket.params, reverse=True) for bucket in made(specs, ranks, size).buckets]
+    trained = [specs[members[0]].trainable for members in buckets]
+    assert trained == sorted(trained, reverse=True)
+    kinds = {(one.group in WHOLE, one.trainable, one.dtype): one for one in specs}
+    for kind in kinds:
+        alike = [it for it in buckets if kind == _kind(specs[it[0]])]
+        small = [it for it in alike if nbytes(specs[it[0]]) < size]
+        assert all(len(it) == 1 for it in alike if it not in small), "a large one is alone"
+        expected = [one.index for one in reversed(specs) if _kind(one) == kind and nbytes(one) < size]
+        assert list(chain.from_iterable(small)) == expected
+        for full, following in pairwise(small):
+            held = sum(nbytes(specs[index]) for index in full)
+            assert held <= size < held + nbytes(specs[following[0]]), "the next would not have fitted"
+
+
+def _kind(one: ParamSpec) -> tuple[bool, bool, torch.dtype]:
+    return one.group in WHOLE, one.trainable, one.dtype
+
+
+def nbytes(one: ParamSpec) -> int:
+    return one.extent * one.dtype.itemsize
+
+
+@steadily
+@given(params(), st.integers(0, 12), WORLD_SIZES, SIZES)
+def test_extending_moves_nothing_and_goes_on_with_the_loads(
+    specs: list[ParamSpec], known: int, ranks: int, size: int | None
+) -> None:
+    before = made(specs[:known], ranks, size)
+    after = partition(size).extend(before, specs[known:])
+    assert after.params == tuple(specs)
+    assert after.buckets[: len(before.buckets)] == before.buckets
+    loads = [0.0] * ranks
+    for one in specs:
+        if one.group in WHOLE and one.trainable:
+            loads[after.owner_of(one.index)] += cubes(one)
+    dearest = max((cubes(one) for one in specs if one.group in WHOLE and one.trainable), default=0)
+    assert max(loads) - min(loads) <= dearest + 1e-9
+
+
+def best(costs: tuple[int, ...], ranks: int) -> int:
+    """The least that the most loaded rank can have, of all ways to deal."""
+
+    @cache
+    def least(loads: tuple[int, ...], left: tuple[int, ...]) -> int:
+        if not left:
+            return max(loads)
+        return min(
+            least(tuple(sorted([*loads[:i], loads[i] + left[0], *loads[i + 1 :]])), left[1:]) for i in range(ranks)
+        )
+
+    return least((0,) * ranks, costs)
+
+
+@steadily
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 4))
+def test_dealing_largest_first_is_close_to_the_best_there_is(costs: list[int], ranks: int) -> None:
+    """Graham's bound: at most 4/3 - 1/3N of it."""
+    specs = [spec(index, (1,)) for index in range(len(costs))]
+    owners = deal(Layout.empty(ranks), specs, lambda one: costs[one.index])
+    loads = [sum(costs[index] for index, owner in owners.items() if owner == rank) for rank in range(ranks)]
+    assert max(loads) <= (4 / 3 - 1 / (3 * ranks)) * best(tuple(costs), ranks) + 1e-9
+
+
+def test_many_equal_blocks_are_even() -> None:
+    """As the matrices of a transformer: each rank has as many of each shape."""
+    shapes = [(768, 2304), (768, 768), (768, 3072), (3072, 768)] * 12
+    layout = made([spec(index, shape) for index, shape in enumerate(shapes)], 4)
+    held = [Counter(layout.params[i].shape for i in layout.owned_by(Rank(rank))) for rank in range(4)]
+    loads = [sum(cubes(layout.params[i]) for i in layout.owned_by(Rank(rank))) for rank in range(4)]
+    assert max(loads) <= 1.01 * sum(loads) / 4
+    assert sum(held, Counter()) == Counter(shapes)
+
+
+def test_costs_decide_and_elements_do_not() -> None:
+    specs = [spec(0, (2, 2)), spec(1, (50,)), spec(2, (50,))]
+    owners = deal(Layout.empty(2), specs, lambda one: 10 if one.index == 0 else 1)
+    assert owners == {0: 0, 1: 1, 2: 1}
+
+
+@pytest.mark.parametrize("cost", [float("nan"), float("inf"), -1])
+def test_a_cost_that_is_none_is_refused(cost: float) -> None:
+    with pytest.raises(ConfigError, match=r"the cost of parameter 0 \(w\) is .*: it must be a number of 0 or more"):
+        SideBySide({0: lambda _: cost}).extend(Layout.empty(2), [spec(0, name="w")])
+
+
+def test_costs_of_groups_are_their_own() -> None:
+    """Two whole groups in different costs are dealt as one heap."""
+    specs = [spec(0, group=0), spec(1, group=0), spec(2, group=2)]
+    costs = {0: lambda _: 1.0, 2: lambda _: 2.0}
+    layout = SideBySide(costs).extend(Layout.empty(2), specs)
+    assert [layout.owner_of(index) for index in range(3)] == [1, 1, 0]
+
+
+def test_gradients_that_come_first_fill_the_first_bucket() -> None:
+    """Whole and cut parameters in turns: each kind fills a bucket of its own, the fullest goes first."""
+    specs = [spec(index, (10,), group=index % 2) for index in range(8)]
+    layout = made(specs, 2, 80)
+    assert [sorted(bucket.params) for bucket in layout.buckets] == [[5, 7], [4, 6], [1, 3], [0, 2]]
+    assert [bucket.is_dealt for bucket in layout.buckets] == [False, True, False, True]
