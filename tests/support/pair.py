@@ -2,7 +2,8 @@
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +58,8 @@ Loss = Callable[[nn.Module, int], Tensor]
 
 
 class Pair:
-    """Trains both, and compares them after each step. `handed` says what the optimizers get of the model."""
+    """Trains both, and compares them after each step. `handed` says what the optimizers get of the model,
+    `hook` how DDP averages, `where` which ranks share."""
 
     def __init__(
         self,
@@ -68,15 +70,19 @@ class Pair:
         config: ZeroConfig | None = None,
         loss: Loss = regression,
         find_unused: bool = False,
+        hook: Callable[[Any, GradBucket], Future[Tensor]] = in_rank_order,
+        where: Mapping[str, Any] = MappingProxyType({}),
         **options: Any,
     ) -> None:
         self.plain_model, self.model = _seeded(make), _seeded(make)
         self.ddp = DistributedDataParallel(self.plain_model, find_unused_parameters=find_unused)
-        self.ddp.register_comm_hook(None, in_rank_order)
+        self.ddp.register_comm_hook(None, hook)
         if "fused" not in options and "foreach" in inspect.signature(factory).parameters:
             options.setdefault("foreach", True)  # fused kernels, the default here, may round in another way
         self.plain: Any = factory(handed(self.plain_model), **copy.deepcopy(options))
-        self.zero: ShardedOptimizer = shard(self.model, factory, params=handed(self.model), config=config, **options)
+        self.zero: ShardedOptimizer = shard(
+            self.model, factory, params=handed(self.model), config=config, **where, **options
+        )
         self.loss, self.steps = loss, 0
 
     @property

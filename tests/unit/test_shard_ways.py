@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zeroshard.comm.pending import Pending, Together
-from zeroshard.comm.shards import _Summed
+from zeroshard.comm.shards import Summed
 from zeroshard.comm.ways import add_in_order
 
 
@@ -76,5 +76,5 @@ def test_slices_are_added_in_their_order(dtype: torch.dtype, into_dtype: torch.d
 def test_sums_are_divided_once() -> None:
     total: Any = torch.tensor([3.0, 6.0])
     into = torch.zeros(2, dtype=torch.bfloat16)
-    _Summed(total, Arrived(), into, 1 / 3, keep=total).wait()
+    Summed(total, Arrived(), into, 1 / 3, keep=total).wait()
     assert into.tolist() == [1.0, 2.0]

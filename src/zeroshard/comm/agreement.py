@@ -1,7 +1,8 @@
 """Ranks that disagree, and ranks that fail, are found here: one small collective a call.
 
 Every rank states the call it is in, a fingerprint of what it is about to do, and whether it failed. All
-statements have the same length, so that ranks in different calls still understand each other.
+statements have the same length, so that ranks in different calls still understand each other. Ranks are those of
+`Comm.everyone`.
 """
 
 import hashlib
@@ -38,10 +39,10 @@ def compare(comm: Comm, call: str, plan: bytes, trouble: Trouble = Trouble.NONE,
 
     Ranks in different calls raise `RankMismatchError`, all of them.
     """
-    if comm.group.size == 1:
+    if comm.is_alone:
         return Verdict(trouble, True)
     marks = [fingerprint(call.encode()), fingerprint(plan), fingerprint(options)]
-    worst, *most = comm.maximum([trouble, *(signed for mark in marks for signed in (mark, -mark))])
+    worst, *most = comm.everyone.maximum([trouble, *(signed for mark in marks for signed in (mark, -mark))])
     if most[0] != -most[1]:
         _raise_mismatch(comm, "the ranks are in different calls.", call)
     return Verdict(Trouble(worst), most[2] == -most[3], most[4] == -most[5])
@@ -98,7 +99,7 @@ def agreed(comm: Comm, call: str, propose: Callable[[], Proposal[T]]) -> T:
 def raise_failure(comm: Comm, call: str, failure: BaseException | None) -> NoReturn:
     """Raise on every rank, once a `Verdict` said that one failed."""
     mine = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    reports = comm.share(mine) if comm.group.size > 1 else [mine]
+    reports = [mine] if comm.is_alone else comm.everyone.share(mine)
     if failure is not None:
         raise failure
     failed = [f"rank {rank} failed: {report}" for rank, report in enumerate(reports) if report]
@@ -112,11 +113,11 @@ def fingerprint(data: bytes) -> int:
 
 def raise_first_difference(comm: Comm, call: str, facts: Sequence[str], counts: str = "") -> NoReturn:
     """Find the shortest prefix of facts that differs: a few small collectives, whatever the number of facts."""
-    same, different = 0, comm.maximum([len(facts)])[0]
+    same, different = 0, comm.everyone.maximum([len(facts)])[0]
     while different - same > 1:
         middle = (same + different) // 2
         mark = fingerprint("\n".join(facts[:middle]).encode())
-        high, low = comm.maximum([mark, -mark])
+        high, low = comm.everyone.maximum([mark, -mark])
         same, different = (middle, different) if high == -low else (same, middle)
     mine = facts[different - 1] if different <= len(facts) else "nothing more"
     counted = _sides(comm, counts)
@@ -131,7 +132,7 @@ def _raise_mismatch(comm: Comm, problem: str, mine: str) -> NoReturn:
 def _sides(comm: Comm, mine: str) -> dict[str, list[int]]:
     """What ranks say, each with those that say it."""
     holders: dict[str, list[int]] = defaultdict(list)
-    for rank, text in enumerate(comm.share(mine)):
+    for rank, text in enumerate(comm.everyone.share(mine)):
         holders[text].append(rank)
     return holders
 

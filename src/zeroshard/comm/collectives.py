@@ -16,10 +16,25 @@ class Comm:
 
     Parameters travel in the user's group, wherever they lie. The rest is host memory, whatever the user's default
     device, and travels in `Group.control`.
+
+    Where there are replicas, several groups train together, each with all there is. Ownership is a matter of `group`;
+    whatever must be the same on all ranks is one of `everyone`.
     """
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, everyone: "Comm | None" = None, replicas: Group | None = None) -> None:
+        self.group, self._everyone = group, everyone
+        self.replicas = replicas
+        """This rank and those that own the same in other groups, if there are any."""
+
+    @property
+    def everyone(self) -> "Comm":
+        """The verbs, bound to all ranks that train together."""
+        return self._everyone or self
+
+    @property
+    def is_alone(self) -> bool:
+        """No other rank trains."""
+        return self.everyone.group.size == 1
 
     def broadcast(self, flat: torch.Tensor, owner: Rank) -> Pending:
         """Start sending `flat` from `owner` into the same-sized `flat` of all others."""

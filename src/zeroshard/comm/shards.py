@@ -1,6 +1,7 @@
 """Slices of a flat buffer to their owners, and back: the best way there is on each backend.
 
-A way is a `ShardWay`. The table of measurements behind the choice is in docs/decisions/0010.
+A way is a `ShardWay`; these are for one group of ranks. The table of measurements behind the choice is in
+docs/decisions/0010.
 """
 
 from collections.abc import Sequence
@@ -10,12 +11,15 @@ import torch
 import torch.distributed as dist
 
 from ..policies import Reduce, sum_dtype
-from ..units import Rank, Span
+from ..units import Span
 from .collectives import as_bytes
 from .group import Group
 from .pairs import Pairwise
 from .pending import Pending, Together, Waitable
-from .ways import Arriving, ShardWay, add_in_order
+from .ways import Arriving, ShardWay, add_in_order, filled
+
+IN_TURN = 16
+"""Slices that are added one after the other, with a call each, where no order is asked for."""
 
 
 class Native(ShardWay):
@@ -24,70 +28,80 @@ class Native(ShardWay):
     equal_shards = True
 
     def reduce(self, flat: torch.Tensor, _: Sequence[Span], into: torch.Tensor, share: float) -> Arriving:
-        if self._policy.fixed_order or sum_dtype(flat.dtype) != flat.dtype:
+        if self.policy.fixed_order or sum_dtype(flat.dtype) != flat.dtype:
             parts = torch.empty_like(flat)
             work = dist.all_to_all_single(parts, flat, group=self.group.process_group, async_op=True)
-            return _Slices(list(parts.chunk(self.group.size)), work, into, share, keep=flat)
+            if self.group.size > IN_TURN and not self.policy.fixed_order:
+                return _Rows(parts.view(self.group.size, -1), work, into, share, keep=flat)
+            return Slices(list(parts.chunk(self.group.size)), work, into, share, keep=flat)
         shard = into if into.dtype == flat.dtype else torch.empty_like(into, dtype=flat.dtype)
-        return _Summed(shard, _reduce_scatter(shard, flat, self.group.process_group), into, share, keep=flat)
+        return Summed(shard, _reduce_scatter(shard, flat, self.group.process_group), into, share, keep=flat)
 
     def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
         mine = flat[slice(*shards[self.group.rank])]
-        return Pending(_all_gather(flat, mine, self.group.process_group), flat)
+        return Pending(all_gather(flat, mine, self.group.process_group), flat)
+
+
+class NativeUneven(Native):
+    """The same where ranks own whole parameters: one message for each rank that owns something.
+
+    To bring everyone's part to an owner and add up there would take as many times its memory as there are ranks. So
+    what is less precise than float32 travels as that.
+    """
+
+    equal_shards = False
+
+    def reduce(self, flat: torch.Tensor, shards: Sequence[Span], into: torch.Tensor, share: float) -> Arriving:
+        exact = sum_dtype(flat.dtype)
+        mine = into if into.dtype == exact else torch.empty_like(into, dtype=exact)
+        owned = {owner: flat[slice(*shard)] for owner, shard in filled(shards)}
+        # Hazard: an owner's tensor becomes the sum, and what was given must stay as it is.
+        parts = {rank: mine.copy_(it) if rank == self.group.rank else it.to(exact) for rank, it in owned.items()}
+        works = [
+            dist.reduce(part, self.group.to_global(owner), group=self.group.process_group, async_op=True)
+            for owner, part in parts.items()
+        ]
+        return Summed(mine, Together(works), into, share, keep=(flat, parts))
+
+    def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
+        return broadcasts(self.group, flat, shards)
 
 
 class Whole(ShardWay):
     """Reduce everything everywhere: for backends that know no better, such as gloo with CUDA tensors."""
 
+    def __init__(self, group: Group, reduce: Reduce, everyone: Group | None = None) -> None:
+        """`everyone`: the ranks whose slices are added up, if others than those of `group` are among them."""
+        super().__init__(group, reduce)
+        self._everyone = everyone or group
+        self.ranks = self._everyone.size
+
     def reduce(self, flat: torch.Tensor, shards: Sequence[Span], into: torch.Tensor, share: float) -> Arriving:
         total = flat.to(sum_dtype(flat.dtype), copy=True)
-        work = dist.all_reduce(total, group=self.group.process_group, async_op=True)
-        return _Summed(total[slice(*shards[self.group.rank])], work, into, share, keep=total)
+        work = dist.all_reduce(total, group=self._everyone.process_group, async_op=True)
+        return Summed(total[slice(*shards[self.group.rank])], work, into, share, keep=total)
 
     def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
-        raw = [(Rank(rank), as_bytes(flat[slice(*shard)])) for rank, shard in enumerate(shards) if shard.length]
-        return Pending(Together([_broadcast(self.group, part, rank) for rank, part in raw]), flat)
+        return broadcasts(self.group, flat, shards)
 
     @property
     def eager(self) -> bool:
         # Hazard: gloo pairs collectives by their order, also with those of the control channel in the same group.
-        return self.group.size == 1 or self.group.control is not self.group.process_group
-
-
-class Ways:
-    """The best way for each kind of bucket. All ranks ask in the same order: each way has messages of its own."""
-
-    def __init__(self, group: Group, reduce: Reduce) -> None:
-        self._group, self._reduce = group, reduce
-        self._known: dict[tuple[torch.device, bool], ShardWay] = {}
-
-    def of(self, device: torch.device, *, equal: bool) -> ShardWay:
-        """`equal`: all shards are equally long."""
-        kind = (device, equal)
-        if kind not in self._known:
-            self._known[kind] = best_way(self._group, device, self._reduce, equal=equal)
-        return self._known[kind]
-
-    @property
-    def eager(self) -> bool:
-        """All of them are."""
-        return all(way.eager for way in self._known.values())
+        return self._everyone.size == 1 or self._everyone.control is not self._everyone.process_group
 
 
 def best_way(group: Group, device: torch.device, reduce: Reduce, *, equal: bool) -> ShardWay:
     """`equal`: all shards are equally long."""
     name = group.process_group._get_backend(device).name().lower() if group.size > 1 else ""
-    if name in ("nccl", "fake", "xccl", "hccl") and equal:
-        return Native(group, reduce)
+    if name in ("nccl", "fake", "xccl", "hccl"):
+        return Native(group, reduce) if equal else NativeUneven(group, reduce)
     return Pairwise(group, reduce) if device.type == "cpu" and name in ("gloo", "mpi") else Whole(group, reduce)
 
 
-class _Slices(Arriving):
+class Slices(Arriving):
     """Those of all ranks, yet to be added up."""
 
-    def __init__(
-        self, slices: list[torch.Tensor], work: Waitable, into: torch.Tensor, share: float, keep: torch.Tensor
-    ) -> None:
+    def __init__(self, slices: list[torch.Tensor], work: Waitable, into: torch.Tensor, share: float, keep: Any) -> None:
         self._slices, self._work, self._into, self._share, self._keep = slices, work, into, share, keep
 
     def wait(self) -> None:
@@ -95,23 +109,36 @@ class _Slices(Arriving):
         add_in_order(self._slices, self._into, self._share)
 
 
-class _Summed(Arriving):
+class _Rows(Arriving):
+    """Those of very many ranks, which one call adds up: in an order of its own, always the same."""
+
+    def __init__(self, rows: torch.Tensor, work: Waitable, into: torch.Tensor, share: float, keep: Any) -> None:
+        self._rows, self._work, self._into, self._share, self._keep = rows, work, into, share, keep
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._into.copy_(torch.sum(self._rows, 0, dtype=sum_dtype(self._rows.dtype)).mul_(self._share))
+
+
+class Summed(Arriving):
     """Added up on the way."""
 
-    def __init__(
-        self, shard: torch.Tensor, work: Waitable, into: torch.Tensor, share: float, keep: torch.Tensor
-    ) -> None:
+    def __init__(self, shard: torch.Tensor, work: Waitable, into: torch.Tensor, share: float, keep: Any) -> None:
         self._shard, self._work, self._into, self._share, self._keep = shard, work, into, share, keep
 
     def wait(self) -> None:
         self._work.wait()
-        self._shard.mul_(self._share)
+        if self._share != 1:
+            self._shard.mul_(self._share)
         if self._shard is not self._into:
             self._into.copy_(self._shard)
 
 
-def _broadcast(group: Group, part: torch.Tensor, owner: Rank) -> Any:
-    return dist.broadcast(part, group.to_global(owner), group=group.process_group, async_op=True)
+def broadcasts(group: Group, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
+    """Each owner's shard to everyone."""
+    raw = [(group.to_global(rank), as_bytes(flat[slice(*shard)])) for rank, shard in filled(shards)]
+    works = [dist.broadcast(part, owner, group=group.process_group, async_op=True) for owner, part in raw]
+    return Pending(Together(works), flat)
 
 
 def _reduce_scatter(shard: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup) -> Any:
@@ -119,6 +146,6 @@ def _reduce_scatter(shard: torch.Tensor, flat: torch.Tensor, group: dist.Process
     return verb(shard, flat, group=group, async_op=True)
 
 
-def _all_gather(flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Any:
+def all_gather(flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Any:
     verb = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     return verb(flat, shard, group=group, async_op=True)

@@ -1,13 +1,14 @@
 """What a way of moving slices of a flat buffer is."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import frexp
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from ..policies import Reduce, sum_dtype
-from ..units import Span
+from ..units import Rank, Span
 from .group import Group
 from .pending import Pending
 
@@ -31,7 +32,9 @@ class ShardWay(ABC):
     """One way to do both verbs. All ranks call them in the same order."""
 
     def __init__(self, group: Group, reduce: Reduce) -> None:
-        self.group, self._policy = group, reduce
+        self.group, self.policy = group, reduce
+        self.ranks = group.size
+        """All those whose slices are added up."""
 
     equal_shards = False
     """Needs the whole flat buffer with shards of equal length, padding and all."""
@@ -50,6 +53,20 @@ class ShardWay(ABC):
     @abstractmethod
     def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
         """Start bringing each owner's shard into `flat` on all ranks."""
+
+
+@runtime_checkable
+class Sparse(Protocol):
+    """Shards that know which of them have elements."""
+
+    def filled(self) -> Iterable[tuple[Rank, Span]]: ...
+
+
+def filled(shards: Sequence[Span]) -> Iterable[tuple[Rank, Span]]:
+    """Those with elements, by rank. Where a few of thousands of ranks have some, the others are not looked at."""
+    if isinstance(shards, Sparse):
+        return shards.filled()
+    return ((Rank(rank), shard) for rank, shard in enumerate(shards) if shard.length)
 
 
 def add_in_order(slices: Sequence[torch.Tensor], into: torch.Tensor, share: float) -> None:

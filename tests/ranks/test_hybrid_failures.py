@@ -1,0 +1,253 @@
+"""Rows of ranks: what cannot be asked for, and what fails on one rank, is raised on all, and training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.support import RankContext, ranks
+from tests.support.hybrid import Grid, assert_replicas_are_equal, grids, launched, meshed, within
+from tests.support.overlap import mlp, regression
+from tests.support.sharded import ZERO1, ZERO2, ShardTwins, both_stages, seeded
+from zeroshard import ConfigError, RankFailedError, RankMismatchError, ZeroConfig, shard
+from zeroshard.comm import pairs
+from zeroshard.comm.ways import add_in_order
+from zeroshard.runtime import grad_sync
+from zeroshard.runtime.packing import Pool
+
+Where = dict[str, Any]
+
+
+def refused(where: Where, match: str, error: type[Exception] = ConfigError) -> None:
+    """On this rank; and the model is as it was."""
+    model = seeded(mlp, dist.get_rank())
+    before = [(param.data_ptr(), param.detach().clone()) for param in model.parameters()]
+    with pytest.raises(error, match=match):
+        shard(model, torch.optim.AdamW, **where)
+    for param, (place, value) in zip(model.parameters(), before, strict=True):
+        assert param.data_ptr() == place
+        assert torch.equal(param, value)
+    assert "zero_grad" not in vars(model)
+    dist.barrier()  # all ranks came here
+
+
+@ranks(4, timeout=30)
+def test_what_cannot_be_asked_for(ctx: RankContext) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    refused({"mesh": mesh, "process_group": dist.group.WORLD}, r"leave out process_group")
+    refused({"mesh": mesh, "shard_within": 2}, r"give one of them")
+    refused({"mesh": init_device_mesh("cpu", (2, 2, 1))}, r"one dimension \(shard\) or two .* not 3 .*Slice it")
+    refused({"mesh": [[0, 1], [2, 3]]}, r"must be a torch.distributed.DeviceMesh, not a list")
+    refused({"mesh": DeviceMesh("cpu", [[1, 0], [2, 3]])}, r"must ascend .*\[\[1, 0\], \[2, 3\]\]")
+    refused({"shard_within": 3}, r"shard_within=3 does not divide the 4 ranks: give one of \[1, 2, 4\]")
+    for value in (0, -1, True, 2.0, "host", "rack", [2]):
+        refused({"shard_within": value}, r"must be 'node' or a number of ranks from 1 on, not ")
+
+
+@ranks(4, timeout=30)
+def test_hosts_that_cannot_be_rows(ctx: RankContext) -> None:
+    node = {"shard_within": "node"}
+    with launched(None, None):
+        refused(node, r"LOCAL_RANK=None, LOCAL_WORLD_SIZE=None. Start with torchrun")
+    with launched("first", 2):
+        refused(node, r"LOCAL_RANK='first'")
+    with launched(*((ctx.rank, 3) if ctx.rank < 3 else (0, 1))):
+        refused(node, r"all hosts must have as many ranks, but there are 3 from rank 0 on, 1 from rank 3 on")
+    with launched(ctx.rank // 2, 2):  # ranks dealt out to hosts in turns
+        refused(node, r"numbered one after the other")
+    with launched(ctx.rank % 2, 2 + ctx.rank // 2):
+        refused(node, r"host of rank 2 has \[3\] ranks by LOCAL_WORLD_SIZE, but 2 of them train here: \[2, 3\]")
+    with launched(None, None) if ctx.rank == 1 else launched(ctx.rank % 2, 2):
+        error = ConfigError if ctx.rank == 1 else RankFailedError
+        refused(node, r"LOCAL_RANK=None", error)
+
+
+@ranks(4, timeout=30)
+def test_ranks_that_ask_for_different_things(ctx: RankContext) -> None:
+    odd = ctx.rank == 2
+    refused({"shard_within": 1 if odd else 2}, r"rank 2: .*shard_within=1", RankMismatchError)
+    refused({} if odd else {"shard_within": 2}, r"the ranks are in different calls", RankMismatchError)
+    refused(meshed((2, 2)) if ctx.rank < 4 and not odd else spare_mesh((2, 2)), r"disagree", RankMismatchError)
+    mesh = init_device_mesh("cpu", (2, 2))
+    refused({"shard_within": 2} if odd else {"mesh": mesh}, r"disagree", RankMismatchError)
+    both = {"mesh": mesh, "shard_within": 2}
+    refused(both if odd else {"mesh": mesh}, r"give one of them", ConfigError if odd else RankFailedError)
+
+
+def spare_mesh(grid: Grid) -> Where:
+    """A mesh of the same ranks whose dimensions have other names."""
+    return {"mesh": init_device_mesh("cpu", grid, mesh_dim_names=("rows", "columns"))}
+
+
+@ranks(4, timeout=30)
+def test_ranks_that_disagree_in_other_rows_are_told(ctx: RankContext) -> None:
+    """Facts are compared over all ranks: here rows agree within themselves."""
+    model = seeded(mlp, 0)
+    with pytest.raises(RankMismatchError, match=r"ranks 2, 3"):
+        shard(model, torch.optim.AdamW, lr=0.1 + ctx.rank // 2, shard_within=2)
+    optimizer = shard(model, torch.optim.AdamW, lr=0.1, shard_within=2)
+    torch.autograd.backward(regression(model, 0))
+    optimizer.param_groups[0]["lr"] = 0.1 + ctx.rank // 2
+    with pytest.raises(RankMismatchError, match=r"ranks 2, 3"):
+        optimizer.step()
+
+
+def fails(ctx: RankContext) -> bool:
+    return ctx.rank == ctx.world_size - 1
+
+
+@contextmanager
+def raised_on_all(ctx: RankContext) -> Iterator[None]:
+    with pytest.raises(torch.OutOfMemoryError if fails(ctx) else RankFailedError, match="on purpose") as caught:
+        yield
+    if not fails(ctx):
+        assert f"rank {ctx.world_size - 1} failed" in str(caught.value)
+
+
+@contextmanager
+def out_of_memory(ctx: RankContext) -> Iterator[None]:
+    """No memory to pack gradients in, on one rank."""
+
+    def no_memory(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory, on purpose")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if fails(ctx):
+            patch.setattr(Pool, "take", no_memory)
+        yield
+
+
+@contextmanager
+def spoiled_sums(ctx: RankContext, calls: range) -> Iterator[None]:
+    """Sums that end halfway, on one rank: those of these numbers, inside its row or across rows."""
+    number = count()
+
+    def half(slices: list[Tensor], into: Tensor, share: float) -> None:
+        add_in_order(slices, into, share)
+        if next(number) in calls:
+            into.fill_(torch.nan)
+            raise torch.OutOfMemoryError("no memory, on purpose")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if fails(ctx):
+            patch.setattr(pairs, "add_in_order", half)
+        yield
+
+
+def real_grids(ctx: RankContext) -> list[Grid]:
+    return [grid for grid in grids(ctx.world_size) if grid[0] > 1]
+
+
+def go_on(ctx: RankContext, twins: ShardTwins, grid: Grid) -> None:
+    twins.train(2)
+    assert_replicas_are_equal(grid, twins.model, twins.zero)
+
+
+@both_stages
+@ranks(2, 4, timeout=40)
+def test_no_memory_to_pack_gradients_in(ctx: RankContext, config: ZeroConfig) -> None:
+    for grid in real_grids(ctx):
+        twins = ShardTwins(config, where=within(grid))
+        twins.train(1)
+        for pool in twins.zero._grad_sync._pools.values():
+            pool._idle.clear()
+        with out_of_memory(ctx):
+            twins.sides[0].backward(7)
+        with raised_on_all(ctx):
+            twins.zero.step()
+        go_on(ctx, twins, grid)
+
+
+@pytest.mark.parametrize("which", [range(1), range(1, 2), range(4, 5), range(9, 10), range(10)], ids=str)
+@both_stages
+@ranks(2, 4, timeout=60)
+def test_sums_that_cannot_be_made(ctx: RankContext, config: ZeroConfig, which: range) -> None:
+    """Each of five buckets is summed up twice. Whether that is known before all ranks state that they are well, or
+    after."""
+    for grid in real_grids(ctx):
+        twins = ShardTwins(config, where=within(grid))
+        assert len(twins.zero.layout.buckets) == 5
+        for patience in (0.0, 1.0):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(grad_sync, "PATIENCE", patience)
+                with spoiled_sums(ctx, which):
+                    twins.sides[0].backward(7)
+                    with raised_on_all(ctx):
+                        twins.zero.step()
+        go_on(ctx, twins, grid)
+
+
+@both_stages
+@ranks(2, 4, timeout=60)
+def test_ranks_that_make_different_numbers_of_passes(ctx: RankContext, config: ZeroConfig) -> None:
+    for grid in real_grids(ctx):
+        twins = ShardTwins(config, where=within(grid))
+        for failing_passes, other_passes in ((1, 0), (0, 1), (2, 1)):
+            with spoiled_sums(ctx, range(1)):
+                for number in range(failing_passes if fails(ctx) else other_passes):
+                    twins.sides[0].backward(number)
+                with raised_on_all(ctx):
+                    twins.zero.step()
+        go_on(ctx, twins, grid)
+
+
+@ranks(2, 4, timeout=40)
+def test_a_rank_without_a_pass_gives_zeros(ctx: RankContext) -> None:
+    """Nobody waits for it, in whichever row it is."""
+    for grid in real_grids(ctx):
+        for config, absent in ((ZERO2, 0), (ZERO1, 0), (ZERO2, ctx.world_size - 1)):
+            model, plain = seeded(mlp, 0), seeded(mlp, 0)
+            optimizer = shard(model, torch.optim.SGD, lr=0.5, config=config, **within(grid))
+            if ctx.rank != absent:
+                torch.autograd.backward(regression(model, 0))
+            optimizer.step()
+            torch.autograd.backward(regression(plain, 0) * (ctx.rank != absent))
+            for param in plain.parameters():
+                assert param.grad is not None
+                dist.all_reduce(param.grad)
+                param.data.sub_(param.grad, alpha=0.5 / ctx.world_size)
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # gloo adds in another order
+            assert_replicas_are_equal(grid, model, optimizer)
+
+
+@ranks(2, 4, timeout=40)
+def test_clearing_between_passes_on_one_rank_is_refused(ctx: RankContext) -> None:
+    for grid in real_grids(ctx):
+        twins = ShardTwins(ZERO2, where=within(grid))
+        twins.sides[0].backward(1)
+        if fails(ctx):
+            twins.zero.zero_grad()
+        twins.sides[0].backward(2)
+        with pytest.raises((RankMismatchError, RankFailedError), match="different backward passes"):
+            twins.zero.step()
+        go_on(ctx, twins, grid)
+
+
+class Broken(torch.optim.SGD):
+    """Fails in its step where it is told to."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        if self.param_groups[0].get("broken"):
+            raise torch.OutOfMemoryError("no memory, on purpose")
+        return super().step(closure)
+
+
+@ranks(2, 4, timeout=40)
+def test_an_update_that_fails_on_one_rank(ctx: RankContext) -> None:
+    """All hear of it, also in other rows."""
+    for grid in real_grids(ctx):
+        model: nn.Module = seeded(mlp, 0)
+        optimizer = shard(model, Broken, lr=0.1, config=ZERO2, **within(grid))
+        torch.autograd.backward(regression(model, 0))
+        optimizer.param_groups[0]["broken"] = fails(ctx)
+        with raised_on_all(ctx):
+            optimizer.step()

@@ -1,0 +1,250 @@
+"""How slices travel where several ranks own the same: what arrives, how it is added up, what crosses rows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.support import RankContext, ranks
+from tests.support.hybrid import Grid, assert_replicas_are_equal, average_by_rows, grids, rows_of, within
+from tests.support.oracle import assert_same
+from tests.support.sharded import ZERO1, ZERO2, ShardTwins, seeded
+from zeroshard import FlatShards, KeepFull, KeepShard, Reduce, ShardedOptimizer, ZeroConfig, shard
+from zeroshard.comm import choice
+from zeroshard.comm.choice import way_of
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.group import Group
+from zeroshard.comm.pairs import Pairwise
+from zeroshard.comm.replicas import Chained, Relayed, divided
+from zeroshard.comm.rows import comm_of
+from zeroshard.comm.shards import Native, Whole
+from zeroshard.comm.ways import ShardWay
+from zeroshard.units import Span
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def real_grids(ctx: RankContext) -> list[Grid]:
+    """Those with more than one row."""
+    return [grid for grid in grids(ctx.world_size) if grid[0] > 1]
+
+
+def ways_in(comm: Comm) -> list[ShardWay]:
+    assert comm.replicas is not None
+    plain, fixed = Reduce(), Reduce(fixed_order=True)
+    return [
+        Relayed(Pairwise(comm.group, plain), Pairwise(comm.replicas, plain)),
+        Chained(Native(comm.group, plain), comm.replicas),
+        Chained(Native(comm.group, fixed), comm.replicas),
+        Whole(comm.group, plain, comm.everyone.group),
+    ]
+
+
+def contributions(ranks: int, numel: int, dtype: torch.dtype, turn: int = 0) -> list[Tensor]:
+    seeds = [torch.Generator().manual_seed(100 * turn + rank) for rank in range(ranks)]
+    return [torch.randn(numel, generator=seed).to(dtype) for seed in seeds]
+
+
+def shards_of(within: int, length: int, *, equal: bool) -> list[Span]:
+    cuts = [length * number for number in range(within + 1)]
+    if not equal:
+        cuts[-1] += 13
+    return [Span(*it) for it in pairwise(cuts)]
+
+
+@ranks(2, 3, 4)
+def test_averages_over_all_ranks_come_to_all_owners(ctx: RankContext) -> None:
+    for grid in real_grids(ctx):
+        for way, length, dtype in product(ways_in(comm_of(None, None, grid[1])), (1, 7, 64, 1000), DTYPES):
+            shards = shards_of(grid[1], length, equal=way.equal_shards)
+            mine = shards[way.group.rank]
+            flats = contributions(ctx.world_size, shards[-1].stop, dtype)
+            given = flats[ctx.rank].clone()
+            for into in (torch.full((mine.length,), 7.0, dtype=dtype), torch.full((mine.length,), 7.0)):
+                if into.dtype == torch.float32 and dtype == torch.float64:
+                    continue
+                way.reduce(given, shards, into, 1 / way.ranks).wait()
+                assert_same(given, flats[ctx.rank], "what was given")
+                expected = average_by_rows(flats, grid)[slice(*mine)].to(into.dtype)
+                if isinstance(way, Relayed) or (isinstance(way, Chained) and way.policy.fixed_order):
+                    assert_same(into, expected)  # these promise the order
+                else:
+                    torch.testing.assert_close(into, expected)
+                column = [row[way.group.rank] for row in rows_of(grid)]
+                found = ctx.gather(into)
+                assert all(torch.equal(found[rank], into) for rank in column), "replicas differ"
+
+
+@ranks(2, 4)
+def test_several_under_way_at_once(ctx: RankContext) -> None:
+    """They may be finished later, and in any order."""
+    for grid in real_grids(ctx):
+        for way in ways_in(comm_of(None, None, grid[1])):
+            shards = shards_of(grid[1], 100, equal=True)
+            mine = shards[way.group.rank]
+            turns = [contributions(ctx.world_size, shards[-1].stop, torch.float32, turn) for turn in range(6)]
+            sums = [torch.empty(mine.length) for _ in turns]
+            arriving = [
+                way.reduce(flats[ctx.rank], shards, into, 1 / way.ranks)
+                for flats, into in zip(turns, sums, strict=True)
+            ]
+            gathered = torch.full((shards[-1].stop,), float(way.group.rank))
+            way.gather(gathered, shards).wait()
+            assert_same(gathered, torch.arange(grid[1]).repeat_interleave(100).float())
+            for flats, into, each in reversed(list(zip(turns, sums, arriving, strict=True))):
+                each.wait()
+                assert each.arrives(0)
+                torch.testing.assert_close(into, average_by_rows(flats, grid)[slice(*mine)])
+
+
+@ranks(4)
+def test_threads_end_when_there_is_nothing_to_do(ctx: RankContext) -> None:
+    comm = comm_of(None, None, 2)
+    way = way_of(comm, torch.device("cpu"), Reduce(), equal=True)
+    shards = shards_of(2, 50, equal=True)
+    for _ in range(3):
+        way.reduce(torch.ones(100), shards, torch.empty(50), 0.25).wait()
+    for thread in threading.enumerate():
+        if thread.name.startswith("zeroshard"):
+            thread.join(20)
+            assert not thread.is_alive(), thread.name
+
+
+@ranks(2)
+def test_a_replica_that_is_gone_is_an_error(ctx: RankContext) -> None:
+    """Not a wait for ever."""
+    way = way_of(comm_of(None, None, 1), torch.device("cpu"), Reduce(), equal=True)
+    shards, flat, into = [Span(0, 100000)], torch.ones(100000), torch.empty(100000)
+    way.reduce(flat, shards, into, 0.5).wait()
+    dist.barrier()
+    if ctx.rank == 1:
+        dist.destroy_process_group()
+        return
+
+    def several_times() -> None:
+        for _ in range(3):  # the first message may still fit into a buffer of the system
+            way.reduce(flat, shards, into, 0.5).wait()
+
+    with pytest.raises(RuntimeError, match=r"(?i)connection|peer|closed|reset|broken"):
+        several_times()
+
+
+@ranks(2, 4)
+def test_the_best_way(ctx: RankContext) -> None:
+    for grid in real_grids(ctx):
+        comm = comm_of(None, None, grid[1])
+        cpu, cuda = torch.device("cpu"), torch.device("cuda")
+        assert type(way_of(comm, cpu, Reduce(), equal=True)) is Relayed
+        whole = way_of(comm, cuda, Reduce(), equal=True)
+        assert type(whole) is Whole
+        assert whole.ranks == ctx.world_size
+        assert not whole.eager
+        fakes = [Group(dist.new_group(backend="fake")) for _ in range(3)]
+        fake = Comm(fakes[0], Comm(fakes[1]), fakes[2])
+        assert type(way_of(fake, cuda, Reduce(), equal=True)) is Chained
+        uneven = way_of(fake, cuda, Reduce(), equal=False)
+        assert type(uneven) is Chained
+        assert not uneven.equal_shards
+
+
+@pytest.mark.parametrize("way", [Whole, Native])
+@ranks(4, timeout=60)
+def test_training_by_ways_of_other_backends(ctx: RankContext, way: type[ShardWay]) -> None:
+    """As with gloo and CUDA tensors, and as with NCCL. Rows of one rank are left to NCCL: gloo would mix up sums across
+    them with words in the same group."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "best_way", lambda group, _, reduce, **__: way(group, reduce))
+        for grid in [(2, 2)] if way is Native else real_grids(ctx):
+            for config in (ZERO2, ZERO1, replace(ZERO2, reduce=Reduce(fixed_order=True))):
+                twins = ShardTwins(config, where=within(grid))
+                twins.train(3)
+                twins.zero.clip_grad_norm_(1.0)
+                assert_replicas_are_equal(grid, twins.model, twins.zero)
+
+
+def test_parts_of_a_sum() -> None:
+    for numel, parts in product((0, 1, 15, 16, 17, 100, 4097), range(1, 6)):
+        spans = divided(numel, parts)
+        assert len(spans) == parts
+        assert spans[0].start == 0
+        assert spans[-1].stop == numel
+        assert all(first.stop == second.start for first, second in pairwise(spans))
+        assert all(span.length <= -(-numel // parts) + 15 for span in spans)
+
+
+@contextmanager
+def sent_across(grid: Grid) -> Iterator[dict[str, int]]:
+    """Bytes of messages from this rank to ranks of other rows, and of collectives with such ranks."""
+    (mine,) = [row for row in rows_of(grid) if dist.get_rank() in row]
+    sent = {"messages": 0, "collectives": 0}
+    isend, all_reduce = dist.isend, dist.all_reduce
+
+    def counted(tensor: Tensor, to: int, *args: Any) -> Any:
+        sent["messages"] += tensor.nbytes if to not in mine else 0
+        return isend(tensor, to, *args)
+
+    def reduced(tensor: Tensor, *, group: Any = None, **kwargs: Any) -> Any:
+        if not set(dist.get_process_group_ranks(group)) <= set(mine):
+            sent["collectives"] += tensor.nbytes
+        return all_reduce(tensor, group=group, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "isend", counted)
+        patch.setattr(dist, "all_reduce", reduced)
+        yield sent
+
+
+def wide() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+
+
+def crossing(
+    ctx: RankContext, grid: Grid, where: dict[str, Any], config: ZeroConfig
+) -> tuple[dict[str, int], ShardedOptimizer]:
+    """What all ranks send from row to row in an iteration."""
+    model = seeded(wide, 0)
+    optimizer = shard(model, torch.optim.AdamW, config=config, **where)
+    for _ in range(2):
+        with sent_across(grid) as sent:
+            inputs = torch.randn(2, 128, generator=torch.Generator().manual_seed(ctx.rank))
+            torch.autograd.backward(model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    totals = ctx.gather(sent)
+    return {kind: sum(total[kind] for total in totals) for kind in sent}, optimizer
+
+
+@pytest.mark.parametrize("keep", [KeepShard(), KeepFull()], ids=["zero2", "zero1"])
+@ranks(4)
+def test_bytes_between_rows(ctx: RankContext, keep: KeepShard | KeepFull) -> None:
+    """In one group every slice of gradients has two senders in the other row, and every slice of parameters two
+    receivers. In two rows only sums cross, there and back: half of that, and no parameters."""
+    grid = (2, 2)
+    for dtype in (None, torch.bfloat16):
+        config = ZeroConfig(partition=FlatShards(2**16), retention=keep, reduce=Reduce(dtype))
+        ours, optimizer = crossing(ctx, grid, within(grid), config)
+        flat, one_group = crossing(ctx, grid, {}, config)
+        grads = sum(param.nbytes for param in optimizer.engine.params)
+        params = sum(bucket.numel * bucket.dtype.itemsize for bucket in one_group.layout.buckets)
+        assert ours["messages"] == 2 * grads  # sums travel in float32
+        assert flat["messages"] == 2 * grads // (1 if dtype is None else 2) + 2 * params
+        assert ours["messages"] <= (0.5 if dtype is None else 0.67) * flat["messages"]
+        assert max(ours["collectives"], flat["collectives"]) < 2000  # words; a few more where a rank has to catch up
+
+
+@ranks(4)
+def test_nothing_crosses_where_all_share(ctx: RankContext) -> None:
+    """So that the test above can fail: rows are told from columns."""
+    ours, _ = crossing(ctx, (1, 4), within((1, 4)), ZeroConfig())
+    assert ours["messages"] == 0
+    along, _ = crossing(ctx, (4, 1), within((1, 4)), ZeroConfig())
+    assert along["messages"] > 0
