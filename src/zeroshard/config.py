@@ -1,10 +1,11 @@
 """Options beyond torch's signature, in one frozen object."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 
 from .errors import ConfigError
-from .layout.partition import Partitioner
-from .policies import KeepFull, KeepShard, MasterWeights, Reduce, Retention
+from .layout.partition import FlatShards, Partitioner, WholeParams
+from .policies import KeepFull, KeepShard, MasterWeights, Offload, Reduce, Retention
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class ZeroConfig:
     retention: what is kept of gradients once they are reduced: `KeepShard()` (ZeRO-2) or `KeepFull()` (ZeRO-1).
     reduce: how gradients are averaged.
     masters: update parameters of less precision in this one, and round once.
+    offload: where state and master weights rest between steps, if not on the GPU.
     overlap_gather: parameters come back while the next forward pass runs, instead of at the end of `step()`.
     sync_buffers: make the buffers of the model those of rank 0 before each forward pass.
     mixed_dtypes: allow parameters of several dtypes in one `ZeroRedundancyOptimizer`; `shard` always does.
@@ -27,6 +29,7 @@ class ZeroConfig:
     retention: Retention = field(default_factory=KeepShard)
     reduce: Reduce = field(default_factory=Reduce)
     masters: MasterWeights | None = None
+    offload: Offload | None = None
     overlap_gather: bool = False
     sync_buffers: bool = True
     mixed_dtypes: bool = False
@@ -38,6 +41,7 @@ class ZeroConfig:
         self._require("retention", (KeepShard, KeepFull), "KeepShard() or KeepFull()")
         self._require("reduce", (Reduce,), "a Reduce(...)")
         self._require("masters", (MasterWeights, type(None)), "MasterWeights(...) or None")
+        self._require("offload", (Offload, type(None)), "Offload(...) or None")
         for name in ("overlap_gather", "sync_buffers", "mixed_dtypes"):
             self._require(name, (bool,), "True or False")
 
@@ -49,6 +53,17 @@ class ZeroConfig:
         value = getattr(self, name)
         if not isinstance(value, types):
             raise ConfigError(f"ZeroConfig({name}=...) takes {wanted}, not {value!r}")
+
+
+_POLICIES = (FlatShards, WholeParams, KeepShard, KeepFull, Reduce, MasterWeights, Offload)
+
+
+def refuse_policies(options: Mapping[str, object]) -> None:
+    """Options of an optimizer class among which one of ours has got."""
+    for name, value in options.items():
+        if isinstance(value, (ZeroConfig, *_POLICIES)):
+            right = "config=..." if isinstance(value, ZeroConfig) else f"config=ZeroConfig({name}=...)"
+            raise ConfigError(f"{name}={value!r} is no option of an optimizer class: give {right} to the sharded one")
 
 
 def _describe(value: object) -> str:

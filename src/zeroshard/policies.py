@@ -34,9 +34,11 @@ class Reduce:
     """How gradients of all ranks become their average.
 
     dtype: what travels, and is rounded to for that; sums are made in float32 at least. By default that of the gradient.
+        Sums that meet those of replicas travel as they were made.
     fixed_order: always add in the order of ranks, so that results do not depend on timing or on the backend's
         algorithms. On CPU tensors this is so in any case; with NCCL it costs the memory of another bucket. Backends
-        that can only reduce whole buckets (gloo with CUDA tensors) add in an order of their own, always the same.
+        that can only reduce whole buckets (gloo with CUDA tensors), and NCCL for whole parameters, add in an order of
+        their own, always the same.
     """
 
     dtype: torch.dtype | None = None
@@ -67,6 +69,23 @@ class MasterWeights:
 
     def covers(self, dtype: torch.dtype) -> bool:
         return dtype.is_floating_point and dtype.itemsize < self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Offload:
+    """State and master weights rest in host memory, and come to the GPU bucket by bucket when they are updated.
+
+    pin: in memory that the GPU can reach by itself, so that copies and updates overlap.
+    """
+
+    device: str = "cpu"
+    pin: bool = True
+
+    def __post_init__(self) -> None:
+        if self.device != "cpu":
+            raise ConfigError(f'Offload(device=...) takes "cpu", not {self.device!r}')
+        if not isinstance(self.pin, bool):
+            raise ConfigError(f"Offload(pin=...) takes True or False, not {self.pin!r}")
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

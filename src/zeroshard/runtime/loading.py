@@ -9,12 +9,15 @@ from torch.optim import Optimizer
 
 from ..state.compat import StateDict
 from ..state.dcp import CutTensor
-from ..state.trees import copy_mutable, map_tensors
+from ..state.trees import clone, copy_mutable, map_tensors
+from ..state.wrapped import insides, is_wrapped, on_plain
+from .host import is_movable
 
 
-def load(optimizer: Optimizer, local: StateDict, foreign: Any) -> Callable[[], None]:
+def load(optimizer: Optimizer, local: StateDict, foreign: Any, *, on_host: bool = False) -> Callable[[], None]:
     """Load a dict through the optimizer's own `load_state_dict`; returns how to undo it.
 
+    `on_host`: state stays in host memory, if it is not small; else it goes where torch puts it.
     Hooks, overrides and `__setstate__` of the class see what they would see unsharded. Of the tensors in `local` those
     that are also in `foreign` are the caller's: they are copied. Nothing of his is changed.
     """
@@ -25,7 +28,7 @@ def load(optimizer: Optimizer, local: StateDict, foreign: Any) -> Callable[[], N
         vars(optimizer).update(before)
 
     try:
-        with _types_kept(optimizer):
+        with _types_kept(optimizer, on_host=on_host):
             optimizer.load_state_dict(copy_mutable(local))
         _disown(optimizer, _storages(foreign))
     except BaseException:
@@ -41,21 +44,25 @@ class _Sealed:
         self.value = value
 
 
-def _sealed(local: StateDict, params: list[torch.Tensor]) -> StateDict:
+def _sealed(local: StateDict, params: list[torch.Tensor], *, on_host: bool) -> StateDict:
     """The dict for torch to load, with what it would spoil sealed, copied and already cast."""
     groups = local["param_groups"]
 
     def seal(number: Any, key: Any, value: Any) -> Any:
-        if _kept_by_torch(value):
+        if _kept_by_torch(value) and not on_host:
             return value
-        cast = Optimizer._process_value_according_to_param_policy
-        mine = copy_mutable(value)
-        return _Sealed(map_tensors(mine, lambda tensor: cast(params[number], tensor, number, groups, key)))
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            stays = on_host and tensor is value and is_movable(tensor)
+            like = torch.empty(0, dtype=params[number].dtype, device="cpu") if stays else params[number]
+            return Optimizer._process_value_according_to_param_policy(like, tensor, number, groups, key)
+
+        return _Sealed(map_tensors(copy_mutable(value), cast))
 
     state: dict[Any, Any] = {}
     for number, value in local["state"].items():
         if not isinstance(number, int) or number >= len(params):
-            state[number] = map_tensors(copy_mutable(value), torch.clone)
+            state[number] = map_tensors(copy_mutable(value), clone)
         elif isinstance(value, Mapping):
             state[number] = {key: seal(number, key, item) for key, item in value.items()}
         else:
@@ -85,7 +92,7 @@ def _open(value: Any) -> Any:
 
 
 @contextmanager
-def _types_kept(optimizer: Optimizer) -> Iterator[None]:
+def _types_kept(optimizer: Optimizer, *, on_host: bool) -> Iterator[None]:
     """While torch loads: seal what it would spoil at the last moment, and open it before `__setstate__` sees it."""
 
     def set_state(state: StateDict) -> None:
@@ -93,7 +100,7 @@ def _types_kept(optimizer: Optimizer) -> Iterator[None]:
         type(optimizer).__setstate__(optimizer, state)
 
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    handle = optimizer.register_load_state_dict_pre_hook(lambda _, saved: _sealed(saved, params))
+    handle = optimizer.register_load_state_dict_pre_hook(lambda _, saved: _sealed(saved, params, on_host=on_host))
     vars(optimizer)["__setstate__"] = set_state
     try:
         yield
@@ -110,14 +117,16 @@ def _disown(optimizer: Optimizer, foreign: set[int]) -> None:
         return tensor.clone() if shared else tensor
 
     for param, value in optimizer.state.items():
-        optimizer.state[param] = map_tensors(value, own)
+        optimizer.state[param] = map_tensors(value, lambda tensor: on_plain(tensor, own))
 
 
 def _storages(value: Any) -> set[int]:
     found: set[int] = set()
 
     def note(tensor: torch.Tensor) -> None:
-        if tensor.layout == torch.strided:
+        if is_wrapped(tensor):
+            map_tensors(insides(tensor), note)
+        elif tensor.layout == torch.strided:
             found.add(_storage(tensor.local if isinstance(tensor, CutTensor) else tensor))
 
     map_tensors(value, note)

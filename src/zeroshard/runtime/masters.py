@@ -1,29 +1,49 @@
 """The memory that the inner optimizer updates: this rank's shard of a bucket, or a more precise copy of it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from ..layout.layout import Layout, Piece
 from ..policies import MasterWeights
-from ..units import Rank
+from ..units import Rank, Span
+from .host import Host, Hosts
 from .segments import Segment
 from .store import FlatStore
+
+
+def memory_of(rank: Rank, store: FlatStore, masters: MasterWeights | None, hosts: Hosts | None) -> "ShardMemory":
+    """The kind of memory that policies ask for."""
+    if masters is None:
+        return ShardMemory(rank, store, hosts)
+    return MasterMemory(rank, store, masters) if hosts is None else HostMasters(rank, store, masters, hosts)
 
 
 class ShardMemory:
     """Shards of buckets as they lie in the store."""
 
-    def __init__(self, rank: Rank, store: FlatStore) -> None:
-        self._rank, self._store = rank, store
+    def __init__(self, rank: Rank, store: FlatStore, hosts: Hosts | None = None) -> None:
+        """`hosts`: state rests there, not where the parameters are."""
+        self._rank, self._store, self.hosts = rank, store, hosts
         self._layout = Layout.empty(0)
 
     def extend(self, layout: Layout) -> None:
         self._layout = layout
 
+    def view(self, bucket: int, span: Span, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+        """A part of a shard, which the inner optimizer is to update."""
+        return self.of(bucket)[slice(*span)].as_strided(shape, stride)
+
     def of(self, bucket: int) -> torch.Tensor:
         """What the inner optimizer is to update."""
         return self.shard(bucket)
+
+    def zeros(self, bucket: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for state of a shard, where state rests."""
+        like = self.shard(bucket)
+        if self.hosts is None:
+            return torch.zeros_like(like, dtype=dtype)
+        return self.hosts.of(like.device).zeros(like.numel(), dtype)
 
     def shard(self, bucket: int) -> torch.Tensor:
         return self._store.buffer(bucket)[slice(*self._layout.buckets[bucket].shards[self._rank])]
@@ -65,8 +85,8 @@ class MasterMemory(ShardMemory):
     rounded copy. Changes that autograd does not count, through `param.data`, are not noticed.
     """
 
-    def __init__(self, rank: Rank, store: FlatStore, policy: MasterWeights) -> None:
-        super().__init__(rank, store)
+    def __init__(self, rank: Rank, store: FlatStore, policy: MasterWeights, hosts: Hosts | None = None) -> None:
+        super().__init__(rank, store, hosts)
         self._policy = policy
         self._copies: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
@@ -107,13 +127,80 @@ class MasterMemory(ShardMemory):
         self._versions.clear()
 
     def _take_over(self, piece: Piece) -> None:
-        copy, own = self.of(piece.bucket)[self.span(piece)], self.own(piece)
+        copy = self.precise(piece)
+        assert copy is not None, "of those that there are copies of"
+        own = self.own(piece).to(copy.device)
         copy.copy_(torch.where(copy.to(own.dtype) == own, copy, own.to(copy.dtype)))
 
     def _mine(self) -> list[Piece]:
         return [
             piece
             for bucket in self._layout.buckets
-            for piece in bucket.pieces
-            if piece.owner == self._rank and self._policy.covers(bucket.dtype)
+            if self._policy.covers(bucket.dtype)
+            for piece in bucket.pieces_of(self._rank)
         ]
+
+
+class HostMasters(MasterMemory):
+    """Copies that rest in host memory. On the device they have memory from `fetch` to `stow` only."""
+
+    hosts: Hosts
+
+    def __init__(self, rank: Rank, store: FlatStore, policy: MasterWeights, hosts: Hosts) -> None:
+        super().__init__(rank, store, policy, hosts)
+        self._homes: dict[int, torch.Tensor] = {}
+
+    def extend(self, layout: Layout) -> None:
+        super().extend(layout)
+        self._homes = {bucket: home for bucket, home in self._homes.items() if bucket in self._copies}
+
+    def of(self, bucket: int) -> torch.Tensor:
+        if self.covers(bucket) and bucket not in self._copies:
+            copy = super().of(bucket)
+            self._homes[bucket] = self.hosts.of(copy.device).room(copy).copy_(copy)
+            _free(copy)
+        return super().of(bucket)
+
+    def view(self, bucket: int, span: Span, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+        if not self.covers(bucket) or self._is_here(bucket):
+            return super().view(bucket, span, shape, stride)
+        copy = self.of(bucket)
+        _make_room(copy)  # a view of what has no memory cannot be made
+        part = super().view(bucket, span, shape, stride)
+        _free(copy)
+        return part
+
+    def after_update(self, segments: Iterable[Segment]) -> None:
+        """Those that are here. The others have been here, and were brought there then."""
+        here = (it for it in segments if self.covers(it.bucket) and self._is_here(it.bucket))
+        super().after_update(here)
+
+    def precise(self, piece: Piece) -> torch.Tensor | None:
+        if not self.covers(piece.bucket):
+            return None
+        self.of(piece.bucket)
+        return self._homes[piece.bucket][self.span(piece)]
+
+    def fetch(self, bucket: int, host: Host) -> None:
+        """Start bringing the copies of a bucket to the device."""
+        if self.covers(bucket):
+            _make_room(self._copies[bucket])
+            host.fill(self._copies[bucket], self._homes[bucket])
+
+    def stow(self, bucket: int, host: Host) -> None:
+        """Start bringing them back."""
+        if self.covers(bucket):
+            host.take(self._copies[bucket], self._homes[bucket])
+            _free(self._copies[bucket])
+
+    def _is_here(self, bucket: int) -> bool:
+        return self.of(bucket).untyped_storage().nbytes() > 0
+
+
+def _make_room(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().resize_(tensor.nbytes)
+
+
+def _free(tensor: torch.Tensor) -> None:
+    """Give back its memory. Views of it stay, and must not be used."""
+    tensor.untyped_storage().resize_(0)

@@ -1,0 +1,446 @@
+"""State that rests in host memory is updated as if it were resident: on a GPU, and with two places in host memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import zeroshard.assembly
+import zeroshard.runtime.host
+import zeroshard.runtime.offload
+from tests.support import RankContext, ranks
+from tests.support.oracle import assert_same
+from zeroshard import (
+    ConfigError,
+    FlatShards,
+    GradScaler,
+    MasterWeights,
+    Offload,
+    Rule,
+    ShardedOptimizer,
+    ZeroConfig,
+    ZeroRedundancyOptimizer,
+    checkpoint,
+    everything_else,
+    matrices,
+    shard,
+)
+from zeroshard.runtime.host import Host
+from zeroshard.units import Rank
+
+on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+SEVERAL = FlatShards(bucket_bytes=4000)
+"""Buckets of about one layer."""
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (optim.AdamW, {"lr": 0.01}),
+    "one after the other": (optim.AdamW, {"lr": 0.01, "foreach": False}),
+    "SGD": (optim.SGD, {"lr": 0.01, "momentum": 0.9}),
+    "NAdam": (optim.NAdam, {"lr": 0.01}),
+    "Muon and AdamW": (
+        [Rule(matrices(exclude=("0",)), optim.Muon, lr=0.01), Rule(everything_else, optim.AdamW, lr=0.01)],
+        {},
+    ),
+}
+
+
+@contextmanager
+def everything_is_far(device: str) -> Iterator[None]:
+    """On a machine without a GPU, host memory stands for that of the device: all moves are made, within it."""
+    places = (zeroshard.runtime.offload, zeroshard.assembly)
+    before = zeroshard.runtime.offload.is_far
+    small, zeroshard.runtime.host.SMALL = zeroshard.runtime.host.SMALL, 2
+    try:
+        for place in places if device == "cpu" else ():
+            place.is_far = lambda _: True  # type: ignore[attr-defined]
+        yield
+    finally:
+        zeroshard.runtime.host.SMALL = small
+        for place in places:
+            place.is_far = before  # type: ignore[attr-defined]
+
+
+def net(device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(3)
+    layers = [nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24, bias=False), nn.Tanh(), nn.Linear(24, 3)]
+    return nn.Sequential(*layers).to(device, dtype)
+
+
+class Pair:
+    """The same model twice, one with its state elsewhere."""
+
+    def __init__(
+        self,
+        device: str,
+        kind: str = "AdamW",
+        *,
+        dtype: torch.dtype = torch.float32,
+        masters: bool = False,
+        partition: FlatShards | None = SEVERAL,
+    ) -> None:
+        config = ZeroConfig(partition=partition, masters=MasterWeights() if masters else None)
+        self.resident = Run(device, kind, dtype, config)
+        self.offloaded = Run(device, kind, dtype, replace(config, offload=Offload()))
+
+    def train(self, ctx: RankContext, steps: int) -> None:
+        for run in (self.resident, self.offloaded):
+            run.train(ctx, steps)
+        self.check()
+
+    def check(self) -> None:
+        assert_same(list(self.offloaded.model.parameters()), list(self.resident.model.parameters()))
+        found, expected = (_on_cpu(run.optimizer.sharded_state_dict()) for run in (self.offloaded, self.resident))
+        assert_same(found, expected)
+
+
+class Run:
+    def __init__(self, device: str, kind: str, dtype: torch.dtype, config: ZeroConfig) -> None:
+        self.device, self.steps, self.dtype = device, 0, dtype
+        self.model = net(device, dtype)
+        factory, options = OPTIMIZERS[kind]
+        self.optimizer: ShardedOptimizer = shard(self.model, factory, config=config, **options)
+
+    def backward(self, ctx: RankContext) -> torch.Tensor:
+        seed = torch.Generator().manual_seed(100 * self.steps + ctx.rank)
+        inputs = torch.randn(5, 24, generator=seed).to(self.device, self.dtype)
+        loss: torch.Tensor = self.model(inputs).float().square().mean()
+        return loss
+
+    def train(self, ctx: RankContext, steps: int) -> None:
+        for _ in range(steps):
+            self.backward(ctx).backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.steps += 1
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _on_cpu(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_on_cpu(item) for item in value]
+    return getattr(value, "local", value).cpu() if isinstance(value, torch.Tensor) else value
+
+
+def large(optimizer: ZeroRedundancyOptimizer) -> list[torch.Tensor]:
+    """What ought to rest in host memory."""
+    values = [value for inner in optimizer.optims for state in inner.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, torch.Tensor) and value.numel() > 1]
+
+
+def assert_at_home(run: Run) -> None:
+    found = large(run.optimizer)
+    assert found
+    assert {value.device.type for value in found} == {"cpu"}
+    if run.device == "cuda":
+        assert all(value.is_pinned() for value in found)
+
+
+@ranks(1, 2, 3)
+@on_devices
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_updates_are_those_of_resident_state(ctx: RankContext, device: str, kind: str) -> None:
+    with everything_is_far(device):
+        pair = Pair(device, kind)
+        for _ in range(4):
+            pair.train(ctx, 1)
+            assert_at_home(pair.offloaded)
+
+
+@ranks(1, 2, 3)
+@on_devices
+def test_master_weights_rest_there_too(ctx: RankContext, device: str) -> None:
+    with everything_is_far(device):
+        pair = Pair(device, dtype=torch.bfloat16, masters=True)
+        for _ in range(4):
+            pair.train(ctx, 1)
+            assert_at_home(pair.offloaded)
+            for bucket in pair.offloaded.optimizer.layout.buckets:
+                memory = pair.offloaded.optimizer.engine.memory
+                assert memory.of(bucket.index).untyped_storage().nbytes() == 0
+                copies = [memory.precise(piece) for piece in bucket.pieces_of(Rank(ctx.rank))]
+                assert all(copy is not None and copy.device.type == "cpu" for copy in copies)
+
+
+@ranks(1, 2)
+@on_devices
+def test_what_was_changed_by_hand_is_what_is_updated(ctx: RankContext, device: str) -> None:
+    with everything_is_far(device):
+        pair = Pair(device, dtype=torch.bfloat16, masters=True)
+        pair.train(ctx, 2)
+        for run in (pair.resident, pair.offloaded):
+            with torch.no_grad():
+                next(run.model.parameters()).mul_(0.5)
+        pair.train(ctx, 2)
+
+
+@ranks(1, 2)
+@on_devices
+def test_parameters_without_gradients_stay_as_they_are(ctx: RankContext, device: str) -> None:
+    with everything_is_far(device):
+        pair = Pair(device)
+        pair.train(ctx, 1)
+        for run in (pair.resident, pair.offloaded):
+            run.model[2].requires_grad_(False)  # type: ignore[index]
+        pair.train(ctx, 2)
+        for run in (pair.resident, pair.offloaded):
+            run.optimizer.step()  # with no gradients at all
+        pair.check()
+        for run in (pair.resident, pair.offloaded):
+            run.model.requires_grad_()
+        pair.train(ctx, 2)
+
+
+class Counting(optim.AdamW):
+    """Counts its steps beside its state, and warms up by that count."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr=lr)
+        self.count = 0
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self.count += 1
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            group["lr"] = 0.001 * self.count * group["steps"]
+        return super().step(closure)
+
+
+@ranks(1, 2)
+@on_devices
+def test_many_pieces_are_one_step(ctx: RankContext, device: str) -> None:
+    OPTIMIZERS["Counting"] = (Counting, {})
+    with everything_is_far(device):
+        pair = Pair(device, "Counting")
+        pair.train(ctx, 3)
+        assert [run.optimizer.optims[0].count for run in (pair.offloaded, pair.resident)] == [3, 3]  # type: ignore[attr-defined]
+        assert [group["steps"] for group in pair.offloaded.optimizer.param_groups] == [3]
+
+
+class CountingInTensors(optim.SGD):
+    """Counts its steps in tensors: on itself, in its state, in a group."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr=lr)
+        self.count = torch.zeros(())
+        self.state["shared"] = {"count": torch.zeros(())}  # type: ignore[index]
+        self.param_groups[0]["count"] = torch.zeros(())
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        shared: Any = self.state
+        for count in (self.count, shared["shared"]["count"], self.param_groups[0]["count"]):
+            count.add_(1)
+            self.param_groups[0]["lr"] = 0.01 / float(count)
+            super().step(closure)
+        return None
+
+
+class Replacing(optim.Optimizer):
+    """Has a new tensor for its state after each step, and lists of tensors, and is slow to read the old one."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, _: Callable[[], Any] | None = None) -> Any:
+        for group in self.param_groups:
+            for param in [it for it in group["params"] if it.grad is not None]:
+                state = self.state[param]
+                old = state.pop("mean", torch.zeros_like(param))
+                if param.device.type == "cuda":
+                    torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
+                state["mean"] = old * 0.9 + param.grad
+                state["history"] = [state["mean"].clone(), *state.get("history", [])][:2]
+                param.sub_(sum(state["history"]), alpha=group["lr"])
+
+
+@ranks(1, 2)
+@on_devices
+@pytest.mark.parametrize("factory", [CountingInTensors, Replacing])
+def test_what_optimizers_may_do_with_tensors(ctx: RankContext, device: str, factory: Any) -> None:
+    OPTIMIZERS[factory.__name__] = (factory, {})
+    with everything_is_far(device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what has state of its own shape is sharded by whole parameters
+        pair = Pair(device, factory.__name__, partition=None)
+        pair.train(ctx, 3)
+        for run in (pair.resident, pair.offloaded):
+            run.optimizer.load_state_dict(run.optimizer.sharded_state_dict())
+        pair.train(ctx, 2)
+
+
+@ranks(1, 2)
+@on_devices
+@pytest.mark.parametrize("masters", [False, True])
+def test_quantized_state_loads_beside_masters_that_rest_elsewhere(
+    ctx: RankContext, device: str, masters: bool, tmp_path: Path
+) -> None:
+    quantized = pytest.importorskip("torchao.optim").AdamW8bit
+    OPTIMIZERS["quantized"] = (quantized, {"lr": 0.01, "block_size": 16})
+    dtype = torch.bfloat16 if masters else torch.float32
+    with everything_is_far(device), torch.compiler.set_stance("force_eager"):
+        first, second = (Pair(device, "quantized", dtype=dtype, masters=masters) for _ in range(2))
+        first.train(ctx, 2)
+        checkpoint.save(tmp_path, step=2, model=first.offloaded.model, optimizer=first.offloaded.optimizer)
+        for run in (second.resident, second.offloaded):
+            checkpoint.load(tmp_path, model=run.model, optimizer=run.optimizer)
+            run.steps = 2
+        second.train(ctx, 2)
+
+
+@ranks(2)
+def test_a_host_without_memory_loses_no_update(ctx: RankContext) -> None:
+    with everything_is_far("cpu"):
+        pair = Pair("cpu", dtype=torch.bfloat16, masters=True)
+        run, room, calls = pair.offloaded, Host.room, [0]
+
+        def scarce(host: Host, *args: Any) -> torch.Tensor:
+            calls[0] += 1
+            if calls[0] == 3:
+                raise MemoryError("no pinned memory")
+            return room(host, *args)
+
+        run.backward(ctx).backward()  # type: ignore[no-untyped-call]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Host, "room", scarce)
+            with pytest.raises(Exception, match="no pinned memory"):
+                run.optimizer.step()
+        memory = run.optimizer.engine.memory
+        for bucket in run.optimizer.layout.buckets:
+            for piece in bucket.pieces_of(Rank(ctx.rank)):
+                precise = memory.precise(piece)
+                assert precise is not None
+                assert_same(precise.bfloat16(), memory.own(piece))
+        run.optimizer.zero_grad()
+        run.train(ctx, 2)
+        assert_at_home(run)
+
+
+@ranks(1, 2)
+@on_devices
+@pytest.mark.parametrize("masters", [False, True])
+def test_state_goes_and_comes_through_every_door(ctx: RankContext, device: str, masters: bool, tmp_path: Path) -> None:
+    dtype = torch.bfloat16 if masters else torch.float32
+    with everything_is_far(device):
+        first = Pair(device, dtype=dtype, masters=masters)
+        first.train(ctx, 3)
+        whole = first.offloaded.optimizer.full_state_dict()
+        assert_same(whole, first.resident.optimizer.full_state_dict())
+        folder = tmp_path
+        checkpoint.save(folder, step=3, model=first.offloaded.model, optimizer=first.offloaded.optimizer)
+        second = Pair(device, dtype=dtype, masters=masters)
+        second.train(ctx, 1)
+        for run in (second.resident, second.offloaded):
+            checkpoint.load(folder, model=run.model, optimizer=run.optimizer)
+            run.steps = first.resident.steps
+        assert_at_home(second.offloaded)
+        second.check()
+        second.train(ctx, 2)
+        first.train(ctx, 2)
+        assert_same(list(second.offloaded.model.parameters()), list(first.resident.model.parameters()))
+
+
+@ranks(1, 2)
+@on_devices
+def test_a_loaded_dict_stays_in_host_memory(ctx: RankContext, device: str) -> None:
+    with everything_is_far(device):
+        first, second = Pair(device), Pair(device)
+        first.train(ctx, 3)
+        loaded: list[Any] = [first.resident.optimizer.full_state_dict()]
+        torch.distributed.broadcast_object_list(loaded, 0)
+        for run in (second.resident, second.offloaded):
+            run.model.load_state_dict(first.resident.model.state_dict())
+            run.optimizer.load_state_dict(loaded[0])
+            run.steps = first.resident.steps
+        assert {value.device.type for value in large(second.offloaded.optimizer)} == {"cpu"}
+        second.train(ctx, 2)
+        assert_at_home(second.offloaded)
+
+
+@ranks(1, 2)
+@on_devices
+def test_state_can_be_saved_before_the_first_step(ctx: RankContext, device: str) -> None:
+    with everything_is_far(device):
+        pair = Pair(device, dtype=torch.bfloat16, masters=True)
+        pair.check()
+        assert_at_home(pair.offloaded)
+        pair.train(ctx, 2)
+
+
+@ranks(2)
+@on_devices
+def test_a_step_that_fails_brings_everything_home(ctx: RankContext, device: str) -> None:
+    with everything_is_far(device):
+        pair = Pair(device)
+        pair.train(ctx, 2)
+        run = pair.offloaded
+        run.backward(ctx).backward()  # type: ignore[no-untyped-call]
+        fails = _failing_once(run.optimizer.optim, after=1) if ctx.rank == 1 else None
+        with pytest.raises(Exception, match="no more"):
+            run.optimizer.step()
+        assert fails is None or fails.called
+        assert_at_home(run)
+        run.optimizer.zero_grad()
+        run.train(ctx, 1)
+
+
+class _Failing:
+    def __init__(self, after: int) -> None:
+        self.left, self.called = after, False
+
+    def __call__(self, *_: Any) -> None:
+        self.left -= 1
+        if self.left < 0 and not self.called:
+            self.called = True
+            raise RuntimeError("no more")
+
+
+def _failing_once(optimizer: optim.Optimizer, after: int) -> _Failing:
+    """In the middle of a step: some buckets have been updated, others are on their way in."""
+    hook = _Failing(after)
+    optimizer.register_step_pre_hook(hook)
+    return hook
+
+
+@ranks(1, 2)
+@on_devices
+def test_closures_and_scalers(ctx: RankContext, device: str) -> None:
+    with everything_is_far(device):
+        pair = Pair(device)
+        losses = []
+        for run in (pair.resident, pair.offloaded):
+
+            def closure(run: Run = run) -> torch.Tensor:
+                run.optimizer.zero_grad()
+                loss = run.backward(ctx)
+                loss.backward()  # type: ignore[no-untyped-call]
+                return loss
+
+            losses.append([run.optimizer.step(closure).detach() for _ in range(2)])
+            scaler = GradScaler(device, init_scale=256.0)
+            for _ in range(2):
+                run.optimizer.zero_grad()
+                scaler.scale(run.backward(ctx)).backward()  # type: ignore[no-untyped-call]
+                scaler.step(run.optimizer)
+                scaler.update()
+        assert_same(losses[1], losses[0])
+        pair.check()
+
+
+@ranks(1, 2)
+def test_where_it_has_no_effect_it_says_so(ctx: RankContext) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = Run("cpu", "AdamW", torch.float32, ZeroConfig(offload=Offload()))
+    assert [str(it.message) for it in caught if "Offload" in str(it.message)] == [
+        "Offload(...) has no effect: no parameter is on a GPU, so that state is in host memory anyway"
+    ]
+    run.train(ctx, 2)
+    with pytest.raises(ConfigError, match=r"Offload\(...\) needs partition=FlatShards\(\)"):
+        ZeroRedundancyOptimizer(net("cpu").parameters(), optim.AdamW, config=ZeroConfig(offload=Offload()))
