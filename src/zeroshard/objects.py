@@ -8,7 +8,8 @@ import torch.distributed as dist
 from .comm.agreement import Proposal, agreed
 from .comm.collectives import Comm
 from .comm.group import Group
-from .state.codec import pack, readable_types, unpack
+from .state.codec import pack, unpack
+from .state.readers import require_readers
 from .state.trees import map_tensors
 
 
@@ -26,9 +27,10 @@ def broadcast_object(
 
     def propose() -> Proposal[bytes | None]:
         data = pack(obj) if comm.group.from_global(src_rank) == comm.group.rank else None
-        return Proposal(data, [f"src_rank={src_rank}", *readable_types()])
+        return Proposal(data, [f"src_rank={src_rank}"])
 
     data = agreed(comm, "broadcast_object", propose)
+    require_readers(comm, "broadcast_object", data)
     received = comm.broadcast_bytes(data, comm.group.from_global(src_rank))
     if data is not None:
         return obj

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ..state.trees import copy_mutable, map_tensors
-from .inner import ParamGroup, Recipe
-from .selftest import lively, probe_like, quietly, step_once, wave
+from ..state.trees import clone, copy_mutable, map_tensors
+from .inner import ParamGroup, Recipe, ShardOptimizer
+from .selftest import lively, made_ready, probe_like, quietly, step_once, wave
 
 State = dict[Any, Any]
 _STEPS = 3
@@ -25,6 +25,14 @@ def first_state(recipe: Recipe, options: ParamGroup, params: Sequence[torch.Tens
     probes = [torch.nn.Parameter(param.detach().clone()) for param in params]
     trial = _Trial(recipe, options, probes)
     return [dict(trial.first(probe)) for probe in probes]
+
+
+def begin(inner: ShardOptimizer) -> None:
+    """Give it what it would begin its first step with."""
+    state = inner.optimizer.state
+    for group in inner.optimizer.param_groups:
+        for param in [it for it in group["params"] if it.requires_grad and not state.get(it)]:
+            state.update(zip([param], first_state(inner.recipe, group, [param]), strict=True))
 
 
 def begins_neutrally(recipe: Recipe) -> bool:
@@ -39,9 +47,9 @@ def _is_neutral(recipe: Recipe, group: ParamGroup) -> bool:
     lazy, early = [[probe_like(like, number) for number in range(2)] for _ in range(2)]
     options = lively(_options(group))
     found = first_state(replace(recipe, defaults=lively(recipe.defaults)), options, early)
-    if not any(found):
+    if not any(found) or not _same_for_others(recipe, options, like, found):
         return False
-    runs = [_build(recipe, options, probes) for probes in (lazy, early)]
+    runs = [built_for(recipe, options, probes) for probes in (lazy, early)]
     runs[1].optimizer.state.update(zip(early, found, strict=True))
     for step in range(_STEPS):
         for inner, probes in zip(runs, (lazy, early), strict=True):
@@ -51,11 +59,26 @@ def _is_neutral(recipe: Recipe, group: ParamGroup) -> bool:
     return all(map(torch.equal, lazy, early))
 
 
+def _same_for_others(recipe: Recipe, options: ParamGroup, like: torch.Tensor, found: list[State]) -> bool:
+    """Whether parameters of other values begin alike. A copy of a parameter would be that of an old one, if it were
+    made before weights are loaded."""
+    others = [probe_like(like, number + _STEPS) for number in range(len(found))]
+    again = first_state(replace(recipe, defaults=lively(recipe.defaults)), options, others)
+    pairs = zip(_tensors(found), _tensors(again), strict=True)
+    return all(one.shape == other.shape and torch.equal(one, other) for one, other in pairs)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_tensors(value, found.append)
+    return found
+
+
 class _Trial:
     """One step with gradients of zeros."""
 
     def __init__(self, recipe: Recipe, options: ParamGroup, probes: Sequence[torch.Tensor]) -> None:
-        inner = _build(recipe, options, probes)
+        inner = built_for(recipe, options, probes)
         self._state: dict[Any, _FirstValues] = defaultdict(_FirstValues)
         inner.optimizer.state = self._state
         for probe in probes:
@@ -75,15 +98,16 @@ class _FirstValues(dict[Any, Any]):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if key not in self.first:
-            self.first[key] = map_tensors(copy_mutable(value), torch.clone)
+            self.first[key] = map_tensors(copy_mutable(value), clone)
         super().__setitem__(key, value)
 
 
-def _build(recipe: Recipe, options: ParamGroup, probes: Sequence[torch.Tensor]) -> Any:
+def built_for(recipe: Recipe, options: ParamGroup, probes: Sequence[torch.Tensor]) -> ShardOptimizer:
+    """The optimizer of these parameters alone."""
     group = {**_options(options), "params": list(probes)}
     if "param_names" in options:
         group["param_names"] = [str(number) for number in range(len(probes))]
-    return replace(recipe, groups=[group]).build(set(map(id, probes)))
+    return made_ready(replace(recipe, groups=[group]).build(set(map(id, probes))))
 
 
 def _options(group: ParamGroup) -> ParamGroup:

@@ -4,7 +4,7 @@ import copy
 import math
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,12 +15,10 @@ from torch.optim import optimizer
 from .inner import ParamGroup, Recipe, ShardOptimizer
 
 _SIZES = (2, 3, 4, 5)
-_SCALES = (1.0, 1e3, 1e-2)
+SCALES = (1.0, 1e3, 1e-2)
 """Gradients of these sizes, one a step: some optimizers look at the others only beyond a threshold."""
 _LEAST_LR = 0.05
 _MOST_GROUPS = 3
-_CUTS = [*[7] * 9, 12345, 160 * 208 - 12345 - 63]
-"""Pieces of the large probe: small ones, and two that meet within a row, at no multiple of anything."""
 
 
 class Traits(NamedTuple):
@@ -32,6 +30,10 @@ class Traits(NamedTuple):
     """Keys of state that has the shape of its parameter."""
     moves_without_grads: bool = False
     """It changes parameters that have no gradient, too."""
+    keeps_more: bool = False
+    """It has state that belongs to no parameter, or adds something to its state dict."""
+    needs: str = ""
+    """A kind of gradients without which it cannot step: "sparse", or with a "graph" of their own."""
 
 
 def examine(recipe: Recipe) -> Traits:
@@ -39,28 +41,11 @@ def examine(recipe: Recipe) -> Traits:
 
     An optimizer that cannot be stepped this way, or draws random numbers, is taken at its word.
     """
-    for sparse in (False, True):
-        trial = _Trial(recipe, sparse=sparse)
+    for kind in _KINDS:
+        trial = _Trial(recipe, kind)
         with quietly(recipe), suppress(Exception):
-            return trial.traits()
+            return trial.traits()._replace(needs=kind)
     return Traits()
-
-
-def is_separable(recipe: Recipe) -> bool:
-    """Whether a parameter that is cut into flat pieces is updated as the whole one would be."""
-    with quietly(recipe), suppress(Exception):
-        return all(_CutTrial(recipe, group, like).is_separable() for group, like in _different(recipe.groups))
-    return False
-
-
-def _different(groups: Sequence[ParamGroup]) -> Iterable[tuple[ParamGroup, torch.Tensor]]:
-    """A parameter of each number of dimensions, dtype and device, in each kind of group: many differ in lr only."""
-    found: dict[str, tuple[ParamGroup, torch.Tensor]] = {}
-    for group in groups:
-        kind = repr({key: value for key, value in group.items() if key not in ("params", "param_names", "lr")})
-        for param in group["params"]:
-            found.setdefault(f"{kind} {param.dim()} {param.dtype} {param.device}", (group, param))
-    return found.values()
 
 
 @contextmanager
@@ -69,7 +54,8 @@ def quietly(recipe: Recipe) -> Iterator[None]:
     devices = {param.device for group in recipe.groups for param in group["params"] if param.device.type == "cuda"}
     with warnings.catch_warnings(), _untouched_random_numbers(devices), _no_global_hooks():
         warnings.simplefilter("ignore")
-        yield
+        with torch.compiler.set_stance("force_eager"):  # to compile a step for each probe would take minutes
+            yield
 
 
 @contextmanager
@@ -100,9 +86,23 @@ def _no_global_hooks() -> Iterator[None]:
             registry.update(kept)
 
 
+def _with_graph(gradient: torch.Tensor, probe: torch.Tensor) -> torch.Tensor:
+    """One that can be differentiated once more, as `backward(create_graph=True)` leaves it."""
+    with torch.enable_grad():
+        return torch.autograd.grad((gradient * probe * probe).sum(), probe, create_graph=True)[0]
+
+
+_KINDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "": lambda gradient, _: gradient,
+    "sparse": lambda gradient, _: gradient.to_sparse(1),
+    "graph": _with_graph,
+}
+
+
 class _Trial:
-    def __init__(self, recipe: Recipe, *, sparse: bool) -> None:
-        self._recipe, self._sparse = recipe, sparse
+    def __init__(self, recipe: Recipe, kind: str) -> None:
+        """`kind`: of gradients."""
+        self._recipe, self._gradient = recipe, _KINDS[kind]
         self._groups = [group for group in recipe.groups if group["params"]][:_MOST_GROUPS]
         self._likes = [_typical(group["params"]) for group in self._groups]
         self.size = 2 * len(self._groups)
@@ -110,20 +110,23 @@ class _Trial:
     def traits(self) -> Traits:
         together = self.run(range(self.size))
         if not _same(together.values, self.run(range(self.size)).values):
-            return Traits(param_shaped=together.param_shaped)
+            return Traits(param_shaped=together.param_shaped, keeps_more=together.keeps_more)
         alone = [self.run([chosen]).values[chosen] for chosen in range(self.size)]
-        return Traits(not _same(together.values, alone), together.param_shaped, together.moves_without_grads)
+        couples = not _same(together.values, alone)
+        return Traits(couples, together.param_shaped, together.moves_without_grads, together.keeps_more)
 
     def run(self, owned: Sequence[int]) -> "_Outcome":
         """A few steps by an optimizer that owns some of the probes."""
         probes = [probe_like(self._likes[i // 2], i) for i in range(self.size)]
         groups = [self._probe_group(group, probes[2 * i : 2 * i + 2]) for i, group in enumerate(self._groups)]
         defaults = lively(self._recipe.defaults)
-        inner = replace(self._recipe, groups=groups, defaults=defaults).build({id(probes[i]) for i in owned})
-        for step, scale in enumerate(_SCALES):
+        inner = made_ready(
+            replace(self._recipe, groups=groups, defaults=defaults).build({id(probes[i]) for i in owned})
+        )
+        for step, scale in enumerate(SCALES):
             for i in owned:
                 gradient = scale * wave(probes[i].shape, phase=step + 10 * i).to(probes[i])
-                probes[i].grad = gradient.to_sparse(1) if self._sparse else gradient
+                probes[i].grad = self._gradient(gradient, probes[i])
             step_once(inner)
         values = [probe.detach().clone() for probe in probes]
         states = [(inner.optimizer.state[probes[i]], probes[i]) for i in owned]
@@ -131,7 +134,8 @@ class _Trial:
             probe.grad = None
         with suppress(Exception):
             step_once(inner)
-        return _Outcome(values, _param_shaped(states), not _same(values, [probe.detach() for probe in probes]))
+        moved = not _same(values, [probe.detach() for probe in probes])
+        return _Outcome(values, _param_shaped(states), moved, bool(inner.shared() or inner.extra()))
 
     def _probe_group(self, group: ParamGroup, probes: list[torch.Tensor]) -> ParamGroup:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -139,65 +143,11 @@ class _Trial:
         return {**lively(options), **names, "params": probes}
 
 
-class _CutTrial:
-    """One parameter of a group, whole and in flat pieces, large enough for what optimizers do to large ones only."""
-
-    def __init__(self, recipe: Recipe, group: ParamGroup, like: torch.Tensor) -> None:
-        self._recipe, self._group = recipe, group
-        self._whole = _slope(_large(like.dim()), 0.1, 3.0, phase=1).to(like.device, _precise(like.dtype))
-
-    def is_separable(self) -> bool:
-        flat = self._whole.view(-1)
-        whole, (of_whole,) = self._run([self._whole])
-        cut, states = self._run(torch.split(flat, _CUTS) if flat.numel() > 1 else [flat])
-        # Vector units may round the last elements of a run in another way than those in its midst.
-        same = torch.allclose(torch.cat(cut), whole[0].view(-1), rtol=1e-4, atol=1e-5)
-        return same and _divides(of_whole, states, whole[0], cut)
-
-    def _run(self, values: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-        probes = [torch.nn.Parameter(value.clone()) for value in values]
-        options = {k: v for k, v in self._group.items() if k not in ("params", "param_names")}
-        names = {"param_names": [str(i) for i in range(len(probes))]} if "param_names" in self._group else {}
-        group = {**lively(options), **names, "params": probes}
-        recipe = replace(self._recipe, groups=[group], defaults=lively(self._recipe.defaults))
-        inner = recipe.build(set(map(id, probes)))
-        for step, scale in enumerate(_SCALES):
-            gradient = scale * _slope(self._whole.shape, 2.0, 0.2, phase=step).to(self._whole)
-            parts = torch.split(gradient.view(-1), [probe.numel() for probe in probes])
-            for probe, part in zip(probes, parts, strict=True):
-                probe.grad = part.view(probe.shape).clone()
-            step_once(inner)
-        return [probe.detach() for probe in probes], [dict(inner.optimizer.state[probe]) for probe in probes]
-
-
-def _divides(
-    of_whole: dict[str, Any], of_pieces: list[dict[str, Any]], whole: torch.Tensor, pieces: list[torch.Tensor]
-) -> bool:
-    """Whether all state has an element for each of the parameter's, or is the same for whole and pieces."""
-    if any(list(state) != list(of_whole) for state in of_pieces):
-        return False
-    for key, value in of_whole.items():
-        parts = [state[key] for state in of_pieces]
-        is_cut = _has_shape(value, whole) and all(map(_has_shape, parts, pieces))
-        if not is_cut and not all(_equal(part, value) for part in parts):
-            return False
-    return True
-
-
-def _has_shape(value: Any, param: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == param.shape
-
-
-def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return left.shape == right.shape and bool(torch.equal(left, right))
-    return bool(left == right)
-
-
 class _Outcome(NamedTuple):
     values: list[torch.Tensor]
     param_shaped: frozenset[str]
     moves_without_grads: bool
+    keeps_more: bool
 
 
 def lively(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,24 +168,21 @@ def probe_like(like: torch.Tensor, number: int) -> torch.Tensor:
     # A scalar's state does not show its shape.
     shape = tuple(_SIZES[i % len(_SIZES)] for i in range(max(like.dim(), 1)))
     # In low precision a coupling could vanish in the rounding.
-    return torch.nn.Parameter(wave(shape, phase=number).to(like.device, _precise(like.dtype)))
+    return torch.nn.Parameter(wave(shape, phase=number).to(like.device, precise(like.dtype)))
 
 
-def _precise(dtype: torch.dtype) -> torch.dtype:
+def precise(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-def _large(dims: int) -> tuple[int, ...]:
-    return (160, 208, *[1] * (dims - 2)) if dims > 1 else (160 * 208,) * dims
-
-
-def _slope(shape: tuple[int, ...], start: float, stop: float, phase: int) -> torch.Tensor:
-    """Values that are not of one size: a piece must not be like the whole."""
-    return wave(shape, phase) * torch.linspace(start, stop, math.prod(shape)).reshape(shape)
 
 
 def wave(shape: tuple[int, ...], phase: int) -> torch.Tensor:
     return torch.sin(torch.arange(math.prod(shape), dtype=torch.float32) * 1.7 + phase + 1).reshape(shape)
+
+
+def made_ready(inner: ShardOptimizer) -> ShardOptimizer:
+    """One that is trained from now on: some optimizers must be told."""
+    inner.switch("train")
+    return inner
 
 
 def step_once(inner: ShardOptimizer) -> None:

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CheckpointError
 from .trees import dense_memory, map_tensors
+from .wrapped import on_plain
 
 
 def pack(value: Any) -> bytes:
@@ -30,22 +30,16 @@ def unpack(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def readable_types() -> list[str]:
-    """What the user has allowed beyond torch's own list, for ranks to compare: readers must know writers' types."""
-    allowed = [entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals()]
-    names = sorted(f"{entry.__module__}.{entry.__qualname__}" for entry in allowed)
-    return [f"types allowed by add_safe_globals: {names}"]
-
-
 def take_out_tensors(value: Any) -> tuple[Any, list[torch.Tensor]]:
     """`value` with memory-less stand-ins for its tensors, and the tensors in order.
 
-    Sparse tensors and others without plain memory stay where they are.
+    Sparse tensors and others without plain memory stay where they are. Of those that are made of others, these are
+    taken out.
     """
     tensors: list[torch.Tensor] = []
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout != torch.strided or tensor.is_quantized or is_traceable_wrapper_subclass(tensor):
+        if tensor.layout != torch.strided or tensor.is_quantized:
             return tensor.detach()
         tensor = tensor.detach().resolve_conj().resolve_neg()
         tensors.append(tensor)
@@ -53,7 +47,7 @@ def take_out_tensors(value: Any) -> tuple[Any, list[torch.Tensor]]:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
-    return map_tensors(value, stand_in), tensors
+    return map_tensors(value, lambda tensor: on_plain(tensor, stand_in)), tensors
 
 
 def _pack(value: Any) -> bytes:

@@ -1,8 +1,8 @@
 """Optimizer state in torch's own format: `{"state": {id: ...}, "param_groups": [...]}`."""
 
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from .trees import map_tensors, snapshot
 StateDict = dict[str, Any]
 _WRAPPINGS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 ParamGroup = Mapping[str, Any]
+ShapedKeys = Callable[[int], frozenset[str]]
+"""Keys of a parameter's state that has the parameter's shape."""
 
 
 def write_groups(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
@@ -50,6 +52,13 @@ class SavedState:
     is_part: bool = False
     """It has this rank's part only, and other ranks have other parts."""
 
+    def of_groups(self, numbers: Sequence[int], specs: Sequence[ParamSpec]) -> "SavedState":
+        """What it has of the groups with these numbers, in this order."""
+        if len(numbers) == len(self.groups):
+            return self
+        chosen = {index: state for index, state in self.by_param.items() if specs[index].group in numbers}
+        return replace(self, groups=[self.groups[number] for number in numbers], by_param=chosen)
+
     @property
     def tensors(self) -> list[Any]:
         """All that may have tensors in it."""
@@ -65,7 +74,7 @@ class SavedState:
         return lines
 
 
-def read(saved: Any, specs: Sequence[ParamSpec], group_count: int, param_shaped: frozenset[str]) -> SavedState:
+def read(saved: Any, specs: Sequence[ParamSpec], group_count: int, param_shaped: ShapedKeys) -> SavedState:
     """Check `saved` and match its entries with `specs`, by name where both have names, else by position."""
     groups = _groups(saved)
     _check_sizes(groups, specs, group_count)
@@ -77,7 +86,7 @@ def read(saved: Any, specs: Sequence[ParamSpec], group_count: int, param_shaped:
     # A number that no group lists would be taken for one of this rank's own numbers.
     others = {key: state for key, state in saved["state"].items() if key not in places and not isinstance(key, int)}
     for index, state in by_param.items():
-        _check_shapes(specs[index], state, param_shaped)
+        _check_shapes(specs[index], state, param_shaped(index))
     names = [spec.name for spec in specs if spec.name is not None]
     extra = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
     plain, is_part = uncut(by_param), _is_part(by_param)

@@ -10,8 +10,10 @@ from ..comm.collectives import Comm, as_bytes
 from ..comm.pending import Window
 from ..errors import ConfigError
 from ..units import MIB, Rank
-from .codec import pack, readable_types, take_out_tensors, unpack
+from .codec import pack, take_out_tensors, unpack
+from .readers import require_readers
 from .trees import dense_memory, map_tensors, snapshot
+from .wrapped import on_plain
 
 PIECE_BYTES = 4 * MIB
 IN_FLIGHT = 2
@@ -22,12 +24,12 @@ class Outbox:
 
     def __init__(self, value: Any) -> None:
         skeleton, self._tensors = take_out_tensors(value)
-        self._header = pack(skeleton)
+        self.header = pack(skeleton)
 
     def send(self, comm: Comm, to: Rank) -> None:
         """Pairs with `receive` on rank `to`."""
         window = Window(IN_FLIGHT)
-        header = torch.frombuffer(bytearray(self._header), dtype=torch.uint8)
+        header = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
         window.add(comm.send(torch.tensor([len(header)], device="cpu"), to))
         window.add(comm.send(header, to))
         for piece in _pieces(self._tensors):
@@ -54,23 +56,27 @@ def gather(
 ) -> bool:
     """Rank `to` gets to `take` every rank's value in the order of ranks, as a snapshot in host memory.
 
-    Called on all ranks; says whether this is rank `to`. What cannot be made or sent on one rank is raised on all,
-    before anything is sent; then `agreed_on` is called.
+    It counts in `Comm.everyone`, and gets the values of its own group. Called on all ranks; says whether this is rank
+    `to`. What cannot be made or sent on one rank is raised on all, before anything is sent; then `agreed_on` is called.
     """
 
     def propose() -> Proposal[tuple[Any, Outbox]]:
-        if to not in range(comm.group.size):
-            raise ConfigError(f"{call}: to={to!r} is not a rank of a group of {comm.group.size}")
+        if to not in range(comm.everyone.group.size):
+            raise ConfigError(f"{call}: to={to!r} is not a rank of a group of {comm.everyone.group.size}")
         value, facts = share()
-        return Proposal((value, Outbox(value)), [f"to={to}", *readable_types(), *facts])
+        return Proposal((value, Outbox(value)), [f"to={to}", *facts])
 
     mine, outbox = agreed(comm, call, propose)
+    require_readers(comm, call, outbox.header)
     agreed_on()
-    if comm.group.rank != to:
-        outbox.send(comm, to)
+    target = comm.everyone.group.to_global(to)
+    if target not in comm.group.members:
+        return False  # which has all of it without us
+    if comm.group.global_rank != target:
+        outbox.send(comm, comm.group.from_global(target))
         return False
     for rank in range(comm.group.size):
-        take(snapshot(mine) if rank == to else receive(comm, Rank(rank)))
+        take(snapshot(mine) if rank == comm.group.rank else receive(comm, Rank(rank)))
     return True
 
 
@@ -99,7 +105,7 @@ def receive(comm: Comm, source: Rank) -> Any:
         tensors.append(torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device="cpu"))
         return tensors[-1]
 
-    value = map_tensors(unpack(bytes(buffer)), allocate)
+    value = map_tensors(unpack(bytes(buffer)), lambda tensor: on_plain(tensor, allocate))
     window = Window(IN_FLIGHT)
     for piece in _pieces(tensors):
         window.make_room()

@@ -1,6 +1,7 @@
 """State of parameters that may be cut: in records on every rank, whole in torch's dict."""
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,8 @@ from ..errors import CheckpointError
 from ..layout.specs import ParamSpec
 from ..units import Span
 from .dcp import CutTensor, whole
-from .trees import copy_mutable, dense_memory, map_tensors
+from .trees import clone, copy_mutable, dense_memory, map_tensors
+from .wrapped import elements_per, insides, is_wrapped, joined
 
 MASTER = "master_weights"
 """The key of a parameter's more precise copy in its state."""
@@ -18,13 +20,15 @@ MASTER = "master_weights"
 class StateRecord(NamedTuple):
     """A rank's state of a parameter, or of a span of its memory.
 
-    `cut` are the keys whose values have an element for each of the span.
+    `cut` are the keys whose values have an element for each of the span, `common` is what all pieces have in common of
+    values that are made of several tensors.
     """
 
     param: int
     span: Span | None
     cut: tuple[str, ...]
     state: Any
+    common: frozenset[str] = frozenset()
 
     def part(self, spec: ParamSpec, *, room: bool) -> dict[Any, Any]:
         """As `torch.distributed.checkpoint` saves it. `room`: in memory of its own, to be loaded into."""
@@ -33,18 +37,35 @@ class StateRecord(NamedTuple):
             return torch.empty_like(tensor) if room else tensor.detach()
 
         def cut(key: Any, value: Any) -> Any:
+            if is_wrapped(value):
+                return self._insides(value, spec, own)
             if self.span is not None and key in self.cut:
                 return CutTensor(own(value), spec.shape, spec.stride, self.span.start)
             if isinstance(value, tuple):  # DCP takes it for one value
-                return map_tensors(value, torch.clone)
+                return map_tensors(value, clone)
             # Several pieces may share it, a step count for example, and each may be loaded with another one.
             return map_tensors(copy_mutable(value), lambda it: it.clone() if self.span is not None else whole(own(it)))
 
         return {key: cut(key, value) for key, value in self.state.items()}
 
+    def _insides(
+        self, value: torch.Tensor, spec: ParamSpec, own: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The plain tensors that a value is made of, flat, so that the same is saved however it is cut."""
+        found = {name: it.reshape(-1) for name, it in insides(value).items()}
+        if self.span is None:
+            return {name: whole(own(it)) for name, it in found.items()}
+        start = self.span.start
+
+        def cut(inside: torch.Tensor) -> CutTensor:
+            per = elements_per(value.numel(), inside)
+            return CutTensor(own(inside), (spec.numel // per,), (1,), start // per)
+
+        return {name: own(it).clone() if name in self.common else cut(it) for name, it in found.items()}
+
     def portable(self) -> Any:
         """In plain containers, as it travels."""
-        return (None if self.span is None else list(self.span), list(self.cut), self.state)
+        return (None if self.span is None else list(self.span), list(self.cut), list(self.common), self.state)
 
 
 class Whole:
@@ -53,11 +74,15 @@ class Whole:
     def __init__(self, specs: Sequence[ParamSpec]) -> None:
         self._specs = specs
         self._by_param: dict[int, Any] = {}
+        self._common: dict[int, frozenset[str]] = {}
         self._cut: dict[int, frozenset[str]] = {}
+        self._pieces: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
+        """Of values that are made of several tensors, in the order of ranks, and so of memory."""
 
     def add(self, records: dict[int, Any]) -> None:
         """A rank's portable records, by parameter."""
-        for param, (span, cut, state) in records.items():
+        for param, (span, cut, common, state) in records.items():
+            self._common[param] = frozenset(common)
             if span is None:
                 self._by_param[param] = state
             else:
@@ -65,6 +90,8 @@ class Whole:
 
     def state(self) -> dict[int, Any]:
         """By parameter. State has no gaps where the parameter has: torch's optimizers leave none either."""
+        for (param, key), pieces in self._pieces.items():
+            self._by_param[param][key] = joined(pieces, self._specs[param].shape, self._common[param])
         for param, cut in self._cut.items():
             if self._specs[param].extent > self._specs[param].numel:
                 self._by_param[param].update({key: self._by_param[param][key].clone() for key in cut})
@@ -76,6 +103,10 @@ class Whole:
         for key, value in state.items():
             if key not in cut:
                 whole.setdefault(key, value)
+                continue
+            if is_wrapped(value):
+                whole.setdefault(key, None)
+                self._pieces[spec.index, key].append(value)
                 continue
             if key not in whole:
                 whole[key] = value.new_zeros(spec.extent).as_strided(spec.shape, spec.stride)

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from .wrapped import on_plain
+
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """A copy of nested containers with every tensor changed; containers keep their types, other values stay."""
@@ -24,7 +26,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 def snapshot(value: Any) -> Any:
     """A copy on the CPU that nothing changes later."""
-    return map_tensors(copy_mutable(value), _to_host)
+    return map_tensors(copy_mutable(value), lambda tensor: on_plain(tensor, _to_host))
 
 
 def versions(value: Any) -> list[int]:
@@ -39,6 +41,10 @@ def copy_mutable(value: Any) -> Any:
     memo: dict[int, Any] = {}
     map_tensors(value, lambda tensor: memo.setdefault(id(tensor), tensor))
     return copy.deepcopy(value, memo)
+
+
+def clone(tensor: torch.Tensor) -> torch.Tensor:
+    return on_plain(tensor, torch.clone)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,48 @@
+"""State that files have in plain tensors, put together as the optimizer would have made it.
+
+Files need not say which class that is, and no code comes from them: the running optimizer shows what it keeps.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..state.compat import StateDict
+from ..state.dcp import CutTensor
+from ..state.wrapped import insides, is_wrapped, rewrapped
+from .beginnings import first_state
+from .inner import Recipe
+from .selftest import quietly
+
+
+def put_together(local: StateDict, recipe: Recipe, optimizer: torch.optim.Optimizer) -> StateDict:
+    """The dict with values of the optimizer's own classes, where it has what is inside them."""
+    places = [(param, group) for group in optimizer.param_groups for param in group["params"]]
+    state = dict(local["state"])
+    for number, found in state.items():
+        if isinstance(number, int) and isinstance(found, dict) and any(isinstance(it, dict) for it in found.values()):
+            param, options = places[number]
+            with quietly(recipe):
+                # Of a parameter whose values may be elsewhere only the kind is known here, and that is enough.
+                (expected,) = first_state(recipe, options, [torch.zeros_like(param)])
+            state[number] = {key: _made_like(expected.get(key), value, key) for key, value in found.items()}
+    return {**local, "state": state}
+
+
+def _made_like(like: Any, value: Any, key: Any) -> Any:
+    if not is_wrapped(like) or not isinstance(value, Mapping):
+        return value
+    wanted = insides(like)
+    found = {name: it.local if isinstance(it, CutTensor) else it for name, it in value.items()}
+    if {name: it.numel() for name, it in found.items()} != {name: it.numel() for name, it in wanted.items()}:
+        raise CheckpointError(
+            f"the loaded state '{key}' is made of {_sizes(found)}, but {type(like).__name__} has {_sizes(wanted)}: "
+            "it was saved by an optimizer of another class, or with other options"
+        )
+    return rewrapped(like, {name: it.to(wanted[name].device).view(wanted[name].shape) for name, it in found.items()})
+
+
+def _sizes(inside: Mapping[str, torch.Tensor]) -> str:
+    return ", ".join(f"{name} of {it.numel()} elements" for name, it in inside.items())

@@ -1,0 +1,41 @@
+"""Can those who receive it read it? Types beyond torch's own must be allowed on every rank."""
+
+import io
+import pickletools
+import zipfile
+
+import torch
+
+from ..comm.collectives import Comm
+from ..errors import RankMismatchError
+
+
+def require_readers(comm: Comm, call: str, packed: bytes | None) -> None:
+    """Raise on all ranks if one of them has packed a type that another has not allowed. Called on all ranks.
+
+    What ranks have allowed and nobody uses may differ: many libraries allow their types when they are imported.
+    """
+    everyone = comm.everyone
+    used = sorted(_names_in(packed) & _allowed()) if packed is not None else []
+    if comm.is_alone or not everyone.maximum([bool(used)])[0]:
+        return
+    wanted = {name for text in everyone.share("\n".join(used)) for name in text.splitlines()}
+    lacking = everyone.share(", ".join(sorted(wanted - _allowed())))
+    if any(lacking):
+        told = "; ".join(f"rank {rank} has not allowed {names}" for rank, names in enumerate(lacking) if names)
+        raise RankMismatchError(f"{call}: {told}. Call torch.serialization.add_safe_globals on every rank.")
+
+
+def _allowed() -> set[str]:
+    """What the user, or a library, has allowed beyond torch's own list."""
+    allowed = [entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals()]
+    return {f"{entry.__module__}.{entry.__qualname__}" for entry in allowed}
+
+
+def _names_in(packed: bytes) -> set[str]:
+    """Of the types that are needed to read it."""
+    with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+        (path,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        return {
+            str(name).replace(" ", ".") for op, name, _ in pickletools.genops(archive.read(path)) if op.name == "GLOBAL"
+        }

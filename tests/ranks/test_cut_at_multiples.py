@@ -1,0 +1,193 @@
+"""Optimizers that work on blocks: parameters are cut between blocks, and updated as whole ones would be."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support import RankContext, ranks
+from tests.support.blocks import Blocks
+from tests.support.checkpoints import first_ranks
+from tests.support.oracle import Twins, assert_same, set_grads
+from zeroshard import (
+    ConfigError,
+    FlatShards,
+    WholeParams,
+    ZeroConfig,
+    ZeroRedundancyOptimizer,
+    broadcast_object,
+    checkpoint,
+)
+from zeroshard.state.wrapped import insides, is_wrapped
+
+SHAPES: list[tuple[int, ...]] = [(16, 320), (7,), (3000,), (1536,), (), (64, 33), (2, 8, 256)]
+"""Those of 5120, 1536 and 4096 elements may be cut, with blocks of 256."""
+
+
+class Weights(nn.Module):
+    def __init__(self, shapes: list[tuple[int, ...]] = SHAPES, *, transposed: bool = False) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        made = [torch.randn(shape, generator=draw) for shape in shapes]
+        made = [it.t() if transposed and it.dim() == 2 else it for it in made]
+        self.weights = nn.ParameterList([nn.Parameter(it) for it in made])
+
+
+def flat(**options: int) -> dict[str, Any]:
+    return {"config": ZeroConfig(partition=FlatShards(**options))}
+
+
+def twins_of(**more: Any) -> Twins:
+    return Twins(Blocks, **{"model": Weights, "zero_only": flat(), "lr": 0.05, **more})
+
+
+def pieces(zero: ZeroRedundancyOptimizer) -> list[list[int]]:
+    """Elements of each piece of each parameter."""
+    return [[it.in_param.length for it in zero.layout.pieces_of_param(spec.index)] for spec in zero.layout.params]
+
+
+def assert_state(twins: Twins) -> None:
+    """The dict of all ranks is that of the plain optimizer, with parameters in order."""
+    expected = twins.plain.state_dict()
+    expected["state"] = dict(sorted(expected["state"].items()))
+    assert_same(broadcast_object(twins.zero.full_state_dict(), 0), expected)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 9000, 1 << 20])
+@ranks(1, 2, 3, 4)
+def test_they_are_updated_as_whole_ones(ctx: RankContext, bucket_bytes: int) -> None:
+    twins = twins_of(zero_only=flat(bucket_bytes=bucket_bytes))
+    twins.train(4)
+    cut = [lengths for lengths in pieces(twins.zero) if len(lengths) > 1]
+    assert bool(cut) == (ctx.world_size > 1) or bucket_bytes > 1
+    assert all(length % 256 == 0 and length >= 512 for lengths in cut for length in lengths)
+    assert_state(twins)
+
+
+def test_other_cuts_would_be_wrong() -> None:
+    """Guard of the guard: the optimizer does tell pieces of other lengths from the whole."""
+    whole = nn.Parameter(torch.ones(5120))
+    halves = [nn.Parameter(torch.ones(size)) for size in (2500, 2620)]
+    grad = torch.linspace(-1, 2, 5120)
+    for params, grads in (([whole], [grad]), (halves, [grad[:2500], grad[2500:]])):
+        for param, part in zip(params, grads, strict=True):
+            param.grad = part.clone()
+        Blocks(params).step()
+    assert not torch.equal(torch.cat([half.detach() for half in halves]), whole.detach())
+
+
+@ranks(1, 2, 3)
+def test_missing_gradients_leave_pieces_alone(ctx: RankContext) -> None:
+    twins = twins_of()
+    for step in range(5):
+        for model, optimizer in twins.sides:
+            set_grads(model.parameters(), step)
+            for index, param in enumerate(model.parameters()):
+                param.grad = None if (index + step) % 3 == 0 else param.grad
+            optimizer.step()
+        twins.check()
+    assert_state(twins)
+
+
+@ranks(1, 3)
+def test_parameters_that_do_not_lie_in_order_stay_whole(ctx: RankContext) -> None:
+    twins = twins_of(model=lambda: Weights([(16, 320), (4096,)], transposed=True))
+    twins.train(3)
+    assert len(pieces(twins.zero)[0]) == 1
+    assert len(pieces(twins.zero)[1]) == min(2, ctx.world_size)
+
+
+@ranks(1, 2, 3)
+def test_groups_may_be_added(ctx: RankContext) -> None:
+    twins = twins_of(handed=lambda model: list(model.parameters())[:3])
+    twins.train(2)
+    for model, optimizer in twins.sides:
+        optimizer.add_param_group({"params": list(model.parameters())[3:], "lr": 0.2})
+    twins.train(2)
+    assert_state(twins)
+
+
+@ranks(3)
+def test_state_goes_to_other_cuts_and_back(ctx: RankContext, tmp_path: Path) -> None:
+    """From 3 ranks to 2, through files, and to whole parameters, in a dict."""
+    folder, before = ctx.gather(tmp_path)[0], twins_of()
+    before.train(3)
+    saved = broadcast_object(before.zero.full_state_dict(), 0)
+    checkpoint.save(folder, step=1, model=before.model, optimizer=before.zero).wait()
+    group = first_ranks(2)
+    options = [{"config": ZeroConfig(partition=WholeParams())}, {**flat(), "process_group": group}]
+    for through_files, zero_only in enumerate(options[: 1 if group is None else 2]):
+        after = twins_of(zero_only=zero_only)
+        after.plain_model, after.plain, after.steps = *copy.deepcopy((before.plain_model, before.plain)), before.steps
+        if through_files:
+            checkpoint.load(folder, model=after.model, optimizer=after.zero, process_group=group)
+        else:
+            after.model.load_state_dict(before.model.state_dict())
+            after.zero.load_state_dict(saved)
+        after.train(2)
+    dist.barrier()
+
+
+@ranks(1, 2)
+def test_cuts_that_are_too_fine_are_refused_and_coarser_ones_are_not(ctx: RankContext) -> None:
+    for options in ({"align": 64}, {"align": 256}, {"align": 384, "least": 768}, {"least": 4096}):
+        with pytest.raises(ConfigError, match=r"cuts too finely for Blocks.*align=256 and least=512"):
+            twins_of(zero_only=flat(**options))
+    for options in ({"align": 512}, {"align": 256, "least": 1024}):
+        twins = twins_of(zero_only=flat(**options))
+        twins.train(2)
+        assert all(length % 256 == 0 for lengths in pieces(twins.zero) if len(lengths) > 1 for length in lengths)
+    with pytest.raises(ConfigError, match=r"FlatShards\(\) cannot be used"):
+        Twins(torch.optim.Adafactor, model=Weights, zero_only=flat())
+
+
+@ranks(2)
+def test_element_wise_optimizers_may_be_cut_at_multiples_too(ctx: RankContext) -> None:
+    twins = Twins(torch.optim.AdamW, model=Weights, zero_only=flat(align=64), lr=0.05)
+    twins.train(3)
+    assert all(length % 64 == 0 for lengths in pieces(twins.zero) if len(lengths) > 1 for length in lengths)
+    assert_state(twins)
+
+
+@ranks(2)
+def test_quantized_state_goes_through_files_to_the_plain_optimizer_and_back(ctx: RankContext, tmp_path: Path) -> None:
+    kind = pytest.importorskip("torchao.optim").AdamW8bit
+    folder = ctx.gather(tmp_path)[0]
+    with torch.compiler.set_stance("force_eager"):
+        make = partial(Twins, kind, model=partial(Weights, [(48, 256), (7,), (4096,)]), zero_only=flat(), lr=0.05)
+        before = make()
+        before.train(3)
+        assert len(pieces(before.zero)[0]) == 2
+        for source in ("zero", "plain"):
+            model = before.model if source == "zero" else before.plain_model
+            checkpoint.save(folder / source, step=1, model=model, optimizer=getattr(before, source)).wait()
+            for target in ("zero", "plain"):
+                after = make()
+                model = after.model if target == "zero" else after.plain_model
+                checkpoint.load(folder / source, model=model, optimizer=getattr(after, target))
+                if target == "plain":
+                    assert_same_state(after.plain.state_dict(), before.plain.state_dict())
+                else:
+                    assert_same_state(after.zero.full_state_dict(), before.plain.state_dict())
+
+
+def assert_same_state(found: Any, expected: dict[str, Any]) -> None:
+    """Bit for bit, of the same classes."""
+    for index, state in expected["state"].items() if found is not None else ():
+        assert state.keys() == found["state"][index].keys()
+        for key, value in state.items():
+            other = found["state"][index][key]
+            assert (type(other), other.shape) == (type(value), value.shape)
+            for mine, theirs in zip(plain_tensors(other), plain_tensors(value), strict=True):
+                assert torch.equal(mine, theirs), (index, key)
+
+
+def plain_tensors(value: torch.Tensor) -> list[torch.Tensor]:
+    return list(insides(value).values()) if is_wrapped(value) else [value]

@@ -1,0 +1,57 @@
+"""Optimizers of torch and of others: sharded they do what they do alone, or they are refused. A page says which."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support import RankContext, RankFailures, RankPool
+from tests.support.optimizers import CASES, version_of
+from tests.support.table import PAGE, cases_of, packages, page, section, sections_of, version_in
+from tests.support.trials import Report, try_out
+
+SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, Report]:
+    """What was found, by title."""
+    return {}
+
+
+def body(ctx: RankContext, number: int, folder: Path) -> Report:
+    return try_out(ctx, CASES[number], folder)
+
+
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[case.title for case in CASES])
+def test_it_does_what_it_does_alone_or_is_refused(
+    rank_pool: RankPool, reports: dict[str, Report], number: int, tmp_path: Path
+) -> None:
+    case = CASES[number]
+    if version_of(case.package) is None:
+        pytest.skip(f"{case.package} is not installed")
+    try:
+        first, *others = rank_pool.run(body, 3, SECONDS, {"number": number, "folder": tmp_path})
+    except RankFailures as failures:
+        raise pytest.fail.Exception(str(failures), pytrace=False) from None
+    assert others == [first] * 2
+    assert case.is_refused == first.partition.startswith("refused")
+    reports[case.title] = first
+
+
+def test_the_page_says_so(reports: dict[str, Report]) -> None:
+    """Of packages that are installed, in the versions that the page speaks of."""
+    complete = [it for it in packages() if all(case.title in reports for case in cases_of(it))]
+    made = {package: section(package, reports) for package in complete}
+    written = sections_of(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
+    if os.environ.get("ZEROSHARD_TABLE") == "write":
+        PAGE.write_text(page([(written | made)[it] for it in packages() if it in written | made]), encoding="utf-8")
+        return
+    same = [it for it in complete if version_in(written[it]) == version_of(it)]
+    if not same:
+        pytest.skip("no package was tried as a whole in the version that the page speaks of")
+    assert {it: written[it] for it in same} == {it: made[it] for it in same}, "run `make table`"
+    assert page(written.values()) == PAGE.read_text(encoding="utf-8")

@@ -1,0 +1,73 @@
+"""Tensors that are made of others: copied, cut, joined and sent without a bit lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zeroshard.errors import CheckpointError
+from zeroshard.state.codec import pack, take_out_tensors, unpack
+from zeroshard.state.dcp import CutTensor
+from zeroshard.state.trees import clone, snapshot
+from zeroshard.state.wrapped import insides, is_wrapped, joined, piece_of
+
+SHAPE = (48, 256)
+CLASSES = ["OptimState8bit", "OptimState4bit", "OptimStateFp8"]
+
+
+def quantized(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    kind: Any = getattr(pytest.importorskip(f"torchao.optim.subclass_{name[10:].lower()}"), name)
+    made: Tensor = kind.zeros(SHAPE, dtype=dtype)
+    made.copy_(torch.linspace(-1, 3, SHAPE[0] * SHAPE[1]).sin().view(SHAPE))
+    return made
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    assert (type(found), found.shape, found.dtype) == (type(expected), expected.shape, expected.dtype)
+    return all(
+        torch.equal(it.view(torch.uint8), insides(found)[name].view(torch.uint8))
+        for name, it in insides(expected).items()
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CLASSES)
+def test_pieces_make_the_whole_again(name: str, dtype: torch.dtype) -> None:
+    value, common = quantized(name, dtype), frozenset({"qmap"})
+    pieces = [piece_of(value, start, stop, common) for start, stop in [(0, 4096), (4096, 8448), (8448, 12288)]]
+    assert [piece.shape for piece in pieces] == [(4096,), (4352,), (3840,)]
+    assert same(joined(pieces, SHAPE, common), value)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_copies_are_copies(name: str) -> None:
+    value = quantized(name, torch.bfloat16)
+    for copied in (clone(value), snapshot(value)):
+        assert same(copied, value)
+        insides(copied)["scale"].zero_()
+        assert insides(value)["scale"].any()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_is_sent_first_is_small(name: str) -> None:
+    """Structure, without the memory; and it is read back without running code."""
+    value = quantized(name)
+    skeleton, tensors = take_out_tensors({"state": value})
+    assert [tuple(it.shape) for it in tensors] == [tuple(it.shape) for it in insides(value).values()]
+    read = unpack(pack(skeleton))["state"]
+    assert type(read) is type(value)
+    assert all(it.is_meta for it in insides(read).values())
+
+
+def test_what_is_no_such_thing() -> None:
+    assert not is_wrapped(torch.ones(3))
+    assert not is_wrapped(CutTensor(torch.ones(3), (4,), (1,), 0))
+    assert not is_wrapped([1])
+
+
+def test_a_piece_within_a_block_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="blocks of 256"):
+        piece_of(quantized("OptimState8bit"), 0, 4100, frozenset({"qmap"}))
