@@ -14,9 +14,11 @@ from .errors import (
     ZeroError,
 )
 from .layout.partition import FlatShards, WholeParams
+from .measuring import measure_cost
 from .objects import broadcast_object
 from .optimizer import ZeroRedundancyOptimizer
-from .policies import KeepFull, KeepShard, MasterWeights, Reduce
+from .policies import KeepFull, KeepShard, MasterWeights, Offload, Reduce
+from .rules import Rule, everything_else, matrices
 from .scaler import GradScaler
 from .sharded import ShardedOptimizer, shard
 
@@ -35,9 +37,11 @@ __all__ = [
     "KeepShard",
     "LayoutError",
     "MasterWeights",
+    "Offload",
     "RankFailedError",
     "RankMismatchError",
     "Reduce",
+    "Rule",
     "ShardedOptimizer",
     "WholeParams",
     "ZeroConfig",
@@ -46,6 +50,9 @@ __all__ = [
     "broadcast_object",
     "checkpoint",
     "ddp_hooks",
+    "everything_else",
+    "matrices",
+    "measure_cost",
     "shard",
 ]
 

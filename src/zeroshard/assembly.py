@@ -1,7 +1,7 @@
 """From what the user gave to an engine that runs it. Everything here is local to the rank and changes no parameter."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -10,19 +10,28 @@ import torch
 from .comm.collectives import Comm
 from .config import ZeroConfig
 from .errors import ConfigError
+from .layout.balance import Balance, balance
+from .layout.grain import Grain
 from .layout.layout import Layout
-from .layout.partition import FlatShards, Partitioner, WholeParams
+from .layout.partition import Cost, FlatShards, Partitioner, SideBySide, WholeParams
 from .layout.specs import ParamSpec, read_specs
 from .notices import warn_user
 from .params import check_specs
 from .policies import Reduce
-from .runtime.flat import FlatEngine
-from .runtime.inner import ParamGroup, Recipe
-from .runtime.selftest import Traits, examine, is_separable
+from .runtime.flat import FlatEngine, Share
+from .runtime.inner import ParamGroup
+from .runtime.offload import is_far
+from .runtime.parts import Kind
 from .runtime.step import Engine
 from .runtime.store import FlatStore, LooseStore
+from .runtime.team import CLASS
 from .runtime.whole import WholeEngine
+from .runtime.work import by_elements, in_operations
 from .state.compat import describe_groups
+from .units import MIB
+
+OFFLOAD_BUCKET = 128 * MIB
+"""What comes to the device at once, unless its user has chosen: also where one rank alone would take larger ones."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,8 @@ class Assembly:
 
     comm: Comm
     config: ZeroConfig
-    recipe: Recipe
+    kinds: Sequence[Kind]
+    """Of optimizers. Where there are several, each group names its own."""
     bucket_view: bool = False
     """Whole parameters shall live in flat buffers."""
     overlap: bool = False
@@ -42,25 +52,36 @@ class Assembly:
     """Places of parameters in the model, by id, if that is known."""
 
     @cached_property
-    def traits(self) -> Traits:
-        """What the self-test finds."""
-        return examine(self.recipe)
+    def partitions(self) -> list[Partitioner]:
+        """How the parameters of each kind are divided."""
+        return [self._partition(kind) for kind in self.kinds]
+
+    def _partition(self, kind: Kind) -> Partitioner:
+        suited = FlatShards() if self.reduces and kind.cutting else WholeParams()
+        shared = self.config.partition
+        if len(self.kinds) > 1 and isinstance(shared, FlatShards) and not kind.cutting:
+            shared = None  # it is for those that can be cut
+        chosen = kind.partition or shared or suited
+        if isinstance(chosen, FlatShards) and chosen.grain is None and kind.cutting:
+            return replace(chosen, **kind.cutting.grain._asdict())
+        return chosen
 
     @cached_property
-    def separable(self) -> bool:
-        """The optimizer updates flat pieces of a parameter as it would update the whole."""
-        return not self.traits.couples_params and is_separable(self.recipe)
-
-    @cached_property
-    def partition(self) -> Partitioner:
-        if self.config.partition is not None:
-            return self.config.partition
-        return FlatShards() if self.reduces and self.separable else WholeParams()
-
-    @property
     def flat(self) -> bool:
         """Ranks own slices of buckets."""
-        return self.reduces or isinstance(self.partition, FlatShards)
+        return self.reduces or any(isinstance(partition, FlatShards) for partition in self.partitions)
+
+    def kind_of(self, group: ParamGroup) -> int:
+        """The number of a group's kind."""
+        names = [kind.name for kind in self.kinds]
+        if len(names) == 1:
+            return 0
+        if group.get(CLASS) not in names:
+            raise ConfigError(
+                f"this optimizer has several classes, so that a group must name its own: {CLASS!r} is to be one of "
+                f"{names}, not {group.get(CLASS)!r}"
+            )
+        return names.index(group[CLASS])
 
     def extend(self, layout: Layout, groups: Sequence[ParamGroup], first_group: int = 0) -> Layout:
         """`layout` with the groups from `first_group` on, once they are found fit to be sharded."""
@@ -70,7 +91,52 @@ class Assembly:
         for device in {spec.device for spec in specs}:
             if not self.comm.group.carries(device):
                 raise ConfigError(f"the backend of the process group cannot carry parameters on {device}")
-        return self.partition.extend(layout, self._in_order_of_use(specs, groups) if self.flat else specs)
+        if self.flat:
+            partition = self._in_buckets(groups, [*layout.params, *specs])
+            return partition.extend(layout, self._in_order_of_use(specs, groups))
+        return self.partitions[0].extend(layout, specs)
+
+    def _in_buckets(self, groups: Sequence[ParamGroup], specs: Sequence[ParamSpec]) -> Partitioner:
+        kinds = [self.kind_of(group) for group in groups]
+        foreign = [it for it in self.partitions if type(it) not in (FlatShards, WholeParams)]
+        if foreign:
+            return foreign[0]
+        costs = self._costs(kinds, specs)
+        whole = {number: cost for number, cost in enumerate(costs) if not self._is_cut(kinds[number])}
+        return SideBySide(whole, self._bucket_bytes(), self._grains(kinds))
+
+    def _grains(self, kinds: Sequence[int]) -> dict[int, Grain]:
+        """Of each group that is cut, by its kind."""
+        cut = {n: it for n, kind in enumerate(kinds) if isinstance(it := self.partitions[kind], FlatShards)}
+        return {number: partition.grain or Grain() for number, partition in cut.items()}
+
+    def _is_cut(self, kind: int) -> bool:
+        return isinstance(self.partitions[kind], FlatShards)
+
+    def _bucket_bytes(self) -> int | None:
+        """Parameters of all kinds that can be cut share buckets."""
+        cut = [it for it in (self.config.partition, *self.partitions) if isinstance(it, FlatShards)]
+        sizes = sorted({it.bucket_bytes for it in cut if it.bucket_bytes is not None})
+        if len(sizes) > 1:
+            raise ConfigError(f"all rules share buckets, which have one size: give one bucket_bytes, not {sizes}")
+        return sizes[0] if sizes else (OFFLOAD_BUCKET if self._offloads else None)
+
+    def _costs(self, kinds: Sequence[int], specs: Sequence[ParamSpec]) -> list[Cost]:
+        """For each group, by its kind: what it takes a rank to update a parameter of it."""
+        counted: list[Cost] = [by_elements if self._is_cut(kind) else self.kinds[kind].work for kind in kinds]
+        partitions = [self.partitions[kind] for kind in kinds]
+        own = [it.cost if isinstance(it, WholeParams) else None for it in partitions]
+        if len(self.kinds) == 1:
+            return [mine or it for mine, it in zip(own, counted, strict=True)]
+        return [
+            in_operations(mine, [spec for spec in specs if own[spec.group] is mine], counted) if mine else it
+            for mine, it in zip(own, counted, strict=True)
+        ]
+
+    def balance(self, layout: Layout, groups: Sequence[ParamGroup]) -> Balance:
+        """Of trained elements, and of what it takes to update them."""
+        costs = self._costs([self.kind_of(group) for group in groups], layout.params)
+        return balance(layout, lambda spec: costs[spec.group](spec))
 
     def _in_order_of_use(self, specs: Sequence[ParamSpec], groups: Sequence[ParamGroup]) -> list[ParamSpec]:
         """As a forward pass is expected to use them: in the order of the model or, where that is not known, all groups
@@ -89,39 +155,71 @@ class Assembly:
 
     def warn_of_whole_params(self) -> None:
         """Say so where parameters would be cut if the optimizer allowed it. After one was made, and so can be made."""
-        if self.reduces and self.config.partition is None and not self.separable:
+        (kind, *others) = self.kinds
+        if self.reduces and self.config.partition is None and not others and not kind.cutting:
             warn_user(
-                f"{self.recipe.name} looks at whole parameters, so each is updated by one rank: shards are as "
-                "balanced as the sizes of parameters allow, and gradients travel after the backward pass"
+                f"{kind.name} looks at whole parameters, so each is updated by one rank: shards are as "
+                "balanced as the sizes of parameters allow"
             )
+
+    @cached_property
+    def _offloads(self) -> bool:
+        groups = [group for kind in self.kinds for group in kind.recipe.groups]
+        return self.config.offload is not None and any(is_far(param.device) for param in all_params(groups))
+
+    def warn_of_offload(self) -> None:
+        """Say so where it has no effect."""
+        if self.config.offload is not None and not self._offloads:
+            warn_user("Offload(...) has no effect: no parameter is on a GPU, so that state is in host memory anyway")
 
     def check(self, engine: Engine) -> None:
         """Refuse options of an optimizer that cannot be right when it is sharded."""
-        _refuse_differentiable(engine.inner.optimizer.param_groups)
+        if self._offloads and any(member.has_mode("train") for member in engine.inner.members):
+            raise ConfigError(
+                "optimizers with train() and eval() cannot be used with Offload(...): what they exchange with the "
+                "parameters would be in host memory"
+            )
+        _refuse_differentiable([group for member in engine.inner.members for group in member.optimizer.param_groups])
 
     def check_options(self) -> None:
         """Refuse an optimizer that cannot be right when it is sharded, and options that do not go together."""
-        if self.traits.couples_params:
-            raise ConfigError(
-                f"{self.recipe.name} cannot be sharded: its update of one parameter depends on the others, "
-                "which live on other ranks"
-            )
-        _refuse_differentiable([self.recipe.defaults, *self.recipe.groups])
-        if isinstance(self.partition, FlatShards) and not self.separable:
-            self._require_that_it_can_be_made()
-            raise ConfigError(
-                f"FlatShards() cannot be used with {self.recipe.name}: a self-test found that it updates a parameter "
-                "in another way when it is cut into pieces. Use WholeParams()."
-            )
+        for kind, partition in zip(self.kinds, self.partitions, strict=True):
+            self._check_kind(kind, partition)
         if self.overlap and self.flat:
             raise ConfigError("overlap_with_ddp=True deals out whole parameters: with FlatShards() use ddp_hook()")
-        if self.config.masters is not None and not self.flat:
-            raise ConfigError("MasterWeights(...) needs partition=FlatShards()")
+        for name, policy in (("MasterWeights", self.config.masters), ("Offload", self.config.offload)):
+            if policy is not None and not self.flat:
+                raise ConfigError(f"{name}(...) needs partition=FlatShards()")
         self._refuse_what_would_be_ignored()
 
-    def _require_that_it_can_be_made(self) -> None:
-        """A self-test of an optimizer that cannot, since its arguments are wrong, says nothing: raise its own error."""
-        self.recipe.build(set(map(id, all_params(self.recipe.groups))))
+    def _check_kind(self, kind: Kind, partition: Partitioner) -> None:
+        if kind.traits.couples_params:
+            raise ConfigError(
+                f"{kind.name} cannot be sharded: its update of one parameter depends on the others, "
+                "which live on other ranks. Take one that updates each parameter by itself, or train without sharding."
+            )
+        self._refuse_other_gradients(kind)
+        _refuse_differentiable([kind.recipe.defaults, *kind.recipe.groups])
+        if isinstance(partition, FlatShards):
+            _require_grain(kind, partition)
+        if len(self.kinds) > 1 and kind.traits.keeps_more:
+            raise ConfigError(
+                f"{kind.name} cannot be one of several classes: it has state that belongs to no parameter, so that "
+                "the state of all could not be told apart. Make an optimizer of its own for its part of the model."
+            )
+
+    def _refuse_other_gradients(self, kind: Kind) -> None:
+        """Those that it needs and does not get."""
+        if kind.traits.needs == "sparse" and self.reduces:
+            raise ConfigError(
+                f"{kind.name} takes sparse gradients only, and shard() averages dense ones. Use an optimizer for dense "
+                "gradients, or ZeroRedundancyOptimizer with DistributedDataParallel."
+            )
+        if kind.traits.needs == "graph" and self.flat:
+            raise ConfigError(
+                f"{kind.name} differentiates gradients once more, and those that were averaged over ranks have no "
+                "graph. Use an optimizer that needs no Hessian, or train without sharding."
+            )
 
     def _refuse_what_would_be_ignored(self) -> None:
         if self.config.overlap_gather and not self.reduces:
@@ -134,7 +232,7 @@ class Assembly:
     def facts(self, layout: Layout, groups: Sequence[ParamGroup]) -> list[str]:
         """What must be equal on all ranks, most telling first, each in a line of its own."""
         return [
-            f"optimizer class {self.recipe.name}",
+            *(f"optimizer class {kind.name}" for kind in self.kinds),
             *self.config.describe(),
             f"parameters_as_bucket_view={self.bucket_view}",
             f"overlap_with_ddp={self.overlap}",
@@ -146,10 +244,10 @@ class Assembly:
 
     def _engine(self) -> Engine:
         if self.flat:
-            cut = isinstance(self.partition, FlatShards)
-            return FlatEngine(self.comm, self.recipe, self.traits, self.config.masters, cut=cut)
+            shares = [Share(kind, self._is_cut(number)) for number, kind in enumerate(self.kinds)]
+            return FlatEngine(self.comm, shares, self.config.masters, self.config.offload if self._offloads else None)
         store = FlatStore() if self.bucket_view and not self.overlap else LooseStore()
-        return WholeEngine(self.comm, self.recipe, store, moves_all=self.traits.moves_without_grads)
+        return WholeEngine(self.comm, self.kinds[0], store)
 
 
 def _side_by_side(specs: Sequence[ParamSpec]) -> list[ParamSpec]:
@@ -157,6 +255,23 @@ def _side_by_side(specs: Sequence[ParamSpec]) -> list[ParamSpec]:
     members = [list(group) for _, group in groupby(specs, key=lambda spec: spec.group)]
     place = {it.index: (number + 0.5) / len(group) for group in members for number, it in enumerate(group)}
     return sorted(specs, key=lambda spec: place[spec.index])
+
+
+def _require_grain(kind: Kind, flat: FlatShards) -> None:
+    """Refuse to cut parameters more finely than the optimizer allows."""
+    if kind.cutting is None:
+        kind.require_that_it_can_be_made()
+        raise ConfigError(
+            f"FlatShards() cannot be used with {kind.name}: a self-test found that it updates a parameter "
+            "in another way when it is cut into pieces. Use WholeParams()."
+        )
+    needed = kind.cutting.grain
+    if flat.grain is not None and not flat.grain.suits(needed):
+        raise ConfigError(
+            f"{flat} cuts too finely for {kind.name}: a self-test found that it needs pieces of a multiple of "
+            f"{needed.align} elements, at least {needed.least}. Leave align and least out, or take "
+            f"align={needed.align} and least={needed.least}."
+        )
 
 
 def _refuse_differentiable(groups: Sequence[ParamGroup]) -> None:

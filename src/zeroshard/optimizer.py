@@ -1,14 +1,13 @@
 """`ZeroRedundancyOptimizer`: wires the parts together and delegates."""
 
 import warnings
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from . import state_dicts
 from .adapters.ddp import CommHook, Overlap, plain_class
 from .adapters.ddp_grads import hand_over
 from .adapters.join import ShadowStep
@@ -16,27 +15,29 @@ from .assembly import Assembly, count_params
 from .comm.agreement import Proposal, agreed
 from .comm.collectives import Comm
 from .comm.group import Group
-from .config import ZeroConfig
+from .config import ZeroConfig, refuse_policies
 from .errors import ConfigError
+from .layout.balance import Balance
 from .layout.layout import Layout
 from .layout.partition import Partitioner
 from .layout.specs import read_specs
-from .params import read_group, read_params
+from .modes import Modes
+from .params import GivenParams, read_group, read_params
 from .policies import KeepFull
 from .runtime import amp, clip
 from .runtime.flat import FlatEngine
 from .runtime.grad_sync import GradSync
 from .runtime.inner import Factory, ParamGroup, Recipe
+from .runtime.parts import Kind
 from .runtime.step import Closure, Engine
 from .runtime.whole import WholeEngine
 from .state import callers
-from .state.compat import StateDict
-from .state.trees import copy_mutable, versions
+from .stateful import Stateful
 from .stepping import Stepping
 from .units import GlobalRank, Rank
 
 
-class ZeroRedundancyOptimizer(Optimizer, Joinable):
+class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
     """An optimizer whose state exists once across all ranks instead of once on each.
 
     Each rank updates the parameters it owns with its own instance of `optimizer_class` and sends them to the
@@ -75,10 +76,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.initialized = False
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.engine: Engine
-        self._comm = Comm(Group(process_group))
+        self._comm = self._comm_of(process_group)
         self._config = ZeroConfig() if config is None else config
         self._overlap: Overlap | None = None
-        self._snapshot: _Snapshot | None = None
         self._stepping = Stepping(self, self._comm)
         call = f"making a {type(self).__name__}"
         layout = agreed(self._comm, call, lambda: self._assemble(params, optimizer_class, overlap_with_ddp, defaults))
@@ -95,7 +95,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def optim(self) -> Optimizer:
         """This rank's inner optimizer, an instance of the given class."""
-        return self.engine.inner.optimizer
+        optimizer, *others = self.optims
+        if others:
+            raise AttributeError("this optimizer has several inner optimizers, of several classes: see `optims`")
+        return optimizer
+
+    @property
+    def optims(self) -> list[Optimizer]:
+        """This rank's inner optimizers, one for each class."""
+        return [member.optimizer for member in self.engine.inner.members]
 
     @property
     def state(self) -> Any:
@@ -137,9 +145,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Gradients are averaged here, each slice at its owner, and not by DDP."""
         return self.engine.reduces
 
-    def has_shape_of_param(self, key: str) -> bool:
-        """Whether state of that name has the shape of its parameter."""
-        return key in self._assembly.traits.param_shaped
+    @property
+    def balance(self) -> Balance:
+        """How evenly the ranks are loaded."""
+        return self._assembly.balance(self.layout, self.param_groups)
 
     @property
     def overlap(self) -> Overlap:
@@ -237,91 +246,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        return self.process_group
-
-    # ---- state
-
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather all state on rank `to` of the group, for `state_dict()` there. Called on all ranks."""
-        self.require_settled("consolidate_state_dict")
-        # An older snapshot goes before the new one comes: the target never holds both.
-        forget = self._forget_snapshot if self.rank == to else lambda: None
-        contents = state_dicts.gathered(self.engine, self.param_groups, "consolidate_state_dict", to, forget)
-        if contents is not None:
-            self._snapshot = _Snapshot(contents, self.engine.steps, versions(contents))
-
-    def full_state_dict(self, to: int = 0) -> StateDict | None:
-        """Gather all state and return it on rank `to`, None on the others. Called on all ranks; nothing is kept."""
-        self.require_settled("full_state_dict")
-        contents = state_dicts.gathered(self.engine, self.param_groups, "full_state_dict", to)
-        return None if contents is None else state_dicts.through_save_hooks(self, contents)
-
-    def sharded_state_dict(self) -> StateDict:
-        """This rank's part of the state, for `torch.distributed.checkpoint`: nothing is gathered, nothing is copied.
-
-        In the format of the unsharded optimizer. State that is cut appears in the shape of its parameter, and knows
-        which part of it is here; DCP saves it so that it loads at any world size. Called on all ranks.
-        """
-        self.require_settled("sharded_state_dict")
-        return state_dicts.part(self.engine, self.param_groups)
-
-    def state_dict(self) -> StateDict:
-        """What `consolidate_state_dict` gathered on this rank, in the format of the unsharded optimizer.
-
-        To spare memory its tensors are those that were gathered, not copies. `torch.distributed.checkpoint` and its
-        helpers get what they can save: this rank's part, or everything if they were asked for that.
-        """
-        self.require_settled("state_dict")
-        asked = callers.asked()
-        if asked is not None:
-            return state_dicts.through_save_hooks(self, state_dicts.wanted(self.engine, self.param_groups, asked))
-        if self._snapshot is None:
-            raise RuntimeError(
-                f"rank {self.rank} holds only its own share of the state. Call full_state_dict(to=0) on all ranks: it "
-                "returns everything on rank 0. Or call consolidate_state_dict(to=0) on all ranks, then state_dict() "
-                "on rank 0 only."
-            )
-        since = self.engine.steps - self._snapshot.steps
-        if since:
-            warnings.warn(
-                f"state_dict() returns the state of {since} steps ago: call consolidate_state_dict() on all ranks "
-                "again for the present one",
-                stacklevel=2,
-            )
-        if versions(self._snapshot.contents) != self._snapshot.versions:
-            raise RuntimeError(
-                "the tensors of an earlier state_dict() were changed in place, and it shares them with what was "
-                "gathered: call consolidate_state_dict() again, and change a copy"
-            )
-        return state_dicts.through_save_hooks(self, copy_mutable(self._snapshot.contents))
-
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Take this rank's part of a dict saved at any world size, or by the plain optimizer. Called on all ranks.
-
-        Either all ranks load it or none does. The dict stays as it is.
-        """
-        self._load(state_dict, adopt=False)
-
-    def adopt_state_dict(self, state_dict: StateDict) -> None:
-        """As `load_state_dict`, of a dict that is given away: its tensors become the state where they can."""
-        self._load(state_dict, adopt=True)
-
-    def check_state_dict(self, state_dict: StateDict) -> None:
-        """Raise if it is not one for this optimizer, whatever the values of its tensors."""
-        state_dicts.checked_dict(self.engine, state_dict, self._assembly.traits.param_shaped)
-
-    def _load(self, state_dict: StateDict, *, adopt: bool) -> None:
-        self.require_settled("load_state_dict")
-
-        def propose() -> Proposal[None]:
-            saved = state_dicts.through_load_hooks(self, state_dict)
-            return state_dicts.loading(self.engine, saved, self._assembly.traits.param_shaped, adopt=adopt)
-
-        agreed(self._comm, "load_state_dict", propose)
-        self.engine.inner.pull(self.param_groups)
-        self._forget_snapshot()
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        """All ranks that train together."""
+        return self._comm.everyone.group.process_group
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -331,26 +257,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     # ---- how it is put together
 
-    def _assemble(
-        self, params: Any, optimizer_class: Factory, overlap: bool, defaults: dict[str, Any]
-    ) -> Proposal[Layout]:
+    def _assemble(self, params: Any, optimizer_class: Any, overlap: bool, defaults: dict[str, Any]) -> Proposal[Layout]:
         """Read what the user gave and build this rank's engine of it."""
         if not isinstance(self._config, ZeroConfig):
             raise TypeError(f"config must be a ZeroConfig, not {type(self._config).__name__}")
-        if not callable(optimizer_class):
-            raise TypeError(
-                f"optimizer_class must be a class such as torch.optim.AdamW, not a {type(optimizer_class).__name__}"
-            )
-        given = read_params(params)
+        given = self._read(params)
         Optimizer.__init__(self, given.groups, {})
-        recipe = Recipe(plain_class(optimizer_class, overlap=overlap), self.param_groups, given.plain, defaults)
-        self._assembly = self._assembly_of(recipe, overlap)
+        self._assembly = self._assembly_of(self._kinds(optimizer_class, defaults, given, overlap=overlap), overlap)
         self._assembly.check_options()
         layout = self._assembly.extend(Layout.empty(self.world_size), self.param_groups)
         self.engine = self._assembly.engine(layout, self.param_groups)
         self._assembly.warn_of_whole_params()
+        self._assembly.warn_of_offload()
         self.engine.inner.pull(self.param_groups)
-        self.defaults = self.optim.defaults
+        self.defaults = self.optim.defaults if len(self.optims) == 1 else {}
         return Proposal(layout, self._facts(layout), counts=count_params(self.param_groups))
 
     def _facts(self, layout: Layout) -> list[str]:
@@ -368,7 +288,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         try:
             super().add_param_group(group)
             layout = self._assembly.extend(self.layout, self.param_groups, known)
-            engine.prepare(layout, self.param_groups, known)
+            engine.prepare(layout, self.param_groups)
             self._assembly.check(engine)
             engine.inner.pull(self.param_groups)
             facts = self._assembly.facts(layout, self.param_groups)
@@ -377,8 +297,27 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             undo()
             raise
 
-    def _assembly_of(self, recipe: Recipe, overlap: bool) -> Assembly:
-        return Assembly(self._comm, self._config, recipe, bucket_view=self.parameters_as_bucket_view, overlap=overlap)
+    def _comm_of(self, process_group: dist.ProcessGroup | None) -> Comm:
+        return Comm(Group(process_group))
+
+    def _read(self, params: Any) -> GivenParams:
+        return read_params(params)
+
+    def _kinds(
+        self, optimizer_class: Any, defaults: dict[str, Any], given: GivenParams, *, overlap: bool
+    ) -> list[Kind]:
+        """What kinds of optimizers shall be made, for our groups."""
+        if not callable(optimizer_class):
+            raise TypeError(
+                f"optimizer_class must be a class such as torch.optim.AdamW, not a {type(optimizer_class).__name__}. "
+                "A list of Rule(...)s, and not an empty one, is for zeroshard.shard."
+            )
+        refuse_policies(defaults)
+        recipe = Recipe(plain_class(optimizer_class, overlap=overlap), self.param_groups, given.plain, defaults)
+        return [Kind(recipe.name, recipe)]
+
+    def _assembly_of(self, kinds: list[Kind], overlap: bool) -> Assembly:
+        return Assembly(self._comm, self._config, kinds, bucket_view=self.parameters_as_bucket_view, overlap=overlap)
 
     def _repartition(self, partition: Partitioner) -> WholeEngine:
         """Start afresh with other owners, before there is any state."""
@@ -396,21 +335,3 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def before_uneven_step(self, source: Rank) -> None:
         """For `Stepping`."""
-
-    def _forget_snapshot(self) -> None:
-        self._snapshot = None
-
-    def require_settled(self, call: str) -> None:
-        """Raise if owners may still change."""
-        if self._overlap is not None and not self._overlap.settled:
-            raise RuntimeError(
-                f"{call}() needs to know who owns what, and DDP's buckets settle only in its first backward passes: "
-                f"call it after {self._overlap.warmup_passes} of them"
-            )
-
-
-class _Snapshot(NamedTuple):
-    contents: StateDict
-    steps: int
-    versions: list[int]
-    """Of its tensors, to notice when somebody changes one."""

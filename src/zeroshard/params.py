@@ -1,7 +1,8 @@
 """What a user may hand in as parameters, checked and brought into one form."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ def check_specs(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor], *, m
     for spec, param in zip(specs, params, strict=True):
         if param.layout != torch.strided:
             raise ConfigError(f"{spec.label} has the layout {param.layout}; only dense parameters can be sharded")
+        refuse_distributed(spec.label, param)
         if is_traceable_wrapper_subclass(param):
             raise ConfigError(f"{spec.label} is a {type(param.data).__name__}, which cannot be sharded")
         if not param.is_contiguous() and _overlaps(spec):
@@ -58,17 +60,30 @@ def check_specs(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor], *, m
         )
 
 
+def refuse_distributed(label: str, param: torch.Tensor) -> None:
+    """A DTensor has local memory of one shape and values of another, and gradients that are DTensors again."""
+    placements, mesh = getattr(param, "placements", None), getattr(param, "device_mesh", None)
+    if placements is None or mesh is None:
+        return
+    placed = ", ".join(map(str, placements))
+    raise ConfigError(
+        f"{label} is a DTensor, placed as ({placed}) on a mesh of {tuple(mesh.shape)} ranks: tensor parallelism or "
+        "FSDP2 have divided it already, and zeroshard does not divide it once more over the data-parallel ranks. Under "
+        "FSDP2 a plain optimizer keeps state of this rank's part only; with tensor parallelism put FSDP2 on top."
+    )
+
+
 def check_disjoint(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor]) -> None:
     """Two parameters over the same memory would be updated by two owners."""
-    ranges = sorted(
-        (str(param.device), param.data_ptr(), param.data_ptr() + spec.extent * param.element_size(), spec.index)
-        for spec, param in zip(specs, params, strict=True)
-        if spec.numel and param.data_ptr()
-    )
-    for (device, start, stop, index), (next_device, next_start, _, next_index) in pairwise(ranges):
+    ranges: dict[torch.device, list[tuple[int, int, int]]] = defaultdict(list)
+    for spec, param in zip(specs, params, strict=True):
+        if spec.numel and (start := param.data_ptr()):
+            ranges[param.device].append((start, start + spec.extent * param.element_size(), spec.index))
+    neighbours = chain.from_iterable(pairwise(sorted(found)) for found in ranges.values())
+    for (start, stop, index), (next_start, _, next_index) in neighbours:
         # The next one may start in a gap of this one: columns of one matrix interleave and share nothing.
         gaps = specs[index].extent > specs[index].numel
-        if device == next_device and next_start < stop and (next_start == start or not gaps):
+        if next_start < stop and (next_start == start or not gaps):
             raise ConfigError(
                 f"{specs[index].label} and {specs[next_index].label} share memory; "
                 "tie them by using one parameter in both places"

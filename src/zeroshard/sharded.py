@@ -1,26 +1,33 @@
 """`shard`: an optimizer for a whole model, without DDP."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from .adapters.autograd import GradHooks, hooked_params
 from .adapters.module import EqualBuffers, Gates, ZeroGrad
 from .assembly import Assembly
-from .config import ZeroConfig
+from .comm.collectives import Comm
+from .comm.rows import Within, comm_of
+from .config import ZeroConfig, refuse_policies
 from .errors import ConfigError
 from .layout.layout import Layout
 from .notices import warn_user
 from .optimizer import ZeroRedundancyOptimizer
+from .params import GivenParams, refuse_distributed
+from .rules import Rule, class_names, divide
 from .runtime.buffers import describe, make_equal
 from .runtime.flat import FlatEngine
 from .runtime.fused import with_fused
 from .runtime.grad_sync import GradSync
 from .runtime.inner import Factory, ParamGroup, Recipe
+from .runtime.parts import Kind
+from .runtime.team import CLASS
 from .units import Rank
 
 _MOST_NAMES = 5
@@ -28,10 +35,12 @@ _MOST_NAMES = 5
 
 def shard(
     model: torch.nn.Module,
-    optimizer_class: Factory,
+    optimizer_class: Factory | Sequence[Rule],
     *,
     params: Any = None,
     process_group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    shard_within: Within | None = None,
     config: ZeroConfig | None = None,
     **defaults: Any,
 ) -> "ShardedOptimizer":
@@ -43,15 +52,24 @@ def shard(
 
     Args:
         model: a module that no `DistributedDataParallel` wraps.
-        optimizer_class: the class, or any callable, that makes the optimizer to shard.
-        params: parameters or groups of them, if not all of the model in one group.
-        process_group: the ranks to shard over; by default all.
+        optimizer_class: the class, or any callable, that makes the optimizer to shard. Or a list of `Rule`s: which
+            class updates which parameters.
+        params: parameters or groups of them, if not all of the model in one group. Not with rules.
+        process_group: the ranks that train together; by default all. All of them share the state, unless `mesh` or
+            `shard_within` say otherwise.
+        mesh: those ranks, in one dimension along which they share, or in two (replicate, shard): the state is divided
+            along the second, and every row has all of it. Gradients are averaged over all ranks in any case.
+        shard_within: the same by words: "node" for the ranks of one host, or a number of consecutive ranks.
         config: how to shard.
         defaults: everything else goes to `optimizer_class`. On GPUs the fused implementation is
             taken where torch has one, unless `fused` or `foreach` are given.
     """
-    given = _named(model) if params is None else params
-    return ShardedOptimizer(model, given, optimizer_class, process_group, config=config, **defaults)
+    rules = _are_rules(optimizer_class)
+    given = _named(model, every_name=rules) if params is None else params
+    if rules and params is not None:
+        given = _params_and_rules()
+    ranks = (mesh, shard_within)
+    return ShardedOptimizer(model, given, optimizer_class, process_group, ranks=ranks, config=config, **defaults)
 
 
 class ShardedOptimizer(ZeroRedundancyOptimizer):
@@ -59,6 +77,9 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
     `param.grad` is None after a backward pass with `KeepShard()`; with `KeepFull()` it is what this rank's own passes
     have added up. Use `clip_grad_norm_` of this optimizer, and `zeroshard.GradScaler`.
+
+    Where rows of ranks hold the same, `rank`, `world_size` and `process_group` are those of this rank's row, as in
+    `layout`. The rank that `full_state_dict(to=...)` takes counts in all that train, `join_process_group`.
     """
 
     engine: FlatEngine
@@ -67,28 +88,30 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         self,
         model: torch.nn.Module,
         params: Any,
-        optimizer_class: Factory,
+        optimizer_class: Any,
         process_group: dist.ProcessGroup | None,
         *,
+        ranks: tuple[DeviceMesh | None, Within | None] = (None, None),
         config: ZeroConfig | None,
         **defaults: Any,
     ) -> None:
-        self._model = model
+        self._model, self._ranks = model, ranks
+        self._rules = list(optimizer_class) if _are_rules(optimizer_class) else []
         super().__init__(params, optimizer_class, process_group, config=config, **defaults)
         self.engine.waits = not self._config.overlap_gather
         self._grad_sync = GradSync(self._comm, self._config.retention, self._config.reduce, self._config.masters)
         self.engine.reduce_by(self._grad_sync)
         self.engine.broadcast(Rank(0))
-        self._looks_for_strays = self.world_size > 1
+        self._looks_for_strays = not self._comm.is_alone
         self._hooks = GradHooks(self._grad_sync)
         self._hooks.attach(self.engine.params)
         self._attach_to_model(model)
 
     def _attach_to_model(self, model: torch.nn.Module) -> None:
-        self._buffers = EqualBuffers(self._comm, model, self._keeps_buffers)
+        self._buffers = EqualBuffers(self._comm.everyone, model, self._keeps_buffers)
         self._buffers.sync(Rank(0))
         others = [param for param in model.parameters() if id(param) not in self.engine.bucket_of]
-        make_equal(self._comm, others, Rank(0))
+        make_equal(self._comm.everyone, others, Rank(0))
         self._gates = Gates(model, self.engine) if self._config.overlap_gather else None
         vars(model)["zero_grad"] = ZeroGrad(model, self._clear_grads)
 
@@ -133,6 +156,8 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         return {**group, "params": named}
 
     def _step(self, closure: Any, kwargs: dict[str, Any], *, joined: bool) -> Any:
+        if self._hooks.is_replaced:
+            raise RuntimeError("another optimizer was made by shard() for parameters of this one: step that one")
         try:
             result = super()._step(closure, kwargs, joined=joined)
             if self._looks_for_strays:  # once, and not before now: another optimizer may have been made for them
@@ -144,17 +169,43 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
             if self._gates is not None and self.engine.sync.under_way:
                 self._gates.close()
 
-    def _assembly_of(self, recipe: Recipe, overlap: bool) -> Assembly:
+    def _comm_of(self, process_group: dist.ProcessGroup | None) -> Comm:
+        return comm_of(process_group, *self._ranks)
+
+    def _read(self, params: Any) -> GivenParams:
         if isinstance(self._model, DistributedDataParallel):
             raise ConfigError(
                 "shard() reduces gradients itself: give it the model without DistributedDataParallel. To keep that, "
                 "use ZeroRedundancyOptimizer(..., config=ZeroConfig(partition=FlatShards())) and its ddp_hook()."
             )
+        if not self._rules:
+            return super()._read(params)
+        _check_rules(self._rules)
+        chosen = divide(super()._read(params).groups[0]["params"], self._rules)
+        names = class_names(self._rules)
+        return GivenParams([{"params": it, CLASS: name} for it, name in zip(chosen, names, strict=True)], plain=True)
+
+    def _kinds(
+        self, optimizer_class: Any, defaults: dict[str, Any], given: GivenParams, *, overlap: bool
+    ) -> list[Kind]:
+        if not self._rules:
+            (kind,) = super()._kinds(optimizer_class, defaults, given, overlap=overlap)
+            return [Kind(kind.name, with_fused(kind.recipe))]
+        if defaults:
+            raise ConfigError(f"with rules, options belong into one: Rule(..., {next(iter(defaults))}=...)")
+        return [
+            Kind(group[CLASS], with_fused(Recipe(rule.optimizer_class, [group], True, rule.options)), rule.partition)
+            for rule, group in zip(self._rules, self.param_groups, strict=True)
+        ]
+
+    def _assembly_of(self, kinds: list[Kind], overlap: bool) -> Assembly:
+        for name, tensor in self._others().items():
+            refuse_distributed(name, tensor)
         order = {id(param): place for place, param in enumerate(self._model.parameters())}
-        return Assembly(self._comm, self._config, with_fused(recipe), overlap=overlap, reduces=True, order=order)
+        return Assembly(self._comm, self._config, kinds, overlap=overlap, reduces=True, order=order)
 
     def _facts(self, layout: Layout) -> list[str]:
-        return [*super()._facts(layout), *describe(self._comm, self._others())]
+        return [*super()._facts(layout), *describe(self._comm.everyone, self._others())]
 
     def _others(self) -> dict[str, torch.Tensor]:
         """What the model has beside our parameters."""
@@ -172,6 +223,24 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         self.engine.clear_grads(to_none=set_to_none)
 
 
+def _are_rules(given: Any) -> bool:
+    return isinstance(given, (list, tuple)) and bool(given)
+
+
+def _check_rules(rules: Sequence[Rule]) -> None:
+    strange = [it for it in rules if not isinstance(it, Rule)]
+    if strange:
+        raise TypeError(f"a list for shard() holds Rule(...)s only, not {strange[0]!r}")
+    for rule in rules:
+        refuse_policies(rule.options)
+
+
+def _params_and_rules() -> Iterator[Any]:
+    """Raises when it is read, with all ranks."""
+    raise ConfigError("rules choose among all parameters of the model: shard() takes either them or params")
+    yield
+
+
 def _warn_of_strays(model: torch.nn.Module) -> None:
     """Tell of parameters that have gradients which are averaged by nobody, as far as this rank can see."""
     wrapped = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
@@ -187,8 +256,11 @@ def _warn_of_strays(model: torch.nn.Module) -> None:
         )
 
 
-def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read only when all ranks are about to agree: what is wrong on one is then raised on all."""
+def _named(model: torch.nn.Module, *, every_name: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read only when all ranks are about to agree: what is wrong on one is then raised on all.
+
+    `every_name`: also the second of a tied weight.
+    """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"shard() takes a torch.nn.Module, not a {type(model).__name__}")
-    yield from model.named_parameters()
+    yield from model.named_parameters(remove_duplicate=not every_name)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from .comm.agreement import Proposal
 from .runtime.inner import ParamGroup
 from .runtime.step import Engine
+from .runtime.team import CLASS
 from .state import compat
 from .state.callers import Asked, Wanted
 from .state.compat import SavedState, StateDict
@@ -22,7 +23,7 @@ from .units import Rank
 def gathered(
     engine: Engine, groups: Sequence[ParamGroup], call: str, to: int, agreed_on: Callable[[], object] = lambda: None
 ) -> StateDict | None:
-    """The unsharded optimizer's dict, as a snapshot on the CPU of rank `to`; None on the others.
+    """The unsharded optimizer's dict, as a snapshot on the CPU of rank `to` of `Comm.everyone`; None on the others.
 
     `agreed_on` is called when all ranks have agreed, before anything is gathered.
     """
@@ -31,7 +32,6 @@ def gathered(
 
     def share() -> Share:
         engine.check_groups(groups)
-        state = engine.inner.optimizer.state
         extra = snapshot(engine.inner.extra())
         written.update({"param_groups": compat.write_groups(groups), **extra})
         facts = [
@@ -39,9 +39,7 @@ def gathered(
             f"what the optimizer adds to its dict: {compat.describe_options(extra)}",
         ]
         mine = {record.param: record.portable() for record in engine.records()}
-        return Share(
-            {"params": mine, "others": {k: v for k, v in state.items() if not isinstance(k, torch.Tensor)}}, facts
-        )
+        return Share({"params": mine, "others": _shared(engine)}, facts)
 
     def take(part: Any) -> None:
         whole.add(part["params"])
@@ -63,8 +61,16 @@ def part(engine: Engine, groups: Sequence[ParamGroup], *, room: bool = False) ->
     state: dict[Any, Any] = {spec.index: {} for spec in engine.layout.params}
     for record in engine.records():
         state[record.param] = record.part(engine.layout.params[record.param], room=room)
-    others = {k: v for k, v in engine.inner.optimizer.state.items() if not isinstance(k, torch.Tensor)}
-    return {"state": state | others, "param_groups": compat.write_groups(groups), **snapshot(engine.inner.extra())}
+    return {
+        "state": state | _shared(engine),
+        "param_groups": compat.write_groups(groups),
+        **snapshot(engine.inner.extra()),
+    }
+
+
+def _shared(engine: Engine) -> dict[Any, Any]:
+    """State that belongs to no parameter."""
+    return {key: value for member in engine.inner.members for key, value in member.shared().items()}
 
 
 def wanted(engine: Engine, groups: Sequence[ParamGroup], asked: Asked) -> StateDict:
@@ -72,16 +78,23 @@ def wanted(engine: Engine, groups: Sequence[ParamGroup], asked: Asked) -> StateD
     if asked.wanted is Wanted.EVERYTHING:
         found = everywhere(engine, groups, "state_dict")
     elif asked.wanted is Wanted.EVERYTHING_ON_ONE:
-        gathered_there = gathered(engine, groups, "state_dict", to=engine.comm.group.from_global(0))
+        gathered_there = gathered(engine, groups, "state_dict", to=engine.comm.everyone.group.from_global(0))
         found = gathered_there or {"state": {}, "param_groups": compat.write_groups(groups)}
     else:
         found = part(engine, groups, room=asked.wanted is Wanted.ROOM)
-    return found if asked.names else compat.nameless(found)
+    found = found if asked.names else compat.nameless(found)
+    return found if len(engine.inner.members) == 1 else _without_classes(found)
+
+
+def _without_classes(saved: StateDict) -> StateDict:
+    """torch's helpers look for every option in the optimizers that they load into, and these have no such names."""
+    groups = [{key: value for key, value in group.items() if key != CLASS} for group in saved["param_groups"]]
+    return {**saved, "param_groups": groups}
 
 
 def everywhere(engine: Engine, groups: Sequence[ParamGroup], call: str) -> StateDict:
     """The unsharded optimizer's dict on all ranks, with tensors where the parameters are. Called on all ranks."""
-    found: StateDict = bring_to_all(engine.comm, gathered(engine, groups, call, to=0), Rank(0))
+    found: StateDict = bring_to_all(engine.comm.everyone, gathered(engine, groups, call, to=0), Rank(0))
     devices = {spec.index: spec.device for spec in engine.layout.params}
     state = found["state"]
     for index in state.keys() & devices.keys():
@@ -94,15 +107,18 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device) if tensor.dim() else tensor
 
 
-def loading(engine: Engine, saved: StateDict, param_shaped: frozenset[str], *, adopt: bool) -> Proposal[None]:
+def loading(engine: Engine, saved: StateDict, *, adopt: bool) -> Proposal[None]:
     """Load this rank's part of a foreign dict, for all ranks to agree on or to undo."""
-    checked = checked_dict(engine, saved, param_shaped)
+    checked = checked_dict(engine, saved)
     return Proposal(None, checked.facts(is_part=adopt or checked.is_part), engine.load(checked, adopt=adopt))
 
 
-def checked_dict(engine: Engine, saved: StateDict, param_shaped: frozenset[str]) -> SavedState:
+def checked_dict(engine: Engine, saved: StateDict) -> SavedState:
     """Raises if it is not one for this optimizer."""
-    return compat.read(saved, engine.layout.params, len(engine.inner.optimizer.param_groups), param_shaped)
+    group_count = sum(len(member.optimizer.param_groups) for member in engine.inner.members)
+    found = compat.read(saved, engine.layout.params, group_count, engine.param_shaped)
+    engine.inner.check_classes(found.groups)
+    return found
 
 
 def through_save_hooks(optimizer: Optimizer, contents: StateDict) -> StateDict:

@@ -4,6 +4,7 @@ import weakref
 from typing import Any, Protocol
 
 import torch
+from torch.optim import Optimizer
 
 from .adapters.join import UnevenStep, share_options
 from .comm.collectives import Comm
@@ -45,7 +46,7 @@ class Stepping:
     def step(self, closure: Closure | None, kwargs: dict[str, Any], *, uneven: bool, joined: bool) -> Any:
         """`uneven`: some ranks may only shadow the step; `joined`: this one does."""
         try:
-            if uneven and self._comm.group.size > 1:
+            if uneven and not self._comm.is_alone:
                 run = self._uneven_reduced if self._engine.reduces else self._uneven
                 return run(closure, kwargs, joined=joined)
             if amp.drives(self._outer) and self._skips(uneven=False):
@@ -56,7 +57,7 @@ class Stepping:
             raise
         finally:
             self._checked = False
-            amp.forget(self._engine.inner.optimizer)
+            amp.forget(*self._optimizers)
 
     def spread_grads(self, call: str, *, uneven: bool) -> list[torch.Tensor] | None:
         """This rank's part of gradients that are spread over ranks; None if all of them are in `param.grad`."""
@@ -113,7 +114,11 @@ class Stepping:
             param.grad = None
 
     def _skips(self, *, uneven: bool) -> bool:
-        engine, inner = self._engine, self._engine.inner.optimizer
+        engine = self._engine
         if isinstance(engine, FlatEngine) and engine.reduces:
-            return amp.skips_jointly(self._outer, inner, engine.grads.tensors(), checked=self._checked)
-        return amp.skips(self._outer, inner, engine.params, self._comm, uneven=uneven)
+            return amp.skips_jointly(self._outer, self._optimizers, engine.grads.tensors(), checked=self._checked)
+        return amp.skips(self._outer, self._optimizers, engine.params, self._comm, uneven=uneven)
+
+    @property
+    def _optimizers(self) -> list[Optimizer]:
+        return [member.optimizer for member in self._engine.inner.members]

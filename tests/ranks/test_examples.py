@@ -60,5 +60,15 @@ def test_the_gpt_trains_sharded(tmp_path: Path) -> None:
     assert "rank 1: loss of its last batch" in printed
 
 
+@pytest.mark.timeout(180)
+def test_muon_and_adamw_train_and_go_on_at_another_number_of_ranks(tmp_path: Path) -> None:
+    script, last = SCRIPT.with_name("train_muon.py"), 9.9
+    for steps, ranks, more in ((15, 2, ["--measured"]), (30, 3, []), (45, 1, [])):
+        printed = torchrun(script, ranks, tmp_path, "--steps", "15", "--layers", "2", "--width", "32", *more)
+        (loss,) = map(float, re.findall(rf"step {steps}: loss (\S+) on {ranks} ranks", printed))
+        assert loss < last
+        last = loss
+
+
 def test_the_readme_shows_the_script_as_it_is() -> None:
     assert f"```python\n{SCRIPT.read_text(encoding='utf-8')}```" in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -315,7 +315,7 @@ def test_a_step_that_fails_at_once_is_made_by_the_others_and_reaches_all(ctx: Ra
         twins.plain.step()
         params = list(twins.plain_model.parameters())
         with torch.no_grad():
-            for piece in (piece for pieces in twins.zero.layout.pieces_by_param for piece in pieces):
+            for piece in (piece for bucket in twins.zero.layout.buckets for piece in bucket.pieces):
                 if piece.owner == culprit:
                     span = slice(*piece.in_param)
                     params[piece.param].view(-1)[span] = start[piece.param].view(-1)[span]

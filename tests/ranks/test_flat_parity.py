@@ -29,6 +29,7 @@ from zeroshard.assembly import Assembly
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.group import Group
 from zeroshard.runtime.inner import Recipe
+from zeroshard.runtime.parts import Kind
 
 Options = dict[str, Any]
 
@@ -372,11 +373,11 @@ def test_what_looks_at_whole_parameters_is_refused_by_name(ctx: RankContext) -> 
 def test_without_a_choice_of_the_user_whole_parameters_are_taken_where_need_be(ctx: RankContext) -> None:
     comm = Comm(Group(None))
     for factory, options in WHOLE[:3]:
-        recipe = Recipe(factory, [{"params": list(randoms((4, 3), (5, 5)))}], True, options)
-        assert Assembly(comm, ZeroConfig(), recipe, reduces=True).partition == WholeParams()
-    recipe = Recipe(optim.AdamW, [{"params": list(randoms((4, 3), (5, 5)))}], True, {})
-    assert Assembly(comm, ZeroConfig(), recipe, reduces=True).partition == FlatShards()
-    assert Assembly(comm, ZeroConfig(), recipe).partition == WholeParams()
+        kinds = [Kind("X", Recipe(factory, [{"params": list(randoms((4, 3), (5, 5)))}], True, options))]
+        assert Assembly(comm, ZeroConfig(), kinds, reduces=True).partitions == [WholeParams()]
+    kinds = [Kind("X", Recipe(optim.AdamW, [{"params": list(randoms((4, 3), (5, 5)))}], True, {}))]
+    assert Assembly(comm, ZeroConfig(), kinds, reduces=True).partitions == [FlatShards(align=1, least=1)]
+    assert Assembly(comm, ZeroConfig(), kinds).partitions == [WholeParams()]
 
 
 @ranks(1, 2)

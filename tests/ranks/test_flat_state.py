@@ -117,9 +117,9 @@ def test_after_consolidation_one_rank_has_it(ctx: RankContext) -> None:
 @ranks(1, 2, 3, 4)
 def test_the_state_of_a_parameter_shows_this_ranks_piece(ctx: RankContext) -> None:
     twins = trained(CASES[0], zero_only=flat())
-    state, pieces = twins.zero.state, twins.zero.layout.pieces_by_param
+    state, layout = twins.zero.state, twins.zero.layout
     for index, (ours, theirs) in enumerate(zip(twins.model.parameters(), twins.plain_model.parameters(), strict=True)):
-        mine = [piece for piece in pieces[index] if piece.owner == ctx.rank]
+        mine = [piece for piece in layout.pieces_of_param(index) if piece.owner == ctx.rank]
         assert (ours in state) == bool(mine)
         for piece in mine:
             expected = twins.plain.state[theirs]

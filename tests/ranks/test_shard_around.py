@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -20,7 +22,7 @@ from tests.support import RankContext, ranks
 from tests.support.oracle import assert_same
 from tests.support.overlap import WIDTH, batch, mlp
 from tests.support.pair import TINY, Handed, Pair
-from zeroshard import KeepFull, ZeroConfig, shard
+from zeroshard import ConfigError, KeepFull, ZeroConfig, shard
 from zeroshard.adapters.module import ZeroGrad
 
 Options = dict[str, Any]
@@ -403,3 +405,16 @@ def test_a_model_does_not_remember_optimizers_that_are_gone(ctx: RankContext) ->
     while isinstance(clearing, ZeroGrad):
         links, clearing = links + 1, clearing._before
     assert links <= 2  # the last, and perhaps the one that it replaced while it was made
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("chosen", ["all", "plain"])
+def test_tensor_parallel_parameters_are_refused(ctx: RankContext, chosen: str) -> None:
+    """Also those that the optimizer would not get: their gradients would be averaged by nobody."""
+    mesh = init_device_mesh("cpu", (ctx.world_size // 2, 2), mesh_dim_names=("replicate", "tensor"))
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
+    plain = None if chosen == "all" else model[1].parameters()
+    with pytest.raises(ConfigError, match=r"0\.weight.* is a DTensor, placed as \(S.*0.*\) on a mesh of \(2,\) ranks"):
+        shard(model, torch.optim.AdamW, params=plain, process_group=mesh.get_group("replicate"))
+    assert "zero_grad" not in vars(model)

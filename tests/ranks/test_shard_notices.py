@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.support import RankContext, ranks
-from tests.support.overlap import WIDTH, batch
+from tests.support.overlap import WIDTH, batch, mlp, regression
 from zeroshard import (
     FlatShards,
     KeepFull,
@@ -236,3 +236,24 @@ def test_arguments_that_are_wrong_on_one_rank(ctx: RankContext) -> None:
     wrong: dict[str, Any] = {"learning_rate": 1} if ctx.rank else {}
     with no_warnings(), pytest.raises(TypeError if ctx.rank else RankFailedError, match="learning_rate"):
         shard(Parts(), optim.AdamW, **wrong)
+
+
+@ranks(1, 2)
+def test_a_second_optimizer_takes_the_gradients_over(ctx: RankContext) -> None:
+    """The first may be alive as long as the garbage collector pleases; none of it is in the way."""
+    model = mlp()
+    first = shard(model, torch.optim.SGD, lr=0.1)
+    torch.autograd.backward(regression(model, 0))
+    first.step()
+    first.zero_grad()
+    second = shard(model, torch.optim.SGD, lr=0.1)
+    before = [param.detach().clone() for param in model.parameters()]
+    torch.autograd.backward(regression(model, 1))
+    assert second.clip_grad_norm_(1e9) > 0
+    second.step()
+    assert not any(map(torch.equal, before, model.parameters()))
+    with pytest.raises(RuntimeError, match="another optimizer was made by shard"):
+        first.step()
+    second.zero_grad()
+    torch.autograd.backward(regression(model, 2))
+    second.step()

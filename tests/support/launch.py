@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 # How a warning begins that is as it should be: a checkpoint was saved by other ranks.
-EXPECTED = "default:checkpoints/step-"
+EXPECTED = "default:checkpoints"
 
 
 def torchrun(script: Path, ranks: int, folder: Path, *options: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ Iteration = Callable[[Side, int], None]
 class ShardTwins:
     """Both get the same inputs, other ones on each rank. The sharded model starts from other values on each rank.
 
-    `plain_model` makes another model for DDP, `handed` says what of them the optimizers get.
+    `plain_model` makes another model for DDP, `handed` says what of them the optimizers get, `where` which ranks share.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class ShardTwins:
         handed: Callable[[nn.Module], Any] | None = None,
         find_unused: bool = False,
         group: dist.ProcessGroup | None = None,
+        where: Mapping[str, Any] = MappingProxyType({}),
         **defaults: Any,
     ) -> None:
         defaults = defaults or ADAMW
@@ -93,7 +95,7 @@ class ShardTwins:
         params = handed(self.model) if handed else None
         self.plain = optimizer_class((handed or nn.Module.parameters)(self.plain_model), **defaults)
         self.zero: ShardedOptimizer = shard(
-            self.model, optimizer_class, params=params, process_group=group, config=config, **defaults
+            self.model, optimizer_class, params=params, process_group=group, config=config, **where, **defaults
         )
 
     def wrap_plain(self) -> None:

@@ -23,23 +23,27 @@ ROOMS: dict[str, set[str]] = {
     "policies": {"errors"},
     "config": {"layout", "policies", "errors"},
     "params": {"layout", "errors"},
+    "rules": {"notices", "layout", "state", "errors"},
     "comm": {"policies", "units", "errors"},
     "state": {"layout", "comm", "units", "errors"},
     "runtime": {"notices", "layout", "policies", "params", "comm", "state", "units", "errors"},
     "adapters": {"layout", "comm", "state", "runtime", "units", "errors"},
-    "assembly": {"notices", "layout", "config", "params", "policies", "comm", "state", "runtime", "errors"},
+    "assembly": {"notices", "layout", "config", "params", "policies", "comm", "state", "runtime", "units", "errors"},
     "state_dicts": {"assembly", "layout", "comm", "state", "runtime", "units", "errors"},
     "objects": {"comm", "state", "units", "errors"},
 }
+ROOMS["measuring"] = {"rules", "layout", "comm", "runtime", "units", "errors"}
 ROOMS["stepping"] = {"adapters", "comm", "runtime", "units"}
-ROOMS["optimizer"] = set(ROOMS) - {"objects"}
-ROOMS["sharded"] = set(ROOMS) - {"objects"}
+ROOMS["stateful"] = {"state_dicts", "adapters", "comm", "runtime", "state"}
+ROOMS["modes"] = {"comm", "state", "runtime"}
+ROOMS["optimizer"] = set(ROOMS) - {"objects", "rules", "measuring"}
+ROOMS["sharded"] = set(ROOMS) - {"objects", "measuring"}
 ROOMS["checkpoint"] = {"notices", "layout", "comm", "state", "runtime", "optimizer", "units", "errors"}
 ROOMS["scaler"] = {"optimizer"}
 ROOMS["ddp_hooks"] = {"optimizer", "adapters"}
 ROOMS["__init__"] = {
-    *("optimizer", "sharded", "scaler", "ddp_hooks", "objects", "config", "policies", "layout", "errors"),
-    "checkpoint",
+    *("optimizer", "sharded", "rules", "measuring", "scaler", "ddp_hooks", "objects", "config", "policies", "layout"),
+    *("errors", "checkpoint"),
 }
 ROOMS["cli"] = {"checkpoint", "state", "units", "errors"}
 ROOMS["__main__"] = {"cli"}

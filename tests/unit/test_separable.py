@@ -14,8 +14,8 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from zeroshard.runtime.cutting import is_separable
 from zeroshard.runtime.inner import Recipe
-from zeroshard.runtime.selftest import is_separable
 
 Shapes = list[tuple[int, ...]]
 SHAPES: Shapes = [(4, 3), (7,), (2, 3, 2)]

@@ -24,6 +24,8 @@ class GradHooks:
         self._hooked = 0
         self._frozen: dict[int, torch.Tensor] = {}
         self._pass = NO_BACKWARD
+        self.is_replaced = False
+        """Another optimizer was made for some of the parameters since, and gets their gradients."""
         _ALIVE.add(self)
 
     def attach(self, params: Sequence[torch.Tensor]) -> None:
@@ -31,11 +33,19 @@ class GradHooks:
         waiting = {**self._frozen, **dict(enumerate(params[self._hooked :], self._hooked))}
         self._params, self._hooked = params, len(params)
         self._frozen = {index: param for index, param in waiting.items() if not param.requires_grad}
+        self._take_from_others(set(map(id, waiting.values())))
         for index in waiting.keys() - self._frozen.keys():
             hook = partial(_tell, weakref.ref(self), index)
             waiting[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
+    def _take_from_others(self, mine: set[int]) -> None:
+        for other in _ALIVE:
+            taken = other is not self and any(id(param) in mine for param in other._params)
+            other.is_replaced = other.is_replaced or taken
+
     def ready(self, index: int) -> None:
+        if self.is_replaced:
+            return
         running = running_backward()
         if running != self._pass:
             self._pass = running
@@ -51,7 +61,7 @@ class GradHooks:
 
 def hooked_params() -> set[int]:
     """The ids of all parameters whose gradients are sent by hooks, whichever optimizer they belong to."""
-    return {id(param) for hooks in _ALIVE for param in hooks._params}
+    return {id(param) for hooks in _ALIVE if not hooks.is_replaced for param in hooks._params}
 
 
 def _tell(hooks: "weakref.ref[GradHooks]", index: int, _: torch.Tensor) -> None:

@@ -150,7 +150,7 @@ class Overlap:
             raise ConfigError(f"parameters {missing[:8]} of the optimizer are not among those that DDP reduces")
         owners = self._dealt(bucket_of) if shard_buckets else self._in_turns(bucket_of)
         engine = self._repartition(AssignedOwners(owners, bucket_of))
-        places = {bucket_of[index]: engine.layout.pieces_by_param[index][0].bucket for index in bucket_of}
+        places = {bucket_of[index]: engine.layout.bucket_of(index) for index in bucket_of}
         return Proposal(Plan(engine, places, late), [*facts, f"layout {engine.layout.digest}"])
 
     def _in_turns(self, bucket_of: dict[int, int]) -> dict[int, Rank]:

@@ -128,6 +128,7 @@ class ShadowStep(JoinHook):
 
 def share_options(comm: Comm, groups: list[ParamGroup], *, current: bool) -> Rank:
     """On all ranks: the options of the first one that has the current ones, for those that have not. Returns that."""
+    comm = comm.everyone
     rank, size = comm.group.rank, comm.group.size
     holders = comm.union(bytes(i == rank and current for i in range(size)))
     source = Rank(holders.index(1))

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..optimizer import ZeroRedundancyOptimizer
 from ..state.compat import StateDict
-from ..state.trees import copy_mutable, map_tensors
+from ..state.trees import clone, copy_mutable, map_tensors
 from .contents import part_of, staged
 
 
@@ -23,7 +23,7 @@ def all_or_nothing() -> Iterator[ExitStack]:
 
 
 def load_scheduler(scheduler: Any, state: Any, undo: ExitStack) -> None:
-    before = map_tensors(copy_mutable(scheduler.state_dict()), torch.clone)
+    before = map_tensors(copy_mutable(scheduler.state_dict()), clone)
     undo.callback(scheduler.load_state_dict, before)
     scheduler.load_state_dict(state)
 
@@ -60,8 +60,9 @@ def loads_its_own_way(it: torch.nn.Module | Optimizer) -> bool:
         return any(map(_is_special, it.modules()))
     if not isinstance(it, ZeroRedundancyOptimizer):
         return True
-    hooks = [hook for part in (it, it.optim) for hook in _load_hooks(part)]
-    return bool(hooks) or not _are_torchs(type(it.optim).load_state_dict, type(it.optim).__setstate__)
+    hooks = [hook for part in (it, *it.optims) for hook in _load_hooks(part)]
+    methods = [method for part in it.optims for method in (type(part).load_state_dict, type(part).__setstate__)]
+    return bool(hooks) or not _are_torchs(*methods)
 
 
 def _is_special(part: torch.nn.Module) -> bool:

@@ -21,6 +21,7 @@ from ..state.codec import pack, unpack
 from ..state.compat import StateDict
 from ..state.dcp import CutTensor
 from ..state.trees import map_tensors
+from ..state.wrapped import apart
 from .archive import why
 from .naming import by_name, names_of
 from .owned import written
@@ -70,7 +71,8 @@ def readable(value: Any, where: str) -> Any:
 def part_of(optimizer: Optimizer) -> StateDict:
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         return optimizer.sharded_state_dict()
-    return optimizer.state_dict()
+    saved = optimizer.state_dict()
+    return {**saved, "state": {key: apart(state) for key, state in saved["state"].items()}}
 
 
 def staged(contents: dict[str, Any]) -> dict[str, Any]:

@@ -17,19 +17,26 @@ _WAYS = ("foreach", "fused", "capturable", "differentiable")
 """Ways to do the same, which need memory."""
 
 
-def kind_of(optimizer: Optimizer) -> type[Optimizer]:
-    """The user's class, whether sharded or not."""
-    return type(optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer)
+def kinds_of(optimizer: Optimizer) -> list[Optimizer]:
+    """The user's optimizer, sharded or not, for each parameter."""
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        return [optimizer for group in optimizer.param_groups for _ in group["params"]]
+    return [optimizer.engine.inner_of(index).optimizer for index in range(len(optimizer.layout.params))]
 
 
 def expected_state(optimizer: Optimizer, options: Mapping[str, Any], param: torch.Tensor) -> dict[Any, Any]:
     """What it keeps, as tensors of the right shapes; empty if it keeps nothing or cannot be asked."""
     probe = torch.empty(tuple(param.shape), dtype=param.dtype, device="meta")
     plainly = {key: False if key in _WAYS else value for key, value in options.items()}
-    recipe = Recipe(kind_of(optimizer), [], True, _needed(kind_of(optimizer), plainly))
+    recipe = recipe_of(optimizer, plainly)
     with quietly(recipe), suppress(Exception):
         return first_state(recipe, plainly, [probe])[0]
     return {}
+
+
+def recipe_of(optimizer: Optimizer, options: Mapping[str, Any]) -> Recipe:
+    """How to make another one of that class."""
+    return Recipe(type(optimizer), [], True, _needed(type(optimizer), options))
 
 
 def _needed(kind: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:

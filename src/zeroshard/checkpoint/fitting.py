@@ -9,8 +9,9 @@ from torch.optim import Optimizer
 from ..errors import CheckpointError
 from ..optimizer import ZeroRedundancyOptimizer
 from ..state.compat import describe_options
+from ..state.wrapped import is_wrapped
 from .archive import Entry
-from .expecting import expected_state, kind_of
+from .expecting import expected_state, kinds_of
 from .naming import refuse_other_names
 from .saved_optimizer import Options, SavedOptimizer, StateEntry
 
@@ -22,6 +23,7 @@ class Fit:
 
     def __init__(self, saved: SavedOptimizer, optimizer: Optimizer, names: Sequence[str]) -> None:
         self._saved, self._optimizer, self._names = saved, optimizer, names
+        self._kinds = kinds_of(optimizer)
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
 
     def require_the_same_names(self) -> None:
@@ -33,7 +35,7 @@ class Fit:
         param, saved = self._params[index], it.entry.tensor
         if saved is None or not isinstance(self._optimizer, ZeroRedundancyOptimizer):
             return
-        shaped = len(it.keys) == 1 and self._optimizer.has_shape_of_param(it.keys[0])
+        shaped = len(it.keys) == 1 and it.keys[0] in self._optimizer.engine.param_shaped(index)
         if shaped and tuple(saved.size) != tuple(param.shape):
             self._refuse_shape(index, it.entry, tuple(param.shape))
 
@@ -58,33 +60,30 @@ class Fit:
             if saved is None:
                 continue
             merged = {**running, **saved}
-            mark = (describe_options(merged), tuple(self._params[index].shape))
+            mark = (self._kinds[index], describe_options(merged), tuple(self._params[index].shape))
             if mark not in known:
-                known[mark] = expected_state(self._optimizer, merged, self._params[index])
+                known[mark] = expected_state(self._kinds[index], merged, self._params[index])
             self._check_kind(index, known[mark], running, saved)
             keys[index] = list(known[mark])
         return keys
 
     def _check_kind(self, index: int, expected: dict[Any, Any], running: Options, saved: Options) -> None:
+        kind, defaults = type(self._kinds[index]).__qualname__, self._kinds[index].defaults
         entries = {it.keys[0]: it.entry for it in self._saved.state.get(self._names[index], ())}
         if entries and expected:
             strange = bool(expected.keys() - entries.keys())
         else:
-            strange = bool(self._optimizer.defaults.keys() - saved.keys()) and bool(
-                saved.keys() - running.keys() - {_BY_SCHEDULERS}
-            )
+            strange = bool(defaults.keys() - saved.keys()) and bool(saved.keys() - running.keys() - {_BY_SCHEDULERS})
         if strange:
             raise CheckpointError(
                 f"the state of {self._names[index]} in {self._saved.directory} is of another optimizer class: "
                 f"it has {sorted(map(str, entries)) or 'no state'} and the options {sorted(saved)}, but "
-                f"{self._kind} keeps {sorted(map(str, expected)) or 'no state'}, with the options "
-                f"{sorted(self._optimizer.defaults)}"
+                f"{kind} keeps {sorted(map(str, expected)) or 'no state'}, with the options "
+                f"{sorted(defaults)}"
             )
         for key in expected.keys() & entries.keys():
             mine, theirs = expected[key], entries[key].tensor
+            if is_wrapped(mine):  # saved in several tensors
+                continue
             if isinstance(mine, torch.Tensor) and theirs is not None and mine.shape != theirs.size:
                 self._refuse_shape(index, entries[key], tuple(mine.shape))
-
-    @property
-    def _kind(self) -> str:
-        return kind_of(self._optimizer).__qualname__

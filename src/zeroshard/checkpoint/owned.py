@@ -50,8 +50,13 @@ def place_of(value: Any) -> object:
 
 def require_its_ranks(optimizer: Optimizer | None, group: Group, call: str) -> None:
     """A part of the ranks has a part of the state, and would wait for the others."""
-    if isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer.engine.comm.group.members != group.members:
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        return
+    comm = optimizer.engine.comm
+    members = comm.everyone.group.members
+    if sorted(members) != sorted(group.members):
+        name = "process_group" if comm.replicas is None else "join_process_group"
         raise ConfigError(
             f"{call}() is called by ranks {group.members}, but the optimizer is sharded over ranks "
-            f"{optimizer.engine.comm.group.members}: give it process_group=optimizer.process_group"
+            f"{members}: give it process_group=optimizer.{name}"
         )

@@ -13,11 +13,13 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointError
 from ..optimizer import ZeroRedundancyOptimizer
+from ..runtime.wrapping import put_together
 from ..state.compat import StateDict, describe_options
 from ..state.records import shaped_keys
 from .archive import Entry
 from .changing import loads_its_own_way
 from .contents import part_of
+from .expecting import recipe_of
 from .fitting import Fit
 from .saved_optimizer import GROUPS, STATE, Options, SavedOptimizer, StateEntry
 
@@ -82,7 +84,9 @@ class Restoring:
         whole = {STATE: state if ours else {i: it for i, it in state.items() if it}, GROUPS: self._groups}
         for entry in self._saved.others:
             set_element(whole, entry.path[1:], values[entry.key])
-        return whole
+        if ours or not self._groups:
+            return whole
+        return put_together(whole, recipe_of(self._optimizer, self._groups[0]), self._optimizer)
 
     def _in_order(self, index: int, found: dict[Any, Any]) -> dict[Any, Any]:
         known = [key for key in self._keys.get(index, ()) if key in found]
@@ -112,7 +116,7 @@ class Restoring:
 
         def sharded_room(index: int, it: StateEntry) -> torch.Tensor | None:
             saved = it.entry.tensor
-            return None if saved is None else room(index, it.key, tuple(saved.size), saved.properties.dtype)
+            return None if saved is None else room(index, it.mark, tuple(saved.size), saved.properties.dtype)
 
         return sharded_room
 

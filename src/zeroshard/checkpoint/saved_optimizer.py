@@ -25,6 +25,11 @@ class StateEntry(NamedTuple):
         """Its own; none for what is nested, whatever its name is there."""
         return self.keys[0] if len(self.keys) == 1 else None
 
+    @property
+    def mark(self) -> Any:
+        """Its own key, or all of them."""
+        return self.keys[0] if len(self.keys) == 1 else self.keys
+
 
 def groups_in(archive: Archive) -> list[Entry]:
     """The entries of an optimizer's groups, which are small."""

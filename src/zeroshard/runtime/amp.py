@@ -19,7 +19,9 @@ def drives(outer: Optimizer) -> bool:
     return getattr(outer, "found_inf", None) is not None
 
 
-def skips(outer: Optimizer, inner: Optimizer, params: Sequence[torch.Tensor], comm: Comm, *, uneven: bool) -> bool:
+def skips(
+    outer: Optimizer, inner: Sequence[Optimizer], params: Sequence[torch.Tensor], comm: Comm, *, uneven: bool
+) -> bool:
     """Whether the step is to be left out, on all ranks alike; if not, gradients are ready for `inner`.
 
     `uneven`: some ranks may only shadow the step. They have no scale, so gradients are unscaled before they are lent.
@@ -27,11 +29,9 @@ def skips(outer: Optimizer, inner: Optimizer, params: Sequence[torch.Tensor], co
     if not uneven:
         compare(comm, "a step that a GradScaler drives", b"")  # or another rank steps without one
     found = _flag(outer, params[0].device)
-    anywhere = comm.maximum_of(found.clone())
+    anywhere = comm.everyone.maximum_of(found.clone())
     scale: torch.Tensor | None = getattr(outer, "grad_scale", None)
-    if getattr(inner, "_step_supports_amp_scaling", False) and not uneven:
-        # Fused kernels unscale and skip on the device.
-        inner.found_inf, inner.grad_scale = anywhere, scale  # type: ignore[attr-defined]
+    if not uneven and _hands_over(inner, anywhere, scale):
         return False
     if anywhere.item():
         _warn_if_alone(outer, found)
@@ -51,10 +51,12 @@ def unscale_jointly(
         torch._amp_foreach_non_finite_check_and_unscale_([grad], flag, inverse_scale.to(grad.device))
     if not found:
         found[inverse_scale.device] = torch.zeros((), device=inverse_scale.device)
-    return {device: comm.maximum_of(flag) if comm.group.size > 1 else flag for device, flag in found.items()}
+    return {device: flag if comm.is_alone else comm.everyone.maximum_of(flag) for device, flag in found.items()}
 
 
-def skips_jointly(outer: Optimizer, inner: Optimizer, grads: Sequence[torch.Tensor], *, checked: bool) -> bool:
+def skips_jointly(
+    outer: Optimizer, inner: Sequence[Optimizer], grads: Sequence[torch.Tensor], *, checked: bool
+) -> bool:
     """Whether the step is to be left out; if not, gradients are ready for `inner`.
 
     `checked`: the scaler has found what is not finite on any rank.
@@ -65,8 +67,7 @@ def skips_jointly(outer: Optimizer, inner: Optimizer, grads: Sequence[torch.Tens
         )
     found = _flag(outer, grads[0].device if grads else torch.device("cpu"))
     scale: torch.Tensor | None = getattr(outer, "grad_scale", None)
-    if getattr(inner, "_step_supports_amp_scaling", False):
-        inner.found_inf, inner.grad_scale = found, scale  # type: ignore[attr-defined]
+    if _hands_over(inner, found, scale):
         return False
     if found.item():
         return True
@@ -77,10 +78,20 @@ def skips_jointly(outer: Optimizer, inner: Optimizer, grads: Sequence[torch.Tens
     return False
 
 
-def forget(optimizer: Optimizer) -> None:
-    """Undo what `skips` left on the inner optimizer, or a GradScaler on the outer one."""
-    for name in ("found_inf", "grad_scale"):
-        vars(optimizer).pop(name, None)
+def _hands_over(inner: Sequence[Optimizer], found: torch.Tensor, scale: torch.Tensor | None) -> bool:
+    """Let fused kernels unscale and skip on the device, if all optimizers have them."""
+    if not all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in inner):
+        return False
+    for optimizer in inner:
+        optimizer.found_inf, optimizer.grad_scale = found, scale  # type: ignore[attr-defined]
+    return True
+
+
+def forget(*optimizers: Optimizer) -> None:
+    """Undo what `skips` left on inner optimizers, or a GradScaler on the outer one."""
+    for optimizer in optimizers:
+        for name in ("found_inf", "grad_scale"):
+            vars(optimizer).pop(name, None)
 
 
 def _flag(outer: Optimizer, device: torch.device) -> torch.Tensor:

@@ -44,6 +44,8 @@ def total_norm(grads: Sequence[torch.Tensor], norm_type: float, comm: Comm) -> t
         total = _largest(local, comm)
     else:
         total = comm.sum_of(local.pow(norm_type)).pow(1.0 / norm_type)
+    if comm.replicas is not None:
+        total = _largest(total, comm.everyone)  # backends may add in another order in another group
     exact = any(grad.dtype in (torch.float64, torch.complex128) for grad in grads)
     return total if exact else total.float()
 

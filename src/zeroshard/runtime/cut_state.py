@@ -12,17 +12,21 @@ from ..layout.layout import Layout, Piece
 from ..layout.specs import ParamSpec
 from ..state.compat import SavedState, StateDict, describe
 from ..state.records import MASTER, StateRecord, shaped_keys, span_of
+from ..state.wrapped import is_wrapped, piece_of
+from .inner import Recipe
 from .loading import load
 from .masters import ShardMemory
 from .rooms import CutRooms, adjoined
 from .segments import Holdings, Segment, State
+from .wrapping import put_together
 
 
 class CutState:
     """The state of a rank's pieces."""
 
-    def __init__(self, holdings: Holdings, memory: ShardMemory) -> None:
-        self._holdings, self._memory = holdings, memory
+    def __init__(self, holdings: Holdings, memory: ShardMemory, recipe: Recipe, common: frozenset[str]) -> None:
+        """`common`: what all pieces have in common of values that are made of several tensors."""
+        self._holdings, self._memory, self._recipe, self._common = holdings, memory, recipe, common
 
     def by_param(self, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> dict[Any, Any]:
         """Views of it, by the user's parameter, and what belongs to no parameter."""
@@ -34,15 +38,15 @@ class CutState:
         records = []
         for piece, state, cut in self._each(optimizer):
             copy = self._memory.precise(piece)
-            if copy is not None and not self._holdings.cut:
+            if copy is not None and self._holdings.is_whole(piece):
                 copy = copy.as_strided(specs[piece.param].shape, specs[piece.param].stride)
             values = state if copy is None else {**state, MASTER: copy}
             if not values:
                 continue
-            if self._holdings.cut:
-                records.append(StateRecord(piece.param, piece.in_param, (*cut, MASTER), values))
-            else:
+            if self._holdings.is_whole(piece):
                 records.append(StateRecord(piece.param, None, (), values))
+            else:
+                records.append(StateRecord(piece.param, piece.in_param, (*cut, MASTER), values, self._common))
         return records
 
     def rooms(self, optimizer: Optimizer, layout: Layout, param_shaped: frozenset[Any], *, in_place: bool) -> CutRooms:
@@ -52,7 +56,7 @@ class CutState:
             copy = self._memory.precise(piece)
             present[piece.param] = state if copy is None else {**state, MASTER: copy}
         holdings = self._holdings.knowing(param_shaped)
-        return CutRooms(layout, holdings, self._memory, present)
+        return CutRooms(layout, holdings, self._memory, present, self._common)
 
     def load(
         self, optimizer: Optimizer, saved: SavedState, specs: Sequence[ParamSpec], *, adopt: bool
@@ -67,7 +71,9 @@ class CutState:
 
         with ExitStack() as undo:  # in the reverse order, also where this fails halfway
             undo.callback(self._holdings.regroup(optimizer, alike))
-            undo.callback(load(optimizer, self._local_dict(saved, specs), foreign=None if adopt else saved.tensors))
+            local = put_together(self._local_dict(saved, specs), self._recipe, optimizer)
+            foreign = None if adopt else saved.tensors
+            undo.callback(load(optimizer, local, foreign, on_host=self._memory.hosts is not None))
             self._load_masters(saved, specs, undo, adopt=adopt)
             return undo.pop_all().close
 
@@ -95,12 +101,15 @@ class CutState:
     def _joined(self, segment: Segment, saved: SavedState, specs: Sequence[ParamSpec]) -> Any:
         """The state of a segment, of the states of its parameters."""
         first = {k: v for k, v in saved.by_param[segment.pieces[0].param].items() if k != MASTER}
-        if not self._holdings.cut:
+        if self._holdings.is_whole(segment.pieces[0]):
             return first
         joined = {}
         for key, value in first.items():
             if not self._is_cut(key, value, specs[segment.pieces[0].param]):
                 joined[key] = value
+                continue
+            if is_wrapped(value):  # its pieces are not joined with those of others
+                joined[key] = piece_of(value, *segment.pieces[0].in_param, self._common)
                 continue
             parts = [span_of(saved.by_param[it.param][key], specs[it.param], it.in_param) for it in segment.pieces]
             joined[key] = self._run(segment, parts)

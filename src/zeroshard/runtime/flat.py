@@ -1,9 +1,11 @@
 """Flat shards: every rank updates its slice of every bucket, and all slices go to everyone."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import compress
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain, compress
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
@@ -11,20 +13,31 @@ from torch.autograd.graph import increment_version
 from ..comm.agreement import compare, raise_failure
 from ..comm.collectives import Comm
 from ..layout.layout import Layout, Piece
-from ..policies import MasterWeights
+from ..policies import MasterWeights, Offload
 from ..state.compat import SavedState
 from ..state.dcp import CutTensor, nothing_of
 from ..state.records import MASTER, StateRecord
 from ..units import Rank
-from .cut_state import CutState
+from .beginnings import begin
 from .grads import Gradients, LocalGrads
-from .inner import ParamGroup, Recipe
-from .masters import MasterMemory, ShardMemory
+from .host import Hosts
+from .inner import Inner, ParamGroup, ShardOptimizer
+from .masters import memory_of
+from .offload import Offloading
 from .param_sync import ShardSync
-from .segments import Holdings
-from .selftest import Traits
+from .parts import Kind, Part
+from .segments import Segment
 from .step import Attempt, Closure, Engine, Room, SharedClosure
 from .store import FlatStore
+from .team import CLASS, Team
+
+
+class Share(NamedTuple):
+    """A kind of optimizer, and how it takes its parameters."""
+
+    kind: Kind
+    cut: bool
+    """Pieces of their memory, which it updates as it would update the whole; else each belongs to one rank."""
 
 
 class FlatEngine(Engine):
@@ -32,36 +45,35 @@ class FlatEngine(Engine):
 
     store: FlatStore
 
-    def __init__(self, comm: Comm, recipe: Recipe, traits: Traits, masters: MasterWeights | None, *, cut: bool) -> None:
-        super().__init__(comm, recipe, FlatStore())
-        rank = comm.group.rank
-        self.memory = MasterMemory(rank, self.store, masters) if masters else ShardMemory(rank, self.store)
-        self.holdings = Holdings(rank, self.memory.of, cut=cut, param_shaped=traits.param_shaped)
-        self._cut_state = CutState(self.holdings, self.memory)
+    def __init__(
+        self, comm: Comm, kinds: Sequence[Share], masters: MasterWeights | None, offload: Offload | None = None
+    ) -> None:
+        super().__init__(comm, FlatStore())
+        rank, hosts = comm.group.rank, Hosts(offload) if offload else None
+        self.memory = memory_of(rank, self.store, masters, hosts)
+        self._part_of_group: dict[int, int] = {}
+        self._offloading = Offloading(hosts, self.memory) if hosts else None
+        self.parts = [Part(rank, kind, self.memory, cut=cut) for kind, cut in kinds]
+        self.inner: Inner = Team(self.parts)
         self.grads: Gradients = LocalGrads(comm, masters)
         self.sync = ShardSync(comm)
         self.waits = True
         """A step ends when all parameters have arrived; else they are waited for where they are needed."""
-        self._moves_all = traits.moves_without_grads
         self.bucket_of: dict[int, int] = {}
         """Where each parameter lies, by its id."""
-        self._members_of: list[list[int]] = []
 
-    def prepare(self, layout: Layout, groups: Sequence[ParamGroup], first_group: int = 0) -> None:
+    def prepare(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
         self.store.prepare(layout, [param for group in groups for param in group["params"]])
         self.memory.extend(layout)
-        self.holdings.extend(layout, len(groups))
-        own = self.holdings.inner_groups(groups)
-        if not first_group:
-            self.inner = replace(self._recipe, groups=own).build(self.holdings.ids())
-            return
-        self.inner.push(groups[:first_group])
-        for group in own[first_group:]:
-            self.inner.add_group(group, self.holdings.ids())
+        known, alone = sum(len(part.numbers) for part in self.parts), len(self.parts) == 1
+        for part in self.parts:
+            new = [n for n, it in enumerate(groups) if n >= known and (alone or it[CLASS] == part.name)]
+            part.prepare(layout, groups, [*part.numbers, *new])
+        self._part_of_group = {number: n for n, part in enumerate(self.parts) for number in part.numbers}
 
     def take_back(self, first_group: int) -> None:
-        self.inner.drop_groups(first_group)
-        self.holdings.take_back(self.layout, first_group)
+        for part in self.parts:
+            part.take_back(self.layout, first_group)
         self.memory.extend(self.layout)
         self.store.take_back()
 
@@ -69,16 +81,13 @@ class FlatEngine(Engine):
         super().extend(layout, groups)
         self.grads.extend(layout, self.params)
         self.memory.remember(self.params)
-        self.bucket_of = {
-            id(self.params[piece.param]): piece.bucket for bucket in layout.buckets for piece in bucket.pieces
-        }
-        self._members_of = [list({piece.param: None for piece in bucket.pieces}) for bucket in layout.buckets]
+        self.bucket_of = {id(self.params[param]): bucket.index for bucket in layout.buckets for param in bucket.params}
 
     def broadcast(self, source: Rank, *, first_bucket: int = 0) -> None:
-        """Make all parameters those of one rank, from a bucket on."""
+        """Make all parameters those of one rank of `Comm.everyone`, from a bucket on."""
         for bucket in self.layout.buckets[first_bucket:]:
-            if self.comm.group.size > 1 and bucket.numel:
-                self.comm.broadcast(self.store.buffer(bucket.index), source).wait()
+            if not self.comm.is_alone and bucket.numel:
+                self.comm.everyone.broadcast(self.store.buffer(bucket.index), source).wait()
         self.memory.doubt()
 
     def reduce_by(self, grads: Gradients) -> None:
@@ -87,31 +96,51 @@ class FlatEngine(Engine):
         self.grads, self.reduces = grads, True
 
     def state(self) -> dict[Any, Any]:
-        return self._cut_state.by_param(self.inner.optimizer, self.params)
+        found: dict[Any, Any] = defaultdict(dict)
+        for part in self.parts:
+            found.update(part.state(self.params))
+        return found
 
     def records(self) -> list[StateRecord]:
         self.memory.before_update(self.params)  # a parameter that was changed since is what its copy is, too
-        return self._cut_state.records(self.inner.optimizer, self.layout.params)
+        return [record for part in self.parts for record in part.records(self.layout.params)]
 
     def holds(self, index: int, key: Any) -> bool:
         piece = self.layout.piece_of(index, self.comm.group.rank)
         return piece is not None and (key != MASTER or self.memory.covers(piece.bucket))
 
     def learn(self, param_shaped: frozenset[Any]) -> None:
-        self.holdings.learn(param_shaped)
+        for part in self.parts:
+            part.holdings.learn(param_shaped)
 
     def rooms(self, *, in_place: bool, param_shaped: frozenset[Any]) -> Room:
-        rooms = self._cut_state.rooms(self.inner.optimizer, self.layout, param_shaped, in_place=in_place)
+        rooms = [part.rooms(self.layout, param_shaped, in_place=in_place) for part in self.parts]
 
         def room(index: int, key: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             piece = self.layout.piece_of(index, self.comm.group.rank)
             assert piece is not None, "asked for what this rank does not hold"
-            return rooms(piece, key, shape, dtype)
+            return rooms[self._part_of(index)](piece, key, shape, dtype)
 
         return room
 
     def load(self, saved: SavedState, *, adopt: bool = False) -> Callable[[], None]:
-        return self._cut_state.load(self.inner.optimizer, saved, self.layout.params, adopt=adopt)
+        with ExitStack() as undo:  # also where the second fails
+            for part in self.parts:
+                undo.callback(part.load(saved, self.layout.params, adopt=adopt))
+            return undo.pop_all().close
+
+    def inner_of(self, index: int) -> ShardOptimizer:
+        return self.parts[self._part_of(index)].inner
+
+    def param_shaped(self, index: int) -> frozenset[str]:
+        return self.parts[self._part_of(index)].traits.param_shaped
+
+    def _part_of(self, index: int) -> int:
+        return self._part_of_group[self.layout.params[index].group]
+
+    @property
+    def segments(self) -> Iterator[Segment]:
+        return chain.from_iterable(self.parts)
 
     def part(self, index: int) -> CutTensor:
         piece = self.layout.piece_of(index, self.comm.group.rank)
@@ -129,6 +158,20 @@ class FlatEngine(Engine):
     def at_rest(self) -> None:
         self.sync.finish()
         self.store.refresh()
+
+    def kept(self, groups: Sequence[ParamGroup]) -> Callable[[], None]:
+        put_back = super().kept(groups)
+
+        def put_all_back() -> None:
+            put_back()
+            self.memory.after_update(self.segments)
+
+        return put_all_back
+
+    def switch(self, groups: Sequence[ParamGroup], mode: str) -> None:
+        self.memory.before_update(self.params)
+        super().switch(groups, mode)
+        self.memory.after_update(self.segments)
 
     def spread(self) -> Callable[[], None]:
         self._send(b"\1" * len(self.params))
@@ -160,7 +203,7 @@ class FlatEngine(Engine):
 
     def _run(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
         call = f"step {self.steps + 1}"
-        update = _Update(self, call, groups, everything=self._moves_all)
+        update = _Update(self, call, groups)
         attempt = Attempt()
         if closure is None:
             update.settle()
@@ -186,10 +229,36 @@ class FlatEngine(Engine):
         self.grads.spend()
         return attempt.result
 
+    def moving(self, present: bytes) -> bytes:
+        """A flag for each parameter that a step moves: some optimizers change those without gradients, too."""
+        moves_all = [part.traits.moves_without_grads for part in self.parts]
+        if not any(moves_all):
+            return present
+        groups = {number for part, flag in zip(self.parts, moves_all, strict=True) if flag for number in part.numbers}
+        return bytes(flag or spec.group in groups for flag, spec in zip(present, self.layout.params, strict=True))
+
+    def begin(self) -> None:
+        if self._offloading is None:
+            super().begin()
+            return
+        for part in self.parts:
+            if self._begins_neutrally(part.inner):
+                self._offloading.each(part, partial(begin, part.inner))
+
+    def _inner_step(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
+        if self._offloading is None:
+            return super()._inner_step(groups, closure, kwargs)
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        self.inner.push(groups)
+        results = [self._offloading.step(part, kwargs) for part in self.parts]
+        self.inner.pull(groups)
+        return results[0] if closure is None else loss
+
     def _send(self, moving: bytes) -> None:
         """Start bringing the flagged parameters to everyone, those that a forward pass needs first at the head."""
         for bucket in reversed(self.layout.buckets):
-            if 0 not in moving or any(map(moving.__getitem__, self._members_of[bucket.index])):
+            if 0 not in moving or any(map(moving.__getitem__, bucket.params)):
                 self.sync.start(bucket, self.store.buffer(bucket.index))
         # Autograd must see an update, local or remote, as the in-place change that it is.
         increment_version([*compress(self.params, moving)] if 0 in moving else self.params)
@@ -199,23 +268,23 @@ class FlatEngine(Engine):
 class _Update:
     """Gradients into the inner optimizer's tensors, and what it makes of them out again."""
 
-    def __init__(self, engine: FlatEngine, call: str, groups: Sequence[ParamGroup], *, everything: bool) -> None:
-        """`everything`: the optimizer changes parameters that have no gradient, too."""
-        self._engine, self._call, self._groups, self._everything = engine, call, groups, everything
+    def __init__(self, engine: FlatEngine, call: str, groups: Sequence[ParamGroup]) -> None:
+        self._engine, self._call, self._groups = engine, call, groups
         self.moving = self._present = bytes(len(engine.params))
 
     def settle(self) -> None:
         """Gradients are there. Raises on all ranks alike."""
         self._present = self._engine.settle(self._call, self._groups)
-        self.moving = b"\1" * len(self._present) if self._everything else self._present
+        self.moving = self._engine.moving(self._present)
 
     def fill(self) -> None:
         """The inner optimizer has them."""
         engine = self._engine
         engine.memory.before_update(engine.params)
         if 0 in self._present:
-            engine.holdings.split(self._present, engine.inner.optimizer)
-        for segment in engine.holdings:
+            for part in engine.parts:
+                part.split(self._present)
+        for segment in engine.segments:
             has = self._present[segment.pieces[0].param]
             segment.param.grad = segment.of(engine.grads.shard(segment.bucket)) if has else None
 
@@ -226,6 +295,6 @@ class _Update:
     def end(self) -> None:
         """Also after an update that failed."""
         engine = self._engine
-        engine.memory.after_update(segment for segment in engine.holdings if self.moving[segment.pieces[0].param])
-        for segment in engine.holdings:
+        engine.memory.after_update(segment for segment in engine.segments if self.moving[segment.pieces[0].param])
+        for segment in engine.segments:
             segment.param.grad = None

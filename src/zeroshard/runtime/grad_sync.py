@@ -24,8 +24,8 @@ from weakref import ReferenceType, ref
 import torch
 
 from ..comm.agreement import raise_failure
+from ..comm.choice import Ways
 from ..comm.collectives import Comm
-from ..comm.shards import Ways
 from ..errors import RankMismatchError
 from ..layout.layout import Bucket, Layout
 from ..notices import warn_user
@@ -70,7 +70,7 @@ class GradSync(Gradients):
         """Of those that stay in `param.grad`, to notice when another one takes its place."""
         self._under_way: deque[Sending] = deque()
         self._pools: dict[tuple[torch.dtype, torch.device], Pool] = {}
-        self._ways = Ways(comm.group, reduce)
+        self._ways = Ways(comm, reduce)
         self._lock = RLock()
         """Autograd has a thread for each device."""
         self._spent = False
@@ -84,7 +84,7 @@ class GradSync(Gradients):
         super().extend(layout, params)
         new = [self._slot(layout, bucket) for bucket in layout.buckets[len(self._rounds.slots) :]]
         self._rounds.extend(new, self._params)
-        if self._retention.frees and self._comm.group.size > 1 and self._is_eager:
+        if self._retention.frees and not self._comm.is_alone and self._is_eager:
             self._large = {index for slot in self._rounds.slots if slot.packs for index in slot.at_least(LARGE)}
         self._present.extend(bytes(len(params) - len(self._present)))
         self._start_over()
@@ -147,7 +147,8 @@ class GradSync(Gradients):
 
     def _fail(self, failure: Exception) -> None:
         """Hazard: other ranks rely on what this one would send next, so that it must not raise alone."""
-        _log.error("rank %d cannot average gradients, which the next step raises: %r", self._comm.group.rank, failure)
+        rank = self._comm.everyone.group.rank
+        _log.error("rank %d cannot average gradients, which the next step raises: %r", rank, failure)
         self._failure = self._failure or failure
 
     def statement(self) -> bytes:
@@ -175,14 +176,14 @@ class GradSync(Gradients):
             self._catch_up()
             self._late = self._find_late()
         late = self._late_buckets()
-        for slot, flag in zip(self._rounds.slots, late if same else self._comm.union(late), strict=True):
+        for slot, flag in zip(self._rounds.slots, late if same else self._comm.everyone.union(late), strict=True):
             if flag:
                 self._send_surely(slot)
         while self._under_way:
             self._take_in()
         if not sure:
             self._raise_if_one_failed()
-        present = self._present_flags() if same else self._comm.union(self._present_flags())
+        present = self._present_flags() if same else self._comm.everyone.union(self._present_flags())
         self._rounds.learn(present, anew=bool(self._late) or not same)
         self._present[:] = present
         self._start_over()
@@ -195,10 +196,10 @@ class GradSync(Gradients):
         not be told apart from one that cleared too late, so that is refused.
         """
         rounds = self._rounds
-        goal, void, least = self._comm.maximum([rounds.sent, rounds.cleared, -rounds.sent])
+        goal, void, least = self._comm.everyone.maximum([rounds.sent, rounds.cleared, -rounds.sent])
         self._keeps_pace = goal == -least
         conflict = rounds.cleared < void and rounds.cleared < rounds.sent
-        if self._comm.maximum([conflict])[0]:
+        if self._comm.everyone.maximum([conflict])[0]:
             self._failure = self._failure or RankMismatchError(
                 "zero_grad() was called between different backward passes on different ranks, so that gradients of one "
                 "pass would meet those of another. They are cleared now."
@@ -209,7 +210,7 @@ class GradSync(Gradients):
     def _raise_if_one_failed(self) -> None:
         """On all ranks, whose gradients are gone then: they are not those of all ranks, and parts of them are lost."""
         failed = self._failure is not None
-        if not (self._comm.maximum([failed])[0] if self._comm.group.size > 1 else failed):
+        if not (failed if self._comm.is_alone else self._comm.everyone.maximum([failed])[0]):
             return
         failure, self._failure = self._failure, None
         self.clear(to_none=True)
@@ -285,7 +286,7 @@ class GradSync(Gradients):
         for index in slot.waiting:
             self._present[index] = 1
         grads = map(self._take, slot.members)
-        if self._comm.group.size == 1:
+        if self._comm.is_alone:
             self._keep(slot, grads)
         else:
             self._under_way.append(slot.send(grads, self._target(slot), ours=self._retention.frees))
@@ -299,7 +300,7 @@ class GradSync(Gradients):
                 return
             except Exception as failure:
                 self._fail(failure)
-        if self._comm.group.size > 1:
+        if not self._comm.is_alone:
             self._under_way.append(slot.send_zeros(self._target(slot)))
         self._count(slot)
 

@@ -103,10 +103,9 @@ class LocalGrads(Gradients):
         return self._layout.params[index].label
 
     def _take(self, bucket: Bucket, present: bytes) -> None:
-        mine = self._comm.group.rank
         targets, sources = [], []
-        for piece in bucket.pieces:
-            if piece.owner == mine and present[piece.param] and piece.in_param.length:
+        for piece in bucket.pieces_of(self._comm.group.rank):
+            if present[piece.param] and piece.in_param.length:
                 grad = self._params[piece.param].grad
                 assert grad is not None
                 targets.append(self._place(bucket, piece))

@@ -1,16 +1,16 @@
 """The user's optimizer class on this rank's parameters: the only holder of optimizer state."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from ..errors import ConfigError
 from ..state.compat import StateDict
-from ..state.trees import copy_mutable
+from ..state.trees import clone, copy_mutable, map_tensors
 
 ParamGroup = dict[str, Any]
 Factory = Callable[..., Optimizer]
@@ -42,6 +42,23 @@ class Recipe:
         return ShardOptimizer(self, owned)
 
 
+class Inner(Protocol):
+    """The optimizers that a rank has, of one class or of several."""
+
+    @property
+    def members(self) -> "list[ShardOptimizer]": ...
+
+    def push(self, outer: Sequence[ParamGroup]) -> None: ...
+
+    def pull(self, outer: Sequence[ParamGroup]) -> None: ...
+
+    def step(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def check_classes(self, saved: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def extra(self) -> StateDict: ...
+
+
 class ShardOptimizer:
     """Steps the inner optimizer, and keeps it fed with what it needs.
 
@@ -50,6 +67,7 @@ class ShardOptimizer:
     """
 
     def __init__(self, recipe: Recipe, owned: set[int]) -> None:
+        self.recipe = recipe
         self._stand_ins: list[torch.Tensor] = []
         own = [self._own_group(group, owned) for group in recipe.groups]
         self.optimizer = recipe.factory(own[0]["params"] if recipe.plain else own, **recipe.defaults)
@@ -60,6 +78,10 @@ class ShardOptimizer:
                 "group the parameters before they are handed to the sharded optimizer"
             )
         self._leave()
+
+    @property
+    def members(self) -> "list[ShardOptimizer]":
+        return [self]
 
     def add_group(self, group: ParamGroup, owned: set[int]) -> None:
         self.optimizer.add_param_group(self._own_group(group, owned))
@@ -80,22 +102,36 @@ class ShardOptimizer:
         for inner, group in zip(self.optimizer.param_groups, outer, strict=True):
             _copy_options(inner, group)
 
+    def check_classes(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """There is one, and groups do not name it."""
+
     def extra(self) -> StateDict:
         """What the optimizer's class adds to torch's state dict."""
         if type(self.optimizer).state_dict is Optimizer.state_dict:
             return {}
         return {k: v for k, v in self.optimizer.state_dict().items() if k not in ("state", "param_groups")}
 
+    def shared(self) -> dict[Any, Any]:
+        """State that belongs to no parameter."""
+        return {key: value for key, value in self.optimizer.state.items() if not isinstance(key, torch.Tensor)}
+
     def counters(self) -> Callable[[], None]:
-        """How to undo what steps do to numbers on the optimizer itself and to state that belongs to no parameter."""
-        numbers = {key: value for key, value in vars(self.optimizer).items() if isinstance(value, (int, float))}
-        shared = copy_mutable(_shared_state(self.optimizer))
+        """How to undo what steps do to numbers on the optimizer itself, to tensors in its groups, and to state that
+        belongs to no parameter."""
+        counts = {key: it for key, it in vars(self.optimizer).items() if isinstance(it, (int, float, torch.Tensor))}
+        options = [value for group in self.optimizer.param_groups for value in group.values()]
+        tensors = [it for it in (*counts.values(), *options) if isinstance(it, torch.Tensor)]
+        values = [tensor.detach().clone() for tensor in tensors]
+        shared = _copied(self.shared())
 
         def put_back() -> None:
-            vars(self.optimizer).update(numbers)
-            for key in _shared_state(self.optimizer):
+            vars(self.optimizer).update(counts)
+            with torch.no_grad():
+                for tensor, value in zip(tensors, values, strict=True):
+                    tensor.copy_(value)
+            for key in self.shared():
                 del self.optimizer.state[key]
-            self.optimizer.state.update(copy_mutable(shared))
+            self.optimizer.state.update(_copied(shared))
 
         return put_back
 
@@ -103,6 +139,15 @@ class ShardOptimizer:
         """The inner optimizer's step. Its own hooks fire, global ones do not: they fire for the outer step."""
         with self._occupied():
             return _call_step(self.optimizer, args, kwargs)
+
+    def has_mode(self, mode: str) -> bool:
+        """Whether it wants to be told that it shall `train` or `eval`."""
+        return callable(getattr(self.optimizer, mode, None))
+
+    def switch(self, mode: str) -> None:
+        if self.has_mode(mode):
+            with self._occupied():
+                getattr(self.optimizer, mode)()
 
     @contextmanager
     def only(self, chosen: set[int]) -> Iterator[None]:
@@ -114,7 +159,7 @@ class ShardOptimizer:
             yield
         finally:
             for group, before in zip(self.optimizer.param_groups, whole, strict=True):
-                group["params"] = before["params"]
+                group.update({key: before[key] for key in _PER_RANK if key in before})
 
     def _own_group(self, group: ParamGroup, owned: set[int]) -> ParamGroup:
         """The group as its user gave it, with this rank's parameters, or a stand-in where it has none."""
@@ -148,6 +193,11 @@ class ShardOptimizer:
                 self.optimizer.state.pop(stand_in, None)
 
 
+def _copied(state: dict[Any, Any]) -> dict[Any, Any]:
+    copied: dict[Any, Any] = map_tensors(copy_mutable(state), clone)
+    return copied
+
+
 def _stand_in(params: Sequence[torch.Tensor]) -> torch.Tensor:
     """An empty parameter like those of the group: optimizers look at dtype, device and dimensions."""
     like = params[0] if params else torch.empty(0)
@@ -160,10 +210,6 @@ def _copy_options(source: ParamGroup, target: ParamGroup) -> None:
     target.clear()
     target.update(source)
     target.update(kept)
-
-
-def _shared_state(optimizer: Optimizer) -> dict[Any, Any]:
-    return {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
 
 
 def _call_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from ..layout.layout import Bucket, Layout
+from ..layout.layout import Bucket, Layout, Room
 from ..layout.specs import ParamSpec
 from ..state.trees import dense_memory
 from ..units import Span
@@ -23,9 +23,8 @@ Grads = Iterable[torch.Tensor | None]
 class Place:
     """Where a parameter lies in a bucket."""
 
-    def __init__(self, param: int, start: int, spec: ParamSpec) -> None:
-        self.param, self.spec = param, spec
-        self.span = Span(start, start + spec.extent)
+    def __init__(self, room: Room, spec: ParamSpec) -> None:
+        (self.param, self.span), self.spec = room, spec
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Its part of a flat buffer, in its shape."""
@@ -74,7 +73,7 @@ class Packing:
         self.places = _places(layout, bucket)
         filled = max((place.span.stop for place in self.places), default=0)
         self.numel = bucket.numel if padded else filled
-        self.shards = [Span(min(shard.start, self.numel), min(shard.stop, self.numel)) for shard in bucket.shards]
+        self.shards = bucket.shards.clipped(self.numel)
         self._padding = _padding(self.places, self.numel)
         self._gapped = {n for n, place in enumerate(self.places) if place.spec.extent > place.spec.numel}
 
@@ -166,10 +165,7 @@ class _Batch:
 
 
 def _places(layout: Layout, bucket: Bucket) -> list[Place]:
-    starts: dict[int, int] = {}
-    for piece in bucket.pieces:
-        starts.setdefault(piece.param, piece.in_bucket.start)
-    return [Place(index, start, layout.params[index]) for index, start in starts.items()]
+    return [Place(room, layout.params[room.param]) for room in bucket.rooms]
 
 
 def _padding(places: Sequence[Place], numel: int) -> list[Span]:

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 import torch
 
+from ..comm.choice import Ways
 from ..comm.collectives import Comm
 from ..comm.pending import Pending, Window
-from ..comm.shards import Ways
 from ..layout.layout import Bucket
 from ..policies import Reduce
 from .store import InPlace, Parcel, Shipment
@@ -47,7 +47,7 @@ class ShardSync:
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self._ways = Ways(comm.group, Reduce())
+        self._ways = Ways(Comm(comm.group), Reduce())  # replicas bring theirs to their own
         self._under_way: dict[int, Pending] = {}
 
     @property

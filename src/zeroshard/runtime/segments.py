@@ -19,8 +19,8 @@ from ..layout.layout import Layout, Piece
 from ..units import Rank, Span
 from .inner import ParamGroup
 
-Memory = Callable[[int], torch.Tensor]
-"""This rank's shard of a bucket, flat."""
+Memory = Callable[[int, Span, Sequence[int], Sequence[int]], torch.Tensor]
+"""A span of this rank's shard of a bucket, in a shape and with strides."""
 State = dict[Any, Any]
 
 
@@ -55,25 +55,26 @@ class Segment:
 class Holdings:
     """All segments of a rank, and the inner optimizer's view of them."""
 
-    def __init__(self, rank: Rank, memory: Memory, *, cut: bool, param_shaped: frozenset[str]) -> None:
-        """`cut`: the optimizer updates a flat run as it would update its parts; else each parameter is on its own,
-        in its shape. `param_shaped`: keys of state that has the shape of the parameter."""
-        self._rank, self._memory, self.cut, self._param_shaped = rank, memory, cut, param_shaped
+    def __init__(self, rank: Rank, memory: Memory, *, joins: bool, param_shaped: frozenset[str]) -> None:
+        """`joins`: the optimizer updates a flat run as it would update its parts; else each piece is on its own, and
+        one that is a whole parameter has its shape. `param_shaped`: keys of state that has that shape, too."""
+        self._rank, self._memory, self._joins, self._param_shaped = rank, memory, joins, param_shaped
         self._layout = Layout.empty(0)
         self.by_group: list[list[Segment]] = []
 
     def __iter__(self) -> Iterator[Segment]:
         return chain.from_iterable(self.by_group)
 
-    def extend(self, layout: Layout, group_count: int) -> None:
-        """Add segments for the buckets that `layout` has beyond the present ones."""
+    def extend(self, layout: Layout, numbers: Sequence[int]) -> None:
+        """Add segments for the buckets that `layout` has beyond the present ones. `numbers`: of all groups to hold."""
         known, self._layout = len(self._layout.buckets), layout
-        self.by_group.extend([] for _ in range(group_count - len(self.by_group)))
+        self.by_group.extend([] for _ in numbers[len(self.by_group) :])
+        held = dict(zip(numbers, self.by_group, strict=True))
         for bucket in layout.buckets[known:]:
-            mine = [piece for piece in bucket.pieces if piece.owner == self._rank]
+            mine = (piece for piece in bucket.pieces_of(self._rank) if layout.params[piece.param].group in held)
             for pieces in self._runs(mine, lambda piece: layout.params[piece.param].group):
                 segment = self._segment(pieces)
-                self.by_group[segment.group].append(segment)
+                held[segment.group].append(segment)
 
     def take_back(self, layout: Layout, group_count: int) -> None:
         """Undo `extend`."""
@@ -122,11 +123,17 @@ class Holdings:
 
     def state_of(self, segment: Segment, piece: Piece, state: State) -> State:
         """The state of one piece of a segment: views of what has the parameter's shape, the rest as it is."""
+        if len(segment.pieces) == 1:
+            return dict(state)
         span = segment.within(piece)
         return {
-            key: value.view(-1)[slice(*span)] if self.is_cut(key, value, segment.param) and self.cut else value
+            key: value.view(-1)[slice(*span)] if self.is_cut(key, value, segment.param) else value
             for key, value in state.items()
         }
+
+    def is_whole(self, piece: Piece) -> bool:
+        """Whether it is a parameter in its own shape, with state that is not cut."""
+        return not self._joins and piece.in_param.length == self._layout.params[piece.param].extent
 
     def is_cut(self, key: Any, value: Any, param: torch.Tensor) -> bool:
         """Whether a value has an element for each of the parameter's."""
@@ -155,7 +162,7 @@ class Holdings:
         return zip(self.by_group, optimizer.param_groups, strict=True)
 
     def _runs(self, pieces: Iterable[Piece], key: Callable[[Piece], object]) -> Iterator[tuple[Piece, ...]]:
-        if not self.cut:
+        if not self._joins:
             return ((piece,) for piece in pieces)
         return (tuple(run) for _, run in groupby(pieces, key=key))
 
@@ -164,9 +171,8 @@ class Holdings:
         spec = self._layout.params[first.param]
         base = self._layout.buckets[first.bucket].shards[self._rank].start
         span = Span(first.in_bucket.start - base, last.in_bucket.stop - base)
-        memory = self._memory(first.bucket)[slice(*span)]
-        if not self.cut:
-            memory = memory.as_strided(spec.shape, spec.stride)
+        shape, stride = (spec.shape, spec.stride) if self.is_whole(first) else ((span.length,), (1,))
+        memory = self._memory(first.bucket, span, shape, stride)
         return Segment(pieces, spec.group, span, torch.nn.Parameter(memory, requires_grad=_differentiable(memory)))
 
     def _parts(self, segment: Segment, present: bytes, optimizer: Optimizer) -> list[Segment]:

@@ -15,9 +15,9 @@ class Slot:
 
     def __init__(self, layout: Layout, bucket: Bucket, way: ShardWay, pool: Pool) -> None:
         self.bucket, self._way, self._pool = bucket.index, way, pool
-        self.packs = len({piece.param for piece in bucket.pieces}) > 1
+        self.packs = len(bucket.rooms) > 1
         """Gradients are copied together before they are sent."""
-        share = 1 / way.group.size
+        share = 1 / way.ranks
         # What would be rounded more than once, or is sent as it lies, is better multiplied after it was added up.
         exact = pool.dtype == bucket.dtype == sum_dtype(pool.dtype)
         before = share if way.adds_locally and exact and self.packs else 1.0

@@ -4,7 +4,6 @@ import logging
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from ..state.compat import SavedState, describe_groups
 from ..state.dcp import CutTensor
 from ..state.records import MASTER, StateRecord
 from ..units import Rank
-from .beginnings import begins_neutrally, first_state
-from .inner import ParamGroup, Recipe, ShardOptimizer
+from .beginnings import begin, begins_neutrally
+from .inner import Inner, ParamGroup, ShardOptimizer
 from .store import Store
 
 Closure = Callable[[], Any]
@@ -35,12 +34,13 @@ class Engine(ABC):
     It grows in two steps: `prepare` makes what it takes, and can be taken back; `extend` starts to use it.
     """
 
-    inner: ShardOptimizer
+    inner: Inner
     reduces = False
     """Gradients are averaged over all ranks here, not before."""
 
-    def __init__(self, comm: Comm, recipe: Recipe, store: Store) -> None:
-        self.comm, self.store, self._recipe = comm, store, recipe
+    def __init__(self, comm: Comm, store: Store) -> None:
+        self.comm, self.store = comm, store
+        self._begins: dict[int, bool] = {}
         self.layout = Layout.empty(comm.group.size)
         self.params: list[torch.Tensor] = []
         self.steps = 0
@@ -50,8 +50,8 @@ class Engine(ABC):
         """Members of less than two elements, by group and place."""
 
     @abstractmethod
-    def prepare(self, layout: Layout, groups: Sequence[ParamGroup], first_group: int = 0) -> None:
-        """Have an inner optimizer for the groups from `first_group` on."""
+    def prepare(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
+        """Have inner optimizers for all groups."""
 
     @abstractmethod
     def take_back(self, first_group: int) -> None:
@@ -93,16 +93,22 @@ class Engine(ABC):
 
     def begin(self) -> None:
         """All state is there that the first step would begin with, as far as the optimizer allows it."""
-        if not self._begins:
-            return
-        state, groups = self.inner.optimizer.state, self.inner.optimizer.param_groups
-        for group in groups:
-            for param in [it for it in group["params"] if it.requires_grad and not state.get(it)]:
-                state.update(zip([param], first_state(self._recipe, group, [param]), strict=True))
+        for member in self.inner.members:
+            if self._begins_neutrally(member):
+                begin(member)
 
-    @cached_property
-    def _begins(self) -> bool:
-        return begins_neutrally(self._recipe)
+    def _begins_neutrally(self, member: ShardOptimizer) -> bool:
+        if id(member) not in self._begins:
+            self._begins[id(member)] = begins_neutrally(member.recipe)
+        return self._begins[id(member)]
+
+    @abstractmethod
+    def inner_of(self, index: int) -> ShardOptimizer:
+        """The inner optimizer that has a parameter, or would have it if this rank owned it."""
+
+    @abstractmethod
+    def param_shaped(self, index: int) -> frozenset[str]:
+        """Keys of a parameter's state that has the parameter's shape, as far as the self-test saw."""
 
     @abstractmethod
     def records(self) -> list[StateRecord]:
@@ -170,14 +176,37 @@ class Engine(ABC):
         self.inner.pull(groups)
         return result
 
+    def kept(self, groups: Sequence[ParamGroup]) -> Callable[[], None]:
+        """Keeps what this rank owns, and the options of groups; returns how to put that back."""
+        counters = [member.counters() for member in self.inner.members]
+        owned = [param for it in self.inner.members for group in it.optimizer.param_groups for param in group["params"]]
+        values, options = [param.detach().clone() for param in owned], [dict(group) for group in groups]
+
+        @torch.no_grad()
+        def put_back() -> None:
+            for param, value in zip(owned, values, strict=True):
+                param.copy_(value)
+            for group, before in zip(groups, options, strict=True):
+                group.clear()
+                group.update(before)
+            for undo in counters:
+                undo()
+            self.inner.push(groups)
+
+        return put_back
+
+    def switch(self, groups: Sequence[ParamGroup], mode: str) -> None:
+        """What this rank owns goes into the mode `train` or `eval`, of an optimizer that has them; tells no one."""
+        self.inner.push(groups)
+        for member in self.inner.members:
+            member.switch(mode)
+        self.inner.pull(groups)
+
     def _hyper_parameters(self, groups: Sequence[ParamGroup]) -> bytes:
         """The numbers among the options, cheap to compare in every step."""
-        numbers = array("d")
-        for group in groups:
-            for value in map(group.get, self.inner.optimizer.defaults):
-                if isinstance(value, (int, float)):
-                    numbers.append(value)
-        return numbers.tobytes()
+        keys = {key: None for member in self.inner.members for key in member.optimizer.defaults}
+        values = (value for group in groups for value in map(group.get, keys))
+        return array("d", [value for value in values if isinstance(value, (int, float))]).tobytes()
 
     def _require_same_options(self, call: str, verdict: Verdict, groups: Sequence[ParamGroup]) -> None:
         if not verdict.same_options and not verdict.trouble:
@@ -224,7 +253,7 @@ class SharedClosure:
             loss = self._closure()
         except Exception as error:
             # Hazard: the other ranks may be in a collective of the closure, where our agreement never reaches them.
-            _log.error("the closure failed on rank %d: %r", self._comm.group.rank, error)
+            _log.error("the closure failed on rank %d: %r", self._comm.everyone.group.rank, error)
             failure = error
         self.failed = True
         agree(self._comm, f"closure {self._calls} of {self._call}", (), failure)

@@ -260,17 +260,16 @@ class FlatStore(Store):
     def _take_in(self, bucket: Bucket) -> None:
         if bucket.index == len(self._buffers):
             self._make_buffer(bucket, self._layout, self._params)
-        for index in {piece.param: None for piece in bucket.pieces}:
+        for index in bucket.params:
             self._params[index].data = self._homes[index]
 
     def _make_buffer(self, bucket: Bucket, layout: Layout, params: Sequence[torch.Tensor]) -> None:
         buffer = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         self._buffers.append(buffer)
-        for index, pieces in groupby(bucket.pieces, key=lambda piece: piece.param):
-            places = [piece.in_bucket for piece in pieces]
+        for index, span in bucket.rooms:
             # Through DLPack each parameter gets a storage of its own over the shared memory: saving one
             # parameter then writes that one, not the whole bucket.
-            memory = from_dlpack(buffer[places[0].start : places[-1].stop])
+            memory = from_dlpack(buffer[slice(*span)])
             spec = layout.params[index]
             self._homes[index] = memory.as_strided(spec.shape, spec.stride)
             self._homes[index].copy_(params[index].detach())

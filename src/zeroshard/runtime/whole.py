@@ -14,32 +14,36 @@ from ..layout.layout import Layout
 from ..state.compat import SavedState, local_dict
 from ..state.dcp import CutTensor, nothing_of
 from ..state.records import StateRecord
-from .inner import ParamGroup, Recipe
+from .inner import ParamGroup, ShardOptimizer
 from .loading import load
 from .param_sync import ParamSync
+from .parts import Kind
 from .rooms import whole_room
 from .step import Attempt, Closure, Engine, Room, SharedClosure
 from .store import Store
+from .wrapping import put_together
 
 
 class WholeEngine(Engine):
     """The inner optimizer holds the user's own parameters, those that this rank owns."""
 
-    def __init__(self, comm: Comm, recipe: Recipe, store: Store, *, moves_all: bool) -> None:
-        """`moves_all`: the optimizer changes parameters that have no gradient, too."""
-        super().__init__(comm, recipe, store)
-        self._moves_all = moves_all
+    inner: ShardOptimizer
+
+    def __init__(self, comm: Comm, kind: Kind, store: Store) -> None:
+        super().__init__(comm, store)
+        self._kind = kind
         self.sync = ParamSync(comm)
         self._undelivered = b""
 
-    def prepare(self, layout: Layout, groups: Sequence[ParamGroup], first_group: int = 0) -> None:
+    def prepare(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
         params = [param for group in groups for param in group["params"]]
         owned = {id(params[index]) for index in layout.owned_by(self.comm.group.rank)}
-        if not first_group:
-            self.inner = self._recipe.build(owned)
+        known = len(self._members)
+        if not known:
+            self.inner = self._kind.recipe.build(owned)
             return
-        self.inner.push(groups[:first_group])
-        for group in groups[first_group:]:
+        self.inner.push(groups[:known])
+        for group in groups[known:]:
             self.inner.add_group(group, owned)
 
     def take_back(self, first_group: int) -> None:
@@ -47,6 +51,12 @@ class WholeEngine(Engine):
 
     def state(self) -> dict[Any, Any]:
         return self.inner.optimizer.state
+
+    def inner_of(self, index: int) -> ShardOptimizer:  # noqa: ARG002
+        return self.inner
+
+    def param_shaped(self, index: int) -> frozenset[str]:  # noqa: ARG002
+        return self._kind.traits.param_shaped
 
     def records(self) -> list[StateRecord]:
         state = self.inner.optimizer.state
@@ -68,7 +78,8 @@ class WholeEngine(Engine):
         owned: list[list[int]] = [[] for _ in self.inner.optimizer.param_groups]
         for index in self._owned:
             owned[self.layout.params[index].group].append(index)
-        return load(self.inner.optimizer, local_dict(saved, owned), foreign=None if adopt else saved.tensors)
+        local = put_together(local_dict(saved, owned), self._kind.recipe, self.inner.optimizer)
+        return load(self.inner.optimizer, local, foreign=None if adopt else saved.tensors)
 
     def part(self, index: int) -> CutTensor:
         param = self.params[index].detach()
@@ -97,7 +108,9 @@ class WholeEngine(Engine):
         attempt = Attempt()
         attempt.require(lambda: self.check_groups(groups))
         attempt.require(self.store.refresh)
-        watch = _Watch(self.params, self._owned, grads_are_there=closure is None, everything=self._moves_all)
+        watch = _Watch(
+            self.params, self._owned, grads_are_there=closure is None, everything=self._kind.traits.moves_without_grads
+        )
         if not attempt.failure:
             shared = None if closure is None else SharedClosure(self.comm, call, closure, watch.note_grads)
             attempt.update(lambda: self._inner_step(groups, shared, kwargs))

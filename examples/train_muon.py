@@ -1,0 +1,88 @@
+"""Muon on the matrices of a small GPT, AdamW on the rest: one optimizer, one scheduler, one checkpoint.
+
+torchrun --nproc-per-node 2 examples/train_muon.py [--steps N] [--width N] [--layers N] [--measured]
+"""
+
+import argparse
+import os
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
+
+import zeroshard
+from gpt import GPT  # type: ignore[import-not-found]
+from zeroshard import checkpoint
+
+FOLDER = "checkpoints-muon"
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--measured", action="store_true", help="deal matrices out by measured times")
+    return parser.parse_args()
+
+
+def started() -> torch.device:
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def sharded(model: nn.Module, *, measured: bool) -> zeroshard.ShardedOptimizer:
+    hidden = zeroshard.matrices(exclude=("tokens", "positions"))
+    cost = zeroshard.measure_cost(model, torch.optim.Muon, selector=hidden) if measured else None
+    return zeroshard.shard(
+        model,
+        [
+            zeroshard.Rule(hidden, torch.optim.Muon, partition=zeroshard.WholeParams(cost), lr=0.02, weight_decay=0.1),
+            zeroshard.Rule(zeroshard.everything_else, torch.optim.AdamW, lr=3e-3, weight_decay=0.1),
+        ],
+    )
+
+
+def batch(number: int, device: torch.device) -> torch.Tensor:
+    """Runs of letters that go up by one; other ones on each rank."""
+    draw = torch.Generator().manual_seed(1000 * number + dist.get_rank())
+    starts = torch.randint(64, (16, 1), generator=draw)
+    return ((starts + torch.arange(33)) % 64).to(device)
+
+
+def main() -> None:
+    chosen, device = options(), started()
+    torch.manual_seed(0)
+    model = GPT(vocabulary=64, context=32, width=chosen.width, layers=chosen.layers).to(device)
+    optimizer = sharded(model, measured=chosen.measured)
+    scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))  # both classes' learning rates
+    if checkpoint.latest(FOLDER):  # on all ranks, as many as there are now
+        checkpoint.load(FOLDER, model=model, optimizer=optimizer, scheduler=scheduler)
+    half = torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+    for number in range(scheduler.last_epoch, scheduler.last_epoch + chosen.steps):
+        ids = batch(number, device)
+        with half:
+            loss = cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        torch.autograd.backward(loss)  # matrices travel whole to their owners, the rest in slices
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    checkpoint.save(FOLDER, step=scheduler.last_epoch, model=model, optimizer=optimizer, scheduler=scheduler)
+    if dist.get_rank() == 0:
+        load = optimizer.balance
+        print(f"step {scheduler.last_epoch}: loss {loss.item():.4f} on {optimizer.world_size} ranks")
+        print(f"slowest rank {load.slowest:.3f} of the mean, fullest {load.fullest:.3f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

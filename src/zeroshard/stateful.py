@@ -1,0 +1,124 @@
+"""What a sharded optimizer does with its state: gather it, hand out this rank's part, load."""
+
+import warnings
+from typing import NamedTuple
+
+from torch.optim import Optimizer
+
+from . import state_dicts
+from .adapters.ddp import Overlap
+from .comm.agreement import Proposal, agreed
+from .comm.collectives import Comm
+from .runtime.step import Engine
+from .state import callers
+from .state.compat import StateDict
+from .state.trees import copy_mutable, versions
+
+
+class _Snapshot(NamedTuple):
+    contents: StateDict
+    steps: int
+    versions: list[int]
+    """Of its tensors, to notice when somebody changes one."""
+
+
+class Stateful(Optimizer):
+    """Every method is called on all ranks, but `state_dict()` after `consolidate_state_dict()`."""
+
+    engine: Engine
+    _comm: Comm
+    _overlap: Overlap | None
+    _snapshot: _Snapshot | None = None
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather all state on rank `to` of the group, for `state_dict()` there. Called on all ranks."""
+        self.require_settled("consolidate_state_dict")
+        # An older snapshot goes before the new one comes: the target never holds both.
+        forget = self._forget_snapshot if self._comm.everyone.group.rank == to else lambda: None
+        contents = state_dicts.gathered(self.engine, self.param_groups, "consolidate_state_dict", to, forget)
+        if contents is not None:
+            self._snapshot = _Snapshot(contents, self.engine.steps, versions(contents))
+
+    def full_state_dict(self, to: int = 0) -> StateDict | None:
+        """Gather all state and return it on rank `to`, None on the others. Called on all ranks; nothing is kept."""
+        self.require_settled("full_state_dict")
+        contents = state_dicts.gathered(self.engine, self.param_groups, "full_state_dict", to)
+        return None if contents is None else state_dicts.through_save_hooks(self, contents)
+
+    def sharded_state_dict(self) -> StateDict:
+        """This rank's part of the state, for `torch.distributed.checkpoint`: nothing is gathered, nothing is copied.
+
+        In the format of the unsharded optimizer. State that is cut appears in the shape of its parameter, and knows
+        which part of it is here; DCP saves it so that it loads at any world size. Called on all ranks.
+        """
+        self.require_settled("sharded_state_dict")
+        return state_dicts.part(self.engine, self.param_groups)
+
+    def state_dict(self) -> StateDict:
+        """What `consolidate_state_dict` gathered on this rank, in the format of the unsharded optimizer.
+
+        To spare memory its tensors are those that were gathered, not copies. `torch.distributed.checkpoint` and its
+        helpers get what they can save: this rank's part, or everything if they were asked for that.
+        """
+        self.require_settled("state_dict")
+        asked = callers.asked()
+        if asked is not None:
+            return state_dicts.through_save_hooks(self, state_dicts.wanted(self.engine, self.param_groups, asked))
+        if self._snapshot is None:
+            raise RuntimeError(
+                "this rank holds only its own share of the state. Call full_state_dict(to=0) on "
+                "all ranks: it returns everything on rank 0. Or call consolidate_state_dict(to=0) on all ranks, then "
+                "state_dict() on rank 0 only."
+            )
+        since = self.engine.steps - self._snapshot.steps
+        if since:
+            warnings.warn(
+                f"state_dict() returns the state of {since} steps ago: call consolidate_state_dict() on all ranks "
+                "again for the present one",
+                stacklevel=2,
+            )
+        if versions(self._snapshot.contents) != self._snapshot.versions:
+            raise RuntimeError(
+                "the tensors of an earlier state_dict() were changed in place, and it shares them with what was "
+                "gathered: call consolidate_state_dict() again, and change a copy"
+            )
+        return state_dicts.through_save_hooks(self, copy_mutable(self._snapshot.contents))
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Take this rank's part of a dict saved at any world size, or by the plain optimizer. Called on all ranks.
+
+        Either all ranks load it or none does. The dict stays as it is.
+        """
+        self._load(state_dict, adopt=False)
+
+    def adopt_state_dict(self, state_dict: StateDict) -> None:
+        """As `load_state_dict`, of a dict that is given away: its tensors become the state where they can."""
+        self._load(state_dict, adopt=True)
+
+    def check_state_dict(self, state_dict: StateDict) -> None:
+        """Raise if it is not one for this optimizer, whatever the values of its tensors."""
+        state_dicts.checked_dict(self.engine, state_dict)
+
+    def _load(self, state_dict: StateDict, *, adopt: bool) -> None:
+        self.require_settled("load_state_dict")
+
+        def propose() -> Proposal[None]:
+            saved = state_dicts.through_load_hooks(self, state_dict)
+            return state_dicts.loading(self.engine, saved, adopt=adopt)
+
+        agreed(self._comm, "load_state_dict", propose)
+        self.engine.inner.pull(self.param_groups)
+        self._forget_snapshot()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _forget_snapshot(self) -> None:
+        self._snapshot = None
+
+    def require_settled(self, call: str) -> None:
+        """Raise if owners may still change."""
+        if self._overlap is not None and not self._overlap.settled:
+            raise RuntimeError(
+                f"{call}() needs to know who owns what, and DDP's buckets settle only in its first backward passes: "
+                f"call it after {self._overlap.warmup_passes} of them"
+            )

@@ -1,0 +1,133 @@
+"""Rules, rows of ranks, state elsewhere, master weights and late parameters, all at once: the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from tests.ranks.test_offload import everything_is_far
+from tests.support import RankContext, ranks
+from tests.support.oracle import assert_same
+from zeroshard import (
+    FlatShards,
+    KeepFull,
+    MasterWeights,
+    Offload,
+    Rule,
+    ShardedOptimizer,
+    ZeroConfig,
+    checkpoint,
+    everything_else,
+    matrices,
+    shard,
+)
+
+RULES = [
+    Rule(matrices(exclude=("0",)), optim.Muon, lr=0.02),
+    Rule(everything_else, optim.AdamW, lr=0.01, weight_decay=0.1),
+]
+PLAIN = ZeroConfig(partition=FlatShards(bucket_bytes=3000))
+
+
+def configs() -> Iterator[ZeroConfig]:
+    for masters, offload, overlap in product((None, MasterWeights()), (None, Offload()), (False, True)):
+        retention = KeepFull() if overlap else PLAIN.retention
+        yield replace(PLAIN, masters=masters, offload=offload, overlap_gather=overlap, retention=retention)
+
+
+def arrangements(ctx: RankContext) -> list[dict[str, Any]]:
+    return [{"shard_within": number} for number in range(1, ctx.world_size + 1) if ctx.world_size % number == 0]
+
+
+def net(dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(1)
+    layers = [nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 4)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+class Run:
+    def __init__(self, config: ZeroConfig, **where: Any) -> None:
+        dtype = torch.bfloat16 if config.masters else torch.float32
+        self.model, self.steps = net(dtype), 0
+        self.optimizer: ShardedOptimizer = shard(self.model, RULES, config=config, **where)
+
+    def train(self, steps: int) -> None:
+        """Two passes a step, the first without messages. All ranks have equal gradients: sums of these are exact in
+        any order, on a number of ranks that is a power of two."""
+        for _ in range(steps):
+            with self.optimizer.no_sync():
+                self._backward(0)
+            self._backward(1)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.steps += 1
+
+    def _backward(self, turn: int) -> None:
+        inputs = torch.randn(6, 12, generator=torch.Generator().manual_seed(10 * self.steps + turn))
+        model = self.model if self.steps % 3 else self.model[:4]  # some parameters get no gradients now and then
+        torch.autograd.backward(model(inputs.to(next(self.model.parameters()).dtype)).float().square().mean())
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        self.optimizer.wait()
+        return [param.detach().clone() for param in self.model.parameters()]
+
+
+def plainly(steps: int) -> list[torch.Tensor]:
+    """The two plain optimizers, on one rank's gradients."""
+    model = net(torch.float32)
+    chosen = [name for name, param in model.named_parameters() if param.dim() == 2 and not name.startswith("0.")]
+    named = dict(model.named_parameters())
+    pair = [
+        optim.Muon([named[name] for name in chosen], lr=0.02),
+        optim.AdamW([it for name, it in named.items() if name not in chosen], lr=0.01, weight_decay=0.1),
+    ]
+    run = Run.__new__(Run)
+    run.model, run.steps = model, 0
+    for _ in range(steps):
+        run._backward(0)
+        run._backward(1)
+        for it in pair:
+            it.step()
+            it.zero_grad()
+        run.steps += 1
+    return [param.detach() for param in model.parameters()]
+
+
+@ranks(1, 2, 4)
+def test_any_of_them_together_are_the_same_numbers(ctx: RankContext) -> None:
+    expected = {None: plainly(5)}
+    with everything_is_far("cpu"):
+        for where, config in product(arrangements(ctx), configs()):
+            run = Run(config, **where)
+            run.train(5)
+            assert_same(run.values, expected.setdefault(config.masters, run.values), f"{where} {config}")
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("masters", [None, MasterWeights()], ids=["plain", "masters"])
+def test_and_go_on_from_each_others_checkpoints(
+    ctx: RankContext, masters: MasterWeights | None, tmp_path: Path
+) -> None:
+    config = replace(PLAIN, masters=masters)
+    straight = Run(config)
+    straight.train(5)
+    with everything_is_far("cpu"):
+        places = arrangements(ctx)
+        for number, where in enumerate(places):
+            first = Run(replace(config, offload=Offload()), **where)
+            first.train(3)
+            checkpoint.save(tmp_path / str(number), step=3, model=first.model, optimizer=first.optimizer)
+            second = Run(replace(config, overlap_gather=True), **places[number - 1])
+            second.train(1)
+            checkpoint.load(tmp_path / str(number), model=second.model, optimizer=second.optimizer)
+            second.steps = 3
+            second.train(2)
+            assert_same(second.values, straight.values, f"{where} to {places[number - 1]}")

@@ -1,0 +1,375 @@
+"""Rules: a model with several optimizer classes is trained as by those classes side by side under DDP, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler as TorchScaler
+from torch.distributed.algorithms.join import Join
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, AdamW, Muon
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+
+from tests.support import RankContext, ranks
+from tests.support.oracle import assert_same
+from tests.support.pair import Side, average, from_all_ranks
+from tests.support.rules import (
+    ADAMW,
+    CONFIGS,
+    MUON,
+    TINY,
+    RulesPair,
+    Several,
+    Words,
+    hidden,
+    muon_and_adamw,
+    next_word,
+    rules,
+    seeded,
+)
+from zeroshard import (
+    GradScaler,
+    MasterWeights,
+    Rule,
+    ShardedOptimizer,
+    WholeParams,
+    ZeroConfig,
+    everything_else,
+    matrices,
+    shard,
+)
+from zeroshard.units import Rank
+
+
+@ranks(1, 2, 3, 4)
+def test_training_equals_ddp_with_an_optimizer_for_each_rule(ctx: RankContext) -> None:
+    for config in CONFIGS[:: 2 if ctx.world_size in (1, 4) else 1]:
+        pair = RulesPair(config=config)
+        pair.train(3)
+        pair.check_state()
+
+
+@ranks(2, 3)
+def test_a_class_that_looks_at_matrices_has_them_whole_and_the_other_has_slices(ctx: RankContext) -> None:
+    zero = RulesPair().zero
+    whole = [bucket.is_dealt for bucket in zero.layout.buckets]
+    assert sorted(whole) == [False, True]
+    for spec in zero.layout.params:
+        owners = [rank for rank in range(ctx.world_size) if spec.index in zero.layout.owned_by(Rank(rank))]
+        assert len(owners) == 1 or spec.group == 1, spec
+    assert zero.balance.fullest < 1.5
+    muon, adamw = zero.optims
+    assert type(muon) is Muon
+    assert type(adamw) is AdamW
+    assert all(param.dim() == 2 for param in muon.param_groups[0]["params"])
+    assert len(adamw.param_groups[0]["params"]) == 1, "its parameters are one run of memory"
+
+
+def largest(side: Side) -> None:
+    """Its value does not depend on the order in which things are added up."""
+    if isinstance(side.optimizer, ShardedOptimizer):
+        norm = side.optimizer.clip_grad_norm_(0.01, math.inf)
+    else:
+        norm = clip_grad_norm_(side.model.parameters(), 0.01, math.inf)
+    assert norm > 0.01
+
+
+@ranks(1, 2, 3, 4)
+def test_gradients_are_clipped_over_all_classes(ctx: RankContext) -> None:
+    for config in CONFIGS[1:3]:
+        RulesPair(config=config).train(2, largest)
+
+
+@ranks(2)
+def test_the_norm_is_that_of_all_gradients(ctx: RankContext) -> None:
+    pair = RulesPair()
+    pair.backward()
+    expected = clip_grad_norm_(pair.plain_model.parameters(), 1e9)
+    torch.testing.assert_close(pair.zero.clip_grad_norm_(1e9), expected, rtol=1e-6, atol=0)
+
+
+def halving(optimizer: Any) -> LRScheduler:
+    return LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+
+
+def one_cycle(optimizer: Any) -> LRScheduler:
+    peaks = [10 * group["lr"] for group in optimizer.param_groups]
+    return OneCycleLR(optimizer, peaks, total_steps=8, cycle_momentum=False)
+
+
+@ranks(1, 3)
+@pytest.mark.parametrize("make", [halving, one_cycle])
+def test_one_scheduler_for_all_groups(ctx: RankContext, make: Callable[[Any], LRScheduler]) -> None:
+    pair = RulesPair(config=CONFIGS[1])
+    schedulers = [make(it) for it in (pair.zero, *pair.plain.members)]
+    for _ in range(4):
+        pair.train()
+        for scheduler in schedulers:
+            scheduler.step()
+        ours, theirs = ([group["lr"] for group in it.param_groups] for it in (pair.zero, pair.plain))
+        assert ours == theirs
+        assert len(set(ours)) == 2
+
+
+@ranks(1, 2, 3)
+def test_a_scaler(ctx: RankContext) -> None:
+    settings: dict[str, Any] = {"device": "cpu", "init_scale": 1024.0, "growth_interval": 2}
+    for config in CONFIGS[1:2]:
+        pair, scalers = RulesPair(config=config), (GradScaler(**settings), TorchScaler(**settings))
+        for factor in (1.0, math.inf if ctx.rank == 0 else 1.0, 1.0, 1.0):
+            for side, scaler in zip(pair.sides, scalers, strict=True):
+                torch.autograd.backward(scaler.scale(factor * next_word(side.net, pair.steps)))
+                for optimizer in side.optimizer.members if isinstance(side.optimizer, Several) else [side.optimizer]:
+                    scaler.unscale_(optimizer)
+                largest_if_finite(side)
+                for optimizer in side.optimizer.members if isinstance(side.optimizer, Several) else [side.optimizer]:
+                    scaler.step(optimizer)
+                scaler.update()
+                side.model.zero_grad()
+            pair.steps += 1
+            pair.check()
+        assert scalers[0].get_scale() == scalers[1].get_scale() == 1024.0
+
+
+def largest_if_finite(side: Side) -> None:
+    if isinstance(side.optimizer, ShardedOptimizer):
+        side.optimizer.clip_grad_norm_(0.01, math.inf)
+    else:
+        clip_grad_norm_(side.model.parameters(), 0.01, math.inf)
+
+
+class Masters:
+    """Plain optimizers over float32 copies, whose rounded image the model is."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.image, self.precise = model, copy.deepcopy(model).float()
+        self.plain = muon_and_adamw(self.precise)
+
+    def iterate(self, number: int) -> None:
+        torch.autograd.backward(next_word(self.image, number))
+        for param, master in zip(self.image.parameters(), self.precise.parameters(), strict=True):
+            assert param.grad is not None
+            master.grad = average(from_all_ranks(param.grad))
+            param.grad = None
+        self.plain.step()
+        with torch.no_grad():
+            for param, master in zip(self.image.parameters(), self.precise.parameters(), strict=True):
+                param.copy_(master)
+
+
+@ranks(1, 2, 3, 4)
+def test_master_weights(ctx: RankContext) -> None:
+    model, oracle = seeded(Words).bfloat16(), Masters(seeded(Words).bfloat16())
+    zero = shard(model, rules(), config=ZeroConfig(partition=TINY, masters=MasterWeights()))
+    for number in range(4):
+        torch.autograd.backward(next_word(model, number))
+        zero.step()
+        zero.zero_grad()
+        oracle.iterate(number)
+        assert_same(model.state_dict(), oracle.image.state_dict(), f"the model after step {number}")
+
+
+@ranks(1, 2, 3)
+def test_gradients_of_several_passes(ctx: RankContext) -> None:
+    for config in CONFIGS[1:4]:
+        pair = RulesPair(config=config)
+        for _ in range(2):
+            for side in pair.sides:
+                local = pair.zero.no_sync if side.optimizer is pair.zero else pair.ddp.no_sync
+                for number in range(3):
+                    with local() if number < 2 else nullcontext():
+                        torch.autograd.backward(next_word(side.net, 10 * pair.steps + number) / 3)
+                side.optimizer.step()
+                side.model.zero_grad()
+            pair.steps += 1
+            pair.check()
+
+
+@ranks(1, 2, 3)
+def test_a_closure_is_called_once_for_all_classes(ctx: RankContext) -> None:
+    pair = RulesPair(config=CONFIGS[1])
+    losses: list[float] = []
+    for _ in range(3):
+        for side in pair.sides:
+
+            def closure(side: Side = side) -> Tensor:
+                side.model.zero_grad()
+                loss = next_word(side.net, pair.steps)
+                torch.autograd.backward(loss)
+                losses.append(loss.item())
+                return loss
+
+            assert side.optimizer.step(closure).item() == losses[-1]
+        pair.steps += 1
+        pair.check()
+    assert len(losses) == 6
+    assert losses[::2] == losses[1::2]
+
+
+def some_blocks(model: nn.Module, number: int) -> Tensor:
+    """One block that only odd ranks use, one that none uses in even passes."""
+    words = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    assert isinstance(words, Words)
+    odd_rank, odd_pass = torch.distributed.get_rank() % 2, number % 2
+    words.skipped = {*([] if odd_rank else [0]), *([] if odd_pass else [1])}
+    return next_word(model, number)
+
+
+@ranks(1, 2, 3, 4)
+def test_parameters_without_gradients(ctx: RankContext) -> None:
+    for config in (CONFIGS[1], CONFIGS[4]):
+        pair = RulesPair(config=config, loss=some_blocks, find_unused=True)
+        pair.train(4)
+        pair.check_state()
+
+
+def partly_frozen() -> nn.Module:
+    model = Words()
+    model.blocks[1].requires_grad_(False)
+    model.embed.requires_grad_(False)
+    return model
+
+
+@ranks(1, 2, 3)
+def test_frozen_parameters_that_are_thawed(ctx: RankContext) -> None:
+    for config in (CONFIGS[1], CONFIGS[4]):
+        pair = RulesPair(make=partly_frozen, config=config)
+        pair.train(2)
+        for model in (pair.model, pair.plain_model):
+            model.requires_grad_(True)
+        pair.wrap_plain()
+        pair.train(2)
+        pair.check_state()
+
+
+def three(model: nn.Module) -> Several:
+    named = list(model.named_parameters())
+    biases = [(name, param) for name, param in named if name.endswith(".bias")]
+    rest = [(name, param) for name, param in named if not hidden(name, param) and not name.endswith(".bias")]
+    return Several(
+        Muon([(name, param) for name, param in named if hidden(name, param)], **MUON),
+        SGD(biases, lr=0.1, momentum=0.9),
+        AdamW(rest, **ADAMW),
+    )
+
+
+THREE = [
+    rules()[0],
+    Rule(lambda name, _: name.endswith(".bias"), SGD, lr=0.1, momentum=0.9),
+    Rule(everything_else, AdamW, **ADAMW),
+]
+
+
+@ranks(1, 2, 4)
+def test_three_classes(ctx: RankContext) -> None:
+    for config in (CONFIGS[1], CONFIGS[4]):
+        pair = RulesPair(THREE, three, config=config)
+        assert [group["optimizer"] for group in pair.zero.param_groups] == ["Muon", "SGD", "AdamW"]
+        pair.train(3)
+        pair.check_state()
+
+
+def first_block(name: str, _: Tensor) -> bool:
+    return name.startswith("blocks.0.")
+
+
+def one_class_twice(model: nn.Module) -> Several:
+    named = list(model.named_parameters())
+    first = [(name, param) for name, param in named if first_block(name, param)]
+    rest = [(name, param) for name, param in named if not first_block(name, param)]
+    return Several(AdamW(first, lr=0.1, amsgrad=True), AdamW(rest, **ADAMW))
+
+
+@ranks(1, 3)
+def test_one_class_with_other_options(ctx: RankContext) -> None:
+    given = [Rule(first_block, AdamW, lr=0.1, amsgrad=True), Rule(everything_else, AdamW, **ADAMW)]
+    for config in (CONFIGS[1], CONFIGS[4]):
+        pair = RulesPair(given, one_class_twice, config=config)
+        assert [group["optimizer"] for group in pair.zero.param_groups] == ["AdamW", "AdamW 2"]
+        pair.train(3)
+        pair.check_state()
+
+
+@ranks(2, 3)
+def test_partitions_of_single_rules(ctx: RankContext) -> None:
+    """Who owns what is the user's choice, and changes no bit."""
+    muon, adamw = rules()
+    dear = WholeParams(cost=lambda spec: 1.0 if spec.shape[0] == 8 else 0.001)
+    given = [
+        [Rule(muon.selector, Muon, partition=dear, **MUON), adamw],
+        [muon, Rule(everything_else, AdamW, partition=TINY, **ADAMW)],
+        [muon, Rule(everything_else, AdamW, partition=WholeParams(), **ADAMW)],
+    ]
+    zeros = []
+    for one in given:
+        pair = RulesPair(one)
+        pair.train(2)
+        zeros.append(pair.zero)
+    costly, small, whole = (zero.layout for zero in zeros)
+    shares = [[costly.params[index] for index in costly.owned_by(Rank(rank))] for rank in range(ctx.world_size)]
+    matrices_of_dear = [[it.shape for it in share if it.group == 0] for share in shares]
+    assert [(8, 6)] in matrices_of_dear, "the dear one is all that its owner has"
+    sizes = [{bucket.numel * bucket.dtype.itemsize for bucket in layout.buckets} for layout in (costly, small)]
+    assert max(sizes[1]) <= 512 < max(sizes[0]), "small buckets where one rule asks for them"
+    assert all(bucket.is_dealt for bucket in whole.buckets)
+
+
+class Unlucky(Muon):
+    """Fails where it is told to, once."""
+
+    unlucky = False
+
+    def step(self, closure: Any = None) -> Any:
+        if Unlucky.unlucky:
+            Unlucky.unlucky = False
+            raise ArithmeticError("a matrix that cannot be inverted")
+        return super().step(closure)  # type: ignore[no-untyped-call]
+
+
+@ranks(1, 2, 3)
+def test_a_class_that_fails_on_one_rank_fails_on_all_and_the_next_step_is_fine(ctx: RankContext) -> None:
+    model = seeded(Words)
+    zero = shard(model, [Rule(matrices(("embed", "head")), Unlucky, **MUON), rules()[1]], config=CONFIGS[1])
+    for number in range(4):
+        torch.autograd.backward(next_word(model, number))
+        Unlucky.unlucky = number == 1 and ctx.rank == ctx.world_size - 1
+        if number == 1:
+            with pytest.raises(Exception, match="a matrix that cannot be inverted"):
+                zero.step()
+        else:
+            before = [param.detach().clone() for param in model.parameters()]
+            zero.step()
+            assert not any(map(torch.equal, before, model.parameters()))
+        zero.zero_grad()
+        values = [param.detach() for param in model.parameters()]
+        for others in ctx.gather(values):
+            assert_same(values, others, "parameters of all ranks")
+
+
+@ranks(2, 3)
+def test_uneven_inputs(ctx: RankContext) -> None:
+    """Ranks without inputs own matrices, too: what the others would make of them is a mean over all ranks."""
+    model, plain_model = seeded(Words), seeded(Words)
+    zero, plain = shard(model, rules(), config=CONFIGS[1]), muon_and_adamw(plain_model)
+    passes = 2 + ctx.rank
+    with Join([zero]):
+        for number in range(passes):
+            torch.autograd.backward(next_word(model, number))
+            zero.step()
+            zero.zero_grad()
+    for number in range(1 + ctx.world_size):
+        loss = next_word(plain_model, number)
+        torch.autograd.backward(loss if number < passes else 0 * loss)
+        for param in plain_model.parameters():
+            assert param.grad is not None
+            param.grad = average(from_all_ranks(param.grad))
+        plain.step()
+        plain.zero_grad()
+    assert_same(model.state_dict(), plain_model.state_dict(), "the model")

@@ -1,0 +1,349 @@
+"""State of several optimizer classes: one dict and one checkpoint, at any number of ranks, and into plain torch."""
+
+from __future__ import annotations
+
+import copy
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.optim import SGD, AdamW, Muon, Optimizer
+
+from tests.support import RankContext, ranks
+from tests.support.checkpoints import first_ranks
+from tests.support.oracle import assert_same
+from tests.support.rules import (
+    ADAMW,
+    CONFIGS,
+    MUON,
+    RulesPair,
+    Words,
+    hidden,
+    muon_and_adamw,
+    parted,
+    rules,
+    seeded,
+)
+from zeroshard import CheckpointError, RankFailedError, Rule, checkpoint, everything_else, shard
+
+State = dict[str, Any]
+
+
+def on_all_ranks(value: Any) -> Any:
+    held = [value]
+    dist.broadcast_object_list(held, src=0)
+    return held[0]
+
+
+def train_alike(model: nn.Module, optimizer: Any, steps: int, *, first: int = 0) -> None:
+    """On the same data on all ranks: means over a power of two of them are exact."""
+    for number in range(first, first + steps):
+        words = torch.randperm(11, generator=torch.Generator().manual_seed(number))[:7]
+        torch.autograd.backward(nn.functional.cross_entropy(model(words), words.roll(1)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@ranks(1, 2, 3)
+def test_one_dict_goes_into_the_plain_classes_and_back(ctx: RankContext) -> None:
+    pair = RulesPair(config=CONFIGS[1])
+    pair.train(2)
+    whole = on_all_ranks(pair.zero.full_state_dict())
+    for member, part in zip(pair.plain.members, parted(whole), strict=True):
+        member.load_state_dict(part)
+    pair.train(1)
+    plain = pair.plain.state_dict()
+    kept = copy.deepcopy(plain)
+    pair.zero.load_state_dict(plain)
+    assert_same(plain, kept, "what was given")
+    assert [group["optimizer"] for group in pair.zero.param_groups] == ["Muon", "AdamW"]
+    pair.train(2)
+    pair.check_state()
+
+
+@ranks(4)
+def test_a_dict_of_any_number_of_ranks_loads_at_any_other(ctx: RankContext) -> None:
+    reference = seeded(Words)
+    train_alike(reference, muon_and_adamw(reference), 4)
+    for saving, loading in ((1, 4), (4, 2), (2, 1)):
+        group = first_ranks(saving)
+        saved: list[Any] = [None, None]
+        if group is not None:
+            model = seeded(Words)
+            zero = shard(model, rules(), process_group=group, config=CONFIGS[1])
+            train_alike(model, zero, 2)
+            saved = [zero.full_state_dict(), model.state_dict()]
+        dist.broadcast_object_list(saved, src=0)
+        group = first_ranks(loading)
+        if group is not None:
+            model = seeded(Words, 9)
+            zero = shard(model, rules(), process_group=group)
+            zero.load_state_dict(saved[0])
+            model.load_state_dict(saved[1])
+            train_alike(model, zero, 2, first=2)
+            assert_same(model.state_dict(), reference.state_dict(), f"{saving} to {loading}")
+        dist.barrier()
+
+
+@ranks(2)
+def test_a_dict_of_other_classes_is_refused(ctx: RankContext) -> None:
+    """The same groups, and state of the same names and shapes."""
+    given = [Rule(hidden, SGD, lr=0.1, momentum=0.9), Rule(everything_else, AdamW, **ADAMW)]
+    model = seeded(Words)
+    zero = shard(model, given, config=CONFIGS[1])
+    train_alike(model, zero, 1)
+    saved = on_all_ranks(zero.full_state_dict())
+    pair = RulesPair(config=CONFIGS[1])
+    pair.train(1)
+    with pytest.raises(CheckpointError, match="group 0 of the loaded state dict is of SGD, but Muon updates it here"):
+        pair.zero.load_state_dict(saved)
+    with pytest.raises(CheckpointError, match="different number of parameter groups: it has 1, this optimizer has 2"):
+        pair.zero.load_state_dict({"state": {}, "param_groups": saved["param_groups"][:1]})
+    pair.train(1)
+    pair.check_state()
+
+
+@ranks(2)
+def test_a_load_that_the_second_class_refuses_leaves_the_first_as_it_was(ctx: RankContext) -> None:
+    pair = RulesPair(config=CONFIGS[1])
+    pair.train(2)
+    saved = on_all_ranks(pair.zero.full_state_dict())
+    pair.train(1)
+
+    def refuse(*_: Any) -> None:
+        raise ArithmeticError("not this one")
+
+    hook = pair.zero.optims[1].register_load_state_dict_post_hook(refuse if ctx.rank == 1 else lambda _: None)
+    with pytest.raises(ArithmeticError if ctx.rank == 1 else RankFailedError, match="not this one"):
+        pair.zero.load_state_dict(saved)
+    hook.remove()
+    pair.train(1)
+    pair.check_state()
+
+
+@ranks(1, 2, 3)
+def test_torchs_helpers(ctx: RankContext, tmp_path: Path) -> None:
+    """`get_optimizer_state_dict` by names, DCP, and `set_optimizer_state_dict`; before the first step, too."""
+    pair = RulesPair(config=CONFIGS[1])
+    early: State = get_optimizer_state_dict(pair.model, pair.zero)
+    assert {*chain(*ctx.gather(list(early["state"]["blocks.0.1.weight"])))} == {"momentum_buffer"}
+    pair.train(2)
+    dcp_save({"optim": get_optimizer_state_dict(pair.model, pair.zero)}, checkpoint_id=tmp_path)
+    expected = on_all_ranks(pair.zero.full_state_dict())
+    other = seeded(Words, 5)
+    into = shard(other, rules(), config=CONFIGS[4])
+    target = {"optim": get_optimizer_state_dict(other, into)}
+    dcp_load(target, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(other, into, target["optim"])
+    found = on_all_ranks(into.full_state_dict())
+    assert_same([it["state"] for it in parted(found)], [it["state"] for it in parted(expected)], "the state")
+    assert found["param_groups"] == expected["param_groups"]
+
+
+@ranks(1, 2)
+def test_torchs_helpers_bring_it_into_the_two_plain_optimizers(ctx: RankContext) -> None:
+    pair = RulesPair(config=CONFIGS[1])
+    pair.train(2)
+    whole = StateDictOptions(full_state_dict=True)
+    found = get_optimizer_state_dict(pair.model, pair.zero, options=whole)
+    model = seeded(Words, 5)
+    named = dict(model.named_parameters())
+    plain: list[Optimizer] = [Muon([named[n] for n in pair.zero.param_groups[0]["param_names"]], **MUON)]
+    plain.append(AdamW([named[n] for n in pair.zero.param_groups[1]["param_names"]], **ADAMW))
+    set_optimizer_state_dict(model, plain, found, options=whole)
+    expected = on_all_ranks(pair.zero.full_state_dict())["state"]
+    assert_same([state for it in plain for state in it.state_dict()["state"].values()], list(expected.values()))
+
+
+@ranks(1)
+def test_a_checkpoint_of_one_rule_loads_into_two_of_the_same_class(ctx: RankContext, tmp_path: Path) -> None:
+    pair = RulesPair()
+    pair.train(2)
+    checkpoint.save(tmp_path, step=2, model=pair.model, optimizer=pair.zero)
+    adamw = rules()[1]
+    half = [Rule(lambda n, p: hidden(n, p) and "0" in n, Muon), Rule(lambda n, p: hidden(n, p) and "0" not in n, Muon)]
+    model = seeded(Words, 1)
+    several = shard(model, [*half, adamw])
+    assert [group["optimizer"] for group in several.param_groups] == ["Muon", "Muon 2", "AdamW"]
+    checkpoint.load(tmp_path, model=model, optimizer=several)
+    assert [group["optimizer"] for group in several.param_groups] == ["Muon", "Muon 2", "AdamW"]
+    found, expected = (
+        {name: dict(it.state[p]) for name, p in m.named_parameters()}
+        for it, m in ((several, model), (pair.zero, pair.model))
+    )
+    assert_same(found, expected)
+
+
+@ranks(2, 3)
+def test_each_rank_hands_out_its_own_part(ctx: RankContext) -> None:
+    pair = RulesPair(config=CONFIGS[1])
+    pair.train(1)
+    part = pair.zero.sharded_state_dict()
+    assert set(part["state"]) == set(range(len(pair.zero.layout.params)))
+    mine = {spec.index for spec in pair.zero.layout.params if spec.index in pair.zero.layout.owned_by(pair.zero.rank)}
+    assert {index for index, state in part["state"].items() if state} == mine
+    assert [group["optimizer"] for group in part["param_groups"]] == ["Muon", "AdamW"]
+
+
+@ranks(4)
+def test_a_checkpoint_goes_on_at_another_number_of_ranks(ctx: RankContext, tmp_path: Path) -> None:
+    reference = seeded(Words)
+    train_alike(reference, muon_and_adamw(reference), 5)
+    for saving, loading in ((1, 4), (4, 2), (2, 1)):
+        folder = tmp_path / f"from-{saving}"
+        group = first_ranks(saving)
+        if group is not None:
+            model = seeded(Words)
+            zero = shard(model, rules(), process_group=group, config=CONFIGS[1])
+            train_alike(model, zero, 2)
+            checkpoint.save(folder, step=2, model=model, optimizer=zero, process_group=group)
+        dist.barrier()
+        group = first_ranks(loading)
+        if group is not None:
+            model = seeded(Words, 9)
+            zero = shard(model, rules(), process_group=group)
+            train_alike(model, zero, 1)
+            checkpoint.load(folder, model=model, optimizer=zero, process_group=group)
+            train_alike(model, zero, 3, first=2)
+            assert_same(model.state_dict(), reference.state_dict(), f"{saving} to {loading}")
+        dist.barrier()
+
+
+@ranks(2)
+def test_a_checkpoint_into_plain_classes(ctx: RankContext, tmp_path: Path) -> None:
+    model = seeded(Words)
+    zero = shard(model, rules())
+    train_alike(model, zero, 2)
+    checkpoint.save(tmp_path, step=2, model=model, optimizer=zero)
+    whole = on_all_ranks(zero.full_state_dict())
+    reference = seeded(Words, 5)
+    plain = muon_and_adamw(reference)
+    for member in plain.members:
+        checkpoint.load(tmp_path, model=reference, optimizer=member, strict=False)
+    assert_same(reference.state_dict(), model.state_dict(), "the model")
+    assert_same([it.state_dict()["state"] for it in plain.members], [it["state"] for it in parted(whole)], "the state")
+
+
+def swapped() -> list[Rule]:
+    return [Rule(hidden, AdamW, **ADAMW), Rule(everything_else, SGD, lr=0.1, momentum=0.9)]
+
+
+@ranks(1, 2, 3)
+def test_a_checkpoint_of_other_rules_is_refused_and_nothing_changes(ctx: RankContext, tmp_path: Path) -> None:
+    model = seeded(Words, 5)
+    other = shard(model, swapped())
+    train_alike(model, other, 1)
+    checkpoint.save(tmp_path, step=1, model=model, optimizer=other)
+    pair = RulesPair(config=CONFIGS[1])
+    pair.train(1)
+    with pytest.raises(CheckpointError, match="is of another optimizer class"):
+        checkpoint.load(tmp_path, model=pair.model, optimizer=pair.zero)
+    pair.train(1)
+    pair.check_state()
+
+
+@ranks(2)
+def test_a_class_with_state_of_the_same_names_is_refused_by_its_name(ctx: RankContext, tmp_path: Path) -> None:
+    model = seeded(Words, 5)
+    other = shard(model, [Rule(hidden, SGD, lr=0.1, momentum=0.9), Rule(everything_else, AdamW, **ADAMW)])
+    train_alike(model, other, 1)
+    checkpoint.save(tmp_path, step=1, model=model, optimizer=other)
+    pair = RulesPair()
+    pair.train(1)
+    with pytest.raises(CheckpointError, match="is of SGD, but Muon updates it here"):
+        checkpoint.load(tmp_path, model=pair.model, optimizer=pair.zero)
+    pair.train(1)
+
+
+# ---- groups that come later
+
+
+class Growing(nn.Module):
+    """`Words`, with a block that is not there at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = Words(2)
+        self.late: nn.Module | None = None
+
+    def grow(self) -> None:
+        torch.manual_seed(3)
+        self.late = nn.Sequential(nn.Linear(11, 7), nn.Tanh(), nn.Linear(7, 11, bias=False))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.words(ids)
+        return x if self.late is None else x + self.late(x)
+
+
+def plain_of(model: nn.Module) -> Any:
+    return muon_and_adamw(model.words)  # type: ignore[arg-type]
+
+
+GROWING = [Rule(lambda name, param: ".blocks." in name and param.dim() == 2, Muon, **MUON), rules()[1]]
+
+
+@ranks(1, 2, 3)
+def test_groups_that_are_added_name_their_class(ctx: RankContext) -> None:
+    for config in (CONFIGS[0], CONFIGS[1]):
+        pair = RulesPair(GROWING, plain_of, make=Growing, config=config)
+        pair.train(2)
+        for model in (pair.model, pair.plain_model):
+            model.grow()  # type: ignore[operator]
+        pair.wrap_plain()
+        add_late(pair)
+        assert [group["optimizer"] for group in pair.zero.param_groups] == ["Muon", "AdamW", "Muon", "AdamW"]
+        assert pair.zero.param_groups[2]["param_names"] == ["late.0.weight", "late.2.weight"]
+        pair.train(3)
+        saved = on_all_ranks(pair.zero.full_state_dict())
+        pair.zero.load_state_dict(saved)
+        pair.train(1)
+
+
+def add_late(pair: RulesPair) -> None:
+    muon, adamw = pair.plain.members
+    for model, add_matrices, add_rest in (
+        (pair.model, pair.zero.add_param_group, pair.zero.add_param_group),
+        (pair.plain_model, muon.add_param_group, adamw.add_param_group),
+    ):
+        ours = model is pair.model
+        late = dict(model.late.named_parameters(prefix="late"))  # type: ignore[union-attr]
+        large = [it for it in late.items() if it[1].dim() == 2]
+        small = [it for it in late.items() if it[1].dim() == 1]
+        # All that the plain classes take; that they are told apart is what is new.
+        add_matrices({"params": large, "lr": 0.1, **({"optimizer": "Muon"} if ours else {})})
+        add_rest({"params": small, "lr": 0.2, **({"optimizer": "AdamW"} if ours else {})})
+
+
+@ranks(1, 2, 3)
+def test_a_group_that_cannot_be_added_changes_nothing(ctx: RankContext) -> None:
+    pair = RulesPair(GROWING, plain_of, make=Growing, config=CONFIGS[1])
+    pair.train(1)
+    for model in (pair.model, pair.plain_model):
+        model.grow()  # type: ignore[operator]
+    pair.wrap_plain()
+    late = [*pair.model.late.parameters()]  # type: ignore[union-attr]
+    digest = pair.zero.layout.digest
+    for group, problem in (
+        ({"params": late}, r"'optimizer' is to be one of \['Muon', 'AdamW'\], not None"),
+        ({"params": late, "optimizer": "SGD"}, r"\['Muon', 'AdamW'\], not 'SGD'"),
+        ({"params": [*late, late[0]], "optimizer": "Muon"}, "share memory"),
+        ({"params": late, "optimizer": "AdamW" if ctx.rank else "SGD"}, "not 'SGD'"),
+    ):
+        with pytest.raises(Exception, match=problem):
+            pair.zero.add_param_group(group)
+        assert pair.zero.layout.digest == digest
+        assert len(pair.zero.param_groups) == 2
+        assert [len(it.param_groups) for it in pair.zero.optims] == [1, 1]
+    add_late(pair)
+    pair.train(2)
