@@ -9,7 +9,7 @@ PEERS := $(VENV)/.peers
 # Some CPUs advertise AMX without being able to run it; bf16 products then die with SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test lint types unit faults bench clean
+.PHONY: demo test lint types unit faults table bench clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +36,10 @@ unit: $(READY)
 faults: $(READY)
 	ZEROSHARD_KILLS=160 $(PY) -m pytest tests/faults
 
+# Writes docs/optimizers.md anew: about a minute.
+table: $(READY)
+	ZEROSHARD_TABLE=write $(PY) -m pytest tests/ranks/test_optimizers.py
+
 # A peer that cannot be installed here is left out of the comparison; torch stays what it is.
 $(PEERS): $(READY)
 	for peer in deepspeed fairscale; do \
@@ -45,7 +49,7 @@ $(PEERS): $(READY)
 	touch $(PEERS)
 
 bench: $(PEERS)
-	status=0; for part in dropin checkpoint peers; do $(PY) benchmarks/$$part.py || status=1; done; exit $$status
+	status=0; for part in dropin checkpoint muon mesh scaling peers; do $(PY) benchmarks/$$part.py || status=1; done; exit $$status
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
