@@ -40,14 +40,14 @@ class Modes:
         """Each rank switches what it owns, and all get everything. What fails on one rank is raised on all."""
         engine, groups = self.engine, self.param_groups
 
-        def propose() -> Proposal[None]:
+        def propose() -> Proposal[Callable[[], None]]:
             self.require_settled(mode)
             engine.check_groups(groups)
             engine.at_rest()
-            return Proposal(None, describe_groups(groups))
+            return Proposal(engine.kept(groups), describe_groups(groups))
 
-        agreed(engine.comm, f"{mode}()", propose)
-        attempt, put_back = Attempt(), engine.kept(groups)
+        put_back = agreed(engine.comm, f"{mode}()", propose)
+        attempt = Attempt()
         attempt.update(lambda: engine.switch(groups, mode))
         verdict = compare(engine.comm, f"the end of {mode}()", b"", attempt.trouble)
         if verdict.trouble:

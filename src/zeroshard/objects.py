@@ -9,7 +9,7 @@ from .comm.agreement import Proposal, agreed
 from .comm.collectives import Comm
 from .comm.group import Group
 from .state.codec import pack, unpack
-from .state.readers import require_readers
+from .state.readers import require_readers, types_in
 from .state.trees import map_tensors
 
 
@@ -25,12 +25,12 @@ def broadcast_object(
     """
     comm = Comm(Group(group))
 
-    def propose() -> Proposal[bytes | None]:
+    def propose() -> Proposal[tuple[bytes | None, list[str]]]:
         data = pack(obj) if comm.group.from_global(src_rank) == comm.group.rank else None
-        return Proposal(data, [f"src_rank={src_rank}"])
+        return Proposal((data, types_in(data) if data is not None else []), [f"src_rank={src_rank}"])
 
-    data = agreed(comm, "broadcast_object", propose)
-    require_readers(comm, "broadcast_object", data)
+    data, types = agreed(comm, "broadcast_object", propose)
+    require_readers(comm, "broadcast_object", types)
     received = comm.broadcast_bytes(data, comm.group.from_global(src_rank))
     if data is not None:
         return obj

@@ -177,7 +177,8 @@ class Engine(ABC):
         return result
 
     def kept(self, groups: Sequence[ParamGroup]) -> Callable[[], None]:
-        """Keeps what this rank owns, and the options of groups; returns how to put that back."""
+        """Keeps what this rank owns of parameters, and the options of groups; returns how to put that back. Not state:
+        modes exchange parameters with it, and leave it as it is."""
         counters = [member.counters() for member in self.inner.members]
         owned = [param for it in self.inner.members for group in it.optimizer.param_groups for param in group["params"]]
         values, options = [param.detach().clone() for param in owned], [dict(group) for group in groups]

@@ -11,7 +11,7 @@ from ..comm.pending import Window
 from ..errors import ConfigError
 from ..units import MIB, Rank
 from .codec import pack, take_out_tensors, unpack
-from .readers import require_readers
+from .readers import require_readers, types_in
 from .trees import dense_memory, map_tensors, snapshot
 from .wrapped import on_plain
 
@@ -24,12 +24,13 @@ class Outbox:
 
     def __init__(self, value: Any) -> None:
         skeleton, self._tensors = take_out_tensors(value)
-        self.header = pack(skeleton)
+        self._header = pack(skeleton)
+        self.types = types_in(self._header)
 
     def send(self, comm: Comm, to: Rank) -> None:
         """Pairs with `receive` on rank `to`."""
         window = Window(IN_FLIGHT)
-        header = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+        header = torch.frombuffer(bytearray(self._header), dtype=torch.uint8)
         window.add(comm.send(torch.tensor([len(header)], device="cpu"), to))
         window.add(comm.send(header, to))
         for piece in _pieces(self._tensors):
@@ -67,7 +68,7 @@ def gather(
         return Proposal((value, Outbox(value)), [f"to={to}", *facts])
 
     mine, outbox = agreed(comm, call, propose)
-    require_readers(comm, call, outbox.header)
+    require_readers(comm, call, outbox.types)
     agreed_on()
     target = comm.everyone.group.to_global(to)
     if target not in comm.group.members:

@@ -3,6 +3,7 @@
 import io
 import pickletools
 import zipfile
+from collections.abc import Sequence
 
 import torch
 
@@ -10,13 +11,17 @@ from ..comm.collectives import Comm
 from ..errors import RankMismatchError
 
 
-def require_readers(comm: Comm, call: str, packed: bytes | None) -> None:
-    """Raise on all ranks if one of them has packed a type that another has not allowed. Called on all ranks.
+def types_in(packed: bytes) -> list[str]:
+    """Names of the types in it that torch's own list does not have, and the user has allowed."""
+    return sorted(_names_in(packed) & _allowed())
+
+
+def require_readers(comm: Comm, call: str, used: Sequence[str]) -> None:
+    """Raise on all ranks if one of them sends a type that another has not allowed. Called on all ranks.
 
     What ranks have allowed and nobody uses may differ: many libraries allow their types when they are imported.
     """
     everyone = comm.everyone
-    used = sorted(_names_in(packed) & _allowed()) if packed is not None else []
     if comm.is_alone or not everyone.maximum([bool(used)])[0]:
         return
     wanted = {name for text in everyone.share("\n".join(used)) for name in text.splitlines()}
