@@ -20,7 +20,7 @@ from .collectives import as_bytes
 from .ending import wait_at_exit_for
 from .group import Group
 from .pending import Pending, Together, Waitable
-from .ways import Arriving, ShardWay, add_in_order
+from .ways import Arriving, ByThread, ShardWay, add_in_order
 
 FIRST_TAG = 1 << 20
 """Beyond what users give their own messages."""
@@ -85,31 +85,16 @@ class _Pairs:
         return dist.irecv(as_bytes(part), self._group.to_global(other), self._group.process_group, self._tag)
 
 
-class _Sum(Arriving):
+class _Sum(ByThread):
     """Complete when all rows have been added up and all that others need was sent."""
 
     def __init__(self, share: float, sent: Waitable, keep: torch.Tensor) -> None:
+        super().__init__()
         self.share, self._sent, self._keep = share, sent, keep
-        self._over = threading.Event()
-        self._failure: Exception | None = None
-
-    def arrives(self, within: float) -> bool:
-        return self._over.wait(within)
-
-    def wait(self) -> None:
-        self._over.wait()
-        if self._failure is not None:
-            raise self._failure
-
-    def fail(self, failure: Exception) -> None:
-        self._failure = self._failure or failure
 
     def end(self) -> None:
-        try:
-            self._sent.wait()
-        except Exception as failure:
-            self.fail(failure)
-        self._over.set()
+        self.attempt(self._sent.wait)
+        super().end()
 
 
 class _Row(NamedTuple):

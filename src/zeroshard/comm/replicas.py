@@ -20,7 +20,7 @@ from .group import Group
 from .pairs import Pairwise
 from .pending import Pending
 from .shards import Native, Slices, Summed, all_gather
-from .ways import Arriving, ShardWay
+from .ways import Arriving, ByThread, ShardWay
 
 ALIGNED = 16
 """Elements: where a replica's part of a sum starts."""
@@ -53,7 +53,8 @@ class Relayed(ShardWay):
             try:
                 self._spreading.put(spread)
             except Exception as failure:  # no thread can be started
-                joint.give_up(failure)
+                joint.fail(failure)
+                joint.end()
 
         def spread() -> None:
             joint.spread(self._rooms)
@@ -105,51 +106,32 @@ class Chained(ShardWay):
         return stream
 
 
-class _Joint(Arriving):
-    """A shard on its way through both sums. What fails is raised at the end: others rely on what this rank sends."""
+class _Joint(ByThread):
+    """A shard on its way through both sums."""
 
     def __init__(self, inside: Arriving, room: torch.Tensor, into: torch.Tensor, across: Pairwise) -> None:
+        super().__init__()
         self._inside, self._room, self._into, self._across = inside, room, into, across
         self._parts = divided(into.numel(), across.group.size)
         self._summing: Arriving | None = None
-        self._over = threading.Event()
-        self._failure: Exception | None = None
-
-    def arrives(self, within: float) -> bool:
-        return self._over.wait(within)
-
-    def wait(self) -> None:
-        self._over.wait()
-        if self._failure is not None:
-            raise self._failure
 
     def meet(self) -> None:
         """The sum of the row has come: on with it to replicas."""
-        self._attempt(self._inside.wait)
-        self._attempt(self._add_up)
+        self.attempt(self._inside.wait)
+        self.attempt(self._add_up)
 
     def spread(self, rooms: "_Rooms") -> None:
         """This rank's part of the sum of all rows has come: bring it to replicas, and theirs here."""
         if self._summing is not None:
-            self._attempt(self._summing.wait)
-        self._attempt(lambda: self._across.gather(self._into, self._parts).wait())
-        if self._failure is None:
+            self.attempt(self._summing.wait)
+        self.attempt(lambda: self._across.gather(self._into, self._parts).wait())
+        if self.failure is None:
             rooms.give_back(self._room)
-        self._over.set()
-
-    def give_up(self, failure: Exception) -> None:
-        self._failure = self._failure or failure
-        self._over.set()
+        self.end()
 
     def _add_up(self) -> None:
         mine = self._into[slice(*self._parts[self._across.group.rank])]
         self._summing = self._across.reduce(self._room, self._parts, mine, 1.0)
-
-    def _attempt(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception as failure:
-            self._failure = self._failure or failure
 
 
 def divided(numel: int, parts: int) -> list[Span]:

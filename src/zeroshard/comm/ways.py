@@ -1,7 +1,8 @@
 """What a way of moving slices of a flat buffer is."""
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import frexp
 from typing import Protocol, runtime_checkable
 
@@ -26,6 +27,35 @@ class Arriving(ABC):
     @abstractmethod
     def wait(self) -> None:
         """The sum is there."""
+
+
+class ByThread(Arriving):
+    """What a thread brings about, and says when it is over."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self.failure: Exception | None = None
+
+    def arrives(self, within: float) -> bool:
+        return self._over.wait(within)
+
+    def wait(self) -> None:
+        self._over.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    def fail(self, failure: Exception) -> None:
+        """Raised at the end: others rely on what this rank sends. The first one counts."""
+        self.failure = self.failure or failure
+
+    def attempt(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as failure:
+            self.fail(failure)
+
+    def end(self) -> None:
+        self._over.set()
 
 
 class ShardWay(ABC):
