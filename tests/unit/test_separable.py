@@ -14,7 +14,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zeroshard.runtime.cutting import is_separable
+from zeroshard.runtime.cutting import how_to_cut
 from zeroshard.runtime.inner import Recipe
 
 Shapes = list[tuple[int, ...]]
@@ -28,6 +28,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def is_separable(made: Recipe) -> bool:
+    """Whether parameters may be cut anywhere."""
+    found = how_to_cut(made)
+    return found is not None and found.grain.is_fine
 
 
 def recipe(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -39,12 +40,6 @@ def how_to_cut(recipe: Recipe) -> Cutting | None:
             found = _finest(_CutTrial(recipe, group, like), found)
         return found
     return None
-
-
-def is_separable(recipe: Recipe) -> bool:
-    """Whether parameters may be cut anywhere."""
-    found = how_to_cut(recipe)
-    return found is not None and found.grain.is_fine
 
 
 def _finest(trial: "_CutTrial", so_far: Cutting) -> Cutting:
@@ -189,6 +184,10 @@ def _equal(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
+@lru_cache(maxsize=16)
 def _slope(shape: tuple[int, ...], start: float, stop: float, phase: int) -> torch.Tensor:
-    """Values that are not of one size: a piece must not be like the whole."""
-    return wave(shape, phase) * torch.linspace(start, stop, math.prod(shape)).reshape(shape)
+    """Values that are not of one size: a piece must not be like the whole. To be copied, and not to be changed: they
+    are kept, since to make them took half of what it takes to make an optimizer."""
+    with torch.inference_mode(False):  # its tensors could not be used outside
+        rise = torch.linspace(start, stop, math.prod(shape), dtype=torch.float32, device="cpu")
+        return wave(shape, phase) * rise.reshape(shape)

@@ -176,7 +176,8 @@ def precise(dtype: torch.dtype) -> torch.dtype:
 
 
 def wave(shape: tuple[int, ...], phase: int) -> torch.Tensor:
-    return torch.sin(torch.arange(math.prod(shape), dtype=torch.float32) * 1.7 + phase + 1).reshape(shape)
+    places = torch.arange(math.prod(shape), dtype=torch.float32, device="cpu")
+    return torch.sin(places * 1.7 + phase + 1).reshape(shape)
 
 
 def made_ready(inner: ShardOptimizer) -> ShardOptimizer:
