@@ -51,18 +51,35 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+HOMES: set[int] = set()
+"""Memory that was given as a home: on a machine without a GPU nothing else tells what is at home."""
+
+
+def _noted(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def noting(*args: Any) -> torch.Tensor:
+        made = make(*args)
+        HOMES.add(made.untyped_storage().data_ptr())
+        return made
+
+    return noting
+
+
 @contextmanager
 def everything_is_far(device: str) -> Iterator[None]:
     """On a machine without a GPU, host memory stands for that of the device: all moves are made, within it."""
     places = (zeroshard.runtime.offload, zeroshard.assembly)
     before = zeroshard.runtime.offload.is_far
     small, zeroshard.runtime.host.SMALL = zeroshard.runtime.host.SMALL, 2
+    room, zeros = Host.room, Host.zeros
+    HOMES.clear()
     try:
+        Host.room, Host.zeros = _noted(room), _noted(zeros)  # type: ignore[method-assign]
         for place in places if device == "cpu" else ():
             place.is_far = lambda _: True  # type: ignore[attr-defined]
         yield
     finally:
         zeroshard.runtime.host.SMALL = small
+        Host.room, Host.zeros = room, zeros  # type: ignore[method-assign]
         for place in places:
             place.is_far = before  # type: ignore[attr-defined]
 
@@ -139,6 +156,7 @@ def assert_at_home(run: Run) -> None:
     found = large(run.optimizer)
     assert found
     assert {value.device.type for value in found} == {"cpu"}
+    assert {value.untyped_storage().data_ptr() for value in found} <= HOMES
     if run.device == "cuda":
         assert all(value.is_pinned() for value in found)
 
