@@ -10,6 +10,7 @@ from .errors import (
     ConfigError,
     LayoutError,
     RankFailedError,
+    RankLostError,
     RankMismatchError,
     ZeroError,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "MasterWeights",
     "Offload",
     "RankFailedError",
+    "RankLostError",
     "RankMismatchError",
     "Reduce",
     "Rule",

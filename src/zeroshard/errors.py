@@ -6,7 +6,8 @@
     ├── BindingError (RuntimeError)       parameters are no longer what the optimizer was built on
     ├── CheckpointError (ValueError)      a state dict that does not fit
     ├── RankMismatchError (RuntimeError)  the ranks are about to do different things
-    └── RankFailedError (RuntimeError)    another rank failed; its message is in this one
+    ├── RankFailedError (RuntimeError)    another rank failed; its message is in this one
+    └── RankLostError (RuntimeError)      another rank died, or did not answer in time
 
 Wrong types raise ``TypeError`` as in torch.
 """
@@ -38,3 +39,19 @@ class RankMismatchError(ZeroError, RuntimeError):
 
 class RankFailedError(ZeroError, RuntimeError):
     """Another rank of the group failed in the same call; raised on every rank that did not."""
+
+
+class RankLostError(ZeroError, RuntimeError):
+    """The connection to other ranks is lost, since one died or did not answer in time; raised on all that are left.
+
+    gone: ranks that have no connection any more and have left no word.
+    silent: ranks that have a connection, or had one until time was up, and have not said a word.
+    """
+
+    def __init__(self, message: str, gone: tuple[int, ...] = (), silent: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.gone, self.silent = gone, silent
+
+    def again(self) -> "RankLostError":
+        """The same, to be raised anew."""
+        return RankLostError(str(self), self.gone, self.silent)

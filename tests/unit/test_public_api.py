@@ -40,6 +40,7 @@ PUBLIC = {
     "ConfigError",
     "LayoutError",
     "RankFailedError",
+    "RankLostError",
     "RankMismatchError",
 }
 HOOKS = {"hook_with_zero_step", "hook_with_zero_step_interleaved"}
@@ -112,7 +113,7 @@ def test_the_errors_form_a_tree() -> None:
     values = {name for name, error in errors.items() if issubclass(error, ValueError)}
     runtime = {name for name, error in errors.items() if issubclass(error, RuntimeError)}
     assert values == {"ConfigError", "CheckpointError"}
-    assert runtime == {"BindingError", "RankMismatchError", "RankFailedError"}
+    assert runtime == {"BindingError", "RankMismatchError", "RankFailedError", "RankLostError"}
 
 
 def parameters_of(function: Any) -> list[tuple[str, Any, Any]]:

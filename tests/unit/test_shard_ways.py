@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def test_one_that_fails_is_raised_when_all_are_over() -> None:
 
 def test_what_has_arrived_is_let_go() -> None:
     tensor = torch.ones(3)
-    pending = Pending(Arrived(), tensor)
+    pending = Pending(Arrived(), tensor, nullcontext())
     assert any(value is tensor for value in vars(pending).values())
     pending.wait()
     pending.wait()

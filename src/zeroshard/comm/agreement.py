@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic, NamedTuple, NoReturn, TypeVar
 
-from ..errors import RankFailedError, RankMismatchError
+from ..errors import RankFailedError, RankLostError, RankMismatchError
 from .collectives import Comm
 
 T = TypeVar("T")
@@ -41,6 +41,7 @@ def compare(comm: Comm, call: str, plan: bytes, trouble: Trouble = Trouble.NONE,
     """
     if comm.is_alone:
         return Verdict(trouble, True)
+    comm.everyone.group.line.at(f"agreeing on {call}")
     marks = [fingerprint(call.encode()), fingerprint(plan), fingerprint(options)]
     worst, *most = comm.everyone.maximum([trouble, *(signed for mark in marks for signed in (mark, -mark))])
     if most[0] != -most[1]:
@@ -99,7 +100,11 @@ def agreed(comm: Comm, call: str, propose: Callable[[], Proposal[T]]) -> T:
 def raise_failure(comm: Comm, call: str, failure: BaseException | None) -> NoReturn:
     """Raise on every rank, once a `Verdict` said that one failed."""
     mine = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    reports = [mine] if comm.is_alone else comm.everyone.share(mine)
+    try:
+        reports = [mine] if comm.is_alone else comm.everyone.share(mine)
+    except RankLostError:
+        if failure is None:
+            raise
     if failure is not None:
         raise failure
     failed = [f"rank {rank} failed: {report}" for rank, report in enumerate(reports) if report]

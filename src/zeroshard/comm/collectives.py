@@ -25,6 +25,9 @@ class Comm:
         self.group, self._everyone = group, everyone
         self.replicas = replicas
         """This rank and those that own the same in other groups, if there are any."""
+        for part in (group, replicas) if everyone else ():
+            if part is not None:
+                part.share_line(self.everyone.group)
 
     @property
     def everyone(self) -> "Comm":
@@ -40,16 +43,18 @@ class Comm:
         """Start sending `flat` from `owner` into the same-sized `flat` of all others."""
         raw = as_bytes(flat)
         source = self.group.to_global(owner)
-        work = dist.broadcast(raw, source, group=self.group.process_group, async_op=True)
-        return Pending(work, raw)
+        with self.group.line:
+            work = dist.broadcast(raw, source, group=self.group.process_group, async_op=True)
+        return Pending(work, raw, self.group.line)
 
     def maximum(self, values: list[int]) -> list[int]:
         """The largest of each value over all ranks."""
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
-        if self.group.size <= RING_RANKS:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group.control)
-        else:
-            self._maximum_by_tree(tensor)
+        with self.group.line:
+            if self.group.size <= RING_RANKS:
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group.control)
+            else:
+                self._maximum_by_tree(tensor)
         return [int(value) for value in tensor.tolist()]
 
     def _maximum_by_tree(self, tensor: torch.Tensor) -> None:
@@ -62,45 +67,55 @@ class Comm:
 
     def maximum_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, changed to the largest value over all ranks, wherever it lies."""
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group.process_group)
+        with self.group.line:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group.process_group)
         return tensor
 
     def sum_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, changed to the sum over all ranks, wherever it lies."""
-        dist.all_reduce(tensor, group=self.group.process_group)
+        with self.group.line:
+            dist.all_reduce(tensor, group=self.group.process_group)
         return tensor
 
     def union(self, flags: bytes) -> bytes:
         """Flags (0 or 1 a byte) that any rank has set."""
         buffer = bytearray(flags)
-        dist.all_reduce(_over(buffer), op=dist.ReduceOp.MAX, group=self.group.control)
+        with self.group.line:
+            dist.all_reduce(_over(buffer), op=dist.ReduceOp.MAX, group=self.group.control)
         return bytes(buffer)
 
     def share(self, text: str, *, most: int = 4096) -> list[str]:
         """Each rank's `text`, cut to `most` bytes."""
         mine = _over(bytearray(text.encode()[:most].ljust(most, b"\0")))
         buffers = [bytearray(most) for _ in range(self.group.size)]
-        dist.all_gather([_over(buffer) for buffer in buffers], mine, group=self.group.control)
+        with self.group.line:
+            dist.all_gather([_over(buffer) for buffer in buffers], mine, group=self.group.control)
         return [bytes(buffer).rstrip(b"\0").decode(errors="ignore") for buffer in buffers]
 
     def broadcast_bytes(self, data: bytes | None, source: Rank) -> bytes:
         """The source's `data`, on every rank. The others pass None."""
         size = torch.tensor([len(data or b"")], device="cpu")
         root = self.group.to_global(source)
-        dist.broadcast(size, root, group=self.group.control)
+        with self.group.line:
+            dist.broadcast(size, root, group=self.group.control)
         buffer = bytearray(data or bytes(int(size.item())))
-        dist.broadcast(_over(buffer), root, group=self.group.control)
+        with self.group.line:
+            dist.broadcast(_over(buffer), root, group=self.group.control)
         return bytes(buffer)
 
     def send(self, flat: torch.Tensor, to: Rank) -> Pending:
         """Start sending host memory to one rank, which must `receive` as many bytes."""
         raw = as_bytes(flat)
-        return Pending(dist.isend(raw, self.group.to_global(to), group=self.group.control), raw)
+        with self.group.line:
+            work = dist.isend(raw, self.group.to_global(to), group=self.group.control)
+        return Pending(work, raw, self.group.line)
 
     def receive(self, flat: torch.Tensor, source: Rank) -> Pending:
         """Start receiving into host memory what one rank sends."""
         raw = as_bytes(flat)
-        return Pending(dist.irecv(raw, self.group.to_global(source), group=self.group.control), raw)
+        with self.group.line:
+            work = dist.irecv(raw, self.group.to_global(source), group=self.group.control)
+        return Pending(work, raw, self.group.line)
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,12 @@ Hazard: a thread that Python ends in the middle of torch's code takes the whole 
 """
 
 import atexit
+import sys
 import threading
 import time
+from contextlib import suppress
 from functools import cache
+from typing import Protocol
 from weakref import WeakSet
 
 RECEIVING = 10.0
@@ -15,7 +18,13 @@ LETTING_GO = 0.1
 """Seconds in which torch's own threads let go of the tensors of the last collective, which takes the interpreter. They
 live on where a group was destroyed and somebody still refers to it."""
 
+
+class Connected(Protocol):
+    def hang_up(self) -> None: ...
+
+
 _threads: WeakSet[threading.Thread] = WeakSet()
+_lines: WeakSet[Connected] = WeakSet()
 
 
 @cache
@@ -28,7 +37,16 @@ def wait_at_exit_for(thread: threading.Thread) -> None:
     _threads.add(thread)
 
 
+def hang_up_at_exit(line: Connected) -> None:
+    """Of a process that an error ends: others need not wait until it is gone, nor it for them."""
+    _lines.add(line)
+
+
 def _let_threads_end() -> None:
+    if hasattr(sys, "last_value"):  # an exception that nobody has caught
+        for line in list(_lines):
+            with suppress(Exception):
+                line.hang_up()
     for thread in list(_threads):
         thread.join(RECEIVING)
     time.sleep(LETTING_GO)

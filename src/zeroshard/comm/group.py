@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ..errors import ConfigError
 from ..units import GlobalRank, Rank
 from .ending import end_in_order
+from .line import Line, line_of
 
 _apart: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """One for each process group that has something to do in the background."""
@@ -28,6 +29,7 @@ class Group:
         chosen = process_group or dist.group.WORLD
         assert chosen is not None, "an initialized job has a world"
         self.process_group = chosen
+        self.line = line_of(chosen)
         self.global_rank = GlobalRank(dist.get_rank())
         rank = dist.get_rank(self.process_group)
         if rank < 0:
@@ -63,7 +65,14 @@ class Group:
         """
         if self.carries(torch.device("cpu")):
             return self.process_group
-        return self._over_gloo(_companions)
+        companion = self._over_gloo(_companions)
+        self.line.add(companion)
+        return companion
+
+    def share_line(self, everyone: "Group") -> None:
+        """A rank that is lost here is lost for everyone."""
+        self.line = everyone.line
+        self.line.add(self.process_group)
 
     def apart(self) -> "Group":
         """The same ranks with messages between hosts that meet no others: for threads. First use is collective."""
@@ -71,7 +80,8 @@ class Group:
 
     def _over_gloo(self, known: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]) -> dist.ProcessGroup:
         if self.process_group not in known:
-            known[self.process_group] = dist.new_group(self.members, backend="gloo", use_local_synchronization=True)
+            with self.line:
+                known[self.process_group] = dist.new_group(self.members, backend="gloo", use_local_synchronization=True)
         return known[self.process_group]
 
 
@@ -80,6 +90,7 @@ class Alone(Group):
 
     def __init__(self) -> None:
         self.rank, self.size, self.global_rank = Rank(0), 1, GlobalRank(0)
+        self.line = Line()
         self._members = {Rank(0): GlobalRank(0)}
 
     def apart(self) -> Group:

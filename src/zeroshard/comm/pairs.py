@@ -19,7 +19,7 @@ from ..units import MIB, Rank, Span, align_up
 from .collectives import as_bytes
 from .ending import wait_at_exit_for
 from .group import Group
-from .pending import Pending, Together, Waitable
+from .pending import Pending, Together
 from .ways import Arriving, ByThread, ShardWay, add_in_order
 
 FIRST_TAG = 1 << 20
@@ -50,7 +50,7 @@ class Pairwise(ShardWay):
         pairs, slices = self._reducing, [flat[slice(*shard)] for shard in shards]
         parts = [(piece, other) for other in pairs.others for piece in pairs.pieces(slices[other]) if piece.numel()]
         sent = [pairs.send(*part) for part in parts]
-        total = _Sum(share, Together(sent), keep=flat)
+        total = _Sum(share, Pending(Together(sent), flat, self.group.line))
         own = pairs.pieces(slices[self.group.rank])
         targets = torch.split(into, [piece.numel() for piece in own])
         rows = [_Row(piece, target, total) for piece, target in zip(own, targets, strict=True)]
@@ -62,7 +62,7 @@ class Pairwise(ShardWay):
         own = slices[self.group.rank]
         works = [pairs.receive(slices[other], other) for other in pairs.others if slices[other].numel()]
         works += [pairs.send(own, other) for other in pairs.others if own.numel()]
-        return Pending(Together(works), flat)
+        return Pending(Together(works), flat, self.group.line)
 
 
 class _Pairs:
@@ -70,6 +70,7 @@ class _Pairs:
 
     def __init__(self, group: Group, tag: int) -> None:
         self._group, self._tag, self.me = group, tag, group.rank
+        self.line = group.line
         self.others = [Rank((group.rank + turn) % group.size) for turn in range(1, group.size)]
         """In an order that has every rank begin with another one."""
         self._piece = max(LEAST_PIECE, align_up(ROW // max(1, len(self.others)), ALIGNED))
@@ -79,18 +80,20 @@ class _Pairs:
         return torch.split(part, self._piece // part.itemsize)
 
     def send(self, part: torch.Tensor, other: Rank) -> Any:
-        return dist.isend(as_bytes(part), self._group.to_global(other), self._group.process_group, self._tag)
+        with self.line:
+            return dist.isend(as_bytes(part), self._group.to_global(other), self._group.process_group, self._tag)
 
     def receive(self, part: torch.Tensor, other: Rank) -> Any:
-        return dist.irecv(as_bytes(part), self._group.to_global(other), self._group.process_group, self._tag)
+        with self.line:
+            return dist.irecv(as_bytes(part), self._group.to_global(other), self._group.process_group, self._tag)
 
 
 class _Sum(ByThread):
     """Complete when all rows have been added up and all that others need was sent."""
 
-    def __init__(self, share: float, sent: Waitable, keep: torch.Tensor) -> None:
+    def __init__(self, share: float, sent: Pending) -> None:
         super().__init__()
-        self.share, self._sent, self._keep = share, sent, keep
+        self.share, self._sent = share, sent
 
     def end(self) -> None:
         self.attempt(self._sent.wait)
@@ -177,10 +180,11 @@ class _Receiving:
         others = pairs.others if own.numel() else []
         parts = {other: room[n * step :][: own.nbytes].view(own.dtype) for n, other in enumerate(others)}
         self._slices = {**parts, pairs.me: own}
-        self._works = Together([pairs.receive(part, other) for other, part in parts.items()])
+        works = Together([pairs.receive(part, other) for other, part in parts.items()])
+        self._under_way = Pending(works, room, pairs.line)
 
     def add_up(self) -> None:
-        self._works.wait()
+        self._under_way.wait()
         add_in_order([part for _, part in sorted(self._slices.items())], self._row.into, self._row.total.share)
 
 

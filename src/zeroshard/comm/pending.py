@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -17,13 +18,14 @@ class Pending:
     Hazard: the tensor must stay alive, and its memory untouched, until `wait` has returned.
     """
 
-    def __init__(self, work: Waitable | None, tensor: torch.Tensor) -> None:
-        self._work = work
+    def __init__(self, work: Waitable | None, tensor: torch.Tensor, line: AbstractContextManager[None]) -> None:
+        self._work, self._line = work, line
         self._tensor: torch.Tensor | None = tensor
 
     def wait(self) -> None:
         if self._work is not None:
-            self._work.wait()
+            with self._line:
+                self._work.wait()
         self._work = self._tensor = None
 
 

@@ -39,7 +39,8 @@ class Native(ShardWay):
 
     def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
         mine = flat[slice(*shards[self.group.rank])]
-        return Pending(all_gather(flat, mine, self.group.process_group), flat)
+        with self.group.line:
+            return Pending(all_gather(flat, mine, self.group.process_group), flat, self.group.line)
 
 
 class NativeUneven(Native):
@@ -137,8 +138,9 @@ class Summed(Arriving):
 def broadcasts(group: Group, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
     """Each owner's shard to everyone."""
     raw = [(group.to_global(rank), as_bytes(flat[slice(*shard)])) for rank, shard in filled(shards)]
-    works = [dist.broadcast(part, owner, group=group.process_group, async_op=True) for owner, part in raw]
-    return Pending(Together(works), flat)
+    with group.line:
+        works = [dist.broadcast(part, owner, group=group.process_group, async_op=True) for owner, part in raw]
+    return Pending(Together(works), flat, group.line)
 
 
 def _reduce_scatter(shard: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup) -> Any:

@@ -143,6 +143,12 @@ class Layout:
     def bucket_of(self, param: int) -> int:
         return self._homes[param][0]
 
+    def name_bucket(self, index: int, contents: str) -> str:
+        """What is under way, in words: `contents` of a bucket."""
+        first, *others = (self.params[param].label for param in self.buckets[index].params)
+        more = f" and {len(others)} more" if others else ""
+        return f"{contents} of bucket {index} of {len(self.buckets)} ({first}{more})"
+
     def pieces_of_param(self, param: int) -> tuple[Piece, ...]:
         """In the order of its elements."""
         bucket, room = self._homes[param]

@@ -79,6 +79,7 @@ class FlatEngine(Engine):
 
     def extend(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
         super().extend(layout, groups)
+        self.sync.layout = layout
         self.grads.extend(layout, self.params)
         self.memory.remember(self.params)
         self.bucket_of = {id(self.params[param]): bucket.index for bucket in layout.buckets for param in bucket.params}

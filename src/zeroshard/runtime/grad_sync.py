@@ -16,6 +16,7 @@ and all ranks drop what they have and raise.
 import logging
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
 from struct import pack
 from threading import RLock
@@ -26,7 +27,7 @@ import torch
 from ..comm.agreement import raise_failure
 from ..comm.choice import Ways
 from ..comm.collectives import Comm
-from ..errors import RankMismatchError
+from ..errors import RankLostError, RankMismatchError
 from ..layout.layout import Bucket, Layout
 from ..notices import warn_user
 from ..policies import MasterWeights, Reduce, Retention
@@ -147,8 +148,9 @@ class GradSync(Gradients):
 
     def _fail(self, failure: Exception) -> None:
         """Hazard: other ranks rely on what this one would send next, so that it must not raise alone."""
-        rank = self._comm.everyone.group.rank
-        _log.error("rank %d cannot average gradients, which the next step raises: %r", rank, failure)
+        if not isinstance(failure, RankLostError):  # which all ranks know of, and raise
+            rank = self._comm.everyone.group.rank
+            _log.error("rank %d cannot average gradients, which the next step raises: %r", rank, failure)
         self._failure = self._failure or failure
 
     def statement(self) -> bytes:
@@ -283,6 +285,7 @@ class GradSync(Gradients):
     @torch.no_grad()
     def _send(self, slot: Slot) -> None:
         """If it raises, nothing was sent."""
+        self._comm.group.line.at(partial(self._layout.name_bucket, slot.bucket, "gradients"))
         for index in slot.waiting:
             self._present[index] = 1
         grads = map(self._take, slot.members)
@@ -349,7 +352,10 @@ class GradSync(Gradients):
     @torch.no_grad()
     def _receive(self, sending: Sending) -> None:
         slot, arriving, (memory, is_shard), *_ = sending
-        arriving.wait()
+        line = self._comm.group.line
+        line.at(partial(self._layout.name_bucket, slot.bucket, "gradients"))
+        with line:
+            arriving.wait()
         slot.give_back(sending)
         shard = self._filled(slot)
         if not sending.wanted:

@@ -1,13 +1,14 @@
 """Updated parameters from their owners to everyone."""
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 
 from ..comm.choice import Ways
 from ..comm.collectives import Comm
 from ..comm.pending import Pending, Window
-from ..layout.layout import Bucket
+from ..layout.layout import Bucket, Layout
 from ..policies import Reduce
 from .store import InPlace, Parcel, Shipment
 
@@ -32,6 +33,7 @@ class ParamSync:
     @torch.no_grad()
     def finish(self) -> None:
         """All that was started has arrived."""
+        self._comm.group.line.at("updated parameters")
         self._in_place.drain()
 
     def _send(self, parcel: Parcel, window: Window) -> None:
@@ -49,6 +51,7 @@ class ShardSync:
         self._comm = comm
         self._ways = Ways(Comm(comm.group), Reduce())  # replicas bring theirs to their own
         self._under_way: dict[int, Pending] = {}
+        self.layout = Layout.empty(comm.group.size)
 
     @property
     def under_way(self) -> bool:
@@ -65,6 +68,7 @@ class ShardSync:
         """These buckets have arrived."""
         for bucket in buckets:
             if bucket in self._under_way:
+                self._comm.group.line.at(partial(self.layout.name_bucket, bucket, "parameters"))
                 self._under_way.pop(bucket).wait()
 
     def finish(self) -> None:

@@ -83,6 +83,8 @@ class Engine(ABC):
                 group.clear()
                 group.update(options)
             raise
+        finally:
+            self.comm.group.line.at("between steps", self.steps)
 
     @abstractmethod
     def _run(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any: ...

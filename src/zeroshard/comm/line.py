@@ -1,0 +1,147 @@
+"""The line to the other ranks, and what happens when it breaks.
+
+A rank whose communication fails (another one has died, or did not answer in time) leaves a word in the job's store on
+what it was doing, and hangs up on everyone. So whoever waits for this rank knows at once, hangs up in turn, and all
+that are alive raise within moments, whatever they were waiting for. From the words they know who has said nothing.
+
+Hazard: gloo tells of a lost connection only those that wait for that very rank; others would wait for their timeout.
+"""
+
+import re
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+import torch.distributed as dist
+
+from ..errors import RankLostError, ZeroError
+from .ending import hang_up_at_exit
+from .recorder import keep_for_later, last_message
+from .words import Words
+
+_NOBODYS = (1 << 20) - 1
+"""The tag of messages that nobody sends."""
+_MOMENT = timedelta(milliseconds=1)
+
+_lines: WeakKeyDictionary[dist.ProcessGroup, "Line"] = WeakKeyDictionary()
+
+
+def line_of(process_group: dist.ProcessGroup) -> "Line":
+    """The one of all optimizers that use a group."""
+    if process_group not in _lines:
+        _lines[process_group] = line = Line(process_group)
+        hang_up_at_exit(line)
+    return _lines[process_group]
+
+
+class Line:
+    """As a context it turns a failure of the backend into `RankLostError`, on all ranks."""
+
+    def __init__(self, *process_groups: dist.ProcessGroup) -> None:
+        """The first of them is that of all ranks."""
+        self._place: str | Callable[[], str] = "finding each other"
+        self._steps = 0
+        self._ranks = [ref(group) for group in process_groups[:1]]
+        self._groups = WeakSet(process_groups)
+        self._lock = threading.Lock()
+        self._broken: RankLostError | None = None
+
+    def at(self, place: str | Callable[[], str], steps: int | None = None) -> None:
+        """Says what is waited for next, and how many steps have been made."""
+        self._place, self._steps = place, self._steps if steps is None else steps
+
+    def add(self, process_group: dist.ProcessGroup) -> None:
+        """One more in which these ranks, or some of them, talk."""
+        self._groups.add(process_group)
+
+    def __enter__(self) -> None:
+        if self._broken is not None:
+            raise self._broken.again()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, (ZeroError, torch.OutOfMemoryError)):
+            raise self._lost(error) from error
+
+    def hang_up(self) -> None:
+        """Close the connections to all other ranks: whatever they wait for here fails at once."""
+        for group in list(self._groups):
+            _Ends(group).close()
+
+    def _lost(self, error: RuntimeError) -> RankLostError:
+        with self._lock:
+            if self._broken is None:
+                self._broken = self._tell(error)
+        return self._broken.again()
+
+    def _tell(self, error: RuntimeError) -> RankLostError:
+        ends = [_Ends(group) for group in list(self._groups)]
+        closed = {rank for it in ends for rank in it.closed}
+        (group,) = (it() for it in self._ranks)
+        assert group is not None, "it was just used"
+        words = Words(group, self._word(error, group), closed)
+        words.leave()
+        for it in ends:
+            it.close()
+        return words.report(keep_for_later())
+
+    def _word(self, error: RuntimeError, group: dist.ProcessGroup) -> str:
+        place = self._place if isinstance(self._place, str) else self._place()
+        recorded = last_message(group)
+        record = f" (torch's flight recorder: {recorded})" if recorded else ""
+        return f"{place}, {self._steps} steps done: {_reason(error)}{record}"
+
+
+def _reason(error: RuntimeError) -> str:
+    """What gloo says, without the place in its source and its advice."""
+    if _is_timeout(error):
+        return "no answer within the timeout of the process group"
+    return re.sub(r"^\[\S+\] |\. This is typically .*", "", str(error), flags=re.DOTALL)
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    return re.search("timed? ?out", str(error), re.IGNORECASE) is not None
+
+
+class _Ends:
+    """This rank's ends of the connections in a group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.closed: list[int] = []
+        """Global ranks whose ends are closed, if not for want of time."""
+        self._open: list[tuple[Any, torch.Tensor]] = []
+        if not _is_gloo(group):
+            return  # NCCL has a watchdog of its own
+        me = dist.get_rank()
+        for rank in dist.get_process_group_ranks(group):
+            if rank != me:
+                self._look(rank, group)
+
+    def _look(self, rank: int, group: dist.ProcessGroup) -> None:
+        memory = torch.empty(1, dtype=torch.uint8, device="cpu")
+        try:
+            self._open.append((dist.irecv(memory, rank, group, _NOBODYS), memory))
+        except RuntimeError as error:
+            if not _is_timeout(error):
+                self.closed.append(rank)
+
+    def close(self) -> None:
+        """gloo closes all of them when one has waited in vain."""
+        for work, _ in self._open:
+            try:
+                work.wait(_MOMENT)
+            except RuntimeError as error:
+                if _is_timeout(error):
+                    return
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    try:
+        return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
+    except RuntimeError:
+        return False

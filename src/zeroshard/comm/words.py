@@ -1,0 +1,96 @@
+"""What ranks have to say when they have lost each other, through the store in which they once found each other."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ..errors import RankLostError
+
+PATIENCE = 1.0
+"""Seconds that others have to leave a word. Not those whose connections are closed: a word comes before that."""
+ANSWER = 0.3
+"""Seconds that the store has to answer: whoever serves it may be the one that is gone."""
+_SHOWN = 8
+_LONGEST = 400
+
+
+class Words:
+    """Those of all ranks of a group. Ranks are counted in it."""
+
+    def __init__(self, group: dist.ProcessGroup, word: str, closed: Collection[int]) -> None:
+        """`closed`: global ranks to which there is no connection any more."""
+        members = dist.get_process_group_ranks(group)
+        self._me, self._size = members.index(dist.get_rank()), len(members)
+        self._closed = {members.index(rank) for rank in closed if rank in members}
+        self._word, self._key = word, f"zeroshard/lost/{group.group_name}"
+        self._heard: dict[int, str] = {self._me: word}
+
+    def leave(self) -> None:
+        """For all others to read. Before connections are closed: then who is gone without one has none to leave."""
+        entry = json.dumps([self._me, self._word[:_LONGEST], sorted(self._closed)])
+        store: Any = _get_default_store()
+        _in_time(ANSWER, lambda: store.append(self._key, entry + "\n"))
+
+    def report(self, kept: str) -> RankLostError:
+        """`kept`: where torch's records were written to, if they were."""
+        _in_time(PATIENCE + ANSWER, self._listen)
+        missing = [rank for rank in range(self._size) if rank not in self._heard]
+        gone = [rank for rank in missing if rank in self._closed]
+        silent = [rank for rank in missing if rank not in self._closed]
+        told = [_sentence(gone, silent, self._size), *self._told()]
+        if kept:
+            told.append(f"torch's flight recorder is in {kept}: see torchfrtrace.")
+        told.append("Nothing more can be sent in this process group. Start again from the last checkpoint.")
+        return RankLostError("\n".join(told), gone=tuple(gone), silent=tuple(silent))
+
+    def _listen(self) -> None:
+        """Until all who can have spoken, or for as long as is sensible."""
+        end, pause = time.monotonic() + PATIENCE, max(0.01, self._size / 500)
+        store = _get_default_store()
+        while True:
+            for line in store.get(self._key).decode(errors="replace").splitlines():
+                rank, word, closed = json.loads(line)
+                self._heard[rank] = word
+                self._closed.update(closed)
+            if self._heard.keys() | self._closed >= set(range(self._size)) or time.monotonic() > end:
+                return
+            time.sleep(pause)
+
+    def _told(self) -> list[str]:
+        """This rank's first."""
+        ranks = sorted(self._heard, key=lambda rank: (rank != self._me, rank))
+        lines = [f"rank {rank}{' (this one)' * (rank == self._me)}: {self._heard[rank]}" for rank in ranks]
+        more = len(lines) - _SHOWN
+        return [*lines[:_SHOWN], *([f"... and {more} more ranks"] if more > 0 else [])]
+
+
+def _sentence(gone: list[int], silent: list[int], size: int) -> str:
+    parts = []
+    if gone:
+        parts.append(f"{_named(gone)} of {size} ended, or lost the network: no connection, and no word left")
+    if silent:
+        parts.append(f"{_named(silent)} of {size} did not answer: stopped, stuck, cut off, or busy with something else")
+    return "; ".join(parts or ["the connections between ranks broke, and all ranks are still there"]) + "."
+
+
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def _in_time(seconds: float, action: Callable[[], object]) -> None:
+    """Do it if the store answers in time; it can keep one waiting for ever, whatever its timeout is."""
+
+    def attempt() -> None:
+        with suppress(Exception):
+            action()
+
+    thread = threading.Thread(target=attempt, name="zeroshard-words", daemon=True)
+    thread.start()
+    thread.join(seconds)
