@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..comm.agreement import Proposal, agreed
 from ..comm.collectives import Comm
-from ..errors import CheckpointError, ConfigError, RankFailedError, RankMismatchError
+from ..errors import CheckpointError, ConfigError, RankFailedError, RankLostError, RankMismatchError
 from ..units import Rank
 
 
@@ -15,7 +15,7 @@ def told_alike(path: object) -> Iterator[None]:
     """A job that catches it and falls back to something else must do so on all ranks."""
     try:
         yield
-    except (CheckpointError, ConfigError, RankMismatchError):
+    except (CheckpointError, ConfigError, RankMismatchError, RankLostError):
         raise
     except RankFailedError as error:
         raise CheckpointError(str(error)) from error

@@ -47,7 +47,7 @@ def write_parts(comm: Comm, directory: Path, contents: dict[str, Any], progress:
     writer = FileSystemWriter(str(directory), sync_files=True, single_file_per_rank=True)
     writer.fs = files
     try:
-        with ranks_for_dcp(comm.group) as ranks:
+        with comm.group.line, ranks_for_dcp(comm.group) as ranks:
             save(contents, storage_writer=writer, planner=_Planner(progress), **ranks)
     except CheckpointException as error:
         raise CheckpointError(f"the checkpoint could not be written to {directory.parent}: {reasons(error)}") from error

@@ -9,7 +9,8 @@ Hazard: gloo tells of a lost connection only those that wait for that very rank;
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -68,6 +69,17 @@ class Line:
         if isinstance(error, RuntimeError) and not isinstance(error, (ZeroError, torch.OutOfMemoryError)):
             raise self._lost(error) from error
 
+    @contextmanager
+    def relied_on(self) -> Iterator[None]:
+        """Other ranks wait for what is done inside: if it fails, they shall hear of it at once."""
+        try:
+            yield
+        except ZeroError:
+            raise  # on all ranks
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
     def hang_up(self) -> None:
         """Close the connections to all other ranks: whatever they wait for here fails at once."""
         for group in list(self._groups):
@@ -80,21 +92,31 @@ class Line:
         return self._broken.again()
 
     def _tell(self, error: RuntimeError) -> RankLostError:
+        return self._part(_reason(error)).report(keep_for_later())
+
+    def _give_up(self, error: BaseException) -> None:
+        with self._lock:
+            if self._broken is None and self._groups:
+                reason = f"failed there with {type(error).__name__}: {error}"
+                self._broken = RankLostError(f"this rank has {reason}. {self._part(reason).ADVICE}")
+
+    def _part(self, reason: str) -> Words:
+        """Leave a word, then hang up."""
         ends = [_Ends(group) for group in list(self._groups)]
         closed = {rank for it in ends for rank in it.closed}
         (group,) = (it() for it in self._ranks)
         assert group is not None, "it was just used"
-        words = Words(group, self._word(error, group), closed)
+        words = Words(group, self._word(reason, group), closed)
         words.leave()
         for it in ends:
             it.close()
-        return words.report(keep_for_later())
+        return words
 
-    def _word(self, error: RuntimeError, group: dist.ProcessGroup) -> str:
+    def _word(self, reason: str, group: dist.ProcessGroup) -> str:
         place = self._place if isinstance(self._place, str) else self._place()
         recorded = last_message(group)
         record = f" (torch's flight recorder: {recorded})" if recorded else ""
-        return f"{place}, {self._steps} steps done: {_reason(error)}{record}"
+        return f"{place}, {self._steps} steps done: {reason}{record}"
 
 
 def _reason(error: RuntimeError) -> str:

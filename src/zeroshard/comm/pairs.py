@@ -20,7 +20,7 @@ from .collectives import as_bytes
 from .ending import wait_at_exit_for
 from .group import Group
 from .pending import Pending, Together
-from .ways import Arriving, ByThread, ShardWay, add_in_order
+from .ways import Arriving, ByThread, ShardWay, add_in_order, cut
 
 FIRST_TAG = 1 << 20
 """Beyond what users give their own messages."""
@@ -47,7 +47,7 @@ class Pairwise(ShardWay):
         self._receiver = _Receiver(self._reducing)
 
     def reduce(self, flat: torch.Tensor, shards: Sequence[Span], into: torch.Tensor, share: float) -> Arriving:
-        pairs, slices = self._reducing, [flat[slice(*shard)] for shard in shards]
+        pairs, slices = self._reducing, cut(flat, shards)
         parts = [(piece, other) for other in pairs.others for piece in pairs.pieces(slices[other]) if piece.numel()]
         sent = [pairs.send(*part) for part in parts]
         total = _Sum(share, Pending(Together(sent), flat, self.group.line))
@@ -58,7 +58,7 @@ class Pairwise(ShardWay):
         return total
 
     def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
-        pairs, slices = self._gathering, [flat[slice(*shard)] for shard in shards]
+        pairs, slices = self._gathering, cut(flat, shards)
         own = slices[self.group.rank]
         works = [pairs.receive(slices[other], other) for other in pairs.others if slices[other].numel()]
         works += [pairs.send(own, other) for other in pairs.others if own.numel()]

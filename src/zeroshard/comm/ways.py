@@ -99,6 +99,14 @@ def filled(shards: Sequence[Span]) -> Iterable[tuple[Rank, Span]]:
     return ((Rank(rank), shard) for rank, shard in enumerate(shards) if shard.length)
 
 
+def cut(flat: torch.Tensor, shards: Sequence[Span]) -> list[torch.Tensor]:
+    """Its shards. Hazard: a message that is too short would be received without a word."""
+    end = max(shard.stop for shard in shards)
+    if flat.numel() < end:
+        raise ValueError(f"a bucket of {end} elements was given as {flat.numel()}")
+    return [flat[slice(*shard)] for shard in shards]
+
+
 def add_in_order(slices: Sequence[torch.Tensor], into: torch.Tensor, share: float) -> None:
     """Write the sum of all slices, each times `share`, into `into`."""
     first, *others = slices

@@ -13,7 +13,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ..errors import RankLostError
 
 PATIENCE = 1.0
-"""Seconds that others have to leave a word. Not those whose connections are closed: a word comes before that."""
+"""Seconds that others have to leave a word."""
+GRACE = 0.3
+"""Seconds that those have whose connections are closed: who hangs up leaves a word before, but a network may fail."""
 ANSWER = 0.3
 """Seconds that the store has to answer: whoever serves it may be the one that is gone."""
 _SHOWN = 8
@@ -22,6 +24,8 @@ _LONGEST = 400
 
 class Words:
     """Those of all ranks of a group. Ranks are counted in it."""
+
+    ADVICE = "Nothing more can be sent in this process group. Start again from the last checkpoint."
 
     def __init__(self, group: dist.ProcessGroup, word: str, closed: Collection[int]) -> None:
         """`closed`: global ranks to which there is no connection any more."""
@@ -46,19 +50,19 @@ class Words:
         told = [_sentence(gone, silent, self._size), *self._told()]
         if kept:
             told.append(f"torch's flight recorder is in {kept}: see torchfrtrace.")
-        told.append("Nothing more can be sent in this process group. Start again from the last checkpoint.")
-        return RankLostError("\n".join(told), gone=tuple(gone), silent=tuple(silent))
+        return RankLostError("\n".join([*told, self.ADVICE]), gone=tuple(gone), silent=tuple(silent))
 
     def _listen(self) -> None:
         """Until all who can have spoken, or for as long as is sensible."""
-        end, pause = time.monotonic() + PATIENCE, max(0.01, self._size / 500)
+        start, pause, everyone = time.monotonic(), max(0.01, self._size / 500), set(range(self._size))
         store = _get_default_store()
         while True:
             for line in store.get(self._key).decode(errors="replace").splitlines():
                 rank, word, closed = json.loads(line)
                 self._heard[rank] = word
                 self._closed.update(closed)
-            if self._heard.keys() | self._closed >= set(range(self._size)) or time.monotonic() > end:
+            missing = everyone - self._heard.keys()
+            if not missing or time.monotonic() - start > (GRACE if missing <= self._closed else PATIENCE):
                 return
             time.sleep(pause)
 

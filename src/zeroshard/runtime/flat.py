@@ -258,9 +258,10 @@ class FlatEngine(Engine):
 
     def _send(self, moving: bytes) -> None:
         """Start bringing the flagged parameters to everyone, those that a forward pass needs first at the head."""
-        for bucket in reversed(self.layout.buckets):
-            if 0 not in moving or any(map(moving.__getitem__, bucket.params)):
-                self.sync.start(bucket, self.store.buffer(bucket.index))
+        with self.comm.group.line.relied_on():
+            for bucket in reversed(self.layout.buckets):
+                if 0 not in moving or any(map(moving.__getitem__, bucket.params)):
+                    self.sync.start(bucket, self.store.buffer(bucket.index))
         # Autograd must see an update, local or remote, as the in-place change that it is.
         increment_version([*compress(self.params, moving)] if 0 in moving else self.params)
         self.memory.remember(self.params)

@@ -304,7 +304,8 @@ class GradSync(Gradients):
             except Exception as failure:
                 self._fail(failure)
         if not self._comm.is_alone:
-            self._under_way.append(slot.send_zeros(self._target(slot)))
+            with self._comm.group.line.relied_on():
+                self._under_way.append(slot.send_zeros(self._target(slot)))
         self._count(slot)
 
     def _count(self, slot: Slot) -> None:

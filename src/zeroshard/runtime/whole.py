@@ -157,8 +157,9 @@ class WholeEngine(Engine):
             attempt.require(lambda: self.store.shipment(moving))
             verdict = compare(self.comm, call, moving, attempt.trouble)
         if verdict.trouble < Trouble.UNFIT:
-            self.sync.start(self.store.shipment(moving))
-            self.sync.finish()
+            with self.comm.group.line.relied_on():
+                self.sync.start(self.store.shipment(moving))
+                self.sync.finish()
             self._undelivered = b""
         if verdict.trouble:
             raise_failure(self.comm, call, attempt.failure)

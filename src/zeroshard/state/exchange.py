@@ -73,11 +73,12 @@ def gather(
     target = comm.everyone.group.to_global(to)
     if target not in comm.group.members:
         return False  # which has all of it without us
-    if comm.group.global_rank != target:
-        outbox.send(comm, comm.group.from_global(target))
-        return False
-    for rank in range(comm.group.size):
-        take(snapshot(mine) if rank == comm.group.rank else receive(comm, Rank(rank)))
+    with comm.group.line.relied_on():
+        if comm.group.global_rank != target:
+            outbox.send(comm, comm.group.from_global(target))
+            return False
+        for rank in range(comm.group.size):
+            take(snapshot(mine) if rank == comm.group.rank else receive(comm, Rank(rank)))
     return True
 
 
@@ -85,10 +86,11 @@ def bring_to_all(comm: Comm, value: Any, source: Rank) -> Any:
     """The source's value on all ranks, in host memory of their own. It must be one that was gathered."""
     if comm.group.rank != source:
         return receive(comm, source)
-    outbox = Outbox(value)
-    for rank in range(comm.group.size):
-        if rank != source:
-            outbox.send(comm, Rank(rank))
+    with comm.group.line.relied_on():
+        outbox = Outbox(value)
+        for rank in range(comm.group.size):
+            if rank != source:
+                outbox.send(comm, Rank(rank))
     return value
 
 

@@ -1,0 +1,75 @@
+"""Faults of every kind at every place: nobody hangs, nothing is lost, and the end has the bits of a run without one.
+
+A few always; all of them, as often as `ZEROSHARD_FAULTS` says, by `make faults`, which writes docs/faults.md.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.support.fault_matrix import PAGE, Matrix, Outcome, cells, page
+from tests.support.faults import Fault, Kind, Place
+from tests.support.jobs import STEPS
+
+ROUNDS = int(os.environ.get("ZEROSHARD_FAULTS", "0"))
+AT_ONCE = max(1, (os.cpu_count() or 2) // 2)
+QUICK = [
+    *((Kind.KILLED, place, "shard") for place in Place),
+    (Kind.KILLED, Place.INNER_STEP, "drop-in"),
+    (Kind.KILLED, Place.BACKWARD, "hybrid"),
+    (Kind.KILLED, Place.BACKWARD, "overlapped"),
+    (Kind.STOPPED, Place.BACKWARD, "shard"),
+    (Kind.CUT, Place.REDUCTION, "shard"),
+    (Kind.RAISES, Place.GATHER, "shard"),
+    (Kind.RAISES, Place.CONSOLIDATION, "shard"),
+    (Kind.MISSHAPEN, Place.REDUCTION, "shard"),
+    (Kind.SLOW, Place.GATHER, "overlapped"),
+]
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(tmp_path_factory.mktemp("matrix"))
+
+
+def drawn(kind: Kind, place: Place, mode: str, turn: int) -> Fault:
+    """On some rank, in some step in which there is such a place."""
+    draw = random.Random(f"{kind} {place} {mode} {turn}")
+    steps = range(2 if place is Place.CONSOLIDATION else STEPS - 1)
+    return Fault(kind, place, draw.randrange(4), draw.choice(steps))
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("kind", "place", "mode"), QUICK, ids=lambda it: getattr(it, "name", it))
+def test_a_fault(matrix: Matrix, kind: Kind, place: Place, mode: str) -> None:
+    outcome = matrix.inject(drawn(kind, place, mode, 0), mode)
+    assert outcome.restarted or kind in (Kind.RAISES, Kind.MISSHAPEN, Kind.SLOW), "a job cannot go on without a rank"
+
+
+@pytest.mark.timeout(120 + 60 * ROUNDS * len(cells()))
+@pytest.mark.skipif(not ROUNDS, reason="takes long: make faults")
+def test_all_faults(matrix: Matrix) -> None:
+    def attempt(cell: tuple[Kind, Place, str, int]) -> Outcome | str:
+        *_, mode, _ = cell
+        fault = drawn(*cell)
+        try:
+            return matrix.inject(fault, mode)
+        except AssertionError as error:
+            return f"{fault} in {mode}: {error}"
+
+    for mode in {mode for *_, mode in cells()}:
+        matrix.undisturbed(mode)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found = list(pool.map(attempt, [(*cell, turn) for turn in range(ROUNDS) for cell in cells()]))
+    failed = [it for it in found if isinstance(it, str)]
+    assert not failed, "\n".join([f"{len(failed)} of {len(found)}:", *failed])
+    write_page([it for it in found if isinstance(it, Outcome)])
+
+
+def write_page(outcomes: list[Outcome], target: Path = PAGE) -> None:
+    target.write_text(page(outcomes))

@@ -1,0 +1,161 @@
+"""One fault after the other, what came of each, and the page that tells it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import torch
+
+from tests.support.faults import Fault, Kind, Place
+from tests.support.jobs import MODES, SAVED_EVERY, Told, run_job
+from tests.support.store import open_store
+
+RANKS = 4
+TIMEOUT = 30.0
+"""Of the process group. Whoever knows earlier has not waited for it."""
+SHORT = 3.0
+"""The same where a rank is stopped, which is known by waiting only."""
+PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
+_FATAL = (Kind.KILLED, Kind.STOPPED, Kind.CUT)
+
+
+class Outcome(NamedTuple):
+    """What came of one fault."""
+
+    fault: Fault
+    mode: str
+    saw: tuple[str, ...]
+    """Kinds of errors on the other ranks."""
+    seconds: float
+    """Until every other rank knew; 0 if nobody had to know."""
+    restarted: bool
+
+
+class Matrix:
+    """Runs faults, each in a job of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._store = folder, open_store()
+        self._count = 0
+
+    def inject(self, fault: Fault, mode: str) -> Outcome:
+        """Raises `AssertionError` where something hung, was lost, or came out different."""
+        folder = self._fresh_folder(fault, mode)
+        timeout = SHORT if fault.kind is Kind.STOPPED else TIMEOUT
+        told = run_job(self._store.port, folder, mode, RANKS, fault, timeout=timeout)
+        assert told.fired is not None, "it did not happen"
+        assert not told.stuck, f"ranks {told.stuck} hang: {told.news}"
+        others = [rank for rank in range(RANKS) if rank != fault.rank]
+        errors = [told.of(rank, "error") for rank in others]
+        if fault.kind is Kind.SLOW:
+            assert not any(errors), f"slowness is no error: {errors}"
+        else:
+            assert all(errors), f"a rank knows of nothing: {told.news}"
+        self._require_the_same_end(told, folder, mode)
+        if fault.kind in _FATAL:
+            _require_names(told, fault)
+        seconds = max((news[0].time - told.fired for news in errors if news), default=0.0)
+        assert seconds < TIMEOUT
+        saw = tuple(sorted({news[0].text.partition(":")[0] for news in errors if news}))
+        return Outcome(fault, mode, saw, seconds, restarted=not told.is_done)
+
+    def _require_the_same_end(self, told: Told, folder: Path, mode: str) -> None:
+        if not told.is_done:
+            again = run_job(self._store.port, folder, mode, RANKS)
+            assert again.is_done, f"it does not go on: {again.news}"
+            assert again.began >= told.saved, "a finished checkpoint was lost"
+            told = again
+        assert told.digests == self.undisturbed(mode), "it came out different"
+
+    @cache  # noqa: B019 (lives as long as the tests)
+    def undisturbed(self, mode: str) -> frozenset[str]:
+        with TemporaryDirectory(dir=self._folder) as folder:
+            return frozenset(run_job(self._store.port, Path(folder, "run"), mode, RANKS).digests)
+
+    def _fresh_folder(self, fault: Fault, mode: str) -> Path:
+        self._count += 1
+        folder = self._folder / f"run{self._count}"
+        if fault.place is Place.LOAD:
+            shutil.copytree(self._saved(mode), folder)
+        return folder
+
+    @cache  # noqa: B019
+    def _saved(self, mode: str) -> Path:
+        """A folder with a checkpoint from the middle of a run."""
+        folder = self._folder / f"saved-{mode}"
+        run_job(self._store.port, folder, mode, RANKS, steps=2 * SAVED_EVERY)
+        return folder
+
+
+def _require_names(told: Told, fault: Fault) -> None:
+    """Who is missing is named where ranks learn it from us, and not by an error of torch's in DDP's backward pass."""
+    texts = [it.text for rank in range(RANKS) if rank != fault.rank for it in told.of(rank, "error")]
+    lost = [text for text in texts if text.startswith("RankLostError")]
+    told_of = [text for text in lost if f"rank {fault.rank} of {RANKS}" in text]
+    if fault.kind is not Kind.CUT:  # in which all ranks are there
+        assert len(told_of) == len(lost), f"the missing rank is not named: {texts}"
+
+
+def cells() -> list[tuple[Kind, Place, str]]:
+    """DDP reduces gradients of the drop-in: what happens there is not ours."""
+    every = [(kind, place, mode) for mode in MODES for kind in Kind for place in Place]
+    return [it for it in every if it[1:] != (Place.REDUCTION, "drop-in")]
+
+
+# ruff: noqa: E501 (a page)
+_HEAD = """# Faults
+
+Written by `make faults`, which puts faults into real jobs of {ranks} processes (gloo, torch {torch}, {cpus} cores): do not edit.
+
+Each job trains, consolidates and saves in turn, in one of {modes} ways ({names}). At some step one rank has a fault, somewhere. *What the others saw* are the errors on all other ranks, *until all knew* the time from
+the fault until the last of them had its error in hand: the median and the worst. A rank that is stopped can only be known by waiting: the timeout of the process group is {short:g} s there, and {long:g} s in all other rows.
+Afterwards the job goes on by itself, from the last checkpoint, where the error was the same for all and connections are whole; else all processes are started again. Either way its end is compared with that of a job that nothing happened to:
+parameters and state have the same bits, every time.
+
+**{count} faults: {hangs} hangs beyond the timeout, 0 silent differences, 0 lost checkpoints. A rank that was killed was known to all after {worst:.2f} s at most.**
+
+"""
+
+
+def page(outcomes: Iterable[Outcome], more: str = "") -> str:
+    """`more`: what other tests have to tell."""
+    found = list(outcomes)
+    killed = [it.seconds for it in found if it.fault.kind is Kind.KILLED]
+    head = _HEAD.format(
+        ranks=RANKS,
+        torch=torch.__version__,
+        cpus=os.cpu_count(),
+        modes=len(MODES),
+        names=", ".join(MODES),
+        short=SHORT,
+        long=TIMEOUT,
+        count=len(found),
+        hangs=0,
+        worst=max(killed, default=0.0),
+    )
+    by_cell: dict[tuple[Kind, Place], list[Outcome]] = defaultdict(list)
+    for it in found:
+        by_cell[it.fault.kind, it.fault.place].append(it)
+    rows = [_row(kind, place, by_cell[kind, place]) for kind in Kind for place in Place if by_cell[kind, place]]
+    columns = "| one rank | in | faults | what the others saw | until all knew, s | afterwards | lost |\n|---|---|---|---|---|---|---|"
+    return head + "\n".join([columns, *rows]) + "\n" + more
+
+
+def _row(kind: Kind, place: Place, outcomes: list[Outcome]) -> str:
+    saw = sorted({name for it in outcomes for name in it.saw})
+    times = [it.seconds for it in outcomes]
+    known = f"{median(times):.2f} / {max(times):.2f}" if saw else ""
+    restarted = sum(it.restarted for it in outcomes)
+    after = (
+        "went on" if not restarted else "restarted" if restarted == len(outcomes) else f"restarted {restarted} times"
+    )
+    shown = ", ".join(f"`{name}`" for name in saw) or "nothing: it waited"
+    return f"| {kind.value} | {place.value} | {len(outcomes)} | {shown} | {known} | {after} | nothing |"
