@@ -27,6 +27,7 @@ from tests.support import handle  # what the server has loaded before it forks
 from tests.support.hosts import DEVICE, HUB, Hosts, enter
 from tests.support.schedule import fingerprint
 from zeroshard import checkpoint, shard
+from zeroshard.checkpoint import saving, writing
 
 LONG = 60.0
 """Seconds: no wait is longer."""
@@ -34,8 +35,8 @@ _PORT = 29500
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(handle.PRELOAD)
 
-Place = Literal["forward", "step"]
-"""Before a forward pass, or between backward and the step."""
+Place = Literal["forward", "step", "save"]
+"""Before a forward pass, between backward and the step, or while a checkpoint is written."""
 
 
 class Stop(NamedTuple):
@@ -48,7 +49,8 @@ class Stop(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What all ranks do. `timeout`: seconds that a rank waits for another; `where`: arguments for `shard`."""
+    """What all ranks do. `timeout`: seconds that a rank waits for another; `behind`: saves go on in the background;
+    `options`: arguments for `shard`."""
 
     folder: Path
     steps: int = 12
@@ -56,7 +58,8 @@ class Plan:
     width: int = 128
     timeout: float = LONG
     stop: Stop | None = None
-    where: Mapping[str, Any] = field(default_factory=dict)
+    behind: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class News(NamedTuple):
@@ -194,8 +197,8 @@ def _work(end: Connection[News, str], seat: Seat, plan: Plan) -> None:
 def _train(end: Connection[News, str], plan: Plan) -> str:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = make_model(plan.width)
-    optimizer = shard(model, torch.optim.AdamW, lr=1e-2, **plan.where)
-    start, parts = 0, dict[str, Any](model=model, optimizer=optimizer)
+    optimizer = shard(model, torch.optim.AdamW, lr=1e-2, **plan.options)
+    start, saved, parts = 0, None, dict[str, Any](model=model, optimizer=optimizer)
     if checkpoint.latest(plan.folder) is not None:
         start = checkpoint.load(plan.folder, **parts).step or 0
     end.send(News("loaded", time.monotonic(), start))
@@ -205,6 +208,11 @@ def _train(end: Connection[News, str], plan: Plan) -> str:
             end.send(News("stopped", time.monotonic(), step))
             end.recv()
 
+    def write_parts(*given: Any) -> Any:
+        stop(step // plan.every * plan.every, "save")
+        return writing.write_parts(*given)
+
+    setattr(saving, "write_parts", write_parts)  # noqa: B010 (mypy knows it as another's)
     for step in range(start + 1, plan.steps + 1):
         stop(step, "forward")
         torch.autograd.backward(loss_of(model, part_of_batch(step, rank, world_size), world_size))
@@ -212,5 +220,7 @@ def _train(end: Connection[News, str], plan: Plan) -> str:
         optimizer.step()
         optimizer.zero_grad()
         if step % plan.every == 0:
-            checkpoint.save(plan.folder, step=step, **parts)
+            saved = checkpoint.save(plan.folder, step=step, async_=plan.behind, **parts)
+    assert saved is not None
+    saved.wait()
     return fingerprint(model)
