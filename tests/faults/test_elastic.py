@@ -96,6 +96,24 @@ def test_three_ranks_go_on_as_four(tmp_path: Path) -> None:
 
 @longer
 @pytest.mark.timeout(240)
+def test_one_dies_and_another_joins(tmp_path: Path) -> None:
+    """Those that live count a restart more than the new one."""
+    first = Hold(world_size=4, step=EVERY + 2, file=str(tmp_path / "first"))
+    second = Hold(world_size=3, step=3 * EVERY + 2, file=str(tmp_path / "second"))
+    with Agents(tmp_path, *OPTIONS) as agents:
+        for number, hold in enumerate((None, first, second, None)):
+            agents.start(hold, is_host=number == 0)
+        worker, agent = agents.held(first)
+        agents.kill(agent, worker)
+        agents.held(second)
+        agents.start()
+        agents.finish()
+        assert [life.world_size for life in agents.lives()][-3:] == [4, 3, 4]
+        check(agents)
+
+
+@longer
+@pytest.mark.timeout(240)
 def test_a_worker_is_killed_and_all_of_its_host_begin_anew(tmp_path: Path) -> None:
     hold = Hold(world_size=4, step=EVERY + 3, file=str(tmp_path / "held"))
     with Agents(tmp_path, *OPTIONS, fewest=1, per_agent=4) as agents:

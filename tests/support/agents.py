@@ -22,7 +22,7 @@ from tests.support.held import Hold
 from tests.support.store import LOOPBACK
 
 ROOT = Path(__file__).parents[2]
-LONG = 90.0
+LONG = 120.0
 """Seconds: no job takes longer."""
 JOB = "ZEROSHARD_JOB"
 QUICKLY = "join_timeout=60,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"

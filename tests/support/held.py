@@ -16,7 +16,7 @@ from examples import elastic
 from torch import Tensor
 
 SETTING = "ZEROSHARD_HOLD"
-LONG = 120.0
+LONG = 240.0
 """Seconds: nobody is held longer."""
 
 
