@@ -32,7 +32,7 @@ types: $(READY)
 unit: $(READY)
 	$(PY) -m pytest
 
-# Kills jobs while they save, some hundred times, ranks under torchrun, and hosts: about ten minutes.
+# Kills jobs while they save, some hundred times, ranks under torchrun, and hosts: a quarter of an hour.
 faults: $(READY)
 	ZEROSHARD_KILLS=160 ZEROSHARD_FAULTS=1 $(PY) -m pytest tests/faults
 
