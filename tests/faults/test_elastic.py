@@ -1,0 +1,126 @@
+"""Ranks are killed, and join, under torchrun: the rest goes on from the last checkpoint, and loses nothing.
+
+The end is compared, bit by bit, with the plain optimizer in one process that takes the same steps for as many ranks.
+`ZEROSHARD_FAULTS` adds the cases that take longer; `make faults` sets it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.support.agents import Agents
+from tests.support.held import Hold
+from tests.support.oracle import assert_same
+from tests.support.schedule import Plain
+
+STEPS, EVERY = 20, 4
+OPTIONS = ("--steps", str(STEPS), "--every", str(EVERY), "--timeout", "30")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* was saved by .* ranks")
+longer = pytest.mark.skipif("ZEROSHARD_FAULTS" not in os.environ, reason="takes longer: make faults")
+
+
+def check(agents: Agents) -> None:
+    """All steps have counted once, each for the ranks that took it, and the end is that of one run without a break."""
+    lives, plain = agents.lives(), Plain()
+    assert lives[0].start == 0
+    assert all(before.start <= after.start for before, after in pairwise(lives)), lives
+    for life, end in zip(lives, [*(life.start for life in lives[1:]), STEPS], strict=True):
+        plain.train(range(life.start + 1, end + 1), life.world_size)
+    found = Plain.saved(agents.folder)
+    assert_same(found.model.state_dict(), plain.model.state_dict(), f"the model after {lives}")
+    assert_same(found.optimizer.state_dict(), plain.optimizer.state_dict(), f"the optimizer after {lives}")
+
+
+def last_save(step: int) -> set[int]:
+    """What is there when a process stops before a step: the last save, or the one before while that is written."""
+    last = (step - 1) // EVERY * EVERY
+    return {last, last - EVERY}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=longer), pytest.param(2, marks=longer)])
+def test_four_ranks_go_on_as_three(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    hold = Hold(world_size=4, step=draw.randint(2 * EVERY + 1, STEPS), file=str(tmp_path / "held"))
+    victim = draw.randrange(1, 4)
+    with Agents(tmp_path, *OPTIONS) as agents:
+        for number in range(4):
+            agents.start(hold if number == victim else None, is_host=number == 0)
+        worker, agent = agents.held(hold)
+        agents.kill(agent, worker)
+        agents.finish()
+        lives = agents.lives()
+        assert [life.world_size for life in lives][-2:] == [4, 3]
+        assert lives[-1].start in last_save(hold.step)
+        check(agents)
+
+
+@longer
+@pytest.mark.timeout(240)
+def test_rank_0_is_killed(tmp_path: Path) -> None:
+    """The one that writes manifests and hosts the store of the workers. On one host torchrun numbers agents by process,
+    so that the first to be started has it."""
+    hold = Hold(world_size=4, step=2 * EVERY + 1, file=str(tmp_path / "held"))
+    with Agents(tmp_path, *OPTIONS) as agents:
+        for number in range(4):
+            agents.start(hold if number == 0 else None, is_host=number == 3)
+        worker, agent = agents.held(hold)
+        agents.kill(agent, worker)
+        agents.finish()
+        assert {line["pid"] for line in agents.events("start") if line["rank"] == 0} >= {worker}
+        assert [life.world_size for life in agents.lives()][-2:] == [4, 3]
+        check(agents)
+
+
+@longer
+@pytest.mark.timeout(240)
+def test_three_ranks_go_on_as_four(tmp_path: Path) -> None:
+    hold = Hold(world_size=3, step=3 * EVERY + 2, file=str(tmp_path / "held"))
+    with Agents(tmp_path, *OPTIONS) as agents:
+        for number in range(3):
+            agents.start(hold, is_host=number == 0)
+        agents.held(hold)
+        agents.start()
+        agents.finish()
+        lives = agents.lives()
+        assert [life.world_size for life in lives][-2:] == [3, 4]
+        assert lives[-1].start in last_save(hold.step)
+        check(agents)
+
+
+@longer
+@pytest.mark.timeout(240)
+def test_one_dies_and_another_joins(tmp_path: Path) -> None:
+    """Those that live count a restart more than the new one."""
+    first = Hold(world_size=4, step=EVERY + 2, file=str(tmp_path / "first"))
+    second = Hold(world_size=3, step=3 * EVERY + 2, file=str(tmp_path / "second"))
+    with Agents(tmp_path, *OPTIONS) as agents:
+        for number, hold in enumerate((None, first, second, None)):
+            agents.start(hold, is_host=number == 0)
+        worker, agent = agents.held(first)
+        agents.kill(agent, worker)
+        agents.held(second)
+        agents.start()
+        agents.finish()
+        assert [life.world_size for life in agents.lives()][-3:] == [4, 3, 4]
+        check(agents)
+
+
+@longer
+@pytest.mark.timeout(240)
+def test_a_worker_is_killed_and_all_of_its_host_begin_anew(tmp_path: Path) -> None:
+    hold = Hold(world_size=4, step=EVERY + 3, file=str(tmp_path / "held"))
+    with Agents(tmp_path, *OPTIONS, fewest=1, per_agent=4) as agents:
+        agents.start(hold, is_host=True)
+        worker, _ = agents.held(hold)
+        agents.kill(worker)
+        agents.finish()
+        assert [life.world_size for life in agents.lives()] == [4, 4]
+        assert agents.lives()[-1].restart == 1
+        check(agents)
