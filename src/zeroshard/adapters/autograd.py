@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -35,6 +36,7 @@ class GradHooks:
         self._frozen = {index: param for index, param in waiting.items() if not param.requires_grad}
         self._take_from_others(set(map(id, waiting.values())))
         for index in waiting.keys() - self._frozen.keys():
+            _remove_the_dead(waiting[index])
             hook = partial(_tell, weakref.ref(self), index)
             waiting[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -62,6 +64,14 @@ class GradHooks:
 def hooked_params() -> set[int]:
     """The ids of all parameters whose gradients are sent by hooks, whichever optimizer they belong to."""
     return {id(param) for hooks in _ALIVE if not hooks.is_replaced for param in hooks._params}
+
+
+def _remove_the_dead(param: torch.Tensor) -> None:
+    """Hooks of optimizers that are gone: else they would pile up where one is made after the other."""
+    known: Any = param._post_accumulate_grad_hooks or {}
+    for key, hook in list(known.items()):
+        if isinstance(hook, partial) and hook.func is _tell and hook.args[0]() is None:
+            del known[key]
 
 
 def _tell(hooks: "weakref.ref[GradHooks]", index: int, _: torch.Tensor) -> None:

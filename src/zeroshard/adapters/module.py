@@ -34,6 +34,13 @@ class Before:
         self._method = WeakMethod(method)
         self._run_outside = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
+    def hang_on(self, module: Module) -> None:
+        """In the place of those whose optimizers are gone."""
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, Before) and hook._method() is None:
+                del module._forward_pre_hooks[key]
+        module.register_forward_pre_hook(self)
+
     def __call__(self, module: Module, _: Any) -> None:
         self._run_outside(module, torch.compiler.is_compiling())
 
@@ -86,7 +93,7 @@ class EqualBuffers:
     def __init__(self, comm: Comm, model: Module, is_off: Callable[[], bool]) -> None:
         self._sync, self._is_off = BufferSync(comm, model), is_off
         if comm.group.size > 1 and next(model.buffers(), None) is not None:
-            model.register_forward_pre_hook(Before(self._before_forward))
+            Before(self._before_forward).hang_on(model)
 
     def sync(self, source: Rank) -> None:
         """On all ranks."""
@@ -143,9 +150,9 @@ class Gates:
         self.find_params()
         for module in self._buckets:
             if module is model:
-                module.register_forward_pre_hook(Before(self._enter))
+                Before(self._enter).hang_on(module)
             elif module._parameters:
-                module.register_forward_pre_hook(BeforeInner(self._pass))
+                BeforeInner(self._pass).hang_on(module)
         self._guarded: dict[Module, dict[str, Any]] = {}
         self._before_steps: Any = None
 
