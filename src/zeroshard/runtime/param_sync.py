@@ -1,6 +1,7 @@
 """Updated parameters from their owners to everyone."""
 
 from collections.abc import Iterable
+from threading import RLock
 
 import torch
 
@@ -49,6 +50,8 @@ class ShardSync:
         self._comm = comm
         self._ways = Ways(Comm(comm.group), Reduce())  # replicas bring theirs to their own
         self._under_way: dict[int, Pending] = {}
+        self._lock = RLock()
+        """Another thread may wait for the same: neither may go on before they are there."""
 
     @property
     def under_way(self) -> bool:
@@ -63,9 +66,11 @@ class ShardSync:
 
     def wait(self, buckets: Iterable[int]) -> None:
         """These buckets have arrived."""
-        for bucket in buckets:
-            if bucket in self._under_way:
-                self._under_way.pop(bucket).wait()
+        with self._lock:
+            for bucket in buckets:
+                if bucket in self._under_way:
+                    self._under_way.pop(bucket).wait()
 
     def finish(self) -> None:
-        self.wait(list(self._under_way))
+        with self._lock:
+            self.wait(list(self._under_way))
