@@ -9,7 +9,7 @@ PEERS := $(VENV)/.peers
 # Some CPUs advertise AMX without being able to run it; bf16 products then die with SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test lint types unit faults table bench clean
+.PHONY: demo test lint types unit faults long table bench clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,10 @@ unit: $(READY)
 # Kills jobs while they save, some hundred times, ranks under torchrun, and hosts: a quarter of an hour.
 faults: $(READY)
 	ZEROSHARD_KILLS=160 ZEROSHARD_FAULTS=1 $(PY) -m pytest tests/faults
+
+# 20,000 steps with all that happens on the way, twice.
+long: $(READY)
+	ZEROSHARD_LONG=20000 $(PY) -m pytest tests/faults/test_long_runs.py
 
 # Writes docs/optimizers.md anew: about a minute.
 table: $(READY)

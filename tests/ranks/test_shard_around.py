@@ -22,6 +22,7 @@ from tests.support import RankContext, ranks
 from tests.support.oracle import assert_same
 from tests.support.overlap import WIDTH, batch, mlp
 from tests.support.pair import TINY, Handed, Pair
+from tests.support.sharded import some_configs
 from zeroshard import ConfigError, KeepFull, ZeroConfig, shard
 from zeroshard.adapters.module import ZeroGrad
 
@@ -418,3 +419,24 @@ def test_tensor_parallel_parameters_are_refused(ctx: RankContext, chosen: str) -
     with pytest.raises(ConfigError, match=r"0\.weight.* is a DTensor, placed as \(S.*0.*\) on a mesh of \(2,\) ranks"):
         shard(model, torch.optim.AdamW, params=plain, process_group=mesh.get_group("replicate"))
     assert "zero_grad" not in vars(model)
+
+
+def hooks_on(model: nn.Module) -> int:
+    """Those of parameters, and those before forward passes."""
+    of_params: Any = [param._post_accumulate_grad_hooks or () for param in model.parameters()]
+    return sum(map(len, [*of_params, *(module._forward_pre_hooks for module in model.modules())]))
+
+
+@some_configs
+@ranks(1, 2)
+def test_optimizers_one_after_the_other_leave_no_hooks(ctx: RankContext, config: ZeroConfig) -> None:
+    model = nn.Sequential(mlp(), nn.BatchNorm1d(6))
+    counts = []
+    for number in range(4):
+        zero = shard(model, torch.optim.AdamW, config=config)
+        torch.autograd.backward(model(torch.ones(4, 6) + number).sum())
+        zero.step()
+        counts.append(hooks_on(model))
+        del zero
+        gc.collect()
+    assert counts[1:] == counts[:-1]

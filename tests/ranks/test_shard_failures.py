@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -273,3 +274,32 @@ def test_looking_at_gradients_again_costs_no_message_more(ctx: RankContext) -> N
     with recorded() as traffic:
         twins.zero.clip_grad_value_(1.0)
     assert traffic.verbs == ["all_reduce"]
+
+
+@some_configs
+@ranks(1, 2, 3, timeout=20)
+def test_a_closure_that_fails_on_one_rank(ctx: RankContext, config: ZeroConfig) -> None:
+    """Others have made their backward pass. Once gradients are cleared, training goes on as if nothing had been."""
+    twins = ShardTwins(config)
+    param = next(twins.model.parameters())
+
+    def closure(when: str) -> None:
+        if fails(ctx) and when == "before":
+            raise ValueError("on purpose")
+        if fails(ctx) and when == "halfway":
+            param.register_hook(refuse)  # type: ignore[no-untyped-call]
+        twins.sides[0].backward(7)
+        if fails(ctx):
+            raise ValueError("on purpose")
+
+    for when in ("before", "halfway", "after", "before"):
+        twins.train(2)
+        with pytest.raises(ValueError if fails(ctx) else RankFailedError, match="on purpose"):
+            twins.zero.step(partial(closure, when))
+        twins.zero.zero_grad()
+        param._backward_hooks = None
+    twins.train(2)
+
+
+def refuse(_: torch.Tensor) -> None:
+    raise ValueError("on purpose")

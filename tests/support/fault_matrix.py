@@ -99,7 +99,7 @@ def _require_names(told: Told, fault: Fault) -> None:
     """Who is missing is named where ranks learn it from us, and not by an error of torch's in DDP's backward pass."""
     texts = [it.text for rank in range(RANKS) if rank != fault.rank for it in told.of(rank, "error")]
     lost = [text for text in texts if text.startswith("RankLostError")]
-    told_of = [text for text in lost if f"rank {fault.rank} of {RANKS}" in text]
+    told_of = [text for text in lost if str(fault.rank) in text.partition(f" of {RANKS}")[0]]
     if fault.kind is not Kind.CUT:  # in which all ranks are there
         assert len(told_of) == len(lost), f"the missing rank is not named: {texts}"
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from zeroshard import assembly
 from zeroshard.checkpoint import reading, writing
 from zeroshard.runtime import param_sync, slots
 from zeroshard.state import exchange
@@ -67,6 +68,7 @@ class Trap:
 
     def set(self) -> None:
         """Into the code that all ranks go through. The process is not used for anything else afterwards."""
+        self._before(assembly.Assembly, "engine", Place.CONSTRUCTOR)
         self._before(slots.Slot, "_start", Place.REDUCTION)
         self._before(param_sync.ShardSync, "start", Place.GATHER)
         self._before(param_sync.ParamSync, "start", Place.GATHER)

@@ -236,10 +236,6 @@ class _Work:
 
 def _fragile(trap: Trap) -> type[torch.optim.Optimizer]:
     class Fragile(torch.optim.AdamW):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            trap.spring(Place.CONSTRUCTOR)
-            super().__init__(*arguments, **options)
-
         def step(self, *arguments: Any, **options: Any) -> Any:
             if trap.is_armed and trap.spring(Place.INNER_STEP):
                 state = next(iter(self.state.values()))

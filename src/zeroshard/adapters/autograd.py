@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -12,7 +13,7 @@ from torch.autograd.function import BackwardCFunction
 from ..runtime.grad_sync import GradSync
 from .engine_events import NO_BACKWARD, at_end_of_backward, running_backward
 
-_ALIVE: "weakref.WeakSet[GradHooks]" = weakref.WeakSet()
+_ALIVE: "weakref.WeakValueDictionary[int, GradHooks]" = weakref.WeakValueDictionary()
 
 
 class GradHooks:
@@ -26,7 +27,7 @@ class GradHooks:
         self._pass = NO_BACKWARD
         self.is_replaced = False
         """Another optimizer was made for some of the parameters since, and gets their gradients."""
-        _ALIVE.add(self)
+        _ALIVE[id(self)] = self
 
     def attach(self, params: Sequence[torch.Tensor]) -> None:
         """Hook all parameters that train and have no hook yet. `params` are all of them."""
@@ -35,11 +36,12 @@ class GradHooks:
         self._frozen = {index: param for index, param in waiting.items() if not param.requires_grad}
         self._take_from_others(set(map(id, waiting.values())))
         for index in waiting.keys() - self._frozen.keys():
+            _remove_the_dead(waiting[index])
             hook = partial(_tell, weakref.ref(self), index)
             waiting[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _take_from_others(self, mine: set[int]) -> None:
-        for other in _ALIVE:
+        for other in _alive():
             taken = other is not self and any(id(param) in mine for param in other._params)
             other.is_replaced = other.is_replaced or taken
 
@@ -59,9 +61,23 @@ class GradHooks:
         self._sync.end_round()
 
 
+def _alive() -> "list[GradHooks]":
+    """Hazard: other threads may make optimizers meanwhile, so that what knows them must not be iterated over."""
+    found = (reference() for reference in _ALIVE.valuerefs())
+    return [hooks for hooks in found if hooks is not None]
+
+
 def hooked_params() -> set[int]:
     """The ids of all parameters whose gradients are sent by hooks, whichever optimizer they belong to."""
-    return {id(param) for hooks in _ALIVE if not hooks.is_replaced for param in hooks._params}
+    return {id(param) for hooks in _alive() if not hooks.is_replaced for param in hooks._params}
+
+
+def _remove_the_dead(param: torch.Tensor) -> None:
+    """Hooks of optimizers that are gone: else they would pile up where one is made after the other."""
+    known: Any = param._post_accumulate_grad_hooks or {}
+    for key, hook in list(known.items()):
+        if isinstance(hook, partial) and hook.func is _tell and hook.args[0]() is None:
+            del known[key]
 
 
 def _tell(hooks: "weakref.ref[GradHooks]", index: int, _: torch.Tensor) -> None:

@@ -11,8 +11,9 @@ A copy of the model, deep or saved, has none of this. Nothing here keeps the opt
 
 import functools
 from collections.abc import Callable
+from threading import RLock
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, WeakValueDictionary
 
 import torch
 from torch.nn import Module
@@ -33,6 +34,13 @@ class Before:
     def __init__(self, method: Callable[[Module, bool], None]) -> None:
         self._method = WeakMethod(method)
         self._run_outside = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
+
+    def hang_on(self, module: Module) -> None:
+        """In the place of those whose optimizers are gone."""
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, Before) and hook._method() is None:
+                del module._forward_pre_hooks[key]
+        module.register_forward_pre_hook(self)
 
     def __call__(self, module: Module, _: Any) -> None:
         self._run_outside(module, torch.compiler.is_compiling())
@@ -86,7 +94,7 @@ class EqualBuffers:
     def __init__(self, comm: Comm, model: Module, is_off: Callable[[], bool]) -> None:
         self._sync, self._is_off = BufferSync(comm, model), is_off
         if comm.group.size > 1 and next(model.buffers(), None) is not None:
-            model.register_forward_pre_hook(Before(self._before_forward))
+            Before(self._before_forward).hang_on(model)
 
     def sync(self, source: Rank) -> None:
         """On all ranks."""
@@ -143,11 +151,12 @@ class Gates:
         self.find_params()
         for module in self._buckets:
             if module is model:
-                module.register_forward_pre_hook(Before(self._enter))
+                Before(self._enter).hang_on(module)
             elif module._parameters:
-                module.register_forward_pre_hook(BeforeInner(self._pass))
+                BeforeInner(self._pass).hang_on(module)
         self._guarded: dict[Module, dict[str, Any]] = {}
-        self._before_steps: Any = None
+        self._lock = RLock()
+        """Whoever needs a parameter first opens: a forward pass, or another optimizer's step in another thread."""
 
     def find_params(self) -> None:
         """Learn which buckets each module needs."""
@@ -158,18 +167,20 @@ class Gates:
 
     def close(self) -> None:
         """Parameters are under way."""
-        for module, buckets in self._buckets.items():
-            if buckets and module not in self._guarded:  # nobody may have looked at it since the last step
-                self._guarded[module] = plain = module._parameters
-                vars(module)["_parameters"] = Guarded(plain, functools.partial(self._pass, module, False))
-        if self._before_steps is None:
-            self._before_steps = register_optimizer_step_pre_hook(lambda *_: self.wait())
+        with self._lock:
+            for module, buckets in self._buckets.items():
+                if buckets and module not in self._guarded:  # nobody may have looked at it since the last step
+                    self._guarded[module] = plain = module._parameters
+                    vars(module)["_parameters"] = Guarded(plain, functools.partial(self._pass, module, False))
+            _CLOSED[id(self)] = self
+        _have_steps_wait()
 
     def wait(self) -> None:
         """All parameters have arrived."""
-        self._engine.sync.finish()
-        for module in list(self._guarded):
-            self._open(module)
+        with self._lock:
+            self._engine.sync.finish()
+            for module in list(self._guarded):
+                self._open(module)
 
     def _enter(self, model: Module, compiled: bool) -> None:
         for module in model.modules() if self._guarded else ():
@@ -181,14 +192,39 @@ class Gates:
     def _pass(self, module: Module, _: bool) -> None:
         """The parameters of one module have arrived."""
         if module in self._guarded:
-            self._engine.sync.wait(self._buckets[module])
-            self._open(module)
+            with self._lock:
+                self._engine.sync.wait(self._buckets[module])
+                self._open(module)
 
     def _open(self, module: Module) -> None:
-        vars(module)["_parameters"] = self._guarded.pop(module)
-        if not self._guarded and self._before_steps is not None:
-            self._before_steps.remove()
-            self._before_steps = None
+        plain = self._guarded.pop(module, None)
+        if plain is not None:  # another thread may have been here
+            vars(module)["_parameters"] = plain
+        if not self._guarded:
+            _CLOSED.pop(id(self), None)
+
+
+_CLOSED: "WeakValueDictionary[int, Gates]" = WeakValueDictionary()
+"""Those with parameters under way."""
+_before_steps: Any = None
+
+
+def _have_steps_wait() -> None:
+    """Any optimizer's step waits for all parameters.
+
+    Hazard: hooks must not come and go while torch calls one after the other, so this one stays.
+    """
+    global _before_steps  # noqa: PLW0603
+    known = {} if _before_steps is None else _before_steps.hooks_dict_ref() or {}
+    if _before_steps is None or _before_steps.id not in known:
+        _before_steps = register_optimizer_step_pre_hook(_wait_for_all)
+
+
+def _wait_for_all(*_: Any) -> None:
+    for reference in _CLOSED.valuerefs():
+        gates = reference()
+        if gates is not None:
+            gates.wait()
 
 
 def _is_compiled(module: Module) -> bool:

@@ -35,6 +35,12 @@ class _Planner(DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         data = super().transform_object(write_item, object)
+        planned = write_item.tensor_data
+        if planned is not None and isinstance(data, torch.Tensor) and data.shape != planned.chunk.sizes:
+            raise CheckpointError(
+                f"{write_item.index.fqn} has changed its shape while it was saved: {tuple(planned.chunk.sizes)} was "
+                f"planned, and now it is {tuple(data.shape)}"
+            )
         if type(data) in (torch.Tensor, torch.nn.Parameter) and data.device.type == "cpu" and data.numel():
             with suppress(BufferError, RuntimeError):  # some dtypes and views cannot, and are copied
                 return from_dlpack(data.detach())

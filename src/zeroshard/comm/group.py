@@ -1,5 +1,6 @@
 """The process group, and this process's place in it."""
 
+from datetime import timedelta
 from functools import cached_property
 from weakref import WeakKeyDictionary
 
@@ -69,6 +70,12 @@ class Group:
         self.line.add(companion)
         return companion
 
+    @property
+    def timeout(self) -> timedelta | None:
+        """How long its messages may take. Groups that are made of it have the same: torch would give them half an hour."""
+        backend = self.process_group._get_backend(self.process_group._device_types[0])
+        return getattr(getattr(backend, "options", None), "_timeout", None)
+
     def share_line(self, everyone: "Group") -> None:
         """A rank that is lost here is lost for everyone."""
         self.line = everyone.line
@@ -81,7 +88,9 @@ class Group:
     def _over_gloo(self, known: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]) -> dist.ProcessGroup:
         if self.process_group not in known:
             with self.line:
-                known[self.process_group] = dist.new_group(self.members, backend="gloo", use_local_synchronization=True)
+                known[self.process_group] = dist.new_group(
+                    self.members, self.timeout, backend="gloo", use_local_synchronization=True
+                )
         return known[self.process_group]
 
 

@@ -47,4 +47,5 @@ def _recorded() -> list[dict[str, Any]]:
 
 def _in_words(entry: dict[str, Any]) -> str:
     kind, number = ("p2p", entry["p2p_seq_id"]) if entry["is_p2p"] else ("collective", entry["collective_seq_id"])
-    return f"{entry['profiling_name']} of {entry['input_sizes'] or entry['output_sizes']}, {kind} {number} of its group"
+    sizes = entry["input_sizes"] or entry["output_sizes"]
+    return f"{entry['profiling_name']}{f' of {sizes}' if sizes else ''}, {kind} {number} of its group"

@@ -212,7 +212,8 @@ class FlatEngine(Engine):
             if not attempt.failure:
                 attempt.update(lambda: self._inner_step(groups, None, kwargs))
         else:
-            shared = SharedClosure(self.comm, call, closure, update.settle_and_fill)
+            # Also where it failed: ranks that had gradients by then have sent them, and others have yet to follow.
+            shared = SharedClosure(self.comm, call, closure, update.settle_and_fill, otherwise=update.settle)
             attempt.update(lambda: self._inner_step(groups, shared, kwargs))
             if shared.failed and attempt.failure:
                 raise attempt.failure  # on all ranks alike, before anything was updated

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from functools import partial
+from threading import RLock
 
 import torch
 
@@ -52,6 +53,8 @@ class ShardSync:
         self._ways = Ways(Comm(comm.group), Reduce())  # replicas bring theirs to their own
         self._under_way: dict[int, Pending] = {}
         self.layout = Layout.empty(comm.group.size)
+        self._lock = RLock()
+        """Another thread may wait for the same: neither may go on before they are there."""
 
     @property
     def under_way(self) -> bool:
@@ -66,10 +69,12 @@ class ShardSync:
 
     def wait(self, buckets: Iterable[int]) -> None:
         """These buckets have arrived."""
-        for bucket in buckets:
-            if bucket in self._under_way:
-                self._comm.group.line.at(partial(self.layout.name_bucket, bucket, "parameters"))
-                self._under_way.pop(bucket).wait()
+        with self._lock:
+            for bucket in buckets:
+                if bucket in self._under_way:
+                    self._comm.group.line.at(partial(self.layout.name_bucket, bucket, "parameters"))
+                    self._under_way.pop(bucket).wait()
 
     def finish(self) -> None:
-        self.wait(list(self._under_way))
+        with self._lock:
+            self.wait(list(self._under_way))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..comm.agreement import Trouble, Verdict, agree, raise_first_difference
+from ..comm.agreement import Trouble, Verdict, compare, raise_failure, raise_first_difference
 from ..comm.collectives import Comm
 from ..errors import BindingError
 from ..layout.layout import Layout
@@ -242,9 +242,17 @@ class Attempt:
 class SharedClosure:
     """The user's closure, after which all ranks learn whether it failed on one, before any of them updates."""
 
-    def __init__(self, comm: Comm, call: str, closure: Closure, then: Callable[[], object]) -> None:
-        """`then` is called after each call of the closure that succeeded on all ranks."""
+    def __init__(
+        self,
+        comm: Comm,
+        call: str,
+        closure: Closure,
+        then: Callable[[], object],
+        otherwise: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`then` is called on all ranks after each call of the closure that succeeded on all, `otherwise` if not."""
         self._comm, self._call, self._closure, self._then = comm, call, closure, then
+        self._otherwise = otherwise
         self._calls = 0
         self.failed = False
 
@@ -259,7 +267,13 @@ class SharedClosure:
             _log.error("the closure failed on rank %d: %r", self._comm.everyone.group.rank, error)
             failure = error
         self.failed = True
-        agree(self._comm, f"closure {self._calls} of {self._call}", (), failure)
+        self._share(f"closure {self._calls} of {self._call}", failure)
         self.failed = False
         self._then()
         return loss
+
+    def _share(self, call: str, failure: Exception | None) -> None:
+        trouble = Trouble.NONE if failure is None else Trouble.FAILED
+        if compare(self._comm, call, b"", trouble).trouble:
+            self._otherwise()
+            raise_failure(self._comm, call, failure)

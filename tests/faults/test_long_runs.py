@@ -1,0 +1,104 @@
+"""Long runs: nothing piles up, and the same run gives the same bits, whatever the timing.
+
+`ZEROSHARD_LONG` says how many steps; `make long` makes 20,000 of them, twice. With `ZEROSHARD_RECORDS`, a folder, the
+table of what was found is written there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import RankPool
+from tests.support.footprint import growth_of_rss
+from tests.support.long_runs import EVENTS, Plan, Record, sail
+from tests.support.long_ways import WAYS
+
+STEPS = int(os.environ.get("ZEROSHARD_LONG", "200"))
+RANKS = 4
+SEGMENTS = max(len(WAYS), STEPS // 500)
+TIMEOUT = 120 + STEPS / 10
+"""Seconds for a run; one step in ten milliseconds or so would do on a machine with nothing else to do."""
+
+WARM_UP = len(WAYS)
+"""Segments in which every way is tried for the first time."""
+SLACK_RSS = 8 * 2**20
+RSS_PER_STEP = 1024
+"""Bytes by which memory may grow: arenas that fill up, and what a leak of a few hundred floats would be in a step."""
+SLACK_TENSORS = 20
+SLACK_OBJECTS = 400
+"""From the middle of a segment to its end, in which state of parameters that were thawed may begin."""
+
+
+def plan_of(timing: int) -> Plan:
+    """The first run has no pauses, the second has, other ones on each rank."""
+    digest = 100 if STEPS >= 1000 else 10
+    return Plan(STEPS, STEPS // SEGMENTS, digest, timing, pauses=0.02 * timing)
+
+
+@pytest.mark.timeout(2 * TIMEOUT + 60)
+def test_a_long_run_twice(rank_pool: RankPool, tmp_path: Path) -> None:
+    runs: list[list[Record]] = []
+    for timing in range(2):
+        arguments = {"folder": tmp_path / f"run{timing}", "plan": plan_of(timing)}
+        runs.append(rank_pool.run(sail, RANKS, TIMEOUT, arguments))
+    _write([row for number, run in enumerate(runs) for row in rows_of(number, run)])
+    for records in runs:
+        for rank, record in enumerate(records):
+            _check_events(record)
+            _check_growth(rank, record)
+    for first, second in zip(*runs, strict=True):
+        assert first.digests == second.digests, "timing has changed the result"
+        assert first.events == second.events
+        assert [it.exact for it in second.between[1:]] == [it.exact for it in first.between[1:]]
+
+
+def rows_of(number: int, run: Sequence[Record]) -> list[dict[str, Any]]:
+    """What became of each rank of a run."""
+    return [
+        {
+            "run": number,
+            "rank": rank,
+            "steps": STEPS,
+            "seconds": round(record.seconds, 1),
+            "cpu": round(record.cpu, 1),
+            "events": dict(sorted(record.events.items())),
+            "first": vars(record.between[0]),
+            "last": vars(record.between[-1]),
+            "rss growth": growth_of_rss([it.rss for it in record.at_the_end]),
+            "digest": record.digests[-1],
+        }
+        for rank, record in enumerate(run)
+    ]
+
+
+def _write(rows: list[dict[str, Any]]) -> None:
+    folder = os.environ.get("ZEROSHARD_RECORDS")
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder, "long_runs.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def _check_events(record: Record) -> None:
+    """All that can happen has happened."""
+    expected = [*EVENTS, *(way.name for way in WAYS), "added", "with a closure", "clipped", "scheduler"]
+    expected += ["a rank without backward", "ranks without the branch", "3 passes", "cleared: zeros", "cleared: model"]
+    assert not [it for it in expected if not record.events[it]], record.events
+
+
+def _check_growth(rank: int, record: Record) -> None:
+    """The first rank has the oracle beside it, whose state comes and goes: tensors are counted on the others."""
+    for midway, end in zip(record.midway, record.at_the_end, strict=True):
+        assert [end.files, end.threads, end.process_groups] == [midway.files, midway.threads, midway.process_groups]
+        assert rank == 0 or end.tensors - midway.tensors <= SLACK_TENSORS, (midway, end)
+        assert rank == 0 or end.objects - midway.objects <= SLACK_OBJECTS, (midway, end)
+    for name in record.between[0].exact if rank else ():
+        counts = [getattr(it, name) for it in record.between]
+        assert max(counts[WARM_UP:], default=0) <= max(counts[:WARM_UP]), f"{name} on rank {rank}: {counts}"
+    growth = growth_of_rss([it.rss for it in record.at_the_end])
+    assert growth <= SLACK_RSS + RSS_PER_STEP * STEPS, f"memory of rank {rank} grows by {growth}"

@@ -1,0 +1,98 @@
+"""The same training at other timings, over and over: every bit is the same.
+
+`ZEROSHARD_FAULTS` makes many more of them; `make faults` sets it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support import RankContext, ranks
+from tests.support.overlap import mlp, regression
+from tests.support.sharded import ZERO1, ZERO2, all_equal, seeded, values_of
+from tests.support.shuffling import shuffled
+from zeroshard import Rule, ShardedOptimizer, WholeParams, ZeroConfig, checkpoint, everything_else, matrices, shard
+
+SEEDS = 40 if os.environ.get("ZEROSHARD_FAULTS") else 2
+STEPS = 4
+OVERLAP = replace(ZERO2, overlap_gather=True)
+
+Make = Callable[[nn.Module], ShardedOptimizer]
+
+
+def adamw(config: ZeroConfig, **where: Any) -> Make:
+    return lambda model: shard(model, torch.optim.AdamW, config=config, lr=0.05, **where)
+
+
+def by_rules(model: nn.Module) -> ShardedOptimizer:
+    rules = [Rule(matrices(), torch.optim.Muon, lr=0.02), Rule(everything_else, torch.optim.AdamW, lr=0.05)]
+    return shard(model, rules, config=ZERO2)
+
+
+WAYS: dict[str, Make] = {
+    "zero2": adamw(ZERO2),
+    "zero1": adamw(ZERO1),
+    "one-bucket": adamw(ZeroConfig()),
+    "overlap": adamw(OVERLAP),
+    "whole": adamw(replace(ZERO2, partition=WholeParams())),
+    "hybrid": adamw(ZERO2, shard_within=2),
+    "hybrid-overlap": adamw(OVERLAP, shard_within=2),
+    "rules": by_rules,
+}
+
+
+def trained(ctx: RankContext, make: Make, folder: Path | None = None) -> list[Tensor]:
+    """Two passes for every other step, one of them local in turn, and unused layers; a save in the background after
+    each step if there is a folder."""
+    model = seeded(mlp, 0)
+    optimizer = make(model)
+    for number in range(STEPS):
+        for turn in range(1 + number % 2):
+            with optimizer.no_sync() if turn < number // 3 else nullcontext():
+                part = model[:4] if (ctx.rank + number) % 3 == 0 else model  # type: ignore[index]
+                torch.autograd.backward(regression(part, 10 * number + turn))
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        if folder:
+            saving = checkpoint.save(folder, step=number, model=model, optimizer=optimizer, keep=1, async_=True)
+    optimizer.wait()
+    if folder:
+        saving.wait()
+        checkpoint.load(folder, model=model, optimizer=optimizer)
+    return [*values_of(model), *state_of_all(optimizer)]
+
+
+def state_of_all(optimizer: ShardedOptimizer) -> list[Tensor]:
+    held = [entry for inner in optimizer.optims for entry in inner.state.values()]
+    return [value.clone() for entry in held for value in entry.values() if isinstance(value, Tensor)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@ranks(4, timeout=60 + 3 * SEEDS)
+def test_any_timing(ctx: RankContext, way: str) -> None:
+    expected = trained(ctx, WAYS[way])
+    for seed in range(SEEDS):
+        with shuffled(seed) as delays:
+            found = trained(ctx, WAYS[way])
+        assert all_equal([expected, found]), f"at the timing of seed {seed}"
+        assert delays.count > 50, "hardly anything was delayed"
+
+
+@pytest.mark.parametrize("way", ["zero2", "overlap", "hybrid"])
+@ranks(4, timeout=60 + 6 * SEEDS)
+def test_any_timing_of_saves_in_the_background(ctx: RankContext, tmp_path: Path, way: str) -> None:
+    expected = trained(ctx, WAYS[way])
+    for seed in range(max(1, SEEDS // 2)):
+        with shuffled(seed):
+            found = trained(ctx, WAYS[way], tmp_path / str(seed))
+        assert all_equal([expected, found]), f"at the timing of seed {seed}"

@@ -1,0 +1,345 @@
+"""Thousands of steps with everything that happens to a run on its way, in an order that a seed decides."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support import RankContext
+from tests.support.checkpoints import assert_same_state
+from tests.support.crews import assert_swept
+from tests.support.footprint import Footprint, footprint
+from tests.support.long_oracle import FREEZABLE, Oracle, Share, groups_of, loss_of, net, scheduler_of
+from tests.support.long_ways import WAYS, Way
+from zeroshard import RankFailedError, broadcast_object, checkpoint
+
+EVENTS = {
+    "save": 2,
+    "save in the background": 3,
+    "load": 2,
+    "state through a dict": 2,
+    "add a group": 2,
+    "freeze or thaw": 3,
+    "evaluate": 3,
+    "a closure fails": 2,
+    "a step fails": 1,
+    "nothing": 80,
+}
+"""How often, of a hundred steps."""
+CLIP = 0.5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all ranks do alike, and `timing`, which only decides when."""
+
+    steps: int
+    segment: int
+    """Steps until the optimizer is given up and another one made."""
+    digest: int
+    """Steps from one digest to the next."""
+    timing: int
+    pauses: float
+    """Of how many steps, at each of three places."""
+    seed: int = 0
+
+
+@dataclass
+class Record:
+    """What a rank has seen."""
+
+    digests: list[str] = field(default_factory=list)
+    events: Counter[str] = field(default_factory=Counter)
+    midway: list[Footprint] = field(default_factory=list)
+    """In the middle of each segment."""
+    at_the_end: list[Footprint] = field(default_factory=list)
+    between: list[Footprint] = field(default_factory=list)
+    """After its end, without any optimizer."""
+    seconds: float = 0.0
+    cpu: float = 0.0
+    """Seconds in which it was at work."""
+
+
+def sail(ctx: RankContext, folder: Path, plan: Plan) -> Record:
+    """The whole run, on this rank."""
+    begun, busy = time.monotonic(), time.process_time()
+    voyage = Voyage(ctx, folder, plan)
+    for step in range(1, plan.steps + 1):
+        voyage.advance(step)
+    voyage.record.seconds, voyage.record.cpu = time.monotonic() - begun, time.process_time() - busy
+    return voyage.record
+
+
+class Voyage:
+    def __init__(self, ctx: RankContext, folder: Path, plan: Plan) -> None:
+        self._ctx, self._folder, self._plan, self.record = ctx, folder, plan, Record()
+        self._timing = random.Random(f"{plan.timing} {ctx.rank}")
+        self._model = net()
+        self._oracle = Oracle(ctx.world_size) if ctx.rank == 0 else None
+        self._added, self._position, self._saved = False, 0, 0
+        self._step, self._done = 0, "nothing yet"
+        self._begin(WAYS[0])
+        self._save(behind=False)
+
+    # ---- the order of things
+
+    def advance(self, step: int) -> None:
+        self._step = step
+        draw = random.Random(f"{self._plan.seed} {step}")
+        event = draw.choices(list(EVENTS), list(EVENTS.values()))[0]
+        self._pause()
+        getattr(self, "_" + event.replace(" ", "_"))(draw)
+        self.record.events[event] += 1
+        self._train(draw)
+        self._pause()
+        self._look()
+
+    def _look(self) -> None:
+        step, plan = self._step, self._plan
+        if not self._way.overlaps or step % 10 == 0:
+            self._compare()
+        if step % plan.digest == 0:
+            self.record.digests.append(self._digest())
+        if step % plan.segment == plan.segment // 2:
+            self._clear()
+            self.record.midway.append(self._footprint())
+        if step % plan.segment == 0:
+            self._change_ways(random.Random(f"{plan.seed} change {step}"))
+
+    def _pause(self) -> None:
+        if self._timing.random() < self._plan.pauses:
+            time.sleep(self._timing.uniform(0, 0.003))
+
+    def _begin(self, make: Callable[..., Way]) -> None:
+        self._way = make(self._model, added=self._added)
+        self._scheduler = scheduler_of(self._way.optimizer)
+        self.record.events[self._way.name] += 1
+
+    def _change_ways(self, draw: random.Random) -> None:
+        """The optimizer goes, and nothing of it is left. Another one goes on from what was saved, or afresh."""
+        carry = draw.random() < 0.5
+        self._clear()
+        if carry:
+            self._save(behind=False)
+        self.record.at_the_end.append(self._footprint())
+        del self._way, self._scheduler
+        self.record.between.append(self._footprint())
+        self._added = self._added and carry
+        self._model.later.requires_grad_(self._added)
+        self._begin(WAYS[self._step // self._plan.segment % len(WAYS)])
+        if carry:
+            self._load(draw)
+            return
+        if self._oracle:
+            self._oracle.begin(added=False)
+        self._save(behind=False)
+
+    # ---- a step
+
+    def _train(self, draw: random.Random) -> None:
+        passes, clips = draw.choice([1, 1, 1, 2, 3]), draw.random() < 0.3
+        plan = [(self._shares(draw, alone=passes == 1), n + 1 < passes and draw.random() < 0.5) for n in range(passes)]
+        self._done = f"{plan}, clips {clips}"
+        by_closure = passes == 1 and draw.random() < 0.2
+        self.record.events["with a closure" if by_closure else f"{passes} passes"] += 1
+        if by_closure:
+            self._way.optimizer.step(partial(self._backward, 0, *plan[0]))
+        else:
+            for number, part in enumerate(plan):
+                self._backward(number, *part)
+            self._pause()
+        norm = self._clip() if clips and not by_closure else None
+        if not by_closure:
+            self._way.optimizer.step()
+        if self._oracle:
+            self._oracle.accumulate(self._position, plan, self._way.sums)
+            self._oracle.step(norm, CLIP)
+        self._position += passes
+        self._after_the_step(draw)
+
+    def _shares(self, draw: random.Random, *, alone: bool) -> list[Share]:
+        """Mostly all ranks do all; else some leave out the branch, or one makes no backward pass.
+
+        The latter in the only pass of a step: of several, those of one rank would meet other ones of the rest.
+        """
+        ranks, kind, absent = range(self._ctx.world_size), draw.random(), None
+        if kind < 0.05 and alone and not self._way.needs_all_ranks:
+            absent = draw.randrange(self._ctx.world_size)
+        without = [draw.random() < 0.5 for _ in ranks] if kind > 0.85 else [False for _ in ranks]
+        self.record.events["a rank without backward"] += absent is not None
+        self.record.events["ranks without the branch"] += any(without)
+        return [Share(rank != absent, not without[rank]) for rank in ranks]
+
+    def _backward(self, number: int, shares: list[Share], is_local: bool) -> torch.Tensor:
+        mine = shares[self._ctx.rank]
+        with self._way.no_sync() if is_local else nullcontext():
+            # All ranks make the forward pass, in which buffers travel.
+            loss = loss_of(self._way.forward, self._position + number, self._ctx.rank, use_branch=mine.uses_branch)
+            if mine.takes_part:
+                torch.autograd.backward(loss)
+        if not is_local:
+            self._way.after_backward()
+        return loss.detach()
+
+    def _clip(self) -> torch.Tensor:
+        self.record.events["clipped"] += 1
+        return self._way.optimizer.clip_grad_norm_(CLIP)
+
+    def _after_the_step(self, draw: random.Random) -> None:
+        if draw.random() < 0.3:
+            self.record.events["scheduler"] += 1
+            self._scheduler.step()
+            if self._oracle:
+                self._oracle.scheduler.step()
+        kind = draw.choice(["optimizer", "model", "zeros"])
+        self.record.events[f"cleared: {kind}"] += 1
+        if kind == "model":
+            self._model.zero_grad()
+        else:
+            self._way.optimizer.zero_grad(set_to_none=kind == "optimizer")
+        if self._oracle:
+            self._oracle.optimizer.zero_grad(set_to_none=kind != "zeros")
+
+    def _clear(self) -> None:
+        self._way.optimizer.zero_grad()
+        if self._oracle:
+            self._oracle.optimizer.zero_grad()
+
+    # ---- events, each named in EVENTS
+
+    def _nothing(self, _: random.Random) -> None:
+        pass
+
+    def _save(self, _: random.Random | None = None, *, behind: bool = False) -> None:
+        self._saved += 1
+        self._saving = checkpoint.save(
+            self._folder,
+            step=self._saved,
+            model=self._model,
+            optimizer=self._way.optimizer,
+            scheduler=self._scheduler,
+            extra={"position": self._position},
+            keep=2,
+            async_=behind,
+        )
+        if self._oracle:
+            self._oracle.save(self._saved)
+
+    def _save_in_the_background(self, draw: random.Random) -> None:
+        self._save(draw, behind=True)
+
+    def _load(self, _: random.Random) -> None:
+        """The run goes back to where it was."""
+        found = checkpoint.load(
+            self._folder, model=self._model, optimizer=self._way.optimizer, scheduler=self._scheduler
+        )
+        assert found.step == self._saved
+        self._position = found.extra["position"]
+        if self._oracle:
+            self._oracle.load(self._saved)
+        self._compare()
+
+    def _state_through_a_dict(self, _: random.Random) -> None:
+        mine = self._way.optimizer.full_state_dict()
+        if self._oracle:
+            assert mine is not None
+            assert_same_state(mine["state"], self._oracle.optimizer.state_dict()["state"])
+        self._way.optimizer.load_state_dict(broadcast_object(mine, 0))
+
+    def _add_a_group(self, _: random.Random) -> None:
+        """Once, and in the first half of a segment."""
+        if self._added or self._step % self._plan.segment >= self._plan.segment // 2:
+            return
+        self._added = True
+        self._model.later.requires_grad_(True)
+        self._way.optimizer.add_param_group(groups_of(self._model, added=True)[-1])
+        self._scheduler = scheduler_of(self._way.optimizer)
+        self._way.other_params_train()
+        if self._oracle:
+            self._oracle.add_group()
+        self.record.events["added"] += 1
+        self._save()  # what was saved before has a group less
+
+    def _freeze_or_thaw(self, draw: random.Random) -> None:
+        name = draw.choice(FREEZABLE)
+        for model in (self._model, self._oracle.model) if self._oracle else (self._model,):
+            param = model.get_parameter(name)
+            param.requires_grad_(not param.requires_grad)
+        self._way.other_params_train()
+
+    @torch.no_grad()
+    def _evaluate(self, _: random.Random) -> None:
+        """All ranks, or one alone."""
+        self._model.eval()
+        loss_of(self._model, self._position, self._ctx.rank)
+        self._model.train()
+
+    def _a_closure_fails(self, draw: random.Random) -> None:
+        """On one rank, which makes no backward pass unless others rely on it."""
+        ranks, failing = range(self._ctx.world_size), draw.randrange(self._ctx.world_size)
+        shares = [Share(rank != failing or self._way.needs_all_ranks, True) for rank in ranks]
+
+        def closure() -> torch.Tensor:
+            loss = self._backward(0, shares, False)
+            if self._ctx.rank == failing:
+                raise OSError("on purpose")
+            return loss
+
+        with self._raised(failing):
+            self._way.optimizer.step(closure)
+        self._clear()
+
+    def _a_step_fails(self, draw: random.Random) -> None:
+        """On one rank, when others have made theirs: all go back to what was saved."""
+        failing = draw.randrange(self._ctx.world_size)
+        self._backward(0, [Share(True, True)] * self._ctx.world_size, False)
+
+        def refuse(*_: Any) -> None:
+            raise OSError("on purpose")
+
+        hook = self._way.optimizer.optim.register_step_pre_hook(refuse) if self._ctx.rank == failing else None
+        with self._raised(failing):
+            self._way.optimizer.step()
+        if hook is not None:
+            hook.remove()
+        self._clear()
+        self._load(draw)
+
+    @contextmanager
+    def _raised(self, failing: int) -> Iterator[None]:
+        error = OSError if self._ctx.rank == failing else RankFailedError
+        with pytest.raises(error, match="on purpose"):
+            yield
+
+    # ---- what is looked at
+
+    def _compare(self) -> None:
+        if self._oracle:
+            self._oracle.compare(self._model, f"after step {self._step} ({self._done}) with {self._way.name}")
+
+    def _digest(self) -> str:
+        """Of all parameters, and of the state that this rank holds."""
+        tensors = [param.detach() for param in self._model.parameters()]
+        for param in self._model.parameters():
+            tensors += [it for it in self._way.optimizer.state.get(param, {}).values() if isinstance(it, torch.Tensor)]
+        data = b"".join(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
+        return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+    def _footprint(self) -> Footprint:
+        self._saving.wait()
+        dist.barrier()
+        if self._ctx.rank == 0:
+            assert_swept(self._folder)
+        return footprint()
