@@ -8,7 +8,9 @@ from .errors import (
     BindingError,
     CheckpointError,
     ConfigError,
+    DriftError,
     LayoutError,
+    NonFiniteError,
     RankFailedError,
     RankMismatchError,
     ZeroError,
@@ -17,7 +19,7 @@ from .layout.partition import FlatShards, WholeParams
 from .measuring import measure_cost
 from .objects import broadcast_object
 from .optimizer import ZeroRedundancyOptimizer
-from .policies import KeepFull, KeepShard, MasterWeights, Offload, Reduce
+from .policies import Drift, KeepFull, KeepShard, MasterWeights, NonFinite, Offload, Reduce
 from .rules import Rule, everything_else, matrices
 from .scaler import GradScaler
 from .sharded import ShardedOptimizer, shard
@@ -31,12 +33,16 @@ __all__ = [
     "BindingError",
     "CheckpointError",
     "ConfigError",
+    "Drift",
+    "DriftError",
     "FlatShards",
     "GradScaler",
     "KeepFull",
     "KeepShard",
     "LayoutError",
     "MasterWeights",
+    "NonFinite",
+    "NonFiniteError",
     "Offload",
     "RankFailedError",
     "RankMismatchError",
