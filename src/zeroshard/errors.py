@@ -46,7 +46,8 @@ class DriftError(ZeroError, RuntimeError):
     """Parameters are no longer the same on all ranks; raised on every rank, before anything is updated.
 
     step: the step that found it, None if `check_drift()` did.
-    ranks: those that differ from the majority or, without one, from the owner, in the parameters that were looked at.
+    ranks: those that differ from the majority or, without one, from the owner, in the first few parameters. They count
+        in all ranks that train together.
     params: names of all parameters that differ, or their numbers where they have no names.
     """
 

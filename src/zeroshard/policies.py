@@ -93,9 +93,12 @@ class Drift:
     """Every so many steps all ranks compare all bits of all parameters, before the step updates anything.
 
     A difference raises `DriftError` on all ranks, which names ranks and parameters. It costs one pass over the
-    parameters and one small message. Not found is what spreads: what a rank loses of its own part of the parameters, of
-    their state or of gradients comes to all ranks with the next step, and is equal then. And what a rank loses of
-    another's part is made good by the next step that updates it: `every=1` sees all of that.
+    parameters and one small message.
+
+    A difference lasts until a step sends the parameter: what its owner has then comes to all, right or wrong. So
+    `every=1` sees each bit that a parameter loses; a larger number sees what has happened since the last step, what
+    happens again and again, and what no step has sent since. Never seen is what a rank computes wrongly of its own
+    part, or loses of state, master weights and gradients that it alone has: the result is the same on all ranks.
     """
 
     every: int = 100

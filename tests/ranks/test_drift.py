@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support import RankContext, ranks
 from tests.support.hybrid import within
 from tests.support.oracle import assert_same, set_grads, small_model
-from tests.support.overlap import mlp, regression
+from tests.support.overlap import DdpTwins, Setup, batch, mlp, regression
 from tests.support.pair import Pair
 from tests.support.rules import Words, next_word, rules
 from tests.support.sharded import ZERO1, ZERO2, all_configs, all_equal, seeded, values_of
@@ -194,6 +195,68 @@ def test_several_ranks_that_differ(ctx: RankContext) -> None:
     assert caught.value.ranks == tuple(rank for rank in range(ctx.world_size) if rank != owner)
 
 
+@ranks(2, 3)
+def test_what_a_step_updates_is_the_same_again(ctx: RankContext) -> None:
+    """The owner's value comes to all, lost bits and all. What no step sends stays different."""
+    flat = ZeroConfig(partition=FlatShards())
+    for model, optimizer in (sharded(make=mlp), dropped_in(make=mlp), dropped_in(flat, mlp)):
+        if ctx.rank == 0:
+            flip(model[0].weight, 0, 20)
+        set_grads(model.parameters(), 0)
+        optimizer.step()
+        optimizer.check_drift()
+        assert all_equal(ctx.gather([model[0].weight.detach()]))
+    model, optimizer = dropped_in(make=mlp)
+    if ctx.rank == 0:
+        flip(model[8].weight, 35, 20)
+    set_grads(model[:8].parameters(), 0)
+    optimizer.step()
+    with pytest.raises(DriftError) as caught:
+        optimizer.check_drift()
+    assert caught.value.params == ("8.weight",)
+
+
+@ranks(3, 4)
+def test_every_rank_has_lost_a_part(ctx: RankContext) -> None:
+    """Each part has a majority of ranks that are right, and no rank is right in all."""
+    model, optimizer = sharded(ZeroConfig(), lambda: nn.Linear(6, 8, bias=False))
+    piece = optimizer.layout.piece_of(0, (ctx.rank + 1) % ctx.world_size)
+    flip(model.weight, piece.in_param.start, 4)
+    with pytest.raises(DriftError, match=r"\(weight\) in bucket 0, of which every rank has lost a part\.") as caught:
+        optimizer.check_drift()
+    assert caught.value.ranks == tuple(range(ctx.world_size))
+    assert "no value has a majority" not in str(caught.value)
+
+
+@ranks(2)
+def test_a_difference_that_is_gone_when_looked_at_again(ctx: RankContext) -> None:
+    _, optimizer = dropped_in(make=small_model)
+    right, calls = Checksums.total, iter([1] * ctx.rank)
+
+    def unsteady(self: Checksums, tensors: Any) -> int:
+        return right(self, tensors) + next(calls, 0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checksums, "total", unsteady)
+        with pytest.raises(
+            DriftError, match="when all looked again they did not: a rank's memory is unsteady"
+        ) as caught:
+            optimizer.check_drift()
+    assert (caught.value.ranks, caught.value.params) == ((), ())
+    optimizer.check_drift()
+
+
+@ranks(2)
+def test_on_demand_where_ddp_makes_the_steps(ctx: RankContext) -> None:
+    twins = DdpTwins(Setup(), mlp, torch.optim.AdamW, **ADAMW)
+    twins.train(4)
+    twins.zero.check_drift()
+    if ctx.rank:
+        flip(next(twins.ddp.parameters()), 3, 3)
+    with pytest.raises(DriftError, match="1 of 10 parameters"):
+        twins.zero.check_drift()
+
+
 def test_who_is_right() -> None:
     assert judge(["a", "a*", "b"]) == ([0, 1], [2], True)
     assert judge(["a*", "b", "b"]) == ([1, 2], [0], True)
@@ -347,3 +410,53 @@ def test_beside_the_plain_optimizer(ctx: RankContext) -> None:
     pair = Pair(torch.optim.AdamW, config=replace(ZERO2, drift=EACH), **ADAMW)
     pair.train(3)
     pair.check_state()
+
+
+@pytest.mark.gpu
+@ranks(2)
+def test_on_a_gpu(ctx: RankContext) -> None:
+    """The same sums as on the CPU; the host waits for the device once."""
+    draw = random.Random(3)
+    for model, optimizer in (sharded(make=_mixed_on_gpu), dropped_in(make=_mixed_on_gpu)):
+        params = named(model)
+        sums = Checksums()
+        assert sums.total(params.values()) == sums.total([param.cpu() for param in params.values()])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                optimizer.check_drift()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert len([it for it in caught if "called a synchronizing" in str(it.message)]) == 1
+        for name, param in params.items():
+            element, bit = draw.randrange(param.numel()), draw.randrange(param.itemsize * 8)
+            if ctx.rank:
+                flip(param, element, bit)
+            with pytest.raises(DriftError) as found:
+                optimizer.check_drift()
+            assert found.value.params == (name,)
+            if ctx.rank:
+                flip(param, element, bit)
+        optimizer.check_drift()
+
+
+def _mixed_on_gpu() -> nn.Module:
+    return Mixed().cuda()
+
+
+@pytest.mark.gpu
+@ranks(1, 2)
+def test_training_on_a_gpu(ctx: RankContext) -> None:
+    for config in (ZERO2, ZERO1, replace(ZERO2, overlap_gather=True)):
+        results = []
+        for drift in (EACH, None):
+            model = seeded(mlp, 0).cuda()
+            optimizer = shard(model, torch.optim.AdamW, config=replace(config, drift=drift), **ADAMW)
+            results.append(train(model, optimizer, _regression_on_gpu))
+        assert all_equal(results)
+
+
+def _regression_on_gpu(model: nn.Module, number: int) -> Tensor:
+    loss: Tensor = model(batch(number).cuda()).square().mean()
+    return loss

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from tests.support import RankContext, ranks
 from tests.support.hybrid import hybrid_pair
 from tests.support.oracle import Twins, assert_same, set_grads, small_model
-from tests.support.overlap import WIDTH, mlp, regression
+from tests.support.overlap import WIDTH, batch, mlp, regression
 from tests.support.pair import Pair, Side
 from tests.support.rules import Words, next_word, rules
 from tests.support.sharded import ZERO1, ZERO2, all_equal, seeded, values_of
@@ -29,9 +29,11 @@ from zeroshard import (
     ConfigError,
     FlatShards,
     GradScaler,
+    KeepFull,
     MasterWeights,
     NonFinite,
     NonFiniteError,
+    Offload,
     RankFailedError,
     ZeroConfig,
     ZeroRedundancyOptimizer,
@@ -415,6 +417,20 @@ def test_uneven_inputs_under_ddp(ctx: RankContext) -> None:
         assert ctx.gather(zero.nonfinite) == [NonFiniteSteps(1, 1, 1, ctx.world_size + 1)] * ctx.world_size
 
 
+@ranks(1, 2, 3)
+def test_slices_from_the_ddp_hook(ctx: RankContext) -> None:
+    ddp = DistributedDataParallel(seeded(mlp, 0))
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, **WAYS[2], lr=0.05)
+    ddp.register_comm_hook(None, zero.ddp_hook())
+    for step in range(4):
+        torch.autograd.backward(regression(ddp, step) * (math.inf if step == 2 and ctx.rank == 0 else 1.0))
+        before = values_of(ddp)
+        zero.step()
+        zero.zero_grad()
+        assert all_equal([values_of(ddp), before]) == (step == 2)
+    assert ctx.gather(zero.nonfinite) == [NonFiniteSteps(1, 1, 0, 3)] * ctx.world_size
+
+
 class Odd(nn.Module):
     """A complex parameter, an empty one, one without a gradient, and rows with sparse ones."""
 
@@ -514,3 +530,23 @@ def _fail(*_: Any) -> Any:
 def test_it_is_refused_where_ddp_makes_the_steps(ctx: RankContext) -> None:
     with pytest.raises(ConfigError, match=r"NonFinite\(\.\.\.\) cannot be used with overlap_with_ddp=True"):
         ZeroRedundancyOptimizer(mlp().parameters(), SGD, overlap_with_ddp=True, config=WAYS[0]["config"], lr=0.1)
+
+
+@pytest.mark.gpu
+@ranks(1, 2)
+def test_on_a_gpu(ctx: RankContext) -> None:
+    """Also with state in host memory, and in every dtype."""
+    for policies in ({}, {"offload": Offload()}, {"retention": KeepFull()}):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            model = seeded(mlp, 0).to("cuda", dtype)
+            zero = shard(model, AdamW, config=replace(ZERO2, nonfinite=SKIP, **policies), lr=0.05)
+            for step in range(4):
+                loss = model(batch(step).to("cuda", dtype)).float().square().mean()
+                torch.autograd.backward(loss * (math.nan if step == 2 and ctx.rank == 0 else 1.0))
+                before, state = values_of(model), zero.full_state_dict()
+                zero.step()
+                zero.zero_grad()
+                assert all_equal([values_of(model), before]) == (step == 2)
+                if step == 2:
+                    assert_same(zero.full_state_dict(), state)
+            assert zero.nonfinite == NonFiniteSteps(1, 1, 0, 3)

@@ -165,7 +165,7 @@ def test_little_memory_is_taken() -> None:
     """A few MiB for words that are widened, whatever the size of a tensor."""
     sums = Checksums()
     sums.total([torch.zeros(5_000_000)])
-    assert sum(it.nbytes for kept in (sums._weights, sums._wide) for it in kept.values()) <= 2 * 8 * (1 << 18)
+    assert sum(it.nbytes for kept in (sums._weights, sums._wide) for it in kept.values()) <= 2 * 8 * (1 << 17)
 
 
 def test_nothing_and_nan() -> None:
