@@ -8,7 +8,9 @@ from .errors import (
     BindingError,
     CheckpointError,
     ConfigError,
+    DriftError,
     LayoutError,
+    NonFiniteError,
     RankFailedError,
     RankLostError,
     RankMismatchError,
@@ -18,7 +20,7 @@ from .layout.partition import FlatShards, WholeParams
 from .measuring import measure_cost
 from .objects import broadcast_object
 from .optimizer import ZeroRedundancyOptimizer
-from .policies import KeepFull, KeepShard, MasterWeights, Offload, Reduce
+from .policies import Drift, KeepFull, KeepShard, MasterWeights, NonFinite, Offload, Reduce
 from .rules import Rule, everything_else, matrices
 from .scaler import GradScaler
 from .sharded import ShardedOptimizer, shard
@@ -32,12 +34,16 @@ __all__ = [
     "BindingError",
     "CheckpointError",
     "ConfigError",
+    "Drift",
+    "DriftError",
     "FlatShards",
     "GradScaler",
     "KeepFull",
     "KeepShard",
     "LayoutError",
     "MasterWeights",
+    "NonFinite",
+    "NonFiniteError",
     "Offload",
     "RankFailedError",
     "RankLostError",

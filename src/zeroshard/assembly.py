@@ -20,6 +20,7 @@ from .params import check_specs
 from .policies import Reduce
 from .runtime.flat import FlatEngine, Share
 from .runtime.inner import ParamGroup
+from .runtime.nonfinite import NonFiniteGuard
 from .runtime.offload import is_far
 from .runtime.parts import Kind
 from .runtime.step import Engine
@@ -149,6 +150,8 @@ class Assembly:
     def engine(self, layout: Layout, groups: Sequence[ParamGroup]) -> Engine:
         """An engine for this rank, which is to `extend` to `layout` next."""
         engine = self._engine()
+        engine.drift = self.config.drift
+        engine.guard = NonFiniteGuard(self.comm, self.config.nonfinite) if self.config.nonfinite else None
         engine.prepare(layout, groups)
         self.check(engine)
         return engine
@@ -190,6 +193,9 @@ class Assembly:
         for name, policy in (("MasterWeights", self.config.masters), ("Offload", self.config.offload)):
             if policy is not None and not self.flat:
                 raise ConfigError(f"{name}(...) needs partition=FlatShards()")
+        looking = {"Drift": self.config.drift, "NonFinite": self.config.nonfinite}
+        for name in (name for name, it in looking.items() if it is not None and self.overlap):
+            raise ConfigError(f"{name}(...) cannot be used with overlap_with_ddp=True: DDP's hook makes the steps")
         self._refuse_what_would_be_ignored()
 
     def _check_kind(self, kind: Kind, partition: Partitioner) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 
 from .errors import ConfigError
 from .layout.partition import FlatShards, Partitioner, WholeParams
-from .policies import KeepFull, KeepShard, MasterWeights, Offload, Reduce, Retention
+from .policies import Drift, KeepFull, KeepShard, MasterWeights, NonFinite, Offload, Reduce, Retention
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,8 @@ class ZeroConfig:
     reduce: how gradients are averaged.
     masters: update parameters of less precision in this one, and round once.
     offload: where state and master weights rest between steps, if not on the GPU.
+    drift: every so many steps, look whether all ranks have the same parameters.
+    nonfinite: what becomes of a step whose gradients are not all finite; by default nobody looks.
     overlap_gather: parameters come back while the next forward pass runs, instead of at the end of `step()`.
     sync_buffers: make the buffers of the model those of rank 0 before each forward pass.
     mixed_dtypes: allow parameters of several dtypes in one `ZeroRedundancyOptimizer`; `shard` always does.
@@ -30,6 +32,8 @@ class ZeroConfig:
     reduce: Reduce = field(default_factory=Reduce)
     masters: MasterWeights | None = None
     offload: Offload | None = None
+    drift: Drift | None = None
+    nonfinite: NonFinite | None = None
     overlap_gather: bool = False
     sync_buffers: bool = True
     mixed_dtypes: bool = False
@@ -42,6 +46,8 @@ class ZeroConfig:
         self._require("reduce", (Reduce,), "a Reduce(...)")
         self._require("masters", (MasterWeights, type(None)), "MasterWeights(...) or None")
         self._require("offload", (Offload, type(None)), "Offload(...) or None")
+        self._require("drift", (Drift, type(None)), "Drift(...) or None")
+        self._require("nonfinite", (NonFinite, type(None)), "NonFinite(...) or None")
         for name in ("overlap_gather", "sync_buffers", "mixed_dtypes"):
             self._require(name, (bool,), "True or False")
 
@@ -55,7 +61,7 @@ class ZeroConfig:
             raise ConfigError(f"ZeroConfig({name}=...) takes {wanted}, not {value!r}")
 
 
-_POLICIES = (FlatShards, WholeParams, KeepShard, KeepFull, Reduce, MasterWeights, Offload)
+_POLICIES = (FlatShards, WholeParams, KeepShard, KeepFull, Reduce, MasterWeights, Offload, Drift, NonFinite)
 
 
 def refuse_policies(options: Mapping[str, object]) -> None:

@@ -7,7 +7,9 @@
     ├── CheckpointError (ValueError)      a state dict that does not fit
     ├── RankMismatchError (RuntimeError)  the ranks are about to do different things
     ├── RankFailedError (RuntimeError)    another rank failed; its message is in this one
-    └── RankLostError (RuntimeError)      another rank died, or did not answer in time
+    ├── RankLostError (RuntimeError)      another rank died, or did not answer in time
+    ├── DriftError (RuntimeError)         parameters are no longer the same on all ranks
+    └── NonFiniteError (RuntimeError)     gradients that are not finite, where that was to be an error
 
 Wrong types raise ``TypeError`` as in torch.
 """
@@ -55,3 +57,23 @@ class RankLostError(ZeroError, RuntimeError):
     def again(self) -> "RankLostError":
         """The same, to be raised anew."""
         return RankLostError(str(self), self.gone, self.silent)
+
+
+class DriftError(ZeroError, RuntimeError):
+    """Parameters are no longer the same on all ranks; raised on every rank, before anything is updated.
+
+    step: the step that found it, None if `check_drift()` did.
+    ranks: those that differ from the majority or, without one, from the owner, in the first few parameters. They count
+        in all ranks that train together.
+    params: names of all parameters that differ, or their numbers where they have no names.
+    """
+
+    def __init__(
+        self, message: str, *, step: int | None = None, ranks: tuple[int, ...] = (), params: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.step, self.ranks, self.params = step, ranks, params
+
+
+class NonFiniteError(ZeroError, RuntimeError):
+    """Gradients of a step are not finite; raised on every rank, before anything is updated."""

@@ -28,6 +28,7 @@ from .runtime import amp, clip
 from .runtime.flat import FlatEngine
 from .runtime.grad_sync import GradSync
 from .runtime.inner import Factory, ParamGroup, Recipe
+from .runtime.nonfinite import NonFiniteSteps
 from .runtime.parts import Kind
 from .runtime.step import Closure, Engine
 from .runtime.whole import WholeEngine
@@ -160,6 +161,11 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
             )
         return self._overlap
 
+    @property
+    def nonfinite(self) -> NonFiniteSteps:
+        """Steps whose gradients were not all finite, counted where `ZeroConfig(nonfinite=...)` looks for them."""
+        return NonFiniteSteps() if self.engine.guard is None else self.engine.guard.counts
+
     # ---- training
 
     def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:
@@ -202,6 +208,13 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
             torch.nn.utils.clip_grad_value_(self.engine.params, clip_value)
         else:
             clip.clip_value(grads, clip_value)
+
+    def check_drift(self) -> None:
+        """Raise `DriftError` on all ranks if they have different parameters, bit by bit. Called on all ranks.
+
+        `ZeroConfig(drift=Drift(every=...))` does it every so many steps, and says what it cannot find.
+        """
+        self.engine.check_drift("check_drift()")
 
     def ddp_hook(self) -> CommHook:
         """A communication hook for DDP that brings gradients to their owners only; `step()` then does as usual.

@@ -1,7 +1,7 @@
 """How gradients travel and what is kept: frozen objects that check themselves."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -86,6 +86,54 @@ class Offload:
             raise ConfigError(f'Offload(device=...) takes "cpu", not {self.device!r}')
         if not isinstance(self.pin, bool):
             raise ConfigError(f"Offload(pin=...) takes True or False, not {self.pin!r}")
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Every so many steps all ranks compare all bits of all parameters, before the step updates anything.
+
+    A difference raises `DriftError` on all ranks, which names ranks and parameters. It costs one pass over the
+    parameters and one small message.
+
+    A difference lasts until a step sends the parameter: what its owner has then comes to all, right or wrong. So
+    `every=1` sees each bit that a parameter loses; a larger number sees what has happened since the last step, what
+    happens again and again, and what no step has sent since. Never seen is what a rank computes wrongly of its own
+    part, or loses of state, master weights and gradients that it alone has: the result is the same on all ranks.
+    """
+
+    every: int = 100
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ConfigError(f"Drift(every=...) takes a number of steps, 1 or more, not {self.every!r}")
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """What becomes of a step whose averaged gradients are not all finite, on any rank: all ranks do the same.
+
+    then: "skip" leaves the step out: parameters, state, step counts and options stay, and `step()` returns None.
+        "raise" raises `NonFiniteError` on all ranks, and nothing has changed. "go on" makes the step with them.
+    most: with "skip", so many in a row raise `NonFiniteError`.
+
+    They are counted in `optimizer.nonfinite`, and the first, second, fourth, ... is warned of. A step that a GradScaler
+    leaves out is not among them. A closure is called before any code of the optimizer runs.
+    """
+
+    then: Literal["skip", "raise", "go on"]
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.then not in ("skip", "raise", "go on"):
+            raise ConfigError(f'NonFinite(...) takes "skip", "raise" or "go on", not {self.then!r}')
+        if self.most is None:
+            return
+        if isinstance(self.most, bool) or not isinstance(self.most, int) or self.most < 1:
+            raise ConfigError(f"NonFinite(most=...) takes a number of steps, 1 or more, not {self.most!r}")
+        if self.then != "skip":
+            raise ConfigError(
+                f'NonFinite(most=...) counts steps that are left out: it goes with "skip", not {self.then!r}'
+            )
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -34,6 +34,7 @@ class Stepping:
         self._comm = comm
         self._cleared = False
         self._checked = False
+        self._steps = 0
 
     @property
     def _engine(self) -> Engine:
@@ -46,6 +47,7 @@ class Stepping:
     def step(self, closure: Closure | None, kwargs: dict[str, Any], *, uneven: bool, joined: bool) -> Any:
         """`uneven`: some ranks may only shadow the step; `joined`: this one does."""
         try:
+            self._look_for_drift()
             if uneven and not self._comm.is_alone:
                 run = self._uneven_reduced if self._engine.reduces else self._uneven
                 return run(closure, kwargs, joined=joined)
@@ -58,6 +60,13 @@ class Stepping:
         finally:
             self._checked = False
             amp.forget(*self._optimizers)
+
+    def _look_for_drift(self) -> None:
+        """In the same steps on all ranks: all of them make each, if only as a shadow or to skip it."""
+        self._steps += 1
+        drift = self._engine.drift
+        if drift is not None and self._steps % drift.every == 0:
+            self._engine.check_drift(f"before step {self._steps}", self._steps)
 
     def spread_grads(self, call: str, *, uneven: bool) -> list[torch.Tensor] | None:
         """This rank's part of gradients that are spread over ranks; None if all of them are in `param.grad`."""
@@ -115,9 +124,11 @@ class Stepping:
 
     def _skips(self, *, uneven: bool) -> bool:
         engine = self._engine
+        # Kernels that skip by themselves would leave it open whether gradients that are not finite are the guard's.
+        fused = self._optimizers if engine.guard is None else None
         if isinstance(engine, FlatEngine) and engine.reduces:
-            return amp.skips_jointly(self._outer, self._optimizers, engine.grads.tensors(), checked=self._checked)
-        return amp.skips(self._outer, self._optimizers, engine.params, self._comm, uneven=uneven)
+            return amp.skips_jointly(self._outer, fused, engine.grads.tensors(), checked=self._checked)
+        return amp.skips(self._outer, fused, engine.params, self._comm, uneven=uneven)
 
     @property
     def _optimizers(self) -> list[Optimizer]:

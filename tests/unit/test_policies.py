@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from zeroshard import ConfigError, KeepFull, KeepShard, MasterWeights, Reduce, ZeroConfig
+from zeroshard import ConfigError, Drift, KeepFull, KeepShard, MasterWeights, NonFinite, Reduce, ZeroConfig
+from zeroshard.config import refuse_policies
 from zeroshard.policies import sum_dtype
 
 
@@ -85,6 +86,8 @@ def test_values() -> None:
         {"masters": MasterWeights},
         {"overlap_gather": 1},
         {"sync_buffers": None},
+        {"drift": 100},
+        {"nonfinite": "skip"},
     ],
 )
 def test_a_config_takes_policies_and_nothing_else(options: dict[str, Any]) -> None:
@@ -99,3 +102,43 @@ def test_configs_describe_themselves_alike_on_all_ranks() -> None:
     assert config.describe() == same.describe()
     others = [ZeroConfig(), ZeroConfig(reduce=Reduce(torch.float16)), ZeroConfig(overlap_gather=True)]
     assert len({config.describe(), *(other.describe() for other in others)}) == 4
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.0, True, None, "100"])
+def test_drift_is_looked_for_every_so_many_steps(every: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Drift\(every=\.\.\.\) takes a number of steps, 1 or more"):
+        Drift(every=every)
+
+
+@pytest.mark.parametrize("then", ["Skip", "", None, True, ["skip"]])
+def test_what_is_not_finite_has_three_consequences(then: Any) -> None:
+    with pytest.raises(ConfigError, match=r'NonFinite\(\.\.\.\) takes "skip", "raise" or "go on"'):
+        NonFinite(then)
+
+
+@pytest.mark.parametrize("most", [0, -3, 2.0, True, "2"])
+def test_the_most_steps_that_are_left_out_are_a_number(most: Any) -> None:
+    with pytest.raises(ConfigError, match=r"NonFinite\(most=\.\.\.\) takes a number of steps, 1 or more"):
+        NonFinite("skip", most=most)
+
+
+@pytest.mark.parametrize("then", ["raise", "go on"])
+def test_only_steps_that_are_left_out_have_a_most(then: Any) -> None:
+    with pytest.raises(ConfigError, match=r'NonFinite\(most=\.\.\.\) counts steps that are left out: .*"skip"'):
+        NonFinite(then, most=2)
+
+
+def test_looking_is_off_unless_asked_for() -> None:
+    assert (ZeroConfig().drift, ZeroConfig().nonfinite) == (None, None)
+    config = ZeroConfig(drift=Drift(every=3), nonfinite=NonFinite("skip", most=2))
+    assert {"ZeroConfig(drift=Drift(every=3))", "ZeroConfig(nonfinite=NonFinite(then='skip', most=2))"} <= set(
+        config.describe()
+    )
+    with pytest.raises(FrozenInstanceError):
+        config.drift.every = 2  # type: ignore[misc, union-attr]
+
+
+@pytest.mark.parametrize("policy", [Drift(), NonFinite("raise")])
+def test_they_are_no_options_of_an_optimizer_class(policy: Any) -> None:
+    with pytest.raises(ConfigError, match=r"is no option of an optimizer class: give config=ZeroConfig\(it=\.\.\.\)"):
+        refuse_policies({"it": policy})

@@ -38,7 +38,11 @@ PUBLIC = {
     "BindingError",
     "CheckpointError",
     "ConfigError",
+    "Drift",
+    "DriftError",
     "LayoutError",
+    "NonFinite",
+    "NonFiniteError",
     "RankFailedError",
     "RankLostError",
     "RankMismatchError",
@@ -113,7 +117,14 @@ def test_the_errors_form_a_tree() -> None:
     values = {name for name, error in errors.items() if issubclass(error, ValueError)}
     runtime = {name for name, error in errors.items() if issubclass(error, RuntimeError)}
     assert values == {"ConfigError", "CheckpointError"}
-    assert runtime == {"BindingError", "RankMismatchError", "RankFailedError", "RankLostError"}
+    assert runtime == {
+        "BindingError",
+        "RankMismatchError",
+        "RankFailedError",
+        "RankLostError",
+        "DriftError",
+        "NonFiniteError",
+    }
 
 
 def parameters_of(function: Any) -> list[tuple[str, Any, Any]]:

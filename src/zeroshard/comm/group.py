@@ -72,7 +72,7 @@ class Group:
 
     @property
     def timeout(self) -> timedelta | None:
-        """How long its messages may take. Groups that are made of it have the same: torch would give them half an hour."""
+        """How long its messages may take. Groups made of it have the same: torch would give them half an hour."""
         backend = self.process_group._get_backend(self.process_group._device_types[0])
         return getattr(getattr(backend, "options", None), "_timeout", None)
 

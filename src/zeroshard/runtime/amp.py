@@ -20,9 +20,10 @@ def drives(outer: Optimizer) -> bool:
 
 
 def skips(
-    outer: Optimizer, inner: Sequence[Optimizer], params: Sequence[torch.Tensor], comm: Comm, *, uneven: bool
+    outer: Optimizer, inner: Sequence[Optimizer] | None, params: Sequence[torch.Tensor], comm: Comm, *, uneven: bool
 ) -> bool:
-    """Whether the step is to be left out, on all ranks alike; if not, gradients are ready for `inner`.
+    """Whether the step is to be left out, on all ranks alike; if not, gradients are ready for `inner`: perhaps only
+    for its kernels that unscale and skip by themselves, unless it is None.
 
     `uneven`: some ranks may only shadow the step. They have no scale, so gradients are unscaled before they are lent.
     """
@@ -55,9 +56,9 @@ def unscale_jointly(
 
 
 def skips_jointly(
-    outer: Optimizer, inner: Sequence[Optimizer], grads: Sequence[torch.Tensor], *, checked: bool
+    outer: Optimizer, inner: Sequence[Optimizer] | None, grads: Sequence[torch.Tensor], *, checked: bool
 ) -> bool:
-    """Whether the step is to be left out; if not, gradients are ready for `inner`.
+    """Whether the step is to be left out; if not, gradients are ready for `inner`, as in `skips`.
 
     `checked`: the scaler has found what is not finite on any rank.
     """
@@ -78,9 +79,9 @@ def skips_jointly(
     return False
 
 
-def _hands_over(inner: Sequence[Optimizer], found: torch.Tensor, scale: torch.Tensor | None) -> bool:
+def _hands_over(inner: Sequence[Optimizer] | None, found: torch.Tensor, scale: torch.Tensor | None) -> bool:
     """Let fused kernels unscale and skip on the device, if all optimizers have them."""
-    if not all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in inner):
+    if inner is None or not all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in inner):
         return False
     for optimizer in inner:
         optimizer.found_inf, optimizer.grad_scale = found, scale  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from ..comm.agreement import compare, raise_failure
 from ..comm.collectives import Comm
-from ..layout.layout import Layout, Piece
+from ..layout.layout import Bucket, Layout, Piece
 from ..policies import MasterWeights, Offload
 from ..state.compat import SavedState
 from ..state.dcp import CutTensor, nothing_of
@@ -23,6 +23,7 @@ from .grads import Gradients, LocalGrads
 from .host import Hosts
 from .inner import Inner, ParamGroup, ShardOptimizer
 from .masters import memory_of
+from .nonfinite import Lot
 from .offload import Offloading
 from .param_sync import ShardSync
 from .parts import Kind, Part
@@ -44,6 +45,7 @@ class FlatEngine(Engine):
     """The inner optimizer holds segments of this rank's shards."""
 
     store: FlatStore
+    sync: ShardSync
 
     def __init__(
         self, comm: Comm, kinds: Sequence[Share], masters: MasterWeights | None, offload: Offload | None = None
@@ -204,19 +206,22 @@ class FlatEngine(Engine):
 
     def _run(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
         call = f"step {self.steps + 1}"
-        update = _Update(self, call, groups)
-        attempt = Attempt()
-        if closure is None:
+        update, attempt = _Update(self, call, groups), Attempt()
+        # Also where it failed: ranks that had gradients by then have sent them, and others have yet to follow.
+        then, otherwise = update.settle_and_fill, update.settle
+        shared = None if closure is None else SharedClosure(self.comm, call, closure, then, otherwise)
+        if shared is None:
             update.settle()
+        attempt.update(lambda: self._foreseen(shared))
+        attempt.raise_if_shared(shared)
+        if update.is_left_out(attempt.failure):
+            return None
+        used = attempt.result
+        if shared is None:
             attempt.update(update.fill)
-            if not attempt.failure:
-                attempt.update(lambda: self._inner_step(groups, None, kwargs))
-        else:
-            # Also where it failed: ranks that had gradients by then have sent them, and others have yet to follow.
-            shared = SharedClosure(self.comm, call, closure, update.settle_and_fill, otherwise=update.settle)
-            attempt.update(lambda: self._inner_step(groups, shared, kwargs))
-            if shared.failed and attempt.failure:
-                raise attempt.failure  # on all ranks alike, before anything was updated
+        if not attempt.failure:
+            attempt.update(lambda: self._inner_step(groups, used, kwargs))
+            attempt.raise_if_shared(shared)
         attempt.require(update.end)
         self.steps += 1
         if closure is None:
@@ -291,6 +296,30 @@ class _Update:
             has = self._present[segment.pieces[0].param]
             segment.param.grad = segment.of(engine.grads.shard(segment.bucket)) if has else None
 
+    def is_left_out(self, failure: Exception | None) -> bool:
+        """After gradients are settled, perhaps filled in, too. Raises on all ranks alike, `failure` too."""
+        left_out = True
+        try:
+            left_out = self._engine.leaves_out(self._lots, failure)
+        finally:
+            if left_out:
+                self._empty()
+        return left_out
+
+    def _lots(self) -> Iterator[Lot]:
+        for bucket in self._engine.layout.buckets:
+            if all(map(self._present.__getitem__, bucket.params)):
+                yield Lot(self._engine.grads.shard(bucket.index), partial(self._members, bucket))
+            else:  # what is old in it is none of a lot
+                yield from (Lot.of(index, grad) for index, grad in self._members(bucket))
+
+    def _members(self, bucket: Bucket) -> Iterator[tuple[int, torch.Tensor]]:
+        rank, shard = self._engine.comm.group.rank, self._engine.grads.shard(bucket.index)
+        base = bucket.shards[rank].start
+        for piece in bucket.pieces_of(rank):
+            if self._present[piece.param]:
+                yield piece.param, shard[piece.in_bucket.start - base : piece.in_bucket.stop - base]
+
     def settle_and_fill(self) -> None:
         self.settle()
         self.fill()
@@ -299,5 +328,8 @@ class _Update:
         """Also after an update that failed."""
         engine = self._engine
         engine.memory.after_update(segment for segment in engine.segments if self.moving[segment.pieces[0].param])
-        for segment in engine.segments:
+        self._empty()
+
+    def _empty(self) -> None:
+        for segment in self._engine.segments:
             segment.param.grad = None

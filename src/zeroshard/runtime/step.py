@@ -3,7 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,16 @@ from ..comm.agreement import Trouble, Verdict, compare, raise_failure, raise_fir
 from ..comm.collectives import Comm
 from ..errors import BindingError
 from ..layout.layout import Layout
+from ..policies import Drift
 from ..state.compat import SavedState, describe_groups
 from ..state.dcp import CutTensor
 from ..state.records import MASTER, StateRecord
 from ..units import Rank
 from .beginnings import begin, begins_neutrally
+from .drift import require_equal_params
 from .inner import Inner, ParamGroup, ShardOptimizer
+from .nonfinite import Lot, NonFiniteGuard
+from .param_sync import ParamSync, ShardSync
 from .store import Store
 
 Closure = Callable[[], Any]
@@ -35,6 +39,9 @@ class Engine(ABC):
     """
 
     inner: Inner
+    sync: ParamSync | ShardSync
+    drift: Drift | None = None
+    guard: NonFiniteGuard | None = None
     reduces = False
     """Gradients are averaged over all ranks here, not before."""
 
@@ -147,6 +154,11 @@ class Engine(ABC):
     def spread(self) -> Callable[[], None]:
         """Start to bring what each rank owns of all parameters to everyone; returns how to wait. On all ranks."""
 
+    def check_drift(self, call: str, step: int | None = None) -> None:
+        """Raise `DriftError` on all ranks if they have different parameters. On all ranks."""
+        self.sync.finish()
+        require_equal_params(self.comm, self.layout, self.params, call, step)
+
     @property
     def is_reducing(self) -> bool:
         """Gradients have been sent for the step that comes."""
@@ -177,6 +189,14 @@ class Engine(ABC):
         result = self.inner.step(*([] if closure is None else [closure]), **kwargs)
         self.inner.pull(groups)
         return result
+
+    def _foreseen(self, closure: Closure | None) -> Closure | None:
+        """A closure that has made its gradients before the optimizer's code runs, if there is a guard to see them."""
+        return closure if self.guard is None or closure is None else CalledBefore(closure)
+
+    def leaves_out(self, look: Callable[[], Iterable[Lot]], failure: Exception | None = None) -> bool:
+        """Whether the step is not to be made, since gradients are not finite. On all ranks; raises there alike."""
+        return self.guard is not None and self.guard.leaves_out(self.layout, look, failure)
 
     def kept(self, groups: Sequence[ParamGroup]) -> Callable[[], None]:
         """Keeps what this rank owns of parameters, and the options of groups; returns how to put that back. Not state:
@@ -231,6 +251,11 @@ class Attempt:
         except Exception as error:
             self.failure, self.trouble = error, Trouble.FAILED
 
+    def raise_if_shared(self, closure: "SharedClosure | None") -> None:
+        """A closure that failed is known on all ranks, before anything was updated: raise there alike."""
+        if closure is not None and closure.failed and self.failure is not None:
+            raise self.failure
+
     def require(self, check: Callable[[], object]) -> None:
         """A check without which this rank cannot take part in what follows."""
         try:
@@ -277,3 +302,18 @@ class SharedClosure:
         if compare(self._comm, call, b"", trouble).trouble:
             self._otherwise()
             raise_failure(self._comm, call, failure)
+
+
+class CalledBefore:
+    """A closure that is called now. The first call that follows gets what came of that, a later one calls it again."""
+
+    def __init__(self, closure: Closure) -> None:
+        self._closure, self._is_new = closure, True
+        with torch.enable_grad():
+            self._loss = closure()
+
+    def __call__(self) -> Any:
+        if not self._is_new:
+            return self._closure()
+        self._is_new = False
+        return self._loss

@@ -1,6 +1,6 @@
 """Whole parameters: each is updated by the one rank that owns it, with the gradient that lies in `param.grad`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..state.dcp import CutTensor, nothing_of
 from ..state.records import StateRecord
 from .inner import ParamGroup, ShardOptimizer
 from .loading import load
+from .nonfinite import Lot
 from .param_sync import ParamSync
 from .parts import Kind
 from .rooms import whole_room
@@ -28,6 +29,7 @@ class WholeEngine(Engine):
     """The inner optimizer holds the user's own parameters, those that this rank owns."""
 
     inner: ShardOptimizer
+    sync: ParamSync
 
     def __init__(self, comm: Comm, kind: Kind, store: Store) -> None:
         super().__init__(comm, store)
@@ -101,6 +103,9 @@ class WholeEngine(Engine):
     def _run(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
         if self.comm.group.size == 1:
             self.check_groups(groups)
+            closure = self._foreseen(closure)
+            if self.leaves_out(self._own_grads):
+                return None
             self.steps += 1
             return self._inner_step(groups, closure, kwargs)
         call = f"step {self.steps + 1}"
@@ -111,14 +116,24 @@ class WholeEngine(Engine):
         watch = _Watch(
             self.params, self._owned, grads_are_there=closure is None, everything=self._kind.traits.moves_without_grads
         )
+        shared = None if closure is None else SharedClosure(self.comm, call, closure, watch.note_grads)
         if not attempt.failure:
-            shared = None if closure is None else SharedClosure(self.comm, call, closure, watch.note_grads)
-            attempt.update(lambda: self._inner_step(groups, shared, kwargs))
-            if shared and shared.failed and attempt.failure:
-                raise attempt.failure  # on all ranks alike, before anything was updated
+            attempt.update(lambda: self._foreseen(shared))
+        attempt.raise_if_shared(shared)
+        if self.leaves_out(self._own_grads, attempt.failure):
+            return None
+        if not attempt.failure:
+            used = attempt.result
+            attempt.update(lambda: self._inner_step(groups, used, kwargs))
+            attempt.raise_if_shared(shared)
             attempt.require(lambda: self.store.refresh(self._owned))
         self._bring_to_all(call, attempt, watch.moving(), before)
         return attempt.result
+
+    def _own_grads(self) -> Iterator[Lot]:
+        for index, param in self.owned(self.comm.group.rank).items():
+            if param.grad is not None:
+                yield Lot.of(index, param.grad)
 
     def update(self, groups: Sequence[ParamGroup], grads: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Update some of this rank's parameters with the given gradients, and tell no one.

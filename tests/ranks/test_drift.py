@@ -1,0 +1,462 @@
+"""Ranks whose parameters part are found, named, and stopped before they update anything."""
+
+from __future__ import annotations
+
+import random
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support import RankContext, ranks
+from tests.support.hybrid import within
+from tests.support.oracle import assert_same, set_grads, small_model
+from tests.support.overlap import DdpTwins, Setup, batch, mlp, regression
+from tests.support.pair import Pair
+from tests.support.rules import Words, next_word, rules
+from tests.support.sharded import ZERO1, ZERO2, all_configs, all_equal, seeded, values_of
+from zeroshard import (
+    ConfigError,
+    Drift,
+    DriftError,
+    FlatShards,
+    GradScaler,
+    MasterWeights,
+    RankFailedError,
+    RankMismatchError,
+    ZeroConfig,
+    ZeroRedundancyOptimizer,
+    shard,
+)
+from zeroshard.runtime.checksums import Checksums
+from zeroshard.runtime.drift import judge
+
+EACH = Drift(every=1)
+ADAMW: dict[str, Any] = {"lr": 0.05}
+
+
+class Mixed(nn.Module):
+    """Parameters of several dtypes and strides, one of them empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        images = torch.randn(4, 3, 5, 2).to(memory_format=torch.channels_last)
+        made = {
+            "plain_values": torch.randn(7, 5),
+            "half_values": torch.randn(9).half(),
+            "short_values": torch.randn(3, 5).bfloat16(),
+            "double_values": torch.randn(4, dtype=torch.float64),
+            "complex_values": torch.randn(5, dtype=torch.complex64),
+            "images_values": images,
+            "turned_values": torch.randn(6, 4).t(),
+            "gaps_values": torch.randn(5, 8)[:, ::2],
+            "empty_values": torch.empty(0, 3),
+            "one_values": torch.randn(()),
+        }
+        for name, value in made.items():
+            self.register_parameter(name, nn.Parameter(value))
+
+
+def flip(param: Tensor, element: int, bit: int) -> None:
+    """One bit of one element, as its memory would lose it: autograd knows nothing of it."""
+    flat = param.detach().contiguous().view(-1).view(torch.uint8)
+    flat[element * param.itemsize + bit // 8] ^= 1 << bit % 8
+    changed = flat.view(param.dtype).view(param.shape)
+    param.data.copy_(changed)
+
+
+def named(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param for name, param in model.named_parameters() if param.numel()}
+
+
+def sharded(config: ZeroConfig | None = None, make: Callable[[], nn.Module] = Mixed, **where: Any) -> tuple[Any, Any]:
+    model = seeded(make, 0)
+    return model, shard(model, torch.optim.SGD, config=config or ZERO2, **where, lr=0.1, momentum=0.9)
+
+
+def dropped_in(config: ZeroConfig | None = None, make: Callable[[], nn.Module] = Mixed, **more: Any) -> tuple[Any, Any]:
+    model = seeded(make, 0)
+    config = replace(config or ZeroConfig(), mixed_dtypes=True)
+    optimizer = ZeroRedundancyOptimizer(
+        model.named_parameters(), torch.optim.SGD, config=config, lr=0.1, momentum=0.9, **more
+    )
+    return model, optimizer
+
+
+def both_facades(world_size: int) -> Iterator[tuple[nn.Module, Any]]:
+    yield sharded()
+    yield dropped_in()
+    yield dropped_in(parameters_as_bucket_view=True)
+    yield dropped_in(ZeroConfig(partition=FlatShards()))
+    if world_size == 4:
+        yield sharded(**within((2, 2)))
+
+
+def owners(optimizer: Any, index: int, element: int) -> set[int]:
+    """Ranks that own an element of a parameter's memory."""
+    (piece,) = [it for it in optimizer.layout.pieces_of_param(index) if it.in_param.start <= element < it.in_param.stop]
+    size = optimizer.world_size
+    return {row * size + piece.owner for row in range(torch.distributed.get_world_size() // size)}
+
+
+def memory_place(param: Tensor, element: int) -> int:
+    index = torch.unravel_index(torch.tensor(element), param.shape) if param.dim() else ()
+    return sum(int(it) * step for it, step in zip(index, param.stride(), strict=True))
+
+
+@ranks(2, 3, 4)
+def test_every_flipped_bit_is_found_and_named(ctx: RankContext) -> None:
+    """At any place of any parameter, on any rank; and no check changes anything."""
+    draw = random.Random(7)
+    for model, optimizer in both_facades(ctx.world_size):
+        params = named(model)
+        before = values_of(model)
+        optimizer.check_drift()
+        for _ in range(40):
+            name = draw.choice(list(params))
+            param = params[name]
+            rank, element = draw.randrange(ctx.world_size), draw.randrange(param.numel())
+            bit = draw.randrange(param.itemsize * 8)
+            if ctx.rank == rank:
+                flip(param, element, bit)
+            with pytest.raises(DriftError, match=rf"check_drift\(\): 1 of 10 parameters .*\({name}\)") as caught:
+                optimizer.check_drift()
+            place = memory_place(param, element)
+            index = next(spec.index for spec in optimizer.layout.params if spec.name == name)
+            wrong = [rank]
+            if ctx.world_size == 2 and rank in owners(optimizer, index, place):
+                wrong = [1 - rank]
+            assert list(caught.value.ranks) == wrong, (name, element, rank, str(caught.value))
+            assert caught.value.params == (name,)
+            assert ("no value has a majority" in str(caught.value)) == (ctx.world_size == 2)
+            assert f"in bucket {optimizer.layout.bucket_of(index)}" in str(caught.value)
+            if ctx.rank == rank:
+                flip(param, element, bit)
+        optimizer.check_drift()
+        assert_same([it.tolist() for it in values_of(model)], [it.tolist() for it in before])
+
+
+@ranks(2, 3)
+def test_a_step_finds_it_before_it_updates(ctx: RankContext) -> None:
+    for config in (ZERO2, ZERO1, replace(ZERO2, overlap_gather=True)):
+        model, optimizer = sharded(replace(config, drift=Drift(every=3)), mlp)
+        for number in range(2):
+            torch.autograd.backward(regression(model, number))
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.autograd.backward(regression(model, 2))
+        optimizer.wait()
+        if ctx.rank == ctx.world_size - 1:
+            flip(model[4].bias, 3, 30)
+        before = values_of(model)
+        state = optimizer.full_state_dict()
+        with pytest.raises(DriftError, match=r"before step 3: 1 of 10 parameters .*4\.bias") as caught:
+            optimizer.step()
+        assert caught.value.step == 3
+        assert "Load the last checkpoint" in str(caught.value)
+        assert_same([it.tolist() for it in values_of(model)], [it.tolist() for it in before])
+        assert_same(optimizer.full_state_dict(), state)
+
+
+@ranks(3, 4)
+def test_a_rank_that_ran_other_code(ctx: RankContext) -> None:
+    """It has made a step of its own, with another learning rate: many parameters differ, and it is named."""
+    for model, optimizer in (sharded(make=mlp), dropped_in(make=mlp)):
+        optimizer.check_drift()
+        odd = ctx.world_size - 2
+        if ctx.rank == odd:
+            set_grads(model.parameters(), 1)
+            torch.optim.SGD(model.parameters(), lr=0.3).step()
+            optimizer.zero_grad()
+        with pytest.raises(DriftError, match=r"10 of 10 parameters .*; and 5 more\.") as caught:
+            optimizer.check_drift()
+        assert caught.value.ranks == (odd,)
+        assert caught.value.params == tuple(name for name, _ in model.named_parameters())
+        others = ", ".join(str(rank) for rank in range(ctx.world_size) if rank != odd)
+        assert f"where rank {odd} differs from ranks {others}" in str(caught.value)
+        assert len(set(ctx.gather(str(caught.value)))) == 1
+
+
+@ranks(2, 3, 4)
+def test_several_ranks_that_differ(ctx: RankContext) -> None:
+    model, optimizer = dropped_in(make=small_model)
+    with torch.no_grad():
+        model[1].weight[0, 0] = ctx.rank
+    with pytest.raises(DriftError, match=r"1\.weight") as caught:
+        optimizer.check_drift()
+    (owner,) = owners(optimizer, 2, 0)
+    assert caught.value.ranks == tuple(rank for rank in range(ctx.world_size) if rank != owner)
+
+
+@ranks(2, 3)
+def test_what_a_step_updates_is_the_same_again(ctx: RankContext) -> None:
+    """The owner's value comes to all, lost bits and all. What no step sends stays different."""
+    flat = ZeroConfig(partition=FlatShards())
+    for model, optimizer in (sharded(make=mlp), dropped_in(make=mlp), dropped_in(flat, mlp)):
+        if ctx.rank == 0:
+            flip(model[0].weight, 0, 20)
+        set_grads(model.parameters(), 0)
+        optimizer.step()
+        optimizer.check_drift()
+        assert all_equal(ctx.gather([model[0].weight.detach()]))
+    model, optimizer = dropped_in(make=mlp)
+    if ctx.rank == 0:
+        flip(model[8].weight, 35, 20)
+    set_grads(model[:8].parameters(), 0)
+    optimizer.step()
+    with pytest.raises(DriftError) as caught:
+        optimizer.check_drift()
+    assert caught.value.params == ("8.weight",)
+
+
+@ranks(3, 4)
+def test_every_rank_has_lost_a_part(ctx: RankContext) -> None:
+    """Each part has a majority of ranks that are right, and no rank is right in all."""
+    model, optimizer = sharded(ZeroConfig(), lambda: nn.Linear(6, 8, bias=False))
+    piece = optimizer.layout.piece_of(0, (ctx.rank + 1) % ctx.world_size)
+    flip(model.weight, piece.in_param.start, 4)
+    with pytest.raises(DriftError, match=r"\(weight\) in bucket 0, of which every rank has lost a part\.") as caught:
+        optimizer.check_drift()
+    assert caught.value.ranks == tuple(range(ctx.world_size))
+    assert "no value has a majority" not in str(caught.value)
+
+
+@ranks(2)
+def test_a_difference_that_is_gone_when_looked_at_again(ctx: RankContext) -> None:
+    _, optimizer = dropped_in(make=small_model)
+    right, calls = Checksums.total, iter([1] * ctx.rank)
+
+    def unsteady(self: Checksums, tensors: Any) -> int:
+        return right(self, tensors) + next(calls, 0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checksums, "total", unsteady)
+        with pytest.raises(
+            DriftError, match="when all looked again they did not: a rank's memory is unsteady"
+        ) as caught:
+            optimizer.check_drift()
+    assert (caught.value.ranks, caught.value.params) == ((), ())
+    optimizer.check_drift()
+
+
+@ranks(2)
+def test_on_demand_where_ddp_makes_the_steps(ctx: RankContext) -> None:
+    twins = DdpTwins(Setup(), mlp, torch.optim.AdamW, **ADAMW)
+    twins.train(4)
+    twins.zero.check_drift()
+    if ctx.rank:
+        flip(next(twins.ddp.parameters()), 3, 3)
+    with pytest.raises(DriftError, match="1 of 10 parameters"):
+        twins.zero.check_drift()
+
+
+def test_who_is_right() -> None:
+    assert judge(["a", "a*", "b"]) == ([0, 1], [2], True)
+    assert judge(["a*", "b", "b"]) == ([1, 2], [0], True)
+    assert judge(["a", "b*"]) == ([1], [0], False)
+    assert judge(["a", "b*", "c"]) == ([1], [0, 2], False)
+    assert judge(["a*", "a", "b*", "b"]) == ([0, 1], [2, 3], False)
+    assert judge(["a", "a", "b*", "b*", "c"]) == ([2, 3], [0, 1, 4], False)
+
+
+def train(model: nn.Module, optimizer: Any, loss: Callable[[nn.Module, int], Tensor] = regression) -> list[Tensor]:
+    for number in range(4):
+        torch.autograd.backward(loss(model, number))
+        optimizer.step()
+        optimizer.zero_grad()
+    return values_of(model)
+
+
+@ranks(1, 2)
+def test_no_alarm_and_the_same_numbers_without(ctx: RankContext) -> None:
+    configs = [*all_configs(), replace(ZERO2, masters=MasterWeights(torch.float64))]
+    for config in configs:
+        found, expected = (
+            train(model, shard(model, torch.optim.AdamW, config=it, **ADAMW))
+            for it in (replace(config, drift=EACH), config)
+            for model in [seeded(mlp, 0)]
+        )
+        assert all_equal([found, expected]), config
+
+
+@ranks(4)
+def test_no_alarm_with_rules_and_rows(ctx: RankContext) -> None:
+    where = within((2, 2))
+    for config in (ZERO2, replace(ZERO2, overlap_gather=True)):
+        for make, loss, chosen in ((Words, next_word, rules()), (mlp, regression, torch.optim.AdamW)):
+            found, expected = (
+                train(model, shard(model, chosen, config=it, **where), loss)
+                for it in (replace(config, drift=EACH), config)
+                for model in [seeded(make, 0)]
+            )
+            assert all_equal([found, expected])
+
+
+@ranks(2, 3)
+def test_no_alarm_under_ddp(ctx: RankContext) -> None:
+    ways: list[dict[str, Any]] = [
+        {},
+        {"parameters_as_bucket_view": True},
+        {"config": ZeroConfig(partition=FlatShards())},
+    ]
+    for options in ways:
+        results = []
+        for drift in (EACH, None):
+            ddp = DistributedDataParallel(seeded(mlp, 0))
+            config = replace(options.get("config", ZeroConfig()), drift=drift)
+            zero = ZeroRedundancyOptimizer(
+                ddp.parameters(), torch.optim.AdamW, **{**options, "config": config}, **ADAMW
+            )
+            results.append(train(ddp, zero))
+        assert all_equal(results)
+
+
+@ranks(2, 3)
+def test_steps_of_every_kind_are_counted_alike(ctx: RankContext) -> None:
+    """With a closure, with a scaler that leaves them out, and where only some ranks have inputs."""
+    model, optimizer = sharded(replace(ZERO2, drift=Drift(every=2)), mlp)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = regression(model, 1)
+        torch.autograd.backward(loss)
+        return loss
+
+    assert isinstance(optimizer.step(closure), Tensor)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    torch.autograd.backward(scaler.scale(regression(model, 2) * (float("inf") if ctx.rank == 0 else 1.0)))
+    spoil = ctx.rank == 0
+    if spoil:
+        flip(model[0].weight, 2, 1)
+    with pytest.raises(DriftError, match=r"before step 2: .*0\.weight"):
+        scaler.step(optimizer)
+    scaler.update()
+    if spoil:
+        flip(model[0].weight, 2, 1)
+    optimizer.zero_grad()
+    with Join([optimizer]):
+        for number in range(1 + ctx.rank):  # the third step, and more
+            torch.autograd.backward(regression(model, number))
+            optimizer.step()
+            optimizer.zero_grad()
+    coming = 3 + ctx.world_size
+    if coming % 2:
+        torch.autograd.backward(regression(model, 0))
+        optimizer.step()
+        coming += 1
+    if spoil:
+        flip(model[0].weight, 2, 1)
+    with pytest.raises(DriftError, match=rf"before step {coming}: .*0\.weight"):
+        optimizer.step()
+
+
+@ranks(2, 3)
+def test_uneven_inputs(ctx: RankContext) -> None:
+    """Ranks that only shadow a step take part, and a rank that drifts among them is found by all."""
+    model, optimizer = dropped_in(ZeroConfig(drift=EACH), mlp)
+    ddp = DistributedDataParallel(model)
+    with Join([ddp, optimizer]):
+        for number in range(2 + ctx.rank):
+            optimizer.zero_grad()
+            torch.autograd.backward(regression(ddp, number))
+            optimizer.step()
+    optimizer.check_drift()
+    assert all_equal(ctx.gather(values_of(model)))
+
+
+@ranks(2)
+def test_ranks_in_different_calls(ctx: RankContext) -> None:
+    model, optimizer = dropped_in(make=small_model)
+    set_grads(model.parameters(), 0)
+    with pytest.raises(RankMismatchError, match=r"the ranks are in different calls.*check_drift\(\)"):
+        optimizer.check_drift() if ctx.rank else optimizer.step()
+
+
+@ranks(2)
+def test_what_fails_on_one_rank_is_raised_on_all(ctx: RankContext) -> None:
+    def fail(*_: Any) -> Any:
+        raise MemoryError("nothing left")
+
+    _, optimizer = dropped_in(make=small_model)
+    with pytest.MonkeyPatch.context() as patch:
+        if ctx.rank:
+            patch.setattr(Checksums, "_sum", fail)
+        with pytest.raises(MemoryError if ctx.rank else RankFailedError, match="nothing left"):
+            optimizer.check_drift()
+    optimizer.check_drift()
+
+
+@ranks(2)
+def test_it_is_refused_where_ddp_makes_the_steps(ctx: RankContext) -> None:
+    with pytest.raises(ConfigError, match=r"Drift\(\.\.\.\) cannot be used with overlap_with_ddp=True"):
+        dropped_in(ZeroConfig(drift=EACH), overlap_with_ddp=True)
+
+
+@ranks(2)
+def test_ranks_that_look_in_different_steps_are_told_when_they_start(ctx: RankContext) -> None:
+    with pytest.raises(RankMismatchError, match=re.escape("drift=Drift(every=2)")):
+        sharded(replace(ZERO2, drift=Drift(every=1 + ctx.rank)))
+
+
+@ranks(2)
+def test_beside_the_plain_optimizer(ctx: RankContext) -> None:
+    pair = Pair(torch.optim.AdamW, config=replace(ZERO2, drift=EACH), **ADAMW)
+    pair.train(3)
+    pair.check_state()
+
+
+@pytest.mark.gpu
+@ranks(2)
+def test_on_a_gpu(ctx: RankContext) -> None:
+    """The same sums as on the CPU; the host waits for the device once."""
+    draw = random.Random(3)
+    for model, optimizer in (sharded(make=_mixed_on_gpu), dropped_in(make=_mixed_on_gpu)):
+        params = named(model)
+        sums = Checksums()
+        assert sums.total(params.values()) == sums.total([param.cpu() for param in params.values()])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                optimizer.check_drift()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert len([it for it in caught if "called a synchronizing" in str(it.message)]) == 1
+        for name, param in params.items():
+            element, bit = draw.randrange(param.numel()), draw.randrange(param.itemsize * 8)
+            if ctx.rank:
+                flip(param, element, bit)
+            with pytest.raises(DriftError) as found:
+                optimizer.check_drift()
+            assert found.value.params == (name,)
+            if ctx.rank:
+                flip(param, element, bit)
+        optimizer.check_drift()
+
+
+def _mixed_on_gpu() -> nn.Module:
+    return Mixed().cuda()
+
+
+@pytest.mark.gpu
+@ranks(1, 2)
+def test_training_on_a_gpu(ctx: RankContext) -> None:
+    for config in (ZERO2, ZERO1, replace(ZERO2, overlap_gather=True)):
+        results = []
+        for drift in (EACH, None):
+            model = seeded(mlp, 0).cuda()
+            optimizer = shard(model, torch.optim.AdamW, config=replace(config, drift=drift), **ADAMW)
+            results.append(train(model, optimizer, _regression_on_gpu))
+        assert all_equal(results)
+
+
+def _regression_on_gpu(model: nn.Module, number: int) -> Tensor:
+    loss: Tensor = model(batch(number).cuda()).square().mean()
+    return loss

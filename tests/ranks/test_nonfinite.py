@@ -1,0 +1,552 @@
+"""Steps with gradients that are not finite: as the unsharded optimizer that leaves the same steps out."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, SparseAdam
+from torch.optim.lr_scheduler import ExponentialLR
+
+from tests.support import RankContext, ranks
+from tests.support.hybrid import hybrid_pair
+from tests.support.oracle import Twins, assert_same, set_grads, small_model
+from tests.support.overlap import WIDTH, batch, mlp, regression
+from tests.support.pair import Pair, Side
+from tests.support.rules import Words, next_word, rules
+from tests.support.sharded import ZERO1, ZERO2, all_equal, seeded, values_of
+from zeroshard import (
+    ConfigError,
+    FlatShards,
+    GradScaler,
+    KeepFull,
+    MasterWeights,
+    NonFinite,
+    NonFiniteError,
+    Offload,
+    RankFailedError,
+    ZeroConfig,
+    ZeroRedundancyOptimizer,
+    checkpoint,
+    shard,
+)
+from zeroshard.runtime.nonfinite import NonFiniteSteps, _are_finite
+
+SKIP = NonFinite("skip")
+Spoiled = dict[int, tuple[str, int, float]]
+"""By step: the parameter, its element and the value that one rank's gradient gets."""
+SOME: Spoiled = {1: ("0.weight", 0, math.nan), 2: ("4.bias", 5, math.inf), 4: ("8.weight", 35, -math.inf)}
+
+pytestmark = pytest.mark.filterwarnings("ignore:step .* gradients of:RuntimeWarning")
+
+
+def finite(model: nn.Module) -> bool:
+    return all(bool(param.grad.isfinite().all()) for param in model.parameters() if param.grad is not None)
+
+
+class Plain:
+    """The oracle: an optimizer that leaves out what is not finite."""
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self._model, self._optimizer, self.skipped = model, optimizer, 0
+
+    def step(self) -> None:
+        if finite(self._model):
+            self._optimizer.step()
+        else:
+            self.skipped += 1
+
+
+class Spoiling(Pair):
+    """Gradients of one rank are spoiled on the way, on both sides."""
+
+    def __init__(self, ctx: RankContext, factory: Any, spoiled: Spoiled, **options: Any) -> None:
+        super().__init__(factory, **options)
+        self._spoils, self._spoiled = ctx.rank == ctx.world_size - 1, spoiled
+        self.oracle = Plain(self.plain_model, self.plain)
+        for side in self.sides:
+            for name, param in side.model.named_parameters():
+                param.register_hook(self._hook(name))  # type: ignore[no-untyped-call]
+
+    def _hook(self, name: str) -> Callable[[Tensor], Tensor]:
+        def spoil(grad: Tensor) -> Tensor:
+            chosen, element, value = self._spoiled.get(self.steps, ("", 0, 0.0))
+            if not self._spoils or chosen != name:
+                return grad
+            return grad.flatten().index_fill(0, torch.tensor([element]), value).view(grad.shape)
+
+        return spoil
+
+    def train(self, steps: int = 1, before_step: Callable[[Side], object] = lambda _: None) -> None:
+        for _ in range(steps):
+            self.backward()
+            for side in self.sides:
+                before_step(side)
+            result = self.zero.step()
+            self.oracle.step()
+            assert result is None
+            for side in self.sides:
+                side.model.zero_grad()
+            self.steps += 1
+            self.check()
+            assert self.zero.nonfinite.skipped == self.oracle.skipped
+
+
+@pytest.mark.parametrize(
+    "config",
+    [ZERO2, ZERO1, ZeroConfig(), replace(ZERO2, overlap_gather=True)],
+    ids=["zero2", "zero1", "one-bucket", "overlap"],
+)
+@ranks(1, 2, 3, 4)
+def test_the_same_steps_are_left_out(ctx: RankContext, config: ZeroConfig) -> None:
+    for factory, options in ((AdamW, {"lr": 0.05}), (SGD, {"lr": 0.1, "momentum": 0.9})):
+        pair = Spoiling(ctx, factory, SOME, config=replace(config, nonfinite=SKIP), **options)
+        schedulers = [ExponentialLR(side.optimizer, 0.5) for side in pair.sides]
+        for _ in range(6):
+            pair.train(1)
+            for scheduler in schedulers:
+                scheduler.step()
+        pair.check_state()
+        assert ctx.gather(pair.zero.nonfinite) == [NonFiniteSteps(3, 3, 0, 5)] * ctx.world_size
+
+
+@ranks(2, 3)
+def test_any_element_of_any_slice(ctx: RankContext) -> None:
+    """Only its owner sees it, and all ranks leave the step out."""
+    places = [(name, place) for name in ("0.weight", "2.bias", "8.weight") for place in (0, 3, 5)]
+    spoiled = {1 + step: (name, place, math.inf) for step, (name, place) in enumerate(places)}
+    pair = Spoiling(ctx, AdamW, spoiled, config=replace(ZERO2, nonfinite=SKIP), lr=0.05)
+    pair.train(len(places) + 3)
+    pair.check_state()
+    assert pair.zero.nonfinite == NonFiniteSteps(9, 9, 0, 10)
+
+
+@ranks(4)
+def test_rows_that_hold_the_same(ctx: RankContext) -> None:
+    config = replace(ZERO2, nonfinite=SKIP)
+    pair = hybrid_pair((2, 2), AdamW, config=config, lr=0.05)
+    for step in range(5):
+        pair.backward()
+        if step in (1, 3):  # in a slice of one rank of one row, after all was averaged
+            pair.zero.clip_grad_norm_(math.inf)
+            if ctx.rank == 3:
+                pair.zero.engine.grads.tensors()[0][0] = math.nan
+        before = values_of(pair.model)
+        pair.zero.step()
+        if step in (1, 3):
+            assert all_equal([values_of(pair.model), before])
+        else:
+            pair.plain.step()
+        for side in pair.sides:
+            side.model.zero_grad()
+        pair.check()
+    pair.check_state()
+    assert set(ctx.gather(pair.zero.nonfinite)) == {NonFiniteSteps(2, 2, 0, 4)}
+
+
+@ranks(2)
+def test_masters_and_rules(ctx: RankContext) -> None:
+    for model, optimizer in (
+        _of(mlp, AdamW, torch.bfloat16, masters=MasterWeights(), nonfinite=SKIP),
+        _of(Words, rules(), torch.float32, nonfinite=SKIP),
+    ):
+        loss = next_word if isinstance(model, Words) else _in_bfloat16
+        for step in range(4):
+            torch.autograd.backward(loss(model, step) * (math.nan if step == 2 and ctx.rank else 1.0))
+            before, state = values_of(model), optimizer.full_state_dict()
+            optimizer.step()
+            optimizer.zero_grad()
+            same = all_equal([values_of(model), before])
+            assert same == (step == 2)
+            if same:
+                assert_same(optimizer.full_state_dict(), state)
+        assert optimizer.nonfinite == NonFiniteSteps(1, 1, 0, 3)
+
+
+def _of(make: Callable[[], nn.Module], chosen: Any, dtype: torch.dtype, **policies: Any) -> tuple[nn.Module, Any]:
+    model = seeded(make, 0).to(dtype)
+    return model, shard(model, chosen, config=replace(ZERO2, **policies))
+
+
+def _in_bfloat16(model: nn.Module, number: int) -> Tensor:
+    out: Tensor = model(torch.full((2, WIDTH), 0.1 * (number + 1), dtype=torch.bfloat16)).float().square().mean()
+    return out
+
+
+def spoil(model: nn.Module, name: str, value: float) -> None:
+    grad = model.get_parameter(name).grad
+    assert grad is not None
+    grad.view(-1)[-1] = value
+
+
+WAYS: list[dict[str, Any]] = [
+    {"config": ZeroConfig(nonfinite=SKIP)},
+    {"config": ZeroConfig(nonfinite=SKIP), "parameters_as_bucket_view": True},
+    {"config": ZeroConfig(nonfinite=SKIP, partition=FlatShards())},
+]
+
+
+@ranks(1, 2, 3, 4)
+def test_the_drop_in(ctx: RankContext) -> None:
+    for way in WAYS:
+        twins = Twins(AdamW, zero_only=way, lr=0.05, foreach=True)
+        oracle = Plain(twins.plain_model, twins.plain)
+        for step in range(5):
+            for model, _ in twins.sides:
+                set_grads(model.parameters(), step)
+                if step in (1, 3):
+                    spoil(model, f"{step - 1}.weight", math.inf if step == 1 else math.nan)
+            assert twins.zero.step() is None
+            oracle.step()
+            twins.check()
+        found = twins.zero.full_state_dict()
+        if found is not None:
+            assert_same(found, twins.plain.state_dict())
+        assert ctx.gather(twins.zero.nonfinite) == [NonFiniteSteps(2, 2, 0, 4)] * ctx.world_size
+
+
+def _loss(model: nn.Module, step: int, calls: list[int]) -> Tensor:
+    """A closure. The third one is spoiled."""
+    calls.append(step)
+    model.zero_grad()
+    loss: Tensor = model(torch.full((2, WIDTH), 0.1 * step)).square().mean()
+    torch.autograd.backward(loss * (math.nan if step == 2 else 1.0))
+    return loss
+
+
+@ranks(1, 2)
+def test_closures(ctx: RankContext) -> None:
+    """Called once, and the loss is what a step that was made returns."""
+    for way in (*WAYS, None):
+        model, plain_model = (seeded(mlp, 0) for _ in range(2))
+        zero: Any = (
+            ZeroRedundancyOptimizer(model.parameters(), AdamW, **way, lr=0.05, foreach=True)
+            if way
+            else shard(model, AdamW, config=replace(ZERO2, nonfinite=SKIP), lr=0.05, foreach=True)
+        )
+        plain = AdamW(plain_model.parameters(), lr=0.05, foreach=True)
+        calls: list[int] = []
+        for step in range(4):
+            found = zero.step(partial(_loss, model, step, calls))
+            expected = _loss(plain_model, step, calls)
+            if step == 2:
+                assert found is None
+            else:
+                plain.step()
+                assert torch.equal(found, expected)
+            assert_same(model.state_dict(), plain_model.state_dict())
+        assert calls == [step for step in range(4) for _ in range(2)]
+        assert zero.nonfinite == NonFiniteSteps(1, 1, 0, 3)
+
+
+@ranks(1, 2, 3)
+def test_raising(ctx: RankContext) -> None:
+    for config in (ZERO2, ZERO1):
+        model = seeded(mlp, 0)
+        zero = shard(model, AdamW, config=replace(config, nonfinite=NonFinite("raise")), lr=0.05)
+        before, state = values_of(model), zero.full_state_dict()
+        torch.autograd.backward(regression(model, 0) * (math.nan if ctx.rank == 0 else 1.0))
+        with pytest.raises(NonFiniteError, match=r"step 1: gradients of parameter 0 \(0\.weight\), .* and 5 more"):
+            zero.step()
+        assert all_equal([values_of(model), before])
+        assert_same(zero.full_state_dict(), state)
+        zero.zero_grad()
+        torch.autograd.backward(regression(model, 1))
+        zero.step()
+        assert ctx.gather(zero.nonfinite) == [NonFiniteSteps(1, 0, 0, 1)] * ctx.world_size
+        assert not all_equal([values_of(model), before])
+
+
+@ranks(1, 2)
+def test_going_on_makes_the_step_and_counts(ctx: RankContext) -> None:
+    results = []
+    for policy in (NonFinite("go on"), None):
+        model = seeded(mlp, 0)
+        zero = shard(model, SGD, config=replace(ZERO2, nonfinite=policy), lr=0.1)
+        for step in range(3):
+            torch.autograd.backward(regression(model, step))
+            if step == 1:
+                zero.clip_grad_norm_(math.inf)
+                if ctx.rank == 0:
+                    zero.engine.grads.tensors()[0][0] = math.nan
+            zero.step()
+            zero.zero_grad()
+        results.append([value.nan_to_num(nan=7.0) for value in values_of(model)])
+        assert zero.nonfinite == (NonFiniteSteps(2, 0, 2, 3) if policy else NonFiniteSteps())
+    assert all_equal(results)
+
+
+@ranks(2)
+def test_too_many_in_a_row(ctx: RankContext) -> None:
+    model = seeded(mlp, 0)
+    zero = shard(model, SGD, config=replace(ZERO2, nonfinite=NonFinite("skip", most=2)), lr=0.1)
+
+    def step(factor: float) -> None:
+        zero.zero_grad()
+        torch.autograd.backward(regression(model, 0) * (factor if ctx.rank else 1.0))
+        zero.step()
+
+    for factor in (math.nan, 1.0, math.nan):
+        step(factor)
+    before = values_of(model)
+    for row in (2, 3):
+        with pytest.raises(NonFiniteError, match=rf"for {row} steps in a row, and NonFinite\(then='skip', most=2\)"):
+            step(math.inf)
+    assert all_equal([values_of(model), before])
+    step(1.0)
+    assert zero.nonfinite == NonFiniteSteps(4, 4, 0, 5)
+
+
+@ranks(1, 3)
+@pytest.mark.filterwarnings("default")
+def test_a_few_are_warned_of_in_the_same_words_on_all_ranks(ctx: RankContext) -> None:
+    model = seeded(mlp, 0)
+    zero = shard(model, SGD, config=replace(ZERO2, nonfinite=SKIP), lr=0.1)
+    told: list[str] = []
+    for number in range(9):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            zero.zero_grad()
+            torch.autograd.backward(regression(model, 0) * (math.nan if ctx.rank == ctx.world_size - 1 else 1.0))
+            zero.step()
+        told += [str(it.message) for it in caught]
+        assert all(Path(it.filename).name == Path(__file__).name for it in caught), number
+    assert [text.partition(":")[0] for text in told] == ["step 1", "step 2", "step 4", "step 8"]
+    assert told[0].endswith("The step is left out, as NonFinite(then='skip', most=None) says; once so far.")
+    assert len(set(ctx.gather(tuple(told)))) == 1
+
+
+@ranks(1, 2, 3)
+def test_gradients_stay_until_they_are_cleared(ctx: RankContext) -> None:
+    """A pass that follows adds to them, as in torch and as after a step that a scaler leaves out."""
+    for config in (ZERO2, ZERO1):
+        pair = Spoiling(ctx, SGD, {0: ("0.weight", 1, math.nan)}, config=replace(config, nonfinite=SKIP), lr=0.1)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "gradients of the last step were not cleared")
+            for step in range(3):
+                pair.steps = step
+                pair.backward()
+                pair.zero.step()
+                pair.oracle.step()
+                pair.check()
+        assert pair.zero.nonfinite == NonFiniteSteps(3, 3, 3, 3)
+        for side in pair.sides:
+            side.model.zero_grad()
+        pair.train(2)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@ranks(1, 2)
+def test_what_a_scaler_leaves_out_is_not_counted(ctx: RankContext, fused: bool) -> None:
+    model = seeded(mlp, 0)
+    zero = shard(model, AdamW, config=replace(ZERO2, nonfinite=SKIP), lr=0.05, fused=fused)
+    twin = seeded(mlp, 0)
+    plain = shard(twin, AdamW, config=ZERO2, lr=0.05, fused=fused)
+    scalers = [GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+    for step in range(4):
+        for module, optimizer, scaler in ((model, zero, scalers[0]), (twin, plain, scalers[1])):
+            factor = math.inf if step == 1 and ctx.rank == 0 else 1.0
+            torch.autograd.backward(scaler.scale(regression(module, step) * factor))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert_same(model.state_dict(), twin.state_dict())
+    assert zero.nonfinite == NonFiniteSteps()
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 4.0
+    torch.autograd.backward(regression(model, 4) * math.nan)
+    zero.step()
+    assert zero.nonfinite == NonFiniteSteps(1, 1, 1, 4)
+
+
+@ranks(1, 2)
+def test_a_scaler_with_the_drop_in(ctx: RankContext) -> None:
+    for way in WAYS:
+        model = seeded(mlp, 0)
+        zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, **way, lr=0.05, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(3):
+            set_grads(model.parameters(), step)
+            scaler.scale(torch.zeros(()))
+            if step == 1:
+                spoil(model, "4.weight", math.inf)
+            before = values_of(model)
+            scaler.step(zero)
+            scaler.update()
+            assert all_equal([values_of(model), before]) == (step == 1)
+        assert zero.nonfinite == NonFiniteSteps()
+
+
+@ranks(2, 3)
+def test_uneven_inputs(ctx: RankContext) -> None:
+    """A rank that only shadows the step owns slices of its gradients, and takes part."""
+    model = seeded(mlp, 0)
+    zero = shard(model, SGD, config=replace(ZERO2, nonfinite=SKIP), lr=0.1)
+    with Join([zero]):
+        for step in range(2 + ctx.rank):
+            torch.autograd.backward(regression(model, step) * (math.nan if step == ctx.world_size else 1.0))
+            before = values_of(model)
+            zero.step()
+            zero.zero_grad()
+            assert all_equal([values_of(model), before]) == (step == ctx.world_size)
+    assert all_equal(ctx.gather(values_of(model)))
+    assert ctx.gather(zero.nonfinite) == [NonFiniteSteps(1, 1, 1, ctx.world_size + 1)] * ctx.world_size
+
+
+@ranks(2, 3)
+def test_uneven_inputs_under_ddp(ctx: RankContext) -> None:
+    for way in WAYS:
+        ddp = DistributedDataParallel(seeded(mlp, 0))
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), SGD, **way, lr=0.1)
+        with Join([ddp, zero]):
+            for step in range(2 + ctx.rank):
+                zero.zero_grad()
+                torch.autograd.backward(regression(ddp, step) * (math.nan if step == ctx.world_size else 1.0))
+                zero.step()
+        assert all_equal(ctx.gather(values_of(ddp)))
+        assert all(value.isfinite().all() for value in values_of(ddp))
+        assert ctx.gather(zero.nonfinite) == [NonFiniteSteps(1, 1, 1, ctx.world_size + 1)] * ctx.world_size
+
+
+@ranks(1, 2, 3)
+def test_slices_from_the_ddp_hook(ctx: RankContext) -> None:
+    ddp = DistributedDataParallel(seeded(mlp, 0))
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, **WAYS[2], lr=0.05)
+    ddp.register_comm_hook(None, zero.ddp_hook())
+    for step in range(4):
+        torch.autograd.backward(regression(ddp, step) * (math.inf if step == 2 and ctx.rank == 0 else 1.0))
+        before = values_of(ddp)
+        zero.step()
+        zero.zero_grad()
+        assert all_equal([values_of(ddp), before]) == (step == 2)
+    assert ctx.gather(zero.nonfinite) == [NonFiniteSteps(1, 1, 0, 3)] * ctx.world_size
+
+
+class Odd(nn.Module):
+    """A complex parameter, an empty one, one without a gradient, and rows with sparse ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waves = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.idle = nn.Parameter(torch.ones(3))
+        self.rest = nn.Parameter(torch.ones(5))
+
+
+@ranks(1, 2)
+def test_complex_and_sparse_gradients(ctx: RankContext) -> None:
+    big = torch.finfo(torch.float32).max
+    for config in (ZeroConfig(), ZeroConfig(partition=FlatShards())):
+        model = Odd()
+        zero: Any = ZeroRedundancyOptimizer(
+            model.parameters(), SGD, config=replace(config, nonfinite=SKIP, mixed_dtypes=True), lr=0.0
+        )
+        for value, count in (
+            (complex(big, big), 0),
+            (complex(0.0, math.nan), 1),
+            (complex(-math.inf, 0.0), 2),
+            (1.0, 2),
+        ):
+            model.waves.grad = torch.full((4,), value, dtype=torch.complex64)
+            model.nothing.grad, model.rest.grad = torch.empty(0, 3), torch.ones(5)
+            zero.step()
+            assert zero.nonfinite.found == count, value
+    rows = nn.Embedding(6, 3, sparse=True)
+    zero = ZeroRedundancyOptimizer(rows.parameters(), SparseAdam, config=ZeroConfig(nonfinite=SKIP), lr=0.1)
+    for values, count in (([1.0, 2.0], 0), ([1.0, math.inf], 1), ([big, big], 2), ([], 2)):
+        entries = torch.tensor(values).view(-1, 1).expand(-1, 3)
+        at = torch.full((1, len(values)), 4)
+        rows.weight.grad = torch.sparse_coo_tensor(at, entries, (6, 3))
+        zero.step()
+        assert zero.nonfinite.found == count, values
+    assert rows.weight.isfinite().all()
+
+
+def test_every_dtype_and_shape() -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128):
+        for spoiled in (math.nan, math.inf, -math.inf):
+            tensors = [torch.ones(shape, dtype=dtype) for shape in ((), (3, 4), (0,), (40_000,))]
+            turned = torch.ones(5, 6, dtype=dtype).t()
+            assert _are_finite([*tensors, turned]) == [True] * 5
+            for place in (0, 1, 3):
+                tensors[place].view(-1)[-1] = spoiled
+            turned[1, 2] = spoiled
+            assert _are_finite([*tensors, turned]) == [False, False, True, False, False]
+    assert _are_finite([]) == []
+
+
+@ranks(2)
+def test_a_checkpoint_after_a_skip(ctx: RankContext, tmp_path: Path) -> None:
+    """It is the plain optimizer's, which takes it, and training goes on from it."""
+    pair = Spoiling(ctx, AdamW, SOME, config=replace(ZERO2, nonfinite=SKIP), lr=0.05)
+    pair.train(3)
+    checkpoint.save(tmp_path, step=3, model=pair.model, optimizer=pair.zero).wait()
+    other = seeded(mlp, 1)
+    plain = AdamW(other.named_parameters(), lr=0.05, foreach=True)
+    checkpoint.load(tmp_path, model=other, optimizer=plain)
+    assert_same(other.state_dict(), pair.plain_model.state_dict())
+    assert_same(plain.state_dict()["state"], pair.plain.state_dict()["state"])
+    checkpoint.load(tmp_path, model=pair.model, optimizer=pair.zero)
+    pair.train(3)
+    pair.check_state()
+
+
+@ranks(2)
+def test_what_fails_on_one_rank_is_raised_on_all(ctx: RankContext) -> None:
+    for facade in ("shard", "drop-in"):
+        model = seeded(small_model, 0)
+        zero: Any = (
+            shard(model, SGD, config=replace(ZERO2, nonfinite=SKIP), lr=0.1)
+            if facade == "shard"
+            else ZeroRedundancyOptimizer(model.parameters(), SGD, **WAYS[0], lr=0.1)
+        )
+        before = values_of(model)
+        set_grads(model.parameters(), 0)
+        with pytest.MonkeyPatch.context() as patch:
+            if ctx.rank:
+                patch.setattr(torch, "aminmax", _fail)
+            with pytest.raises(MemoryError if ctx.rank else RankFailedError, match="nothing left"):
+                zero.step()
+        assert all_equal([values_of(model), before])
+        set_grads(model.parameters(), 0)
+        zero.step()
+        assert not all_equal([values_of(model), before])
+
+
+def _fail(*_: Any) -> Any:
+    raise MemoryError("nothing left")
+
+
+@ranks(2)
+def test_it_is_refused_where_ddp_makes_the_steps(ctx: RankContext) -> None:
+    with pytest.raises(ConfigError, match=r"NonFinite\(\.\.\.\) cannot be used with overlap_with_ddp=True"):
+        ZeroRedundancyOptimizer(mlp().parameters(), SGD, overlap_with_ddp=True, config=WAYS[0]["config"], lr=0.1)
+
+
+@pytest.mark.gpu
+@ranks(1, 2)
+def test_on_a_gpu(ctx: RankContext) -> None:
+    """Also with state in host memory, and in every dtype."""
+    for policies in ({}, {"offload": Offload()}, {"retention": KeepFull()}):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            model = seeded(mlp, 0).to("cuda", dtype)
+            zero = shard(model, AdamW, config=replace(ZERO2, nonfinite=SKIP, **policies), lr=0.05)
+            for step in range(4):
+                loss = model(batch(step).to("cuda", dtype)).float().square().mean()
+                torch.autograd.backward(loss * (math.nan if step == 2 and ctx.rank == 0 else 1.0))
+                before, state = values_of(model), zero.full_state_dict()
+                zero.step()
+                zero.zero_grad()
+                assert all_equal([values_of(model), before]) == (step == 2)
+                if step == 2:
+                    assert_same(zero.full_state_dict(), state)
+            assert zero.nonfinite == NonFiniteSteps(1, 1, 0, 3)
