@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-from tests.support.fault_matrix import PAGE, Matrix, Outcome, cells, page
+from tests.support.fault_matrix import Matrix, Outcome, cells
+from tests.support.fault_page import keep_outcomes
 from tests.support.faults import Fault, Kind, Place
 from tests.support.jobs import STEPS
 
@@ -69,8 +69,4 @@ def test_all_faults(matrix: Matrix) -> None:
         found = list(pool.map(attempt, [(*cell, turn) for turn in range(ROUNDS) for cell in cells()]))
     failed = [it for it in found if isinstance(it, str)]
     assert not failed, "\n".join([f"{len(failed)} of {len(found)}:", *failed])
-    write_page([it for it in found if isinstance(it, Outcome)])
-
-
-def write_page(outcomes: list[Outcome], target: Path = PAGE) -> None:
-    target.write_text(page(outcomes))
+    keep_outcomes([it for it in found if isinstance(it, Outcome)])

@@ -1,18 +1,12 @@
-"""One fault after the other, what came of each, and the page that tells it."""
+"""One fault after the other, and what came of each."""
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections import defaultdict
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
-
-import torch
 
 from tests.support.faults import Fault, Kind, Place
 from tests.support.jobs import MODES, SAVED_EVERY, Told, run_job
@@ -23,7 +17,6 @@ TIMEOUT = 30.0
 """Of the process group. Whoever knows earlier has not waited for it."""
 SHORT = 3.0
 """The same where a rank is stopped, which is known by waiting only."""
-PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 _FATAL = (Kind.KILLED, Kind.STOPPED, Kind.CUT)
 
 
@@ -108,54 +101,3 @@ def cells() -> list[tuple[Kind, Place, str]]:
     """DDP reduces gradients of the drop-in: what happens there is not ours."""
     every = [(kind, place, mode) for mode in MODES for kind in Kind for place in Place]
     return [it for it in every if it[1:] != (Place.REDUCTION, "drop-in")]
-
-
-# ruff: noqa: E501 (a page)
-_HEAD = """# Faults
-
-Written by `make faults`, which puts faults into real jobs of {ranks} processes (gloo, torch {torch}, {cpus} cores): do not edit.
-
-Each job trains, consolidates and saves in turn, in one of {modes} ways ({names}). At some step one rank has a fault, somewhere. *What the others saw* are the errors on all other ranks, *until all knew* the time from
-the fault until the last of them had its error in hand: the median and the worst. A rank that is stopped can only be known by waiting: the timeout of the process group is {short:g} s there, and {long:g} s in all other rows.
-Afterwards the job goes on by itself, from the last checkpoint, where the error was the same for all and connections are whole; else all processes are started again. Either way its end is compared with that of a job that nothing happened to:
-parameters and state have the same bits, every time.
-
-**{count} faults: {hangs} hangs beyond the timeout, 0 silent differences, 0 lost checkpoints. A rank that was killed was known to all after {worst:.2f} s at most.**
-
-"""
-
-
-def page(outcomes: Iterable[Outcome], more: str = "") -> str:
-    """`more`: what other tests have to tell."""
-    found = list(outcomes)
-    killed = [it.seconds for it in found if it.fault.kind is Kind.KILLED]
-    head = _HEAD.format(
-        ranks=RANKS,
-        torch=torch.__version__,
-        cpus=os.cpu_count(),
-        modes=len(MODES),
-        names=", ".join(MODES),
-        short=SHORT,
-        long=TIMEOUT,
-        count=len(found),
-        hangs=0,
-        worst=max(killed, default=0.0),
-    )
-    by_cell: dict[tuple[Kind, Place], list[Outcome]] = defaultdict(list)
-    for it in found:
-        by_cell[it.fault.kind, it.fault.place].append(it)
-    rows = [_row(kind, place, by_cell[kind, place]) for kind in Kind for place in Place if by_cell[kind, place]]
-    columns = "| one rank | in | faults | what the others saw | until all knew, s | afterwards | lost |\n|---|---|---|---|---|---|---|"
-    return head + "\n".join([columns, *rows]) + "\n" + more
-
-
-def _row(kind: Kind, place: Place, outcomes: list[Outcome]) -> str:
-    saw = sorted({name for it in outcomes for name in it.saw})
-    times = [it.seconds for it in outcomes]
-    known = f"{median(times):.2f} / {max(times):.2f}" if saw else ""
-    restarted = sum(it.restarted for it in outcomes)
-    after = (
-        "went on" if not restarted else "restarted" if restarted == len(outcomes) else f"restarted {restarted} times"
-    )
-    shown = ", ".join(f"`{name}`" for name in saw) or "nothing: it waited"
-    return f"| {kind.value} | {place.value} | {len(outcomes)} | {shown} | {known} | {after} | nothing |"
