@@ -32,11 +32,11 @@ types: $(READY)
 unit: $(READY)
 	$(PY) -m pytest
 
-# Kills jobs while they save, some hundred times: about five minutes.
+# Kills jobs while they save, some hundred times, and trains at some hundred timings: about ten minutes.
 faults: $(READY)
-	ZEROSHARD_KILLS=160 $(PY) -m pytest tests/faults
+	ZEROSHARD_KILLS=160 ZEROSHARD_FAULTS=1 $(PY) -m pytest tests/faults tests/ranks/test_shuffled.py
 
-# 20,000 steps with all that happens on the way, twice.
+# 20,000 steps with all that happens on the way, twice: about half an hour on 2 cores.
 long: $(READY)
 	ZEROSHARD_LONG=20000 $(PY) -m pytest tests/faults/test_long_runs.py
 
