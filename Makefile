@@ -5,6 +5,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
+RECORDS := $(VENV)/records
 
 # Some CPUs advertise AMX without being able to run it; bf16 products then die with SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
@@ -32,13 +33,15 @@ types: $(READY)
 unit: $(READY)
 	$(PY) -m pytest
 
-# Kills jobs while they save, some hundred times, ranks under torchrun, and hosts: a quarter of an hour.
+# Faults in real jobs, many hundred of them, and docs/faults.md made of what was found: about half an hour on 2 cores.
 faults: $(READY)
-	ZEROSHARD_KILLS=160 ZEROSHARD_FAULTS=1 $(PY) -m pytest tests/faults
+	ZEROSHARD_KILLS=160 ZEROSHARD_FAULTS=2 ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m pytest tests/faults tests/ranks/test_shuffled.py
+	ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m tests.support.fault_page
 
-# 20,000 steps with all that happens on the way, twice.
+# 20,000 steps with all that happens on the way, twice: about half an hour on 2 cores.
 long: $(READY)
-	ZEROSHARD_LONG=20000 $(PY) -m pytest tests/faults/test_long_runs.py
+	ZEROSHARD_LONG=20000 ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m pytest tests/faults/test_long_runs.py
+	ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m tests.support.fault_page
 
 # Writes docs/optimizers.md anew: about a minute.
 table: $(READY)

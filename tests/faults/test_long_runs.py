@@ -23,7 +23,7 @@ STEPS = int(os.environ.get("ZEROSHARD_LONG", "200"))
 RANKS = 4
 SEGMENTS = max(len(WAYS), STEPS // 500)
 TIMEOUT = 120 + STEPS / 10
-"""Seconds for a run; one step in ten milliseconds or so would do on a machine with nothing else to do."""
+"""Seconds for a run: twice what it takes on 2 cores."""
 
 WARM_UP = len(WAYS)
 """Segments in which every way is tried for the first time."""

@@ -150,7 +150,13 @@ class Voyage:
 
     def _train(self, draw: random.Random) -> None:
         passes, clips = draw.choice([1, 1, 1, 2, 3]), draw.random() < 0.3
-        plan = [(self._shares(draw, alone=passes == 1), n + 1 < passes and draw.random() < 0.5) for n in range(passes)]
+        # Where averages are added, a parameter that has just been thawed travels later than others, so that its sum
+        # is made in another order: passes but the last stay local there.
+        local = 1.0 if self._way.sums == "added" else 0.5
+        plan = [
+            (self._shares(draw, alone=passes == 1), number < passes and draw.random() < local)
+            for number in range(1, passes + 1)
+        ]
         self._done = f"{plan}, clips {clips}"
         by_closure = passes == 1 and draw.random() < 0.2
         self.record.events["with a closure" if by_closure else f"{passes} passes"] += 1
@@ -172,12 +178,14 @@ class Voyage:
     def _shares(self, draw: random.Random, *, alone: bool) -> list[Share]:
         """Mostly all ranks do all; else some leave out the branch, or one makes no backward pass.
 
-        The latter in the only pass of a step: of several, those of one rank would meet other ones of the rest.
+        That in the only pass of a step: where averages of several are added, one rank's pass would meet another one of
+        the rest, and the sum be made in another order.
         """
         ranks, kind, absent = range(self._ctx.world_size), draw.random(), None
-        if kind < 0.05 and alone and not self._way.needs_all_ranks:
+        alone, any_order = alone and not self._way.needs_all_ranks, alone or self._way.sums != "added"
+        if kind < 0.05 and alone:
             absent = draw.randrange(self._ctx.world_size)
-        without = [draw.random() < 0.5 for _ in ranks] if kind > 0.85 else [False for _ in ranks]
+        without = [kind > 0.85 and any_order and draw.random() < 0.5 for _ in ranks]
         self.record.events["a rank without backward"] += absent is not None
         self.record.events["ranks without the branch"] += any(without)
         return [Share(rank != absent, not without[rank]) for rank in ranks]
@@ -281,7 +289,7 @@ class Voyage:
 
     @torch.no_grad()
     def _evaluate(self, _: random.Random) -> None:
-        """All ranks, or one alone."""
+        """As scripts do between steps."""
         self._model.eval()
         loss_of(self._model, self._position, self._ctx.rank)
         self._model.train()

@@ -11,7 +11,7 @@ from tests.support.long_oracle import ADAMW, Net, groups_of
 from tests.support.pair import average, from_all_ranks, in_rank_order
 from zeroshard import FlatShards, KeepFull, ZeroConfig, ZeroRedundancyOptimizer, shard
 
-TINY = FlatShards(bucket_bytes=2048)
+TINY = FlatShards(bucket_bytes=6000)
 
 
 class Way:

@@ -23,9 +23,9 @@ class Record:
     ended: float | None = None
 
     def keep(self) -> None:
-        """Under `ZEROSHARD_TABLE=write` only. One file a case, so that each can be renewed alone."""
+        """One file a case, so that each can be renewed alone."""
         folder = os.environ.get(FOLDER)
-        if os.environ.get("ZEROSHARD_TABLE") == "write" and folder:
+        if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
             name = "".join(letter if letter.isalnum() else "-" for letter in self.case)
             (Path(folder) / f"{name}{_ENDING}").write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
