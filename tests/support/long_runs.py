@@ -37,7 +37,7 @@ EVENTS = {
     "a step fails": 1,
     "nothing": 80,
 }
-"""How often, of a hundred steps."""
+"""How often, of a hundred steps; the last one as often as a plan says."""
 CLIP = 0.5
 
 
@@ -53,6 +53,8 @@ class Plan:
     timing: int
     pauses: float
     """Of how many steps, at each of three places."""
+    calm: int = EVENTS["nothing"]
+    """How often nothing happens, for 20 times that something does."""
     seed: int = 0
 
 
@@ -98,7 +100,7 @@ class Voyage:
     def advance(self, step: int) -> None:
         self._step = step
         draw = random.Random(f"{self._plan.seed} {step}")
-        event = draw.choices(list(EVENTS), list(EVENTS.values()))[0]
+        event = draw.choices(list(EVENTS), [*list(EVENTS.values())[:-1], self._plan.calm])[0]
         self._pause()
         getattr(self, "_" + event.replace(" ", "_"))(draw)
         self.record.events[event] += 1
