@@ -38,7 +38,8 @@ SLACK_OBJECTS = 400
 def plan_of(timing: int) -> Plan:
     """The first run has no pauses, the second has, other ones on each rank."""
     digest = 100 if STEPS >= 1000 else 10
-    return Plan(STEPS, STEPS // SEGMENTS, digest, timing, pauses=0.02 * timing)
+    calm = 480 if STEPS >= 10000 else 80
+    return Plan(STEPS, STEPS // SEGMENTS, digest, timing, pauses=0.02 * timing, calm=calm)
 
 
 @pytest.mark.timeout(2 * TIMEOUT + 60)
