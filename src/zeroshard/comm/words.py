@@ -37,9 +37,8 @@ class Words:
 
     def leave(self) -> None:
         """For all others to read. Before connections are closed: then who is gone without one has none to leave."""
-        entry = json.dumps([self._me, self._word[:_LONGEST], sorted(self._closed)])
-        store: Any = _get_default_store()
-        _in_time(ANSWER, lambda: store.append(self._key, entry + "\n"))
+        entry = json.dumps([self._me, self._word[:_LONGEST], sorted(self._closed)]) + "\n"
+        _in_time(ANSWER, lambda: _store().append(self._key, entry))
 
     def report(self, kept: str) -> RankLostError:
         """`kept`: where torch's records were written to, if they were."""
@@ -55,9 +54,8 @@ class Words:
     def _listen(self) -> None:
         """Until all who can have spoken, or for as long as is sensible."""
         start, pause, everyone = time.monotonic(), max(0.01, self._size / 500), set(range(self._size))
-        store = _get_default_store()
         while True:
-            for line in store.get(self._key).decode(errors="replace").splitlines():
+            for line in _store().get(self._key).decode(errors="replace").splitlines():
                 rank, word, closed = json.loads(line)
                 self._heard[rank] = word
                 self._closed.update(closed)
@@ -86,6 +84,10 @@ def _sentence(gone: list[int], silent: list[int], size: int) -> str:
 def _named(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def _store() -> Any:
+    return _get_default_store()
 
 
 def _in_time(seconds: float, action: Callable[[], object]) -> None:

@@ -1,0 +1,144 @@
+"""Ranks that are lost: what the others raise, how they know who is missing, and what is left for a closer look."""
+
+from __future__ import annotations
+
+import pickle
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support import RankContext, ranks
+from zeroshard import FlatShards, RankLostError, ZeroConfig, shard
+from zeroshard.comm import words
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.group import Group
+
+LOST = 1
+"""The rank that is lost."""
+
+
+def a_comm(seconds: float = 30.0) -> Comm:
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    assert isinstance(group, dist.ProcessGroup)
+    return Comm(Group(group))
+
+
+def lost_in(comm: Comm) -> RankLostError:
+    with pytest.raises(RankLostError) as caught:
+        comm.maximum([0])
+    return caught.value
+
+
+@ranks(2, 3, 4)
+def test_a_rank_that_fails_alone_is_known_to_all_by_its_own_words(ctx: RankContext) -> None:
+    comm = a_comm()
+    comm.group.line.at("something of importance", steps=7)
+    if ctx.rank == LOST:
+        with pytest.raises(OSError, match="no room"), comm.group.line.relied_on():
+            raise OSError("no room on the disk")
+        assert "no room on the disk" in str(lost_in(comm))
+        return
+    error = lost_in(comm)
+    assert (error.gone, error.silent) == ((), ())
+    assert f"rank {LOST}: something of importance, 7 steps done: failed there with OSError: no room" in str(error)
+    assert str(lost_in(comm)) == str(error), "once lost, always lost"
+
+
+@ranks(2, 3, 4)
+def test_a_rank_that_hangs_up_without_a_word_is_gone(ctx: RankContext) -> None:
+    comm = a_comm()
+    if ctx.rank == LOST:
+        comm.group.line.hang_up()
+        dist.barrier()
+        return
+    error = lost_in(comm)
+    assert (error.gone, error.silent) == ((LOST,), ())
+    assert str(error).startswith(f"rank {LOST} of {ctx.world_size} ended, or lost the network")
+    dist.barrier()  # other groups are as they were
+
+
+@ranks(2, 3, 4)
+def test_a_rank_that_does_not_come_is_silent(ctx: RankContext) -> None:
+    comm = a_comm(seconds=1.0)
+    comm.group.line.at("the end of step 3", steps=2)
+    if ctx.rank == LOST:
+        dist.barrier()
+        error = lost_in(comm)
+        assert (error.gone, error.silent) == ((), ()), "all others have left a word"
+        assert f"rank {(LOST + 1) % ctx.world_size}: the end of step 3, 2 steps done: no answer" in str(error)
+        return
+    error = lost_in(comm)
+    assert (error.gone, error.silent) == ((), (LOST,))
+    assert "no answer within the timeout of the process group" in str(error)
+    assert "gloo:all_reduce of [[1]], collective" in str(error), "what torch has recorded"
+    dist.barrier()
+
+
+@ranks(3)
+def test_a_store_that_does_not_answer_keeps_nobody_waiting(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = a_comm()
+    if ctx.rank == LOST:
+        comm.group.line.hang_up()
+        return
+
+    def unreachable() -> Any:
+        raise ConnectionError("the store is gone")
+
+    monkeypatch.setattr(words, "_store", unreachable)
+    error = lost_in(comm)
+    assert LOST in error.gone
+    assert f"rank {ctx.rank} (this one): " in str(error)
+
+
+@ranks(2)
+def test_torchs_records_are_kept_where_the_environment_says(
+    ctx: RankContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/rank_")
+    comm = a_comm()
+    comm.maximum([3])
+    if ctx.rank == LOST:
+        comm.group.line.hang_up()
+        return
+    error = lost_in(comm)
+    kept = tmp_path / f"rank_{ctx.rank}"
+    assert str(kept) in str(error)
+    names = [entry["profiling_name"] for entry in pickle.loads(kept.read_bytes())["entries"]]
+    assert "gloo:all_reduce" in names
+
+
+@ranks(2, 4)
+def test_steps_and_buckets_are_named(ctx: RankContext) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    config = ZeroConfig(partition=FlatShards(bucket_bytes=256))
+    optimizer = shard(model, torch.optim.AdamW, process_group=group, config=config)
+
+    def train(steps: int = 1) -> None:
+        for _ in range(steps):
+            torch.autograd.backward(model(torch.ones(1, 8)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train()
+    if ctx.rank == LOST:
+        Group(group).line.hang_up()
+        return
+    with pytest.raises(RankLostError, match="1 steps done") as caught:
+        train(steps=2)
+    places = ("gradients of bucket", "agreeing on step 2")
+    assert any(place in str(caught.value) for place in places)
+    assert caught.value.gone == (LOST,)
+
+
+@ranks(2)
+def test_groups_that_are_made_have_the_timeout_of_the_users(ctx: RankContext) -> None:
+    comm = a_comm(seconds=17)
+    assert comm.group.timeout == timedelta(seconds=17)
+    assert comm.group.apart().timeout == timedelta(seconds=17)
