@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,9 @@ from tests.support.overlap import mlp, regression
 from tests.support.sharded import ZERO1, ZERO2, all_equal, seeded, values_of
 from tests.support.shuffling import shuffled
 from zeroshard import Rule, ShardedOptimizer, WholeParams, ZeroConfig, checkpoint, everything_else, matrices, shard
+from zeroshard.comm.pending import Pending
+from zeroshard.comm.ways import ByThread
+from zeroshard.runtime.param_sync import ShardSync
 
 SEEDS = 40 if os.environ.get("ZEROSHARD_FAULTS") else 2
 STEPS = 4
@@ -96,3 +99,34 @@ def test_any_timing_of_saves_in_the_background(ctx: RankContext, tmp_path: Path,
         with shuffled(seed):
             found = trained(ctx, WAYS[way], tmp_path / str(seed))
         assert all_equal([expected, found]), f"at the timing of seed {seed}"
+
+
+def nobody_waits_for_sums(_: ByThread) -> None:
+    """They are read as they are."""
+
+
+def nobody_waits_for_params(sync: ShardSync, buckets: Iterable[int]) -> None:
+    """They are still on their way, and stay alive."""
+    RACING.extend(sync._under_way.pop(bucket) for bucket in list(buckets) if bucket in sync._under_way)
+
+
+RACING: list[Pending] = []
+
+
+@pytest.mark.parametrize(
+    ("owner", "careless"), [(ByThread, nobody_waits_for_sums), (ShardSync, nobody_waits_for_params)]
+)
+@ranks(4)
+def test_a_race_would_be_found(ctx: RankContext, owner: Any, careless: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At one of a few timings."""
+    expected = trained(ctx, WAYS["zero2"])
+    for seed in range(20):
+        with monkeypatch.context() as patch, shuffled(seed):
+            patch.setattr(owner, "wait", careless)
+            mine = trained(ctx, WAYS["zero2"])
+        for pending in RACING:
+            pending.wait()
+        RACING.clear()
+        if not all(ctx.gather(all_equal([expected, mine]))):
+            return
+    pytest.fail("a race went unnoticed")

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +20,7 @@ OFTEN = 0.25
 SWITCH = 1e-5
 """Seconds after which Python lets another thread go on."""
 VERBS = (
-    *("isend", "irecv", "all_reduce", "broadcast", "all_gather", "gather"),
+    *("irecv", "all_reduce", "broadcast", "all_gather", "gather"),
     *("all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor"),
 )
 
@@ -41,9 +42,11 @@ class Delays:
 def shuffled(seed: int) -> Iterator[Delays]:
     """While it is open, here and now. Locks are delayed in objects that are made inside."""
     delays, interval = Delays(1000 * seed + dist.get_rank()), sys.getswitchinterval()
-    slow_dist = _Altered(dist, {verb: _slow_verb(getattr(dist, verb), delays) for verb in VERBS})
+    late = ThreadPoolExecutor(1)
+    verbs = {verb: _slow_verb(getattr(dist, verb), delays) for verb in VERBS}
+    slow_dist = _Altered(dist, {**verbs, "isend": _late_verb(dist.isend, delays, late)})
     slow_threading = _Altered(threading, _slow_threads(delays))
-    with pytest.MonkeyPatch.context() as patch:
+    with late, pytest.MonkeyPatch.context() as patch:
         for name, module in list(sys.modules.items()):
             if name.startswith("zeroshard."):
                 _replace(patch, module, {"dist": (dist, slow_dist), "threading": (threading, slow_threading)})
@@ -109,6 +112,24 @@ def _slow_verb(verb: Callable[..., Any], delays: Delays) -> Callable[..., Any]:
         return _SlowWork(work, delays) if hasattr(work, "wait") else work
 
     return call
+
+
+def _late_verb(verb: Callable[..., Any], delays: Delays, pool: ThreadPoolExecutor) -> Callable[..., Any]:
+    """Messages leave later than they are sent, one after the other, as in a network that is slow."""
+
+    def leave(*args: Any, **kwargs: Any) -> Any:
+        delays.pause()
+        return verb(*args, **kwargs)
+
+    return lambda *args, **kwargs: _Late(pool.submit(leave, *args, **kwargs))
+
+
+class _Late:
+    def __init__(self, left: Future[Any]) -> None:
+        self._left = left
+
+    def wait(self, *args: Any) -> Any:
+        return self._left.result().wait(*args)
 
 
 def _slow_threads(delays: Delays) -> dict[str, Any]:
