@@ -431,6 +431,28 @@ def test_slices_from_the_ddp_hook(ctx: RankContext) -> None:
     assert ctx.gather(zero.nonfinite) == [NonFiniteSteps(1, 1, 0, 3)] * ctx.world_size
 
 
+@ranks(1, 2)
+def test_old_gradients_of_a_parameter_that_has_none_now(ctx: RankContext) -> None:
+    """Its slice still holds them, and nobody uses it."""
+    model = seeded(mlp, 0)
+    sharded = shard(model, SGD, config=ZeroConfig(nonfinite=SKIP), lr=0.1)
+    other = seeded(mlp, 0)
+    for module, zero in (
+        (model, sharded),
+        (other, ZeroRedundancyOptimizer(other.parameters(), SGD, **WAYS[2], lr=0.1)),
+    ):
+        set_grads(module.parameters(), 0)
+        spoil(module, "0.weight", math.nan)
+        zero.step()
+        zero.zero_grad()
+        before = values_of(module)
+        set_grads(list(module.parameters())[2:], 1)
+        zero.step()
+        assert zero.nonfinite == NonFiniteSteps(1, 1, 0, 1)
+        changed = [not torch.equal(a, b) for a, b in zip(values_of(module), before, strict=True)]
+        assert changed == [False, False, *[True] * 8]
+
+
 class Odd(nn.Module):
     """A complex parameter, an empty one, one without a gradient, and rows with sparse ones."""
 

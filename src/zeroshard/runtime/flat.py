@@ -308,10 +308,8 @@ class _Update:
 
     def _lots(self) -> Iterator[Lot]:
         for bucket in self._engine.layout.buckets:
-            if all(map(self._present.__getitem__, bucket.params)):
+            if any(map(self._present.__getitem__, bucket.params)):
                 yield Lot(self._engine.grads.shard(bucket.index), partial(self._members, bucket))
-            else:  # what is old in it is none of a lot
-                yield from (Lot.of(index, grad) for index, grad in self._members(bucket))
 
     def _members(self, bucket: Bucket) -> Iterator[tuple[int, torch.Tensor]]:
         rank, shard = self._engine.comm.group.rank, self._engine.grads.shard(bucket.index)

@@ -104,7 +104,7 @@ def _times(count: int) -> str:
 def _spoiled(lots: Sequence[Lot]) -> list[int]:
     """Parameters whose gradients here are not all finite."""
     suspects = [lot for lot, fine in zip(lots, _are_finite([it.whole for it in lots]), strict=True) if not fine]
-    # A lot may have gaps between its members, in which anything may stand.
+    # Between its members a lot may hold anything, such as old gradients of parameters that have none now.
     members = [member for lot in suspects for member in lot.members()]
     fine = _are_finite([grad for _, grad in members])
     return [index for (index, _), flag in zip(members, fine, strict=True) if not flag]
