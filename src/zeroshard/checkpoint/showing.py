@@ -11,6 +11,8 @@ class _Short(Repr):
 
     def repr_instance(self, x: Any, level: int) -> str:
         """Of a tuple of a class of its own, its values; of others not more than what they are."""
+        if isinstance(x, (bool, float, type(None))):
+            return repr(x)
         return self.repr_tuple(tuple(x), level) if isinstance(x, tuple) else f"a {type(x).__name__}"
 
     def repr_int(self, x: int, level: int) -> str:  # noqa: ARG002
@@ -19,4 +21,4 @@ class _Short(Repr):
 
 def shown(value: Any) -> str:
     """Hazard: a tuple of tuples of tuples, each twice the same, is short in a file, and without end written out."""
-    return repr(value) if isinstance(value, (bool, float, type(None))) else _Short().repr(value)
+    return _Short().repr(value)
