@@ -9,7 +9,7 @@ PEERS := $(VENV)/.peers
 # Some CPUs advertise AMX without being able to run it; bf16 products then die with SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test lint types unit faults table bench clean
+.PHONY: demo test lint types unit faults fuzz table bench clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,12 @@ unit: $(READY)
 # Kills jobs while they save, some hundred times: about five minutes.
 faults: $(READY)
 	ZEROSHARD_KILLS=160 $(PY) -m pytest tests/faults
+
+# Hostile and broken input: twenty times the examples of `make test`, then guided by coverage, where atheris can be installed.
+fuzz: $(READY)
+	ZEROSHARD_FUZZ=20 $(PY) -m pytest --timeout 3600 tests/fuzz
+	$(PY) -m pip install --quiet --disable-pip-version-check --editable ".[fuzz]"
+	for target in archive directory manifest codec outline; do $(PY) tests/fuzz/guided.py $$target --seconds 60 || exit 1; done
 
 # Writes docs/optimizers.md anew: about a minute.
 table: $(READY)

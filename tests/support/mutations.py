@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,12 +24,10 @@ class Stranger(torch.Tensor):
     """A class of somebody's own."""
 
 
+PLAIN: list[Any] = [None, True, 0, -1, 10**30, 3.5, float("nan"), "x", "../x", "\ud800", "\x1b[2J", b"x", ()]
+PLAIN += [[], {}, [1], {"a": 1}, [[[[[]]]]], {"state": {}}, {1: {2: 3}}]
 ODD: list[Callable[[], Any]] = [
-    *(
-        lambda it=it: it
-        for it in (None, True, 0, -1, 10**30, 3.5, float("nan"), "x", "../x", "\ud800", "\x1b[2J", b"x")
-    ),
-    *(lambda it=it: copy.deepcopy(it) for it in ([], {}, (), [1], {"a": 1}, [[[[[]]]]], {"state": {}}, {1: {2: 3}})),
+    *(partial(copy.deepcopy, it) for it in PLAIN),
     lambda: torch.ones(3),
     lambda: torch.ones(()),
     lambda: torch.full((2, 2), float("nan")),
