@@ -79,7 +79,7 @@ def outlined(data: bytes) -> None:
         return
     try:
         expected = torch.load(io.BytesIO(data), map_location="meta", weights_only=True)
-    except RuntimeError:  # it looks at records that the outline does not need
+    except Exception:  # it looks at records that the outline does not need
         return
     assert (found.like.shape, found.like.stride()) == (expected.shape, expected.stride())
 
