@@ -10,7 +10,7 @@ RECORDS := $(VENV)/records
 # Some CPUs advertise AMX without being able to run it; bf16 products then die with SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test lint types unit faults long table bench clean
+.PHONY: demo test lint types unit faults long fuzz table bench clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +42,12 @@ faults: $(READY)
 long: $(READY)
 	ZEROSHARD_LONG=20000 ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m pytest tests/faults/test_long_runs.py
 	ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m tests.support.fault_page
+
+# Hostile and broken input: twenty times the examples of `make test`, then guided by coverage, where atheris can be installed.
+fuzz: $(READY)
+	ZEROSHARD_FUZZ=20 $(PY) -m pytest --timeout 3600 tests/fuzz
+	$(PY) -m pip install --quiet --disable-pip-version-check --editable ".[fuzz]"
+	for target in archive directory manifest codec outline; do $(PY) tests/fuzz/guided.py $$target --seconds 60 || exit 1; done
 
 # Writes docs/optimizers.md anew: about a minute.
 table: $(READY)

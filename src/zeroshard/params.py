@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .errors import ConfigError
+from .layout.boxes import overlaps
 from .layout.specs import ParamSpec
 
 
@@ -49,7 +50,7 @@ def check_specs(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor], *, m
         refuse_distributed(spec.label, param)
         if is_traceable_wrapper_subclass(param):
             raise ConfigError(f"{spec.label} is a {type(param.data).__name__}, which cannot be sharded")
-        if not param.is_contiguous() and _overlaps(spec):
+        if not param.is_contiguous() and overlaps(spec.shape, spec.stride):
             raise ConfigError(f"{spec.label} has elements that share memory (strides {spec.stride}); clone it first")
     check_disjoint(specs, params)
     others = [spec for spec in specs if spec.dtype != specs[0].dtype]
@@ -109,13 +110,3 @@ def _check_entries(entries: Iterable[Any]) -> None:
 
 def _is_named(entry: Any) -> bool:
     return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
-
-
-def _overlaps(spec: ParamSpec) -> bool:
-    """Whether two of its elements lie at one place: then some stride is within reach of the smaller ones."""
-    reach = 0
-    for step, size in sorted((step, size) for step, size in zip(spec.stride, spec.shape, strict=True) if size > 1):
-        if step <= reach:
-            return True
-        reach += (size - 1) * step
-    return False

@@ -4,9 +4,9 @@ torch's own reader unpickles whatever the files say. Here only the classes that 
 are read as `torch.load(weights_only=True)` reads them, and no name in the metadata leads outside the directory.
 """
 
+import io
 import pickle
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,11 +22,14 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from ..comm.group import Group
 from ..errors import CheckpointError
 from .chunks import check_chunks
-from .sealed import Sealed, sealed
+from .sealed import Sealed, Unpickler, sealed
+from .showing import shown
 
 _METADATA = ".metadata"
 _LONG_LIST = 1024
 """Of which most elements may be missing, since they were empty."""
+_MOST_BYTES = 1 << 63
+"""Of a file."""
 
 
 class _Encoding(int, metaclass=Sealed):
@@ -45,12 +48,19 @@ _RECORDS = (
     *(metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata),
     *(filesystem._StorageInfo, filesystem._StoragePrefix),
 )
+
+
+def _plain_dict() -> dict[Any, Any]:
+    """In the place of an ordered one, which takes attributes: they would come before its methods."""
+    return {}
+
+
 _OURS: dict[str, type] = {
     **{f"{it.__module__}.{it.__name__}": sealed(partial(object.__new__, it)) for it in _RECORDS},
     f"{metadata.__name__}._MEM_FORMAT_ENCODING": _Encoding,
     "torch.Size": sealed(torch.Size),
     "torch.serialization._get_layout": sealed(torch.serialization._get_layout),
-    "collections.OrderedDict": sealed(OrderedDict),
+    "collections.OrderedDict": sealed(_plain_dict),
     # The directory as it was given to the writer; never looked at. Its class depends on system and version.
     **{
         f"{module}.{kind}Path": sealed(lambda *_: None)
@@ -95,6 +105,7 @@ class Archive:
         except Exception as error:
             raise CheckpointError(f"{directory / _METADATA} contradicts itself: {error}") from error
         self._check_lengths()
+        _refuse_overlaps(directory / _METADATA, self.metadata.storage_data.values())
 
     def below(self, *path: Any) -> list[Entry]:
         """All entries whose path begins like that."""
@@ -137,7 +148,9 @@ class Archive:
         """In which file a value lies, from which byte on, and for how many."""
         place = self.metadata.storage_data.get(index)
         if place is None or place.transform_descriptors:
-            reason = "is not in its files" if place is None else f"was written with {place.transform_descriptors}"
+            reason = (
+                "is not in its files" if place is None else f"was written with {shown(place.transform_descriptors)}"
+            )
             raise CheckpointError(f"{self.directory}: a part of '{index.fqn}' {reason}")
         return place
 
@@ -153,7 +166,12 @@ def ranks_for_dcp(group: Group) -> Iterator[dict[str, Any]]:
         yield {"no_dist": True}
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(Unpickler):
+    def is_key(self, value: Any) -> bool:
+        if type(value) is not MetadataIndex:
+            return super().is_key(value)
+        return type(value.fqn) is str and type(value.offset) in (torch.Size, type(None))
+
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         if full in _OURS:
@@ -172,7 +190,7 @@ def _entries(metadata: Metadata) -> list[Entry]:
     most = max(len(entries), _LONG_LIST)
     for key, path, _ in entries:
         if not isinstance(key, str) or not all(isinstance(it, str) or _is_place(it, most) for it in path):
-            raise CheckpointError(f"{key!r} was at {path!r}")
+            raise CheckpointError(f"{shown(key)} was at {shown(path)}")
     return entries
 
 
@@ -186,8 +204,7 @@ def _read_metadata(directory: Path) -> Metadata:
     if not file.is_file():
         raise CheckpointError(f"{directory} has no {_METADATA}: it is no checkpoint, or an incomplete one")
     try:
-        with file.open("rb") as stream:
-            found = _Unpickler(stream).load()
+        found = _Unpickler(io.BytesIO(file.read_bytes())).load()
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read: {error or type(error).__name__}") from error
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
@@ -202,15 +219,24 @@ def _check_place(file: Path, info: Any) -> None:
         raise CheckpointError(f"{file} is not the metadata of a checkpoint in files")
     refuse_ways_out(file, [getattr(info, "relative_path", None)])
     offset, length = getattr(info, "offset", None), getattr(info, "length", None)
-    if not all(type(it) is int and it >= 0 for it in (offset, length)):
-        raise CheckpointError(f"{file} contradicts itself: {length!r} bytes from byte {offset!r} on")
+    if not all(type(it) is int and 0 <= it < _MOST_BYTES for it in (offset, length)):
+        raise CheckpointError(f"{file} contradicts itself: {shown(length)} bytes from byte {shown(offset)} on")
+
+
+def _refuse_overlaps(file: Path, places: Iterable[Any]) -> None:
+    """Memory is made for every value: many in one place would take many times the memory that their file has."""
+    name, end = "", 0
+    for info in sorted(places, key=lambda it: (it.relative_path, it.offset, it.length)):
+        if info.relative_path == name and info.length and info.offset < end:
+            raise CheckpointError(f"{file} contradicts itself: two values begin before byte {end} of {shown(name)}")
+        name, end = info.relative_path, max(info.offset + info.length, end if info.relative_path == name else 0)
 
 
 def refuse_ways_out(file: Path, names: Iterable[Any]) -> None:
     """`file` names other files, of its own directory."""
     for name in names:
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name:
-            raise CheckpointError(f"{file} names a file outside its directory: {name!r}")
+            raise CheckpointError(f"{file} names a file outside its directory: {shown(name)}")
 
 
 def why(error: BaseException) -> str:

@@ -11,15 +11,21 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from ..errors import CheckpointError
+from .showing import shown
+
+_MOST_DIMS = 64
+"""That a tensor may have."""
 
 
 def check_chunks(key: str, tensor: TensorStorageMetadata) -> None:
     dtype: Any = tensor.properties.dtype
     if not _is_size(tensor.size) or not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"'{key}' is of size {tensor.size} and dtype {dtype}")
+        raise CheckpointError(f"'{key}' is of size {shown(tensor.size)} and dtype {shown(dtype)}")
     for chunk in tensor.chunks:
         if not _is_inside(chunk, tensor.size):
-            raise CheckpointError(f"'{key}' has the size {tuple(tensor.size)}, but a part that goes beyond: {chunk}")
+            raise CheckpointError(
+                f"'{key}' has the size {tuple(tensor.size)}, but a part that goes beyond: {_told(chunk)}"
+            )
     # Not numel(), which overflows.
     there, all_of_it = sum(prod(chunk.sizes) for chunk in tensor.chunks), prod(tensor.size)
     if there != all_of_it:
@@ -29,7 +35,7 @@ def check_chunks(key: str, tensor: TensorStorageMetadata) -> None:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, torch.Size) and min(value, default=0) >= 0
+    return isinstance(value, torch.Size) and len(value) <= _MOST_DIMS and min(value, default=0) >= 0
 
 
 def _is_inside(chunk: Any, size: Sequence[int]) -> bool:
@@ -38,6 +44,10 @@ def _is_inside(chunk: Any, size: Sequence[int]) -> bool:
     if not len(chunk.offsets) == len(chunk.sizes) == len(size):
         return False
     return all(map(lambda first, count, most: first + count <= most, chunk.offsets, chunk.sizes, size))
+
+
+def _told(chunk: Any) -> str:
+    return f"{shown(getattr(chunk, 'sizes', None))} from {shown(getattr(chunk, 'offsets', None))} on"
 
 
 class _Box(NamedTuple):

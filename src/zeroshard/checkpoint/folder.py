@@ -18,6 +18,8 @@ from ..errors import CheckpointError
 
 _NAME = re.compile(r"step-([0-9]+)")
 _DIGITS = 9
+_MOST_LETTERS = 255
+"""Of the name of a file."""
 _LATEST = "latest"
 _LOCK = ".lock"
 _WRITING, _LEAVING = ".writing-", ".leaving-"
@@ -45,7 +47,7 @@ class Folder:
         named = self.path / _LATEST
         names = named.read_text(encoding="utf-8", errors="replace").split() if named.is_file() else []
         for name in names:
-            if _NAME.fullmatch(name) and (self.path / name).is_dir():
+            if len(name) <= _MOST_LETTERS and _NAME.fullmatch(name) and (self.path / name).is_dir():
                 return self.path / name
         steps = self.steps()
         return self.of_step(steps[-1]) if steps else None
@@ -54,7 +56,8 @@ class Folder:
     def locked(self) -> Iterator[None]:
         """Nobody else writes here meanwhile. The lock ends with the process that holds it."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / _LOCK).open("a") as lock:
+        # What a link leads to is not made, nor changed.
+        with open(os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -3,15 +3,13 @@
 `torch.load` on the meta device says the same in ten times the time, and is asked wherever this does not know.
 """
 
-import io
-import pickle
+import re
 import sys
-from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import torch
 
-from .sealed import sealed
+from ..state.codec import open_records
 
 _STORAGES = {
     torch.float64: "DoubleStorage",
@@ -27,6 +25,23 @@ _STORAGES = {
 }
 
 
+_LONGS = "|".join(rf"\x8a\x{size:02x}.{{{size}}}" for size in range(1, 9))
+_INT = rf"(?:K.|M..|J.{{4}}|{_LONGS})"
+_INTS = rf"(?:\)|{_INT}\x85q.|{_INT}{{2}}\x86q.|{_INT}{{3}}\x87q.|\({_INT}{{4,64}}tq.)"
+_TENSOR = re.compile(
+    (
+        r"\x80\x02ctorch\._utils\n_rebuild_tensor_v2\nq.\(\("
+        r"X\x07\0\0\0storageq.ctorch\n(?P<storage>\w+)\nq."
+        r"X(?P<keys>.)\0\0\0(?P<key>[0-9]+)q.X(?P<places>.)\0\0\0(?P<place>[a-z0-9:]+)q."
+        rf"{_INT}tq.Q(?P<offset>{_INT})(?P<size>{_INTS})(?P<stride>{_INTS})"
+        r"[\x88\x89]ccollections\nOrderedDict\nq.\)Rq.tq.Rq.\."
+    ).encode(),
+    re.DOTALL,
+)
+"""How torch pickles one: `_rebuild_tensor_v2` is called with storage, offset, size and stride. It is not unpickled."""
+_NUMBER = re.compile(_INT.encode(), re.DOTALL)
+
+
 class Outline(NamedTuple):
     start: int
     """The first byte of its first element."""
@@ -37,44 +52,28 @@ class Outline(NamedTuple):
 def outline(view: Any, dtype: torch.dtype) -> Outline | None:
     """Of a tensor of that dtype, in a file that begins where `view` does; None if it is something else."""
     try:
-        reader: Any = torch._C.PyTorchFileReader(view)
+        reader = open_records(view)
         if reader.get_record("byteorder").decode() != sys.byteorder:
             return None
-        found = _Unpickler(io.BytesIO(reader.get_record("data.pkl"))).load()
-        _, storage, key, _, _ = found.storage
-        if storage != _STORAGES.get(dtype) or found.turned or found.offset < 0:
+        found = _TENSOR.fullmatch(reader.get_record("data.pkl"))
+        if found is None or found["storage"].decode() != _STORAGES.get(dtype):
             return None
-        start = reader.get_record_offset(f"data/{key}") + found.offset * dtype.itemsize
-        return Outline(start, torch.empty_strided(found.size, found.stride, dtype=dtype, device="meta"))
+        if (found["keys"][0], found["places"][0]) != (len(found["key"]), len(found["place"])):
+            return None
+        (offset,), size, stride = (_numbers(found[part]) for part in ("offset", "size", "stride"))
+        if offset < 0:
+            return None
+        start = reader.get_record_offset(f"data/{found['key'].decode()}") + offset * dtype.itemsize
+        return Outline(start, torch.empty_strided(size, stride, dtype=dtype, device="meta"))
     except Exception:
         return None  # torch says better what is wrong with it
 
 
-class _Saved(NamedTuple):
-    """The arguments by which torch makes a tensor again."""
-
-    storage: tuple[str, str, str, str, int]
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    requires_grad: bool
-    hooks: Any
-    turned: Any = None
-    """Whether it is conjugate or negative to what lies in its memory."""
+def _numbers(text: bytes) -> list[int]:
+    return [_number(it) for it in _NUMBER.findall(text.removeprefix(b"("))]
 
 
-_MADE = {("torch._utils", "_rebuild_tensor_v2"): sealed(_Saved), ("collections", "OrderedDict"): sealed(OrderedDict)}
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes nothing but such a description."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _MADE:
-            return _MADE[module, name]
-        if module == "torch" and name in _STORAGES.values():
-            return name
-        raise pickle.UnpicklingError(f"{module}.{name}")
-
-    def persistent_load(self, pid: Any) -> Any:
-        return pid
+def _number(text: bytes) -> int:
+    """As pickle writes it: those of one and two bytes have no sign."""
+    kind, digits = text[:1], text[2:] if text[:1] == b"\x8a" else text[1:]
+    return int.from_bytes(digits, "little", signed=kind not in b"KM")

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from ..errors import CheckpointError
-from ..layout.boxes import boxes, extent
+from ..layout.boxes import boxes, extent, overlaps
+from ..state.codec import open_records
 from ..units import Span
 from .archive import Archive, why
 from .outline import outline
@@ -173,6 +174,7 @@ def _loaded(archive: Archive, stream: BinaryIO, index: MetadataIndex, device: st
     """What torch reads, without running code. On the meta device: without values."""
     place = archive.place_of(index)
     try:
+        open_records(_view(stream, place))
         return torch.load(_view(stream, place), map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         if _STRANGER not in why(error):
@@ -226,4 +228,4 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether its values are what lies in its memory, each at a place of its own."""
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
         return False
-    return all(step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    return not overlaps(tensor.shape, tensor.stride())

@@ -1,8 +1,22 @@
-"""What an unpickler may hand out: classes that nothing in a file can change."""
+"""What an unpickler may hand out, and what it may be told to do, so that nothing in a file can change the process."""
 
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
+
+_OPCODES = (
+    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK),
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2),
+    *(pickle.LONG1, pickle.LONG4, pickle.BINFLOAT, pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8),
+    *(pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.BINBYTES8),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
+    *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET, pickle.MEMOIZE),
+    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD),
+)
+"""What Python has written since protocol 2 for numbers, texts, plain containers and objects."""
+
+_DISPATCH: dict[int, Callable[..., None]] = vars(pickle._Unpickler)["dispatch"]
 
 
 class Sealed(type):
@@ -18,3 +32,44 @@ def sealed(make: Callable[..., Any]) -> type:
     Pickle makes objects by `__new__` alone, and takes them whatever they are.
     """
     return Sealed("a sealed class", (), {"__slots__": (), "__new__": lambda _, *given: make(*given)})
+
+
+class Unpickler(pickle._Unpickler):
+    """Knows the opcodes that are needed, and takes no more memory than its file has.
+
+    Hazard: the one in C makes a list as long as the largest number that a file gives to a value, 64 GB for 10 bytes.
+    And a tuple of tuples of tuples that is the key of a dict is hashed without end, or until the stack overflows.
+    """
+
+    dispatch: ClassVar[dict[int, Callable[..., None]]]
+    stack: list[Any]
+
+    def is_key(self, value: Any) -> bool:
+        """Whether it may be the key of a dict."""
+        return type(value) in (str, int)
+
+    def load_setitem(self) -> None:
+        self._check_keys(self.stack[-2:-1])
+        _DISPATCH[pickle.SETITEM[0]](self)
+
+    def load_setitems(self) -> None:
+        self._check_keys(self.stack[::2])
+        _DISPATCH[pickle.SETITEMS[0]](self)
+
+    def _check_keys(self, keys: list[Any]) -> None:
+        for key in keys:
+            if type(key) is not str and not self.is_key(key):
+                raise pickle.UnpicklingError(f"it has a {type(key).__name__} as a key")
+
+
+def _refuse(opcode: int) -> Callable[..., None]:
+    def refuse(_: Unpickler) -> None:
+        raise pickle.UnpicklingError(f"it has the opcode {bytes([opcode])!r}, which nothing here needs")
+
+    return refuse
+
+
+Unpickler.dispatch = {
+    opcode: load if bytes([opcode]) in _OPCODES else _refuse(opcode) for opcode, load in _DISPATCH.items()
+}
+Unpickler.dispatch |= {pickle.SETITEM[0]: Unpickler.load_setitem, pickle.SETITEMS[0]: Unpickler.load_setitems}

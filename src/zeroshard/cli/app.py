@@ -19,8 +19,8 @@ from ..errors import ZeroError
 from .describe import describe
 from .files import beside
 from .formats import FORMATS
-from .show import show
-from .sources import open_source
+from .show import printable, show
+from .sources import open_source, told_of
 
 _WIDTH = 160
 """Of tables that are not shown in a terminal."""
@@ -48,7 +48,8 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Say what is in a checkpoint. Only its metadata and the sizes of its files are read."""
-    description = describe(path)
+    with told_of(path):
+        description = describe(path)
     if as_json:
         typer.echo(json.dumps(description.as_json(), indent=2))
     else:
@@ -65,7 +66,8 @@ def convert(
     with beside(target) as hidden, _bar(to.value) as progress:
         contents = open_source(source, progress)
         progress.expect(contents.nbytes)
-        FORMATS[to.value](contents, hidden, progress)
+        with told_of(source, reading=False):
+            FORMATS[to.value](contents, hidden, progress)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -75,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is as it should be
             app(args=None if arguments is None else list(arguments), prog_name="zeroshard")
     except (ZeroError, OSError) as error:
-        typer.echo(f"Error: {error}", err=True)
+        typer.echo(f"Error: {printable(str(error))}", err=True)
         raise SystemExit(1) from None
 
 

@@ -71,5 +71,10 @@ def _cells(value: Value | None) -> tuple[str, str, str]:
 
 
 def _plain(text: str) -> Text:
-    """Names come from files of others: no markup, and nothing that a terminal would obey."""
-    return Text("".join(letter if letter.isprintable() else "?" for letter in text))
+    """Without markup."""
+    return Text(printable(text))
+
+
+def printable(text: str) -> str:
+    """Names come from files of others: nothing that a terminal would obey."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -1,7 +1,8 @@
 """Checkpoints to convert: directories of `torch.distributed.checkpoint`, and files of `torch.save`."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 from ..checkpoint.archive import Archive, Entry
 from ..checkpoint.contents import MODEL, OPTIM, RANKS, SCHEDULER, packed
 from ..checkpoint.loading import find
-from ..checkpoint.manifest import read_manifest, said_by
+from ..checkpoint.manifest import Manifest, read_manifest, said_by
 from ..checkpoint.progress import Progress
 from ..checkpoint.reading import read
 from ..checkpoint.saved_optimizer import GROUPS, STATE, SavedOptimizer, groups_in, put
-from ..errors import CheckpointError
+from ..checkpoint.showing import shown
+from ..errors import CheckpointError, ZeroError
 from ..state.compat import describe_options
 from .contents import MANIFEST, Contents, Leaf, flattened, is_packed
 from .stored import Held, held, in_archive
@@ -24,10 +26,23 @@ _OPTIMIZERS = (OPTIM, "optimizer")
 
 def open_source(path: Path, progress: Progress) -> Contents:
     """Of a directory with check sums all files are read once, so that no damage goes on to other formats unseen."""
-    try:
+    with told_of(path):
         return _from_file(path) if path.is_file() else _from_directory(find(path), progress)
+
+
+@contextmanager
+def told_of(path: Path, *, reading: bool = True) -> Iterator[None]:
+    """Whatever values are where others should be, it is said of the file. What a disk does to another is not."""
+    try:
+        yield
+    except ZeroError:
+        raise
     except OSError as error:
+        if not reading:
+            raise
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except Exception as error:
+        raise CheckpointError(f"{path} is not in a form that is known: {type(error).__name__}: {error}") from error
 
 
 # ---- directories
@@ -107,7 +122,9 @@ def _from_file(file: Path) -> Contents:
     saved = _load(file)
     if not isinstance(saved, dict) or not saved.keys() & {MODEL, *_OPTIMIZERS}:
         raise CheckpointError(f"{file} has neither a '{MODEL}' nor an '{OPTIM}': expected a dict with both")
-    contents = Contents(manifest=dict(saved.get(MANIFEST) or {}))
+    _require_names(file, saved)
+    _require_names(file, saved.get(MODEL) or {})
+    contents = Contents(manifest=_manifest(saved.get(MANIFEST) or {}))
     for name, value in (saved.get(MODEL) or {}).items():
         contents.leaves[MODEL, name] = held(value) if isinstance(value, torch.Tensor) else value
     for key in _OPTIMIZERS:
@@ -119,6 +136,19 @@ def _from_file(file: Path) -> Contents:
     return contents
 
 
+def _manifest(said: dict[str, Any]) -> dict[str, Any]:
+    """Raises if it is none."""
+    if not said:
+        return {}
+    return said_by(Manifest(int(said["step"]), int(said["world_size"]), {}, float(said["time"]), str(said["torch"])))
+
+
+def _require_names(file: Path, values: Iterable[Any]) -> None:
+    for name in values:
+        if not isinstance(name, str):
+            raise CheckpointError(f"{file} has {shown(name)} where a name is expected")
+
+
 def _load(file: Path) -> Any:
     try:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
@@ -128,6 +158,7 @@ def _load(file: Path) -> Any:
 
 
 def _take_optimizer(file: Path, contents: Contents, saved: Mapping[str, Any]) -> None:
+    _require_names(file, saved)
     names = _names(file, contents, saved)
     contents.groups = [
         {
@@ -148,6 +179,7 @@ def _names(file: Path, contents: Contents, saved: Mapping[str, Any]) -> dict[Any
     numbers = [number for group in saved[GROUPS] for number in group["params"]]
     own = [name for group in saved[GROUPS] for name in group.get("param_names") or ()]
     if len(own) == len(numbers):
+        _require_names(file, own)
         return dict(zip(numbers, own, strict=True))
     model = {name: leaf for (name,), leaf in contents.below(MODEL).items() if isinstance(leaf, Held)}
     if not model or not all(isinstance(number, int) for number in numbers):

@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 from ..errors import RankFailedError, RankLostError, RankMismatchError
-from .collectives import Comm
+from .collectives import Comm, encoded
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ def agree(
     `RankMismatchError` with the first that differs, after `counts` if those differ.
     """
     trouble = Trouble.NONE if failure is None else Trouble.FAILED
-    verdict = compare(comm, call, "\n".join([counts, *facts]).encode(), trouble)
+    verdict = compare(comm, call, encoded("\n".join([counts, *facts])), trouble)
     if verdict.trouble:
         raise_failure(comm, call, failure)
     if not verdict.same_plan:
@@ -121,7 +121,7 @@ def raise_first_difference(comm: Comm, call: str, facts: Sequence[str], counts: 
     same, different = 0, comm.everyone.maximum([len(facts)])[0]
     while different - same > 1:
         middle = (same + different) // 2
-        mark = fingerprint("\n".join(facts[:middle]).encode())
+        mark = fingerprint(encoded("\n".join(facts[:middle])))
         high, low = comm.everyone.maximum([mark, -mark])
         same, different = (middle, different) if high == -low else (same, middle)
     mine = facts[different - 1] if different <= len(facts) else "nothing more"

@@ -86,7 +86,7 @@ class Comm:
 
     def share(self, text: str, *, most: int = 4096) -> list[str]:
         """Each rank's `text`, cut to `most` bytes."""
-        mine = _over(bytearray(text.encode()[:most].ljust(most, b"\0")))
+        mine = _over(bytearray(encoded(text)[:most].ljust(most, b"\0")))
         buffers = [bytearray(most) for _ in range(self.group.size)]
         with self.group.line:
             dist.all_gather([_over(buffer) for buffer in buffers], mine, group=self.group.control)
@@ -126,3 +126,8 @@ def as_bytes(flat: torch.Tensor) -> torch.Tensor:
 def _over(buffer: bytearray) -> torch.Tensor:
     """A tensor that shares the memory of `buffer`."""
     return torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def encoded(text: str) -> bytes:
+    """Any text: also half a character, which names and messages may have, must not fail on one rank alone."""
+    return text.encode(errors="backslashreplace")

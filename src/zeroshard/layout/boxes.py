@@ -20,6 +20,16 @@ def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
+def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether two elements may lie at one place: then some stride is within reach of the smaller ones."""
+    reach = 0
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1):
+        if step <= reach:
+            return True
+        reach += (size - 1) * step
+    return False
+
+
 class _Dim(NamedTuple):
     place: int
     size: int

@@ -37,6 +37,13 @@ def load(optimizer: Optimizer, local: StateDict, foreign: Any, *, on_host: bool 
     return undo
 
 
+def loads_as_torch_does(optimizer: Optimizer) -> bool:
+    """Whether no code of others runs while it loads."""
+    hooks = (*optimizer._optimizer_load_state_dict_pre_hooks, *optimizer._optimizer_load_state_dict_post_hooks)
+    methods = (type(optimizer).load_state_dict, type(optimizer).__setstate__)
+    return not hooks and all(method.__module__.startswith("torch.") for method in methods)
+
+
 class _Sealed:
     """A value on its way through torch's loading, which would change its type."""
 

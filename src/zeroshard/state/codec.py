@@ -27,7 +27,23 @@ def pack(value: Any) -> bytes:
 
 def unpack(data: bytes) -> Any:
     """What was packed, with all tensors in host memory."""
+    open_records(io.BytesIO(data))
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def open_records(stream: Any) -> Any:
+    """Torch's reader of what `torch.save` wrote. Raises if its records take more memory than they have in the file.
+
+    Torch never compresses them, but reads some that are: 300 KB would become 300 MB. Old versions do not tell sizes.
+    """
+    reader: Any = torch._C.PyTorchFileReader(stream)
+    stream.seek(0, io.SEEK_END)
+    stored = stream.tell()
+    stream.seek(0)
+    sizes = map(reader.get_record_size, reader.get_all_records()) if hasattr(reader, "get_record_size") else ()
+    if (unpacked := sum(sizes)) > stored:
+        raise CheckpointError(f"its records take {unpacked} bytes, and it has {stored}")
+    return reader
 
 
 def take_out_tensors(value: Any) -> tuple[Any, list[torch.Tensor]]:

@@ -1,13 +1,14 @@
 """Optimizer state in torch's own format: `{"state": {id: ...}, "param_groups": [...]}`."""
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ZeroError
 from ..layout.specs import ParamSpec
 from .dcp import CutTensor, uncut
 from .trees import map_tensors, snapshot
@@ -74,6 +75,19 @@ class SavedState:
         return lines
 
 
+@contextmanager
+def told_as_unfit() -> Iterator[None]:
+    """What goes wrong with a dict that has something else where a value should be is said of the dict."""
+    try:
+        yield
+    except ZeroError:
+        raise
+    except RecursionError as error:
+        raise CheckpointError("the loaded state dict is nested too deeply, or has itself in it") from error
+    except (AttributeError, LookupError, AssertionError, RuntimeError) as error:
+        raise CheckpointError(f"the loaded state dict cannot be used: {type(error).__name__}: {error}") from error
+
+
 def read(saved: Any, specs: Sequence[ParamSpec], group_count: int, param_shaped: ShapedKeys) -> SavedState:
     """Check `saved` and match its entries with `specs`, by name where both have names, else by position."""
     groups = _groups(saved)
@@ -97,7 +111,7 @@ def _is_part(by_param: Mapping[int, Any]) -> bool:
     """A rank that owns nothing has an empty dict for each parameter."""
     cut: list[bool] = []
     map_tensors(dict(by_param), lambda tensor: cut.append(isinstance(tensor, CutTensor)))
-    return any(cut) or not any(by_param.values())
+    return any(cut) or all(isinstance(state, Mapping) and not state for state in by_param.values())
 
 
 def local_dict(saved: SavedState, owned: Sequence[Sequence[int]]) -> StateDict:
@@ -162,7 +176,26 @@ def _groups(saved: Any) -> Sequence[ParamGroup]:
         raise CheckpointError(
             "not an optimizer state dict: it needs 'state', a dict, and 'param_groups', a list of dicts with 'params'"
         )
+    for number, group in enumerate(groups):
+        _check_group(number, group)
     return list(groups)
+
+
+def _check_group(number: int, group: ParamGroup) -> None:
+    where = f"group {number} of the loaded state dict"
+    for key in group:
+        if not isinstance(key, str):
+            raise CheckpointError(f"{where} has a {type(key).__name__} among the names of its options")
+    params, names = group["params"], group.get("param_names")
+    if not isinstance(params, (list, tuple)) or not all(map(_is_id, params)):
+        raise CheckpointError(f"{where} has 'params' that are no list of numbers or names")
+    if not isinstance(names, (list, tuple, type(None))):
+        raise CheckpointError(f"{where} has 'param_names' that are no list, but a {type(names).__name__}")
+
+
+def _is_id(value: Any) -> bool:
+    """Whether state can be found by it: not by a tensor, nor by what differs from itself."""
+    return isinstance(value, Hashable) and not isinstance(value, torch.Tensor) and bool(value == value)  # noqa: PLR0124
 
 
 def _check_sizes(groups: Sequence[ParamGroup], specs: Sequence[ParamSpec], group_count: int) -> None:

@@ -137,9 +137,25 @@ def span_of(tensor: torch.Tensor, spec: ParamSpec, span: Span) -> torch.Tensor:
 
 def in_memory_order(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
     """A tensor of a parameter's shape as a flat one, in the order of the parameter's memory."""
-    dense = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != spec.shape:
+        found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
+        raise CheckpointError(f"loaded state of {spec.label} has {found}, but the parameter has shape {spec.shape}")
+    dense = _dense(tensor, spec)
     if dense.stride() == spec.stride and (memory := dense_memory(dense)) is not None:
         return memory
     flat = dense.new_zeros(spec.extent)
     flat.as_strided(spec.shape, spec.stride).copy_(dense)
     return flat
+
+
+def _dense(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+    if tensor.layout == torch.strided:
+        return tensor
+    if tensor.layout != torch.sparse_coo:
+        raise CheckpointError(f"loaded state of {spec.label} has the layout {tensor.layout}: make it dense")
+    # Hazard: torch.load does not look at indices, and what they point to is written.
+    indices, values = tensor._indices(), tensor._values()
+    try:
+        return torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=True).to_dense()
+    except RuntimeError as error:
+        raise CheckpointError(f"loaded state of {spec.label} is no sparse tensor: {error}") from error

@@ -1,0 +1,116 @@
+"""What reads bytes of files, each as a function of bytes that raises if a promise is broken."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from zeroshard.checkpoint.archive import Archive
+from zeroshard.checkpoint.contents import packed, unpacked
+from zeroshard.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from zeroshard.checkpoint.outline import outline
+from zeroshard.checkpoint.reading import read
+from zeroshard.errors import CheckpointError
+
+_folder = tempfile.TemporaryDirectory()
+FOLDERS = [Path(_folder.name)]
+_HERE = FOLDERS[0]
+
+
+def _write(directory: str, name: str, data: bytes) -> Path:
+    (_HERE / directory).mkdir(exist_ok=True)
+    (_HERE / directory / name).write_bytes(data)
+    return _HERE / directory
+
+
+def _check_length(error: CheckpointError) -> None:
+    assert len(str(error)) < 5000
+
+
+def archive(data: bytes) -> None:
+    """`.metadata` of a directory without files."""
+    try:
+        found = Archive(_write("archive", ".metadata", data))
+    except CheckpointError as error:
+        _check_length(error)
+        return
+    assert all("/" not in name and name not in ("", ".", "..") for name in found.files())
+    assert sum(entry.nbytes for entry in found.entries) <= sum(found.files().values())
+
+
+def directory(data: bytes) -> None:
+    """The data of a good directory."""
+    place = _good()
+    (place / "__0_0.distcp").write_bytes(data)
+    try:
+        found = Archive(place)
+        found.check_files()
+        read(found, {entry.key: entry.room() for entry in found.entries})
+    except CheckpointError as error:
+        _check_length(error)
+
+
+def manifest(data: bytes) -> None:
+    try:
+        found = read_manifest(_write("manifest", MANIFEST, data))
+    except CheckpointError:
+        return
+    assert isinstance(found, Manifest)
+    assert all("/" not in name for name in found.sums)
+
+
+def codec(data: bytes) -> None:
+    memory = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    try:
+        unpacked(memory, "it", _HERE)
+    except CheckpointError:
+        return
+
+
+def outlined(data: bytes) -> None:
+    """What the outline says is what torch says."""
+    found = outline(io.BytesIO(data), torch.float32)
+    if found is None:
+        return
+    try:
+        expected = torch.load(io.BytesIO(data), map_location="meta", weights_only=True)
+    except Exception:  # it looks at records that the outline does not need
+        return
+    assert (found.like.shape, found.like.stride()) == (expected.shape, expected.stride())
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "archive": archive,
+    "directory": directory,
+    "manifest": manifest,
+    "codec": codec,
+    "outline": outlined,
+}
+
+
+def _good() -> Path:
+    place = _HERE / "good"
+    if not place.exists():
+        values = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(1).expand(4), "note": {"x": [1, "y"]}}
+        dcp_save(values, checkpoint_id=place, no_dist=True)
+        (place / "__0_0.distcp").replace(_HERE / "data")
+    return place
+
+
+def seeds(target: str) -> list[bytes]:
+    """Good ones to begin with."""
+    good = _good()
+    saved = io.BytesIO()
+    torch.save(torch.arange(24.0).view(2, 3, 4).permute(1, 0, 2), saved)
+    return {
+        "archive": [(good / ".metadata").read_bytes()],
+        "directory": [(_HERE / "data").read_bytes()],
+        "manifest": [Manifest(3, 2, {".metadata": 1, "__0_0.distcp": 2}, 0.5, "2.13").text().encode()],
+        "codec": [bytes(packed({"random": [1, 2.5], "extra": torch.ones(3)}).tolist()), saved.getvalue()],
+        "outline": [saved.getvalue()],
+    }[target]

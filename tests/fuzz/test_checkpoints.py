@@ -1,0 +1,111 @@
+"""Spoiled checkpoints: every rank refuses them in a sentence and nothing changes, or they hold what was saved."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch.distributed as dist
+
+from tests.support import RankContext, ranks
+from tests.support.mutations import NAMES, rounds, spoil_directory, spoiled
+from tests.support.oracle import assert_same
+from tests.support.spoiling import Evil, Run, edit_metadata, on_rank_0
+from tests.support.watching import watched
+from zeroshard import CheckpointError, checkpoint
+from zeroshard.checkpoint.folder import Folder
+from zeroshard.checkpoint.manifest import MANIFEST
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def spoil(directory: Path, seed: int, marker: Path) -> str:
+    """Without check sums, in most cases: they would notice before anything else does."""
+    draw = Random(seed)
+    if draw.random() < 0.7:
+        (directory / MANIFEST).unlink()
+    if draw.random() < 0.1:
+        (directory / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
+        return "evil"
+    if draw.random() < 0.2:
+        name = draw.choice(NAMES)
+        edit_metadata(directory, lambda it: setattr(next(iter(it.storage_data.values())), "relative_path", name))
+        return f"name {name!r}"
+    return spoil_directory(directory, draw)
+
+
+@ranks(1, 2, timeout=100)
+def test_spoiled_checkpoints(ctx: RankContext, tmp_path: Path) -> None:
+    source, run = Run(), Run(seed=5)
+    saved = source.save(tmp_path / "good")
+    expected, marker, refused = source.look(), tmp_path / "marker", 0
+    for seed in range(rounds(40)):
+        spoiled_one = tmp_path / f"bad{seed}" / saved.name
+        on_rank_0(lambda to=spoiled_one: shutil.copytree(saved, to))  # type: ignore[misc]
+        how: list[str | None] = [spoil(spoiled_one, seed, marker) if ctx.rank == 0 else None]
+        dist.broadcast_object_list(how)
+        before, failure = run.look(), None
+        with watched():
+            try:
+                checkpoint.load(spoiled_one.parent, **run.parts(scheduler=False))
+            except Exception as error:
+                failure = error
+        failures: list[bool | None] = [None] * ctx.world_size
+        dist.all_gather_object(failures, failure is not None)
+        assert len(set(failures)) == 1, (seed, how, failure)
+        if failure is not None:
+            refused += 1
+            assert isinstance(failure, CheckpointError), (seed, how, failure)
+            assert_same(run.look(), before, f"what was running, example {seed}: {how}")
+            continue
+        after = run.look()
+        if (saved / MANIFEST).is_file() and (spoiled_one / MANIFEST).is_file():
+            assert_same(after["model"], expected["model"], f"the model of example {seed}: {how}")
+        run = Run(seed=5)
+    assert refused
+    assert not marker.exists()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    (tmp_path / "run").mkdir()
+    made = Folder(tmp_path / "run")
+    for step in (1, 2):
+        made.publish(made.begin(step), step)
+    return made
+
+
+def test_any_bytes_as_the_name_of_the_latest(folder: Folder) -> None:
+    good = (folder.path / "latest").read_bytes()
+    for seed in range(rounds(200)):
+        (folder.path / "latest").write_bytes(spoiled(good, Random(seed)))
+        assert folder.latest() in (folder.of_step(1), folder.of_step(2))
+    for name in (*NAMES, "step-" + "1" * 300, "step-" + "9" * 5000):
+        (folder.path / "latest").write_bytes(name.encode(errors="surrogatepass"))
+        assert folder.latest() in (folder.of_step(1), folder.of_step(2))
+
+
+def test_links_in_a_folder_lead_nowhere(folder: Folder, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").write_text("kept")
+    for name in ("step-000000000", ".writing-1", ".leaving-2"):
+        (folder.path / name).symlink_to(outside)
+    (folder.path / "latest").unlink()
+    (folder.path / "latest").symlink_to(tmp_path / "made")
+    with watched(folder.path), folder.locked():
+        folder.publish(folder.begin(3), 3)
+        folder.prune(1)
+    assert [it.name for it in outside.iterdir()] == ["kept"]
+    assert not (tmp_path / "made").exists()
+    assert folder.latest() == folder.of_step(3)
+
+
+def test_a_lock_behind_a_link(folder: Folder, tmp_path: Path) -> None:
+    (folder.path / ".lock").symlink_to(tmp_path / "made")
+    with pytest.raises(OSError, match=r"\.lock"), folder.locked():
+        pass
+    assert not (tmp_path / "made").exists()

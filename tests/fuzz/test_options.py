@@ -1,0 +1,192 @@
+"""Odd values for every option, parameter and group: an error of ours, on all ranks alike, or something that works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support import RankContext, ranks
+from tests.support.checkpoints import dropin, flat, net, train
+from tests.support.mutations import ODD, rounds
+from tests.support.oracle import assert_same
+from tests.support.spoiling import Run
+from zeroshard import (
+    FlatShards,
+    MasterWeights,
+    Offload,
+    Reduce,
+    Rule,
+    WholeParams,
+    ZeroConfig,
+    ZeroError,
+    ZeroRedundancyOptimizer,
+    everything_else,
+    matrices,
+    shard,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+odd_values = st.sampled_from(range(len(ODD))).map(lambda place: ODD[place]())
+values = odd_values | st.integers() | st.floats() | st.text(max_size=5)
+
+
+def called(make: Callable[[], Any]) -> Exception | None:
+    try:
+        make()
+    except Exception as error:
+        return error
+    return None
+
+
+def require_sentence(failure: Exception | None) -> None:
+    if failure is not None:
+        assert isinstance(failure, (ZeroError, TypeError, ValueError)), repr(failure)
+        assert not isinstance(failure, UnicodeError), repr(failure)
+        assert len(str(failure)) > 10, repr(failure)
+
+
+def check(make: Callable[[], Any]) -> None:
+    require_sentence(called(make))
+
+
+@given(values, st.sampled_from(list(ZeroConfig.__dataclass_fields__)))
+def test_configs(value: Any, name: str) -> None:
+    check(lambda: ZeroConfig(**{name: value}))
+
+
+@given(values, values, values)
+def test_policies(one: Any, two: Any, three: Any) -> None:
+    check(lambda: Reduce(one, two))
+    check(lambda: MasterWeights(one))
+    check(lambda: Offload(one, two))
+    check(lambda: FlatShards(one, two, three))
+    check(lambda: WholeParams(one))
+
+
+@given(values, values, values)
+def test_rules(one: Any, two: Any, three: Any) -> None:
+    check(lambda: Rule(one, two, partition=three))
+    check(lambda: matrices(one))
+    check(lambda: matrices([one, two]))
+
+
+def of_params(draw: Random, params: Sequence[torch.Tensor]) -> Any:
+    """Something in the place of parameters, or of groups of them."""
+    odd = draw.choice(ODD)()
+    return draw.choice(
+        (
+            odd,
+            [odd],
+            [*params, odd],
+            [*params, params[0]],
+            [{"params": params}, odd],
+            [{"params": odd}],
+            [{"params": params, "lr": odd}],
+            [{"params": params, draw.choice(("param_names", "params", "x", 5)): odd}],
+            [("a", params[0]), (odd, params[1])],
+            {"params": params},
+            iter(params),
+            (it for it in [*params, odd]),
+        )
+    )
+
+
+def is_torchs_own(failure: Exception | None) -> bool:
+    """What a class says of an option that is a tensor is its own error."""
+    return type(failure) is RuntimeError and "Boolean value of Tensor" in str(failure)
+
+
+def given_alike(failure: Exception | None) -> bool:
+    """Whether it failed, on all ranks or on none."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, failure is not None)
+    assert len(set(found)) == 1, failure
+    return bool(found[0])
+
+
+def noted(error: BaseException, example: str) -> None:
+    if hasattr(error, "add_note"):
+        error.add_note(example)
+
+
+@ranks(1, 2, timeout=100)
+def test_parameters(ctx: RankContext) -> None:
+    for seed in range(rounds(30)):
+        draw = Random(seed)
+        odd, params = draw.choice((None, 0, ctx.world_size - 1)), list(net().parameters())
+        handed = of_params(draw, params)
+        mine = handed if odd in (None, ctx.rank) else params
+        try:
+            failure = called(partial(ZeroRedundancyOptimizer, mine, torch.optim.AdamW))
+            given_alike(failure)
+            if not is_torchs_own(failure):
+                require_sentence(failure)
+        except BaseException as error:
+            noted(error, f"example {seed}, on rank {odd}")
+            raise
+
+
+@ranks(1, 2, timeout=100)
+@pytest.mark.parametrize("way", [flat, dropin])
+def test_groups_that_are_added(ctx: RankContext, way: Any) -> None:
+    run = Run(way=way)
+    for seed in range(rounds(30)):
+        draw = Random(seed)
+        odd = draw.choice((None, 0, ctx.world_size - 1))
+        new = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2, 2))]
+        handed = of_params(draw, new)
+        group = draw.choice((handed, {"params": handed}, {"params": new, "lr": draw.choice(ODD)()}))
+        mine = group if odd in (None, ctx.rank) else {"params": new}
+        try:
+            before = run.look()
+            failure = called(partial(run.optimizer.add_param_group, mine))
+            if not given_alike(failure):
+                run = Run(way=way)
+                continue
+            if not is_torchs_own(failure):
+                require_sentence(failure)
+            assert_same(run.look(), before, "what was running")
+        except BaseException as error:
+            noted(error, f"example {seed}, on rank {odd}")
+            raise
+    train(run.model, run.optimizer, 1)
+
+
+@ranks(2, timeout=100)
+def test_ways_to_share(ctx: RankContext) -> None:
+    for seed in range(rounds(30)):
+        draw = Random(seed)
+        name, value, odd = (
+            draw.choice(("mesh", "shard_within", "params")),
+            draw.choice(ODD)(),
+            draw.choice((None, 0, 1)),
+        )
+        options = {name: value} if odd in (None, ctx.rank) else {}
+        try:
+            failure = called(partial(shard, net(), torch.optim.AdamW, **options))
+            given_alike(failure)
+            require_sentence(failure)
+        except BaseException as error:
+            noted(error, f"example {seed}: {name}={value!r:.100} on rank {odd}")
+            raise
+
+
+@ranks(1)
+def test_lists_of_rules(ctx: RankContext) -> None:
+    for seed in range(rounds(30)):
+        draw = Random(seed)
+        odd = draw.choice(ODD)()
+        good = [Rule(matrices(), torch.optim.SGD, lr=0.1), Rule(everything_else, torch.optim.AdamW)]
+        own = Rule(lambda *_, it=odd: it, torch.optim.AdamW)
+        failure = called(partial(shard, net(), draw.choice(([*good, odd], [odd], good[:1], good[1:] * 2, [own]))))
+        if not is_torchs_own(failure):
+            require_sentence(failure)

@@ -1,0 +1,218 @@
+"""Small files that would take memory or time without end, or slip past a check: they are refused in a moment."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import tracemalloc
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from tests.support.commands import status_of
+from tests.support.spoiling import edit_metadata
+from zeroshard import CheckpointError
+from zeroshard.checkpoint.archive import Archive
+from zeroshard.checkpoint.outline import outline
+from zeroshard.checkpoint.reading import read
+from zeroshard.checkpoint.showing import shown
+from zeroshard.state.codec import unpack
+
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.timeout(60)]
+
+MIB = 2**20
+WEIGHT = "model.weight"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    contents = {"model": {"weight": torch.ones(4, 6), "bias": torch.zeros(6)}, "note": "text"}
+    dcp_save(contents, checkpoint_id=tmp_path / "saved", no_dist=True)
+    return tmp_path / "saved"
+
+
+@pytest.fixture(autouse=True)
+def little_memory() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 50 * MIB
+
+
+def nested(depth: int) -> Any:
+    """Written in a few bytes a level, and each level has the one below twice."""
+    value: Any = ()
+    for _ in range(depth):
+        value = (value, value)
+    return value
+
+
+def refuse_whole(directory: Path, content: bytes, match: str) -> None:
+    (directory / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=match):
+        Archive(directory)
+    assert status_of("inspect", directory) == 1
+
+
+@pytest.mark.parametrize("content", [b"\x80\x02Nr\xff\xff\xff\x07.", b"\x80\x02Np123456789\n.", b"Np123456789\n."])
+def test_numbers_of_values_take_no_memory(directory: Path, content: bytes) -> None:
+    refuse_whole(directory, content, r"not the metadata|cannot be read")
+
+
+@pytest.mark.parametrize("opcode", [b"\x8e", b"\x96", b"\x8d", b"\x95", b"B", b"\x8b"])
+def test_lengths_that_are_longer_than_the_file(directory: Path, opcode: bytes) -> None:
+    refuse_whole(directory, b"\x80\x05" + opcode + b"\xff\xff\xff\x7f\x01\0\0\0.", r"cannot be read")
+
+
+@pytest.mark.parametrize("depth", [100, 50_000])
+def test_keys_are_not_hashed_without_end(directory: Path, depth: int) -> None:
+    """A deep one would overflow the stack of the process."""
+    deep = b")" + (b"\x85" if depth > 1000 else b"2\x86") * depth
+    for content in (b"}" + deep + b"Ns.", b"}(" + deep + b"Nu.", b"\x8f(" + deep + b"\x90.", b"(" + deep + b"Nd."):
+        refuse_whole(directory, b"\x80\x04" + content, r"cannot be read: it has")
+    index = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n)\x81}X\x03\0\0\0fqn" + deep + b"sb"
+    refuse_whole(directory, b"\x80\x04}" + index + b"Ns.", "a MetadataIndex as a key|cannot be read")
+    pairs = b"ccollections\nOrderedDict\n]" + deep + b"N\x86a\x85R."
+    refuse_whole(directory, b"\x80\x04" + pairs, "cannot be read")
+
+
+def spoil_places(it: Metadata, field: str, value: Any) -> None:
+    for info in it.storage_data.values():
+        setattr(info, field, value)
+
+
+SPOILED: dict[str, Callable[[Metadata], object]] = {
+    "path": lambda it: it.planner_data.update({WEIGHT: nested(60)}),
+    "name": lambda it: spoil_places(it, "relative_path", nested(60)),
+    "offset": lambda it: spoil_places(it, "offset", nested(60)),
+    "length": lambda it: spoil_places(it, "length", 1 << 100_000),
+    "transforms": lambda it: spoil_places(it, "transform_descriptors", nested(60)),
+    "size": lambda it: setattr(it.state_dict_metadata[WEIGHT], "size", nested(60)),
+    "dimensions": lambda it: setattr(it.state_dict_metadata[WEIGHT], "size", torch.Size([1 << 62] * 100_000)),
+    "chunks": lambda it: setattr(it.state_dict_metadata[WEIGHT], "chunks", [nested(60)]),
+    "chunk": lambda it: setattr(it.state_dict_metadata[WEIGHT].chunks[0], "sizes", nested(60)),  # type: ignore[union-attr]
+    "dtype": lambda it: setattr(it.state_dict_metadata[WEIGHT].properties, "dtype", nested(60)),  # type: ignore[union-attr]
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_errors_are_short(directory: Path, case: str) -> None:
+    edit_metadata(directory, SPOILED[case])
+    with pytest.raises(CheckpointError) as caught:
+        Archive(directory)
+    assert len(str(caught.value)) < 1000 + len(str(directory))
+
+
+def test_what_is_shown() -> None:
+    assert shown((1, "a", torch.Size([2, 3]))) == "(1, 'a', (2, 3))"
+    assert (shown(None), shown(True), shown(-5), shown("x")) == ("None", "True", "-5", "'x'")
+    assert len(shown("x" * 10_000)) < 100
+    assert len(shown(nested(60))) < 2000
+    assert shown(1 << 100_000) == "a number of 100001 bits"
+    assert shown(Archive) == "a type"
+
+
+def test_many_values_in_one_place(directory: Path) -> None:
+    """Each would get memory of its own."""
+
+    def multiply(it: Metadata) -> None:
+        at, info = next((at, info) for at, info in it.storage_data.items() if at.fqn == WEIGHT)
+        for number in range(1000):
+            it.state_dict_metadata[f"scheduler.{number}"] = it.state_dict_metadata[WEIGHT]
+            it.storage_data[replace(at, fqn=f"scheduler.{number}")] = info
+
+    edit_metadata(directory, multiply)
+    with pytest.raises(CheckpointError, match=r"contradicts itself: two values begin before byte \d+ of '__0_0"):
+        Archive(directory)
+
+
+def test_no_attribute_hides_the_places_from_the_check(directory: Path) -> None:
+    """An ordered dict takes attributes, and they would come before its methods."""
+    (directory / "__0_0.distcp").rename(directory.parent / "outside")
+
+    def hide(it: Metadata) -> None:
+        places = {at: replace(info, relative_path="../outside") for at, info in it.storage_data.items()}
+        it.storage_data = OrderedDict(places)
+        it.storage_data.values = torch.Size
+
+    edit_metadata(directory, hide)
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
+        Archive(directory)
+
+
+def compressed(content: bytes) -> bytes:
+    found = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(found, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return found.getvalue()
+
+
+def saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+needs_sizes = pytest.mark.skipif(
+    not hasattr(torch._C.PyTorchFileReader, "get_record_size"), reason="this torch does not tell sizes of records"
+)
+
+
+@needs_sizes
+def test_compressed_records() -> None:
+    content = compressed(saved(torch.zeros(4 * MIB)))
+    assert len(content) < MIB
+    with pytest.raises(CheckpointError, match=r"its records take 1\d+ bytes, and it has \d+"):
+        unpack(content)
+    assert outline(io.BytesIO(content), torch.float32) is None
+
+
+@needs_sizes
+def test_a_compressed_value_in_a_directory(directory: Path) -> None:
+    content = compressed(saved(["x" * 4 * MIB]))
+    (directory / "__0_0.distcp").write_bytes(content)
+
+    def point(it: Metadata) -> None:
+        at, info = next((at, info) for at, info in it.storage_data.items() if at.fqn == "note")
+        it.state_dict_metadata = {"note": it.state_dict_metadata["note"]}
+        it.storage_data = {at: replace(info, offset=0, length=len(content))}
+
+    edit_metadata(directory, point)
+    with pytest.raises(CheckpointError, match=r"'note' in .* cannot be read: its records take"):
+        read(Archive(directory), {"note": None})
+
+
+def test_what_is_no_file_of_torch_save() -> None:
+    old = io.BytesIO()
+    torch.save(torch.ones(3), old, _use_new_zipfile_serialization=False)
+    for content in (b"", b"PK", old.getvalue(), pickle.dumps(3)):
+        with pytest.raises(RuntimeError, match="PytorchStreamReader"):
+            unpack(content)
+
+
+@pytest.mark.parametrize(("shape", "stride"), [((30, 30), (1, 1)), ((4, 9), (3, 1)), ((5, 2, 2), (2, 1, 2))])
+def test_elements_that_lie_on_each_other(tmp_path: Path, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    """No box of memory has such elements: they are read as torch reads them."""
+    overlapping = torch.arange(2000.0).as_strided(shape, stride)
+    dcp_save({"it": overlapping.clone()}, checkpoint_id=tmp_path / "it", no_dist=True)
+    content = saved(overlapping)
+    (tmp_path / "it" / "__0_0.distcp").write_bytes(content)
+    edit_metadata(
+        tmp_path / "it",
+        lambda it: it.storage_data.update(
+            {at: replace(info, offset=0, length=len(content)) for at, info in it.storage_data.items()}
+        ),
+    )
+    target = torch.full(shape, -1.0)
+    read(Archive(tmp_path / "it"), {"it": target})
+    assert torch.equal(target, overlapping)
