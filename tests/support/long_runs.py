@@ -38,6 +38,8 @@ EVENTS = {
     "nothing": 80,
 }
 """How often, of a hundred steps; the last one as often as a plan says."""
+HARMLESS = ("nothing", "evaluate", "save", "save in the background", "state through a dict")
+"""Events after which the same parameters are used."""
 CLIP = 0.5
 
 
@@ -92,6 +94,8 @@ class Voyage:
         self._oracle = Oracle(ctx.world_size) if ctx.rank == 0 else None
         self._added, self._position, self._saved = False, 0, 0
         self._step, self._done = 0, "nothing yet"
+        self._as_before = False
+        """Parameters are used as they were in the last step."""
         self._begin(WAYS[0])
         self._save(behind=False)
 
@@ -104,6 +108,7 @@ class Voyage:
         self._pause()
         getattr(self, "_" + event.replace(" ", "_"))(draw)
         self.record.events[event] += 1
+        self._as_before = self._as_before and event in HARMLESS
         self._train(draw)
         self._pause()
         self._look()
@@ -140,6 +145,7 @@ class Voyage:
         self.record.between.append(self._footprint())
         self._added = self._added and carry
         self._model.later.requires_grad_(self._added)
+        self._as_before = False
         self._begin(WAYS[self._step // self._plan.segment % len(WAYS)])
         if carry:
             self._load(draw)
@@ -152,8 +158,9 @@ class Voyage:
 
     def _train(self, draw: random.Random) -> None:
         passes, clips = draw.choice([1, 1, 1, 2, 3]), draw.random() < 0.3
-        # Where averages are added, a parameter that has just been thawed travels later than others, so that its sum
-        # is made in another order: passes but the last stay local there.
+        # Where averages are added, a parameter that was not used in the last step travels later than others, so that
+        # its sum is made in another order: one pass there, and passes but the last stay local.
+        passes = passes if self._as_before or self._way.sums != "added" else 1
         local = 1.0 if self._way.sums == "added" else 0.5
         plan = [
             (self._shares(draw, alone=passes == 1), number < passes and draw.random() < local)
@@ -175,6 +182,7 @@ class Voyage:
             self._oracle.accumulate(self._position, plan, self._way.sums)
             self._oracle.step(norm, CLIP)
         self._position += passes
+        self._as_before = all(share == Share(True, True) for shares, _ in plan for share in shares)
         self._after_the_step(draw)
 
     def _shares(self, draw: random.Random, *, alone: bool) -> list[Share]:
