@@ -17,9 +17,11 @@ from .layout.partition import FlatShards, WholeParams
 from .measuring import measure_cost
 from .objects import broadcast_object
 from .optimizer import ZeroRedundancyOptimizer
-from .policies import KeepFull, KeepShard, MasterWeights, Offload, Reduce
+from .policies import KeepFull, KeepShard, MasterWeights, Offload, Reduce, SecondCopy
+from .recovery import restore
 from .rules import Rule, everything_else, matrices
 from .scaler import GradScaler
+from .second_copy import Copies
 from .sharded import ShardedOptimizer, shard
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ __all__ = [
     "BindingError",
     "CheckpointError",
     "ConfigError",
+    "Copies",
     "FlatShards",
     "GradScaler",
     "KeepFull",
@@ -42,6 +45,7 @@ __all__ = [
     "RankMismatchError",
     "Reduce",
     "Rule",
+    "SecondCopy",
     "ShardedOptimizer",
     "WholeParams",
     "ZeroConfig",
@@ -53,6 +57,7 @@ __all__ = [
     "everything_else",
     "matrices",
     "measure_cost",
+    "restore",
     "shard",
 ]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 
 from .errors import ConfigError
 from .layout.partition import FlatShards, Partitioner, WholeParams
-from .policies import KeepFull, KeepShard, MasterWeights, Offload, Reduce, Retention
+from .policies import KeepFull, KeepShard, MasterWeights, Offload, Reduce, Retention, SecondCopy
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class ZeroConfig:
     reduce: how gradients are averaged.
     masters: update parameters of less precision in this one, and round once.
     offload: where state and master weights rest between steps, if not on the GPU.
+    second_copy: keep each rank's share on another rank as well, from which it is rebuilt when a rank is lost.
     overlap_gather: parameters come back while the next forward pass runs, instead of at the end of `step()`.
     sync_buffers: make the buffers of the model those of rank 0 before each forward pass.
     mixed_dtypes: allow parameters of several dtypes in one `ZeroRedundancyOptimizer`; `shard` always does.
@@ -30,6 +31,7 @@ class ZeroConfig:
     reduce: Reduce = field(default_factory=Reduce)
     masters: MasterWeights | None = None
     offload: Offload | None = None
+    second_copy: SecondCopy | None = None
     overlap_gather: bool = False
     sync_buffers: bool = True
     mixed_dtypes: bool = False
@@ -42,6 +44,7 @@ class ZeroConfig:
         self._require("reduce", (Reduce,), "a Reduce(...)")
         self._require("masters", (MasterWeights, type(None)), "MasterWeights(...) or None")
         self._require("offload", (Offload, type(None)), "Offload(...) or None")
+        self._require("second_copy", (SecondCopy, type(None)), "SecondCopy(...) or None")
         for name in ("overlap_gather", "sync_buffers", "mixed_dtypes"):
             self._require(name, (bool,), "True or False")
 
@@ -55,7 +58,7 @@ class ZeroConfig:
             raise ConfigError(f"ZeroConfig({name}=...) takes {wanted}, not {value!r}")
 
 
-_POLICIES = (FlatShards, WholeParams, KeepShard, KeepFull, Reduce, MasterWeights, Offload)
+_POLICIES = (FlatShards, WholeParams, KeepShard, KeepFull, Reduce, MasterWeights, Offload, SecondCopy)
 
 
 def refuse_policies(options: Mapping[str, object]) -> None:
