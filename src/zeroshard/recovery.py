@@ -32,7 +32,8 @@ def restore(optimizer: ZeroRedundancyOptimizer, copies: Copies | None) -> int:
     model. No file is read. Each rank gives what it holds, `second_copy` of its former optimizer; a process that has
     just begun gives None. Gradients are dropped. Either all ranks are put back or nothing changes.
 
-    Returns the number of steps after which the copy was taken, from which the new optimizer counts on.
+    Returns the number of steps after which the copy was taken, from which the new optimizer counts on. If it makes
+    copies itself, the first of them is whole by then, and `copies` are of no more use.
     """
     engine, comm = optimizer.engine, optimizer.engine.comm
     generations = agreed(comm, CALL, lambda: Proposal(_given(optimizer, copies)))
@@ -46,8 +47,9 @@ def restore(optimizer: ZeroRedundancyOptimizer, copies: Copies | None) -> int:
     _fill(engine, rebuilt, optimizer.model_buffers(), common["buffers"])
     engine.steps = exchange.survey.step
     optimizer.zero_grad()
-    if optimizer.copying is not None:  # of the old copies another loss might leave too little
+    if optimizer.copying is not None:  # of the old copies the next loss might leave too little
         optimizer.copying.take(engine, optimizer.param_groups, optimizer.model_buffers)
+        optimizer.copying.settle()
     return exchange.survey.step
 
 
