@@ -240,4 +240,5 @@ def _hang_up() -> None:
     for rank in range(dist.get_world_size()):
         if rank != dist.get_rank():
             with suppress(RuntimeError):
-                dist.irecv(torch.empty(1), rank, tag=_NOBODYS).wait(timedelta(milliseconds=1))
+                waiting: Any = dist.irecv(torch.empty(1), rank, tag=_NOBODYS)
+                waiting.wait(timedelta(milliseconds=1))
