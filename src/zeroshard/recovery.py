@@ -15,6 +15,7 @@ from .runtime.step import Engine
 from .second_copy import COMMON, Buffers, Copies, Generation, names_of
 from .state.copies import Rebuilding, Rebuilt, portion
 from .state.exchange import Outbox, receive
+from .state.parcels import unpacked
 from .state.readers import require_readers
 from .state.records import MASTER
 from .state.trees import snapshot
@@ -134,7 +135,8 @@ class _Exchange:
     def __init__(self, comm: Comm, survey: Survey, generations: Sequence[Generation]) -> None:
         self._comm, self.survey = comm, survey
         chosen = [it for it in generations if (it.tag, it.step) == (survey.tag, survey.step)]
-        self.held: dict[int, Any] = {number: share for it in chosen for number, share in it.shares.items()}
+        shares = [item for it in chosen for item in it.shares.items()]
+        self.held: dict[int, Any] = {number: unpacked(share) for number, share in shares}
 
     def run(self, shares: Sequence[int], give: Give) -> list[Any]:
         """What this rank gets, as values of its own. What cannot be given is raised on all ranks before it is sent."""

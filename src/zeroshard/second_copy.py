@@ -26,8 +26,9 @@ from .runtime.step import Engine
 from .state.compat import write_groups
 from .state.copies import share_of
 from .state.exchange import Outbox, receive
+from .state.parcels import Packed, packed
 from .state.readers import require_readers
-from .state.trees import map_tensors, snapshot
+from .state.trees import map_tensors
 from .state.wrapped import on_plain
 from .units import Rank
 
@@ -47,7 +48,7 @@ class Generation:
     step: int
     places: int
     """How many shares there are."""
-    shares: dict[int, Any] = field(default_factory=dict)
+    shares: dict[int, Packed] = field(default_factory=dict)
 
 
 class Copies:
@@ -128,13 +129,14 @@ class Copying:
 
         def propose() -> Proposal[tuple[Generation, Outbox]]:
             self.settle()
-            mine = snapshot(self._shares(engine, groups, buffers))
+            mine = {number: packed(share) for number, share in self._shares(engine, groups, buffers).items()}
             return Proposal((Generation(self._tag, engine.steps, engine.layout.world_size, mine), Outbox(mine)))
 
         self._taken = engine.steps
         call = f"the second copy of step {engine.steps}"
         generation, outbox = agreed(self._comm, call, propose)
-        require_readers(self._comm, call, outbox.types)
+        types = {name for share in generation.shares.values() for name in share["types"]}
+        require_readers(self._comm, call, sorted(types))
         self.held.begin(generation)
         if self._comm.is_alone:
             self.held.confirm(generation)
