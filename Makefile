@@ -35,7 +35,7 @@ unit: $(READY)
 
 # Faults in real jobs, many hundred of them, and docs/faults.md made of what was found: about half an hour on 2 cores.
 faults: $(READY)
-	ZEROSHARD_KILLS=160 ZEROSHARD_FAULTS=2 ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m pytest tests/faults tests/ranks/test_shuffled.py
+	ZEROSHARD_KILLS=160 ZEROSHARD_FAULTS=2 ZEROSHARD_LOSSES=60 ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m pytest tests/faults tests/ranks/test_shuffled.py
 	ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m tests.support.fault_page
 
 # 20,000 steps with all that happens on the way, twice: about half an hour on 2 cores.

@@ -20,9 +20,11 @@ from .layout.partition import FlatShards, WholeParams
 from .measuring import measure_cost
 from .objects import broadcast_object
 from .optimizer import ZeroRedundancyOptimizer
-from .policies import Drift, KeepFull, KeepShard, MasterWeights, NonFinite, Offload, Reduce
+from .policies import Drift, KeepFull, KeepShard, MasterWeights, NonFinite, Offload, Reduce, SecondCopy
+from .recovery import restore
 from .rules import Rule, everything_else, matrices
 from .scaler import GradScaler
+from .second_copy import Copies
 from .sharded import ShardedOptimizer, shard
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ __all__ = [
     "BindingError",
     "CheckpointError",
     "ConfigError",
+    "Copies",
     "Drift",
     "DriftError",
     "FlatShards",
@@ -50,6 +53,7 @@ __all__ = [
     "RankMismatchError",
     "Reduce",
     "Rule",
+    "SecondCopy",
     "ShardedOptimizer",
     "WholeParams",
     "ZeroConfig",
@@ -61,6 +65,7 @@ __all__ = [
     "everything_else",
     "matrices",
     "measure_cost",
+    "restore",
     "shard",
 ]
 

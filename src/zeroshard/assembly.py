@@ -190,6 +190,8 @@ class Assembly:
             self._check_kind(kind, partition)
         if self.overlap and self.flat:
             raise ConfigError("overlap_with_ddp=True deals out whole parameters: with FlatShards() use ddp_hook()")
+        if self.overlap and self.config.second_copy is not None:
+            raise ConfigError("SecondCopy(...) needs step() to be called, and with overlap_with_ddp=True a hook steps")
         for name, policy in (("MasterWeights", self.config.masters), ("Offload", self.config.offload)):
             if policy is not None and not self.flat:
                 raise ConfigError(f"{name}(...) needs partition=FlatShards()")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 
 from .errors import ConfigError
 from .layout.partition import FlatShards, Partitioner, WholeParams
-from .policies import Drift, KeepFull, KeepShard, MasterWeights, NonFinite, Offload, Reduce, Retention
+from .policies import Drift, KeepFull, KeepShard, MasterWeights, NonFinite, Offload, Reduce, Retention, SecondCopy
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class ZeroConfig:
     offload: where state and master weights rest between steps, if not on the GPU.
     drift: every so many steps, look whether all ranks have the same parameters.
     nonfinite: what becomes of a step whose gradients are not all finite; by default nobody looks.
+    second_copy: keep each rank's share on another rank as well, from which it is rebuilt when a rank is lost.
     overlap_gather: parameters come back while the next forward pass runs, instead of at the end of `step()`.
     sync_buffers: make the buffers of the model those of rank 0 before each forward pass.
     mixed_dtypes: allow parameters of several dtypes in one `ZeroRedundancyOptimizer`; `shard` always does.
@@ -34,6 +35,7 @@ class ZeroConfig:
     offload: Offload | None = None
     drift: Drift | None = None
     nonfinite: NonFinite | None = None
+    second_copy: SecondCopy | None = None
     overlap_gather: bool = False
     sync_buffers: bool = True
     mixed_dtypes: bool = False
@@ -48,6 +50,7 @@ class ZeroConfig:
         self._require("offload", (Offload, type(None)), "Offload(...) or None")
         self._require("drift", (Drift, type(None)), "Drift(...) or None")
         self._require("nonfinite", (NonFinite, type(None)), "NonFinite(...) or None")
+        self._require("second_copy", (SecondCopy, type(None)), "SecondCopy(...) or None")
         for name in ("overlap_gather", "sync_buffers", "mixed_dtypes"):
             self._require(name, (bool,), "True or False")
 
@@ -61,7 +64,10 @@ class ZeroConfig:
             raise ConfigError(f"ZeroConfig({name}=...) takes {wanted}, not {value!r}")
 
 
-_POLICIES = (FlatShards, WholeParams, KeepShard, KeepFull, Reduce, MasterWeights, Offload, Drift, NonFinite)
+_POLICIES = (
+    *(FlatShards, WholeParams, KeepShard, KeepFull, Reduce),
+    *(MasterWeights, Offload, Drift, NonFinite, SecondCopy),
+)
 
 
 def refuse_policies(options: Mapping[str, object]) -> None:

@@ -32,6 +32,7 @@ from .runtime.nonfinite import NonFiniteSteps
 from .runtime.parts import Kind
 from .runtime.step import Closure, Engine
 from .runtime.whole import WholeEngine
+from .second_copy import Buffers, Copies, copying
 from .state import callers
 from .stateful import Stateful
 from .stepping import Stepping
@@ -89,6 +90,7 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
             self._opt_called = True  # LR schedulers would warn that step() is never called
             if parameters_as_bucket_view:
                 warnings.warn("parameters_as_bucket_view has no effect with overlap_with_ddp=True", stacklevel=2)
+        self.copying = copying(self._comm, self._config.second_copy)
         self.initialized = True
 
     # ---- what it is made of
@@ -165,6 +167,11 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
     def nonfinite(self) -> NonFiniteSteps:
         """Steps whose gradients were not all finite, counted where `ZeroConfig(nonfinite=...)` looks for them."""
         return NonFiniteSteps() if self.engine.guard is None else self.engine.guard.counts
+
+    @property
+    def second_copy(self) -> Copies | None:
+        """What this rank holds of the copies that `SecondCopy(...)` asks for. Keep it: `restore` takes it."""
+        return None if self.copying is None else self.copying.held
 
     # ---- training
 
@@ -341,7 +348,14 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         return engine
 
     def _step(self, closure: Closure | None, kwargs: dict[str, Any], *, joined: bool) -> Any:
-        return self._stepping.step(closure, kwargs, uneven=self._join_config.enable, joined=joined)
+        result = self._stepping.step(closure, kwargs, uneven=self._join_config.enable, joined=joined)
+        if self.copying is not None:
+            self.copying.after_step(self.engine, self.param_groups, self.model_buffers)
+        return result
+
+    def model_buffers(self) -> Buffers:
+        """Those that a copy must have beside the parameters; of a model that is not known, none."""
+        return {}
 
     def _spread_grads(self, call: str) -> list[torch.Tensor] | None:
         return self._stepping.spread_grads(call, uneven=self._join_config.enable)

@@ -136,6 +136,27 @@ class NonFinite:
             )
 
 
+@dataclass(frozen=True)
+class SecondCopy:
+    """Each rank's share of the state is also kept in the memory of a rank of another failure domain.
+
+    After the loss of a rank `zeroshard.restore` puts everything together again from these copies, without a file.
+
+    every: so many steps lie between two copies.
+    apart: how many consecutive ranks fail together. By default those that run on one host do; where there is but one,
+        each rank is on its own.
+    """
+
+    every: int = 10
+    apart: int | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.every) is not int or self.every < 1:
+            raise ConfigError(f"SecondCopy(every=...) takes a number of steps from 1 on, not {self.every!r}")
+        if self.apart is not None and (type(self.apart) is not int or self.apart < 1):
+            raise ConfigError(f"SecondCopy(apart=...) takes a number of ranks from 1 on, or None, not {self.apart!r}")
+
+
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """What gradients of this dtype are added up in."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

@@ -28,6 +28,7 @@ from .runtime.grad_sync import GradSync
 from .runtime.inner import Factory, ParamGroup, Recipe
 from .runtime.parts import Kind
 from .runtime.team import CLASS
+from .second_copy import Buffers
 from .units import Rank
 
 _MOST_NAMES = 5
@@ -213,11 +214,15 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         foreign = {name: param for name, param in self._model.named_parameters() if id(param) not in ours}
         return foreign | {f"buffer {name}": buffer for name, buffer in self._model.named_buffers()}
 
+    def model_buffers(self) -> Buffers:
+        return dict(self._model.named_buffers())
+
     def before_uneven_step(self, source: Rank) -> None:
         self._buffers.sync(source)
 
     def _keeps_buffers(self) -> bool:
-        return self._grad_sync.paused or not self._config.sync_buffers or self._join_config.enable
+        replaced = self._hooks.is_replaced  # the ranks of this one need no longer be there
+        return replaced or self._grad_sync.paused or not self._config.sync_buffers or self._join_config.enable
 
     def _clear_grads(self, set_to_none: bool) -> None:
         self.engine.clear_grads(to_none=set_to_none)

@@ -18,12 +18,15 @@ from tests.support.checkpoints import first_ranks
 from tests.support.oracle import Twins, assert_same, set_grads
 from zeroshard import (
     ConfigError,
+    Copies,
     FlatShards,
+    SecondCopy,
     WholeParams,
     ZeroConfig,
     ZeroRedundancyOptimizer,
     broadcast_object,
     checkpoint,
+    restore,
 )
 from zeroshard.state.wrapped import insides, is_wrapped
 
@@ -191,3 +194,30 @@ def assert_same_state(found: Any, expected: dict[str, Any]) -> None:
 
 def plain_tensors(value: torch.Tensor) -> list[torch.Tensor]:
     return list(insides(value).values()) if is_wrapped(value) else [value]
+
+
+@ranks(3)
+def test_second_copies_go_to_other_cuts(ctx: RankContext) -> None:
+    """Quantized state of 3 ranks to 2, to whole parameters, and to cuts again."""
+    kind = pytest.importorskip("torchao.optim").AdamW8bit
+    group = first_ranks(2)
+    with torch.compiler.set_stance("force_eager"):
+        make = partial(Twins, kind, model=partial(Weights, [(48, 256), (7,), (12288,), (4096,)]), lr=0.05)
+        copied = [ZeroConfig(partition=it, second_copy=SecondCopy(every=3)) for it in (FlatShards(), WholeParams())]
+        before = make(zero_only={"config": copied[0]})
+        before.train(3)
+        assert max(map(len, pieces(before.zero))) == 2
+        held: Copies | None = settled(before.zero)
+        for config in (*copied, copied[0]) if group is not None else ():
+            after = make(zero_only={"config": config, "process_group": group})
+            assert restore(after.zero, held) == 3
+            assert_same(after.model.state_dict(), before.model.state_dict())
+            assert_same_state(after.zero.full_state_dict(), before.plain.state_dict())
+            held = settled(after.zero)
+        dist.barrier()
+
+
+def settled(zero: ZeroRedundancyOptimizer) -> Copies:
+    assert zero.copying is not None
+    zero.copying.settle()
+    return zero.copying.held

@@ -1,6 +1,9 @@
 """Examples run as they are, in processes of their own, and the README shows them as they are."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +75,13 @@ def test_muon_and_adamw_train_and_go_on_at_another_number_of_ranks(tmp_path: Pat
 
 def test_the_readme_shows_the_script_as_it_is() -> None:
     assert f"```python\n{SCRIPT.read_text(encoding='utf-8')}```" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.timeout(180)
+def test_the_others_go_on_when_one_is_killed(tmp_path: Path) -> None:
+    command, settings = [sys.executable, str(SCRIPT.with_name("recover.py"))], {"GLOO_SOCKET_IFNAME": "lo"}
+    env = {**os.environ, **settings, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"a rank was lost in step 24, held is step 20", done.stdout)) == 2
+    assert len(re.findall(r"step 40, loss 0\.\d+", done.stdout)) == 2

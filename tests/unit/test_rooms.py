@@ -36,14 +36,16 @@ ROOMS["measuring"] = {"rules", "layout", "comm", "runtime", "units", "errors"}
 ROOMS["stepping"] = {"adapters", "comm", "runtime", "units"}
 ROOMS["stateful"] = {"state_dicts", "adapters", "comm", "runtime", "state"}
 ROOMS["modes"] = {"comm", "state", "runtime"}
+ROOMS["second_copy"] = {"notices", "layout", "policies", "comm", "state", "runtime", "units", "errors"}
 ROOMS["optimizer"] = set(ROOMS) - {"objects", "rules", "measuring"}
 ROOMS["sharded"] = set(ROOMS) - {"objects", "measuring"}
+ROOMS["recovery"] = {"layout", "comm", "state", "runtime", "second_copy", "optimizer", "units", "errors"}
 ROOMS["checkpoint"] = {"notices", "layout", "comm", "state", "runtime", "optimizer", "units", "errors"}
 ROOMS["scaler"] = {"optimizer"}
 ROOMS["ddp_hooks"] = {"optimizer", "adapters"}
 ROOMS["__init__"] = {
     *("optimizer", "sharded", "rules", "measuring", "scaler", "ddp_hooks", "objects", "config", "policies", "layout"),
-    *("errors", "checkpoint"),
+    *("errors", "checkpoint", "second_copy", "recovery"),
 }
 ROOMS["cli"] = {"checkpoint", "state", "units", "errors"}
 ROOMS["__main__"] = {"cli"}

@@ -25,6 +25,13 @@ def pack(value: Any) -> bytes:
         ) from error
 
 
+def pack_plain(value: Any) -> bytes:
+    """`value` of plain containers and numbers, which need no trial."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
 def unpack(data: bytes) -> Any:
     """What was packed, with all tensors in host memory."""
     open_records(io.BytesIO(data))
@@ -67,10 +74,9 @@ def take_out_tensors(value: Any) -> tuple[Any, list[torch.Tensor]]:
 
 
 def _pack(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    unpack(buffer.getvalue())
-    return buffer.getvalue()
+    data = pack_plain(value)
+    unpack(data)
+    return data
 
 
 def _culprit(value: Any, where: str = "") -> tuple[str, Any]:

@@ -27,6 +27,11 @@ class Outbox:
         self._header = pack(skeleton)
         self.types = types_in(self._header)
 
+    @property
+    def nbytes(self) -> int:
+        """What it takes on the wire."""
+        return len(self._header) + sum(tensor.nbytes for tensor in self._tensors)
+
     def send(self, comm: Comm, to: Rank) -> None:
         """Pairs with `receive` on rank `to`."""
         window = Window(IN_FLIGHT)

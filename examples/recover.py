@@ -1,0 +1,87 @@
+"""One of three ranks is killed. The others go on without it, in their own processes, from copies in memory.
+
+python examples/recover.py
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
+
+import zeroshard
+from zeroshard import SecondCopy, ZeroConfig
+
+RANKS, STEPS = 3, 40
+LOST, LOST_AT = "1", 23
+CONFIG = ZeroConfig(second_copy=SecondCopy(every=5))
+HOST = "127.0.0.1"
+
+
+def join(store: Store, name: str, attempt: int) -> None:
+    """A process group of those that are there: the launcher tells who that is, and it serves the store."""
+    names = store.get(f"attempt {attempt}").decode().split()
+    dist.init_process_group(
+        "gloo",
+        store=PrefixStore(f"group {attempt}", store),
+        rank=names.index(name),
+        world_size=len(names),
+        timeout=timedelta(seconds=10),
+    )
+
+
+def train(name: str, port: int) -> None:
+    store = TCPStore(HOST, port, is_master=False)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+    held, step, attempt = None, 0, 0
+    while step < STEPS:
+        join(store, name, attempt)
+        try:
+            optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=1e-2, config=CONFIG)
+            if attempt:
+                step = zeroshard.restore(optimizer, held)  # a process that has just begun gives None
+            held = optimizer.second_copy  # outlives the optimizer and the process group
+            while step < STEPS:
+                if (name, step, attempt) == (LOST, LOST_AT, 0):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                loss = loss_of(model, step)
+                torch.autograd.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                step += 1
+        except RuntimeError:
+            print(f"process {name}: a rank was lost in step {step + 1}, held is step {held and held.step}", flush=True)
+            attempt += 1
+        dist.destroy_process_group()
+    print(f"process {name}: step {step}, loss {loss.item():.4f}", flush=True)
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    """Data are found by the number of the step, so that they are the right ones also after it went back."""
+    draw = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    inputs = torch.randn(64, 8, generator=draw)
+    return nn.functional.mse_loss(model(inputs), inputs.square().mean(1, keepdim=True))
+
+
+def main() -> int:
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    names = [str(number) for number in range(RANKS)]
+    workers = {name: context.Process(target=train, args=(name, store.port)) for name in names}
+    for worker in workers.values():
+        worker.start()
+    store.set("attempt 0", " ".join(names))
+    workers[LOST].join()  # here one knows which it will be; else wait for `sentinel` of all of them
+    store.set("attempt 1", " ".join(name for name in names if name != LOST))
+    for worker in workers.values():
+        worker.join()
+    return sum(worker.exitcode != 0 for name, worker in workers.items() if name != LOST)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""Messages beside all others, for a thread of its own."""
+
+from collections.abc import Iterator
+from itertools import count
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from ..units import Rank
+from .collectives import Comm, as_bytes
+from .group import Group
+from .pending import Pending
+
+FIRST_TAG = 1 << 24
+"""Beyond what users and ways between ranks give their own messages."""
+
+_tags: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+"""Those who talk aside do so in the same order on all ranks, and messages of one must not be taken for another's."""
+
+
+class Aside(Comm):
+    """`send` and `receive` of messages that meet no others. The other verbs are not for threads. Made on all ranks.
+
+    They travel in `Group.control`: a process group of its own would have to be found by a name, which torch makes of
+    how many groups a process is in.
+    """
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self._tag = next(_tags.setdefault(group.control, count(FIRST_TAG)))
+
+    def send(self, flat: torch.Tensor, to: Rank) -> Pending:
+        raw = as_bytes(flat)
+        target = self.group.to_global(to)
+        return Pending(dist.isend(raw, target, group=self.group.control, tag=self._tag), raw)
+
+    def receive(self, flat: torch.Tensor, source: Rank) -> Pending:
+        raw = as_bytes(flat)
+        origin = self.group.to_global(source)
+        return Pending(dist.irecv(raw, origin, group=self.group.control, tag=self._tag), raw)
+
+    def all_well(self, *, well: bool) -> bool:
+        """Whether it is so on all ranks, which all call it. The first asks, and tells the others."""
+        flag = torch.tensor([well], dtype=torch.uint8, device="cpu")
+        if self.group.rank == 0:
+            return self._collected(flag)
+        self.send(flag, Rank(0)).wait()
+        self.receive(flag, Rank(0)).wait()
+        return bool(flag.item())
+
+    def _collected(self, flag: torch.Tensor) -> bool:
+        """Also where some can no longer be heard, the others are told."""
+        others = [Rank(rank) for rank in range(1, self.group.size)]
+        failure: RuntimeError | None = None
+        for call in (self._hear, self._tell):
+            for rank in others:
+                try:
+                    call(flag, rank)
+                except RuntimeError as error:
+                    flag.zero_()
+                    failure = failure or error
+        if failure is not None:
+            raise failure
+        return bool(flag.item())
+
+    def _hear(self, flag: torch.Tensor, rank: Rank) -> None:
+        heard = torch.zeros_like(flag)
+        self.receive(heard, rank).wait()
+        flag.mul_(heard)
+
+    def _tell(self, flag: torch.Tensor, rank: Rank) -> None:
+        self.send(flag.clone(), rank).wait()

@@ -1,0 +1,36 @@
+"""Which rank keeps the second copy of which: one in another failure domain, wherever there is one."""
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+
+
+def keepers(domains: Sequence[Hashable]) -> list[int]:
+    """For each rank the one that keeps its copy. `domains`: what fails together with each rank, a host for example.
+
+    Every rank keeps one copy. Only where a domain has more than half of the ranks, all others share its copies evenly.
+    A rank that is alone keeps its own.
+    """
+    members: dict[Hashable, list[int]] = defaultdict(list)
+    for rank, domain in enumerate(domains):
+        members[domain].append(rank)
+    largest = max(members.values(), key=len)
+    ring = [rank for domain in members.values() for rank in domain]
+    if len(members) == 1:
+        return _around(ring, 1)
+    if 2 * len(largest) <= len(ring):
+        # One turn by the largest domain leads out of every domain, and never round into it again.
+        return _around(ring, len(largest))
+    others = [rank for rank in ring if domains[rank] != domains[largest[0]]]
+    found = {rank: others[place % len(others)] for place, rank in enumerate(largest)}
+    found |= dict(zip(others, largest, strict=False))
+    return [found[rank] for rank in range(len(ring))]
+
+
+def wards(keepers: Sequence[int], rank: int) -> list[int]:
+    """The other ranks whose copies a rank keeps."""
+    return [other for other, keeper in enumerate(keepers) if keeper == rank != other]
+
+
+def _around(ring: Sequence[int], steps: int) -> list[int]:
+    found = {rank: ring[(place + steps) % len(ring)] for place, rank in enumerate(ring)}
+    return [found[rank] for rank in range(len(ring))]

@@ -1,0 +1,111 @@
+"""Ranks that are killed while they train: the others go on in their processes, from memory, as if nothing had been.
+
+`ZEROSHARD_LOSSES` says how often; `make faults` does it some hundred times.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+
+import pytest
+
+from tests.support.store import open_store
+from tests.support.survivors import CHECKED, EVERY, End, Order, Survivor, oracle
+
+LOSSES = int(os.environ.get("ZEROSHARD_LOSSES", "2"))
+LONGEST = 0.2
+"""Seconds until a kill: some steps, and some copies."""
+RANKS = 4
+
+
+class Job:
+    """Processes that are ranks of one job after the other, and what a model would be that none of this concerned."""
+
+    def __init__(self, *, overlap: bool) -> None:
+        self._store, self._overlap = open_store(), overlap
+        self.ranks: list[Survivor] = []
+        self._sizes: list[int] = []
+        """How many ranks made each step."""
+        self._jobs = 0
+
+    def run(
+        self, ranks: Sequence[Survivor], *, begin: bool = False, ends: Mapping[int, End] = MappingProxyType({})
+    ) -> int:
+        """Until values were compared; then they train on. The step that they began with."""
+        self._jobs += 1
+        self.ranks = list(ranks)
+        for rank, process in enumerate(ranks):
+            process.tell(Order(f"job{self._jobs}", rank, len(ranks), begin, ends.get(rank)))
+        begun = [process.hear("begun") for process in ranks]
+        (step,) = {news.step for news in begun}
+        assert not [path for news in begun for path in news.opened if not path.endswith((".py", ".pyc"))]
+        assert step >= EVERY, "a copy that was whole is lost"
+        self._sizes = [*(self._sizes[:step] if not begin else [len(ranks)] * step), *[len(ranks)] * CHECKED]
+        expected = oracle(self._sizes)
+        for process in ranks:
+            assert process.hear("trained").values == expected
+        self._sizes += [len(ranks)] * 10_000  # as many as there may be until a kill
+        return step
+
+    def new(self) -> Survivor:
+        return Survivor(self._store.port, overlap=self._overlap)
+
+    def lose(self, lost: int) -> list[Survivor]:
+        """Kill a rank; the others, once they have noticed."""
+        self.ranks[lost].kill()
+        return self.without(lost)
+
+    def without(self, lost: int) -> list[Survivor]:
+        left = [process for process in self.ranks if process is not self.ranks[lost]]
+        for process in left:
+            process.hear("lost")
+        return left
+
+
+@contextmanager
+def job(*, overlap: bool = False, ends: Mapping[int, End] = MappingProxyType({})) -> Iterator[Job]:
+    made = Job(overlap=overlap)
+    try:
+        made.run([made.new() for _ in range(RANKS)], begin=True, ends=ends)
+        yield made
+    finally:
+        for process in made.ranks:
+            process.close()
+
+
+@pytest.mark.timeout(60 + 20 * LOSSES)
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+def test_killed_at_any_moment(overlap: bool) -> None:
+    """By turns one rank less, and a new process in the place of the lost one or of all that were lost so far."""
+    draw = random.Random(overlap)
+    with job(overlap=overlap) as running:
+        for _ in range(LOSSES):
+            time.sleep(draw.uniform(0, LONGEST))  # the moment; whichever it is, the outcome must be right
+            left = running.lose(draw.randrange(len(running.ranks)))
+            while len(left) < 2 or (len(left) < RANKS and draw.random() < 0.5):
+                left.insert(draw.randrange(len(left) + 1), running.new())
+            running.run(left)
+
+
+SECOND = 3 * EVERY
+"""The copy that is not the first, and not taken while values are compared."""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("lost", [0, 2])
+def test_killed_while_a_copy_is_sent(lost: int) -> None:
+    """Half of it is of no use: the one before is still there."""
+    with job(ends={lost: End(SECOND, "in the middle")}) as running:
+        assert running.run(running.without(lost)) == SECOND - EVERY
+
+
+@pytest.mark.timeout(120)
+def test_killed_when_all_have_a_copy_and_nobody_knows() -> None:
+    """It was confirmed to no one, but all of it is there."""
+    with job(ends={0: End(SECOND, "all have it")}) as running:
+        assert running.run(running.without(0)) == SECOND

@@ -1,0 +1,244 @@
+"""Jobs that lose ranks and go on without them, or with others in their place, in the processes that are left."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+
+from tests.support import handle  # what the server has loaded before it forks
+from tests.support.hybrid import added
+from tests.support.store import connect_store
+from zeroshard import Copies, FlatShards, SecondCopy, ShardedOptimizer, ZeroConfig, restore, shard
+from zeroshard.comm.aside import Aside
+from zeroshard.comm.collectives import Comm
+from zeroshard.state.exchange import Outbox
+from zeroshard.units import Rank
+
+LONG = 60.0
+"""No wait is longer."""
+PATIENCE = timedelta(seconds=10)
+"""How long ranks wait for each other."""
+EVERY = 3
+ADAMW: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "foreach": True}
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(handle.PRELOAD)
+
+_NOBODYS = 7
+"""The tag of messages that nobody sends."""
+CHECKED = 4
+"""Steps after which values are compared."""
+
+Values = dict[str, list[Any]]
+"""Of parameters. Not tensors: a process that is gone could not hand those over."""
+
+
+class End(NamedTuple):
+    """Of a process, by its own hand, while it makes the copy of a step."""
+
+    step: int
+    moment: Literal["in the middle", "all have it"]
+    """When it has sent a part; or, being the first, when all others have said that they have their copies."""
+
+
+class Order(NamedTuple):
+    """Be this rank of that job: begin, or go on from the copies that are left, until a rank is lost."""
+
+    run: str
+    rank: int
+    world_size: int
+    begin: bool
+    end: End | None = None
+
+
+class News(NamedTuple):
+    """From a process: "begun" and "trained" with a step, "lost" when another rank is gone, "failed" with a reason."""
+
+    what: str
+    step: int = 0
+    values: Values | None = None
+    reason: str = ""
+    opened: Sequence[str] = ()
+    """Files that were opened by `restore`."""
+
+
+class Survivor:
+    """One process, and the connection to it."""
+
+    def __init__(self, port: int, *, overlap: bool) -> None:
+        self._end: Connection[Order | None, News]
+        self._end, remote = _CONTEXT.Pipe()
+        self.process = _CONTEXT.Process(target=_live, args=(remote, port, overlap), daemon=True)
+        self.process.start()
+        remote.close()
+
+    def tell(self, order: Order) -> None:
+        self._end.send(order)
+
+    def hear(self, what: str) -> News:
+        assert self._end.poll(LONG), f"nothing was heard, instead of {what!r}"
+        news = self._end.recv()
+        assert news.what == what, news
+        return news
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(LONG)
+
+    def close(self) -> None:
+        self.kill()
+        self._end.close()
+
+
+def oracle(world_sizes: Sequence[int]) -> Values:
+    """A plain model after steps that so many ranks make, in one process and never interrupted."""
+    torch.set_num_threads(1)  # as on ranks: sums are made in another order by several
+    model = _model(0)
+    plain = torch.optim.AdamW(model.parameters(), **ADAMW)
+    for step, world_size in enumerate(world_sizes):
+        parts = []
+        for rank in range(world_size):
+            plain.zero_grad()
+            _loss(model, step, rank).backward()  # type: ignore[no-untyped-call]
+            parts.append([param.grad for param in model.parameters()])
+        for param, *grads in zip(model.parameters(), *parts, strict=True):
+            param.grad = added([grad * (1 / world_size) for grad in grads if grad is not None])
+        plain.step()
+    return _values(model)
+
+
+def _values(model: nn.Module) -> Values:
+    return {name: value.tolist() for name, value in sorted(model.named_parameters())}
+
+
+def _model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 30), nn.Tanh(), nn.BatchNorm1d(30), nn.Linear(30, 3)
+    )
+
+
+def _loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    draw = torch.Generator().manual_seed(1000 * step + rank)
+    out: Tensor = model(torch.randn(4, 6, generator=draw))
+    return (out - torch.randn(4, 3, generator=draw)).square().mean()
+
+
+def _live(end: Connection[News, Order | None], port: int, overlap: bool) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    life = _Life(end, port, overlap=overlap)
+    try:
+        while order := end.recv():
+            life.follow(order)
+    except BaseException as error:
+        end.send(News("failed", reason=repr(error)))
+        os._exit(1)
+
+
+class _Life:
+    def __init__(self, end: Connection[News, Order | None], port: int, *, overlap: bool) -> None:
+        self._end, self._port = end, port
+        partition = FlatShards(bucket_bytes=400)
+        self._config = ZeroConfig(partition, second_copy=SecondCopy(every=EVERY), overlap_gather=overlap)
+        self._model = _model(os.getpid())
+        self._held: Copies | None = None
+        self._opened: list[str] = []
+        self._listens = False
+        sys.addaudithook(self._notice)
+
+    def follow(self, order: Order) -> None:
+        store = PrefixStore(order.run, connect_store(self._port))
+        size = order.world_size
+        dist.init_process_group("gloo", store=store, rank=order.rank, world_size=size, timeout=PATIENCE)
+        try:
+            self._train(order)
+        except RuntimeError as error:
+            self._end.send(News("lost", reason=repr(error)))
+            _hang_up()
+        dist.destroy_process_group()
+
+    def _train(self, order: Order) -> None:
+        if order.begin:
+            self._model = _model(order.rank)
+        optimizer = shard(self._model, torch.optim.AdamW, config=self._config, **ADAMW)
+        if order.end is not None:
+            _prepare(order.end, optimizer)
+        step = self._begin(optimizer) if order.begin else self._restore(optimizer)
+        self._held = optimizer.second_copy
+        self._end.send(News("begun", step, opened=self._opened))
+        for number in range(step, step + CHECKED):
+            self._iterate(optimizer, number)
+        self._end.send(News("trained", step + CHECKED, _values(self._model)))
+        for number in count(step + CHECKED):
+            self._iterate(optimizer, number)
+
+    def _begin(self, optimizer: ShardedOptimizer) -> int:
+        for number in range(EVERY):
+            self._iterate(optimizer, number)
+        assert optimizer.copying is not None
+        optimizer.copying.settle()
+        return EVERY
+
+    def _restore(self, optimizer: ShardedOptimizer) -> int:
+        self._opened, self._listens = [], True
+        step = restore(optimizer, self._held)
+        self._listens = False
+        return step
+
+    def _iterate(self, optimizer: ShardedOptimizer, number: int) -> None:
+        torch.autograd.backward(_loss(self._model, number, dist.get_rank()))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def _notice(self, event: str, details: tuple[Any, ...]) -> None:
+        if self._listens and event == "open":
+            self._opened.append(str(details[0]))
+
+
+def _prepare(end: End, optimizer: ShardedOptimizer) -> None:
+    """The process kills itself at that moment."""
+
+    def is_due() -> bool:
+        return optimizer.engine.steps == end.step
+
+    def die() -> NoReturn:
+        signal.raise_signal(signal.SIGKILL)
+        raise AssertionError("not reached")
+
+    send, tell = Outbox.send, Aside._tell
+
+    def sends_a_part(self: Outbox, comm: Comm, to: Rank) -> None:
+        if is_due():
+            comm.send(torch.tensor([1000]), to).wait()
+            die()
+        send(self, comm, to)
+
+    def tells_no_one(self: Aside, flag: Tensor, rank: Rank) -> None:
+        return die() if is_due() else tell(self, flag, rank)
+
+    if end.moment == "in the middle":
+        Outbox.send = sends_a_part  # type: ignore[method-assign]
+    else:
+        Aside._tell = tells_no_one  # type: ignore[method-assign]
+
+
+def _hang_up() -> None:
+    """Nobody waits for this rank any longer: gloo closes all connections of a group when one has waited in vain."""
+    for rank in range(dist.get_world_size()):
+        if rank != dist.get_rank():
+            with suppress(RuntimeError):
+                waiting: Any = dist.irecv(torch.empty(1), rank, tag=_NOBODYS)
+                waiting.wait(timedelta(milliseconds=1))
