@@ -33,12 +33,16 @@ class Aside(Comm):
     def send(self, flat: torch.Tensor, to: Rank) -> Pending:
         raw = as_bytes(flat)
         target = self.group.to_global(to)
-        return Pending(dist.isend(raw, target, group=self.group.control, tag=self._tag), raw)
+        with self.group.line:
+            work = dist.isend(raw, target, group=self.group.control, tag=self._tag)
+        return Pending(work, raw, self.group.line)
 
     def receive(self, flat: torch.Tensor, source: Rank) -> Pending:
         raw = as_bytes(flat)
         origin = self.group.to_global(source)
-        return Pending(dist.irecv(raw, origin, group=self.group.control, tag=self._tag), raw)
+        with self.group.line:
+            work = dist.irecv(raw, origin, group=self.group.control, tag=self._tag)
+        return Pending(work, raw, self.group.line)
 
     def all_well(self, *, well: bool) -> bool:
         """Whether it is so on all ranks, which all call it. The first asks, and tells the others."""
