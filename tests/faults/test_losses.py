@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import pytest
 
+from tests.support.fault_page import keep_count
 from tests.support.store import open_store
 from tests.support.survivors import CHECKED, EVERY, End, Order, Survivor, oracle
 
@@ -90,6 +91,8 @@ def test_killed_at_any_moment(overlap: bool) -> None:
             while len(left) < 2 or (len(left) < RANKS and draw.random() < 0.5):
                 left.insert(draw.randrange(len(left) + 1), running.new())
             running.run(left)
+    how = ", parameters under way" if overlap else ""
+    keep_count(f"2 to 4 ranks with a second copy{how}", "one is killed, at any moment; no file is read", LOSSES)
 
 
 SECOND = 3 * EVERY

@@ -15,7 +15,7 @@ from tests.support.store import open_store
 RANKS = 4
 TIMEOUT = 30.0
 """Of the process group. Whoever knows earlier has not waited for it."""
-SHORT = 3.0
+SHORT = 5.0
 """The same where a rank is stopped, which is known by waiting only."""
 _FATAL = (Kind.KILLED, Kind.STOPPED, Kind.CUT)
 
