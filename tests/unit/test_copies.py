@@ -94,7 +94,7 @@ def test_parcels_give_back_what_was_packed() -> None:
     param.grad = torch.ones_like(param)
     keeper = Keeper([param])
     keeper.step()
-    value = {"state": dict(keeper.state[param]), 3: [param.detach(), torch.ones(2).bool()]}
+    value: dict[Any, Any] = {"state": dict(keeper.state[param]), 3: [param.detach(), torch.ones(2).bool()]}
     found = packed(value)
     param.data.zero_()
     expected = unpacked(found)

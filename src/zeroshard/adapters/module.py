@@ -11,6 +11,7 @@ A copy of the model, deep or saved, has none of this. Nothing here keeps the opt
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from weakref import WeakMethod
 
@@ -108,6 +109,10 @@ class Guarded(dict[str, Any]):
         self._wait()
         return dict, (self._plain,)
 
+    def wait(self) -> None:
+        """They have arrived."""
+        self._wait()
+
 
 def _waiting(name: str) -> Callable[..., Any]:
     def call(self: Guarded, *args: Any, **kwargs: Any) -> Any:
@@ -181,7 +186,10 @@ class Gates:
     def _pass(self, module: Module, _: bool) -> None:
         """The parameters of one module have arrived."""
         if module in self._guarded:
-            self._engine.sync.wait(self._buckets[module])
+            if self._engine.sync.is_broken:  # which was told
+                self._engine.sync.let_go()
+            else:
+                self._engine.sync.wait(self._buckets[module])
             self._open(module)
 
     def _open(self, module: Module) -> None:
@@ -189,6 +197,17 @@ class Gates:
         if not self._guarded and self._before_steps is not None:
             self._before_steps.remove()
             self._before_steps = None
+
+
+def let_go(model: Module) -> None:
+    """Whatever a former optimizer still waits for has arrived, or never will: its ranks may be gone."""
+    for module in model.modules():
+        guarded = vars(module)["_parameters"]
+        if isinstance(guarded, Guarded):
+            with suppress(RuntimeError):
+                guarded.wait()
+                continue
+            guarded.wait()
 
 
 def _is_compiled(module: Module) -> bool:

@@ -1,6 +1,7 @@
 """Updated parameters from their owners to everyone."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 
@@ -49,6 +50,8 @@ class ShardSync:
         self._comm = comm
         self._ways = Ways(Comm(comm.group), Reduce())  # replicas bring theirs to their own
         self._under_way: dict[int, Pending] = {}
+        self.is_broken = False
+        """Something did not arrive, and never will."""
 
     @property
     def under_way(self) -> bool:
@@ -65,7 +68,17 @@ class ShardSync:
         """These buckets have arrived."""
         for bucket in buckets:
             if bucket in self._under_way:
-                self._under_way.pop(bucket).wait()
+                try:
+                    self._under_way.pop(bucket).wait()
+                except BaseException:
+                    self.is_broken = True
+                    raise
+
+    def let_go(self) -> None:
+        """Nothing is under way any longer, whether it has arrived or not."""
+        while self._under_way:
+            with suppress(RuntimeError):
+                self.wait([next(iter(self._under_way))])
 
     def finish(self) -> None:
         self.wait(list(self._under_way))
