@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,9 +142,10 @@ class Copying:
         if self._comm.is_alone:
             self.held.confirm(generation)
             return
-        self._thread = threading.Thread(target=self._run, args=(generation, outbox), daemon=True)
-        wait_at_exit_for(self._thread)
-        self._thread.start()
+        # Hazard: both start here, since no thread can once the process is about to end.
+        sending = _Sending(self._aside, outbox, Rank(self._keepers[self._rank]))
+        self._thread = _started(partial(self._run, generation, sending))
+        self.held.traffic = outbox.nbytes
 
     def settle(self) -> None:
         """No exchange is under way. Raises what failed in the last one, once."""
@@ -163,8 +165,10 @@ class Copying:
             shares[COMMON] = common_of(engine, groups, buffers())
         return shares
 
-    def _run(self, generation: Generation, outbox: Outbox) -> None:
-        failure = self._exchange(generation, outbox)
+    def _run(self, generation: Generation, sending: "_Sending") -> None:
+        """All ranks send and receive at once: in a ring where all only sent first, nobody would be there to receive."""
+        failure = self._receive(generation)
+        failure = sending.end() or failure
         try:
             if self._aside.all_well(well=failure is None):
                 self.held.confirm(generation)
@@ -174,26 +178,21 @@ class Copying:
             failure = failure or error
         self._failure = failure
 
-    def _exchange(self, generation: Generation, outbox: Outbox) -> BaseException | None:
-        """Sends and receives at once: in a ring where all only sent first, nobody would be there to receive."""
-        sending = _Sending(self._aside, outbox, Rank(self._keepers[self._rank]))
-        failure: BaseException | None = None
+    def _receive(self, generation: Generation) -> BaseException | None:
+        """What others give to keep; what failed, if anything did."""
         try:
             for ward in wards(self._keepers, self._rank):
                 self.held.add(generation, receive(self._aside, Rank(ward)))
-        except Exception as error:
-            failure = error
-        self.held.traffic = outbox.nbytes
-        return sending.end() or failure
+        except BaseException as error:
+            return error
+        return None
 
 
 class _Sending:
     def __init__(self, comm: Aside, outbox: Outbox, to: Rank) -> None:
         self._failure: BaseException | None = None
         self._job = (comm, outbox, to)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        wait_at_exit_for(self._thread)
-        self._thread.start()
+        self._thread = _started(self._run)
 
     def end(self) -> BaseException | None:
         """Wait for it; what failed, if anything did."""
@@ -206,6 +205,13 @@ class _Sending:
             outbox.send(comm, to)
         except BaseException as error:
             self._failure = error
+
+
+def _started(job: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=job, daemon=True)
+    thread.start()
+    wait_at_exit_for(thread)
+    return thread
 
 
 def copying(comm: Comm, policy: SecondCopy | None) -> Copying | None:

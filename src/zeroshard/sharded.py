@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from .adapters.autograd import GradHooks, hooked_params
-from .adapters.module import EqualBuffers, Gates, ZeroGrad
+from .adapters.module import EqualBuffers, Gates, ZeroGrad, let_go
 from .assembly import Assembly
 from .comm.collectives import Comm
 from .comm.rows import Within, comm_of
@@ -179,6 +179,8 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
                 "shard() reduces gradients itself: give it the model without DistributedDataParallel. To keep that, "
                 "use ZeroRedundancyOptimizer(..., config=ZeroConfig(partition=FlatShards())) and its ddp_hook()."
             )
+        if isinstance(self._model, torch.nn.Module):
+            let_go(self._model)
         if not self._rules:
             return super()._read(params)
         _check_rules(self._rules)

@@ -13,10 +13,12 @@ import torch.distributed as dist
 import zeroshard
 
 dist.init_process_group("gloo")
-model = torch.nn.Linear(64, 64)
-optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=1e-3)
+size = 1000 if "copy" in sys.argv else 64
+model = torch.nn.Linear(size, 64)
+config = zeroshard.ZeroConfig(second_copy=zeroshard.SecondCopy(every=1) if "copy" in sys.argv else None)
+optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=1e-3, config=config)
 if dist.get_rank() == 0 or "step" in sys.argv:
-    model(torch.ones(4, 64)).sum().backward()  # rank 0 alone sends, and receives nothing
+    model(torch.ones(4, size)).sum().backward()  # rank 0 alone sends, and receives nothing
 if "step" in sys.argv:
     optimizer.step()
 if "leave" in sys.argv:
@@ -25,9 +27,9 @@ if "leave" in sys.argv:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("what", [["leave"], [], ["step"], ["step", "leave"]], ids=" ".join)
+@pytest.mark.parametrize("what", [["leave"], [], ["step"], ["step", "leave"], ["step", "copy"]], ids=" ".join)
 def test_the_end_of_a_process(tmp_path: Path, what: list[str]) -> None:
-    """With gradients under way or without, from a group that was left or not."""
+    """With gradients or a copy under way or without, from a group that was left or not."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     torchrun(script, 2, tmp_path, *what)

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from multiprocessing.connection import Connection
@@ -21,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from tests.support import handle  # what the server has loaded before it forks
 from tests.support.hybrid import added
 from tests.support.store import connect_store
-from zeroshard import Copies, FlatShards, SecondCopy, ShardedOptimizer, ZeroConfig, restore, shard
+from zeroshard import Copies, FlatShards, RankLostError, SecondCopy, ShardedOptimizer, ZeroConfig, restore, shard
 from zeroshard.comm.aside import Aside
 from zeroshard.comm.collectives import Comm
 from zeroshard.state.exchange import Outbox
@@ -36,7 +35,6 @@ ADAMW: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "foreach": True}
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(handle.PRELOAD)
 
-_NOBODYS = 7
 """The tag of messages that nobody sends."""
 CHECKED = 4
 """Steps after which values are compared."""
@@ -165,9 +163,8 @@ class _Life:
         dist.init_process_group("gloo", store=store, rank=order.rank, world_size=size, timeout=PATIENCE)
         try:
             self._train(order)
-        except RuntimeError as error:
+        except RankLostError as error:
             self._end.send(News("lost", reason=repr(error)))
-            _hang_up()
         dist.destroy_process_group()
 
     def _train(self, order: Order) -> None:
@@ -233,12 +230,3 @@ def _prepare(end: End, optimizer: ShardedOptimizer) -> None:
         Outbox.send = sends_a_part  # type: ignore[method-assign]
     else:
         Aside._tell = tells_no_one  # type: ignore[method-assign]
-
-
-def _hang_up() -> None:
-    """Nobody waits for this rank any longer: gloo closes all connections of a group when one has waited in vain."""
-    for rank in range(dist.get_world_size()):
-        if rank != dist.get_rank():
-            with suppress(RuntimeError):
-                waiting: Any = dist.irecv(torch.empty(1), rank, tag=_NOBODYS)
-                waiting.wait(timedelta(milliseconds=1))

@@ -116,6 +116,10 @@ class Guarded(dict[str, Any]):
         self._wait()
         return dict, (self._plain,)
 
+    def wait(self) -> None:
+        """They have arrived."""
+        self._wait()
+
 
 def _waiting(name: str) -> Callable[..., Any]:
     def call(self: Guarded, *args: Any, **kwargs: Any) -> Any:
@@ -182,6 +186,16 @@ class Gates:
             for module in list(self._guarded):
                 self._open(module)
 
+    def guards(self, modules: set[Module]) -> bool:
+        return not modules.isdisjoint(self._guarded)
+
+    def let_go(self) -> None:
+        """As `wait`, also where it is in vain."""
+        with self._lock:
+            self._engine.sync.let_go()
+            for module in list(self._guarded):
+                self._open(module)
+
     def _enter(self, model: Module, compiled: bool) -> None:
         for module in model.modules() if self._guarded else ():
             if compiled or _is_compiled(module):
@@ -225,6 +239,14 @@ def _wait_for_all(*_: Any) -> None:
         gates = reference()
         if gates is not None:
             gates.wait()
+
+
+def let_go(model: Module) -> None:
+    """What former optimizers of the model still wait for has arrived, or never will: their ranks may be gone."""
+    modules = set(model.modules())
+    for gates in filter(None, (reference() for reference in _CLOSED.valuerefs())):
+        if gates.guards(modules):
+            gates.let_go()
 
 
 def _is_compiled(module: Module) -> bool:

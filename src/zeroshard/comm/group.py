@@ -88,8 +88,10 @@ class Group:
     def _over_gloo(self, known: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]) -> dist.ProcessGroup:
         if self.process_group not in known:
             with self.line:
+                # Hazard: torch names a group that only its members make by how many groups a process is in already.
+                by_members = self.size < dist.get_world_size()
                 known[self.process_group] = dist.new_group(
-                    self.members, self.timeout, backend="gloo", use_local_synchronization=True
+                    self.members, self.timeout, backend="gloo", use_local_synchronization=by_members
                 )
         return known[self.process_group]
 

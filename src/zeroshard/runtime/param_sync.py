@@ -1,6 +1,7 @@
 """Updated parameters from their owners to everyone."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from threading import RLock
 
@@ -74,6 +75,12 @@ class ShardSync:
                 if bucket in self._under_way:
                     self._comm.group.line.at(partial(self.layout.name_bucket, bucket, "parameters"))
                     self._under_way.pop(bucket).wait()
+
+    def let_go(self) -> None:
+        """Nothing is under way any longer, whether it has arrived or never will."""
+        while self._under_way:
+            with suppress(RuntimeError):
+                self.wait([next(iter(self._under_way))])
 
     def finish(self) -> None:
         with self._lock:
