@@ -23,6 +23,8 @@ class Connected(Protocol):
     def hang_up(self) -> None: ...
 
 
+is_ending = threading.Event()
+"""Others may have ended before, and nobody is left to be told of it."""
 _threads: WeakSet[threading.Thread] = WeakSet()
 _lines: WeakSet[Connected] = WeakSet()
 
@@ -43,6 +45,7 @@ def hang_up_at_exit(line: Connected) -> None:
 
 
 def _let_threads_end() -> None:
+    is_ending.set()
     if hasattr(sys, "last_value"):  # an exception that nobody has caught
         for line in list(_lines):
             with suppress(Exception):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import RankLostError, ZeroError
-from .ending import hang_up_at_exit
+from .ending import hang_up_at_exit, is_ending
 from .recorder import keep_for_later, last_message
 from .words import Words
 
@@ -92,6 +92,8 @@ class Line:
         return self._broken.again()
 
     def _tell(self, error: RuntimeError) -> RankLostError:
+        if is_ending.is_set():
+            return RankLostError(f"other ranks have ended: {_reason(error)}")
         return self._part(_reason(error)).report(keep_for_later())
 
     def _give_up(self, error: BaseException) -> None:

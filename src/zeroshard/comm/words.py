@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..errors import RankLostError
+from .ending import wait_at_exit_for
 
 PATIENCE = 1.0
 """Seconds that others have to leave a word."""
@@ -98,5 +99,6 @@ def _in_time(seconds: float, action: Callable[[], object]) -> None:
             action()
 
     thread = threading.Thread(target=attempt, name="zeroshard-words", daemon=True)
+    wait_at_exit_for(thread)
     thread.start()
     thread.join(seconds)
