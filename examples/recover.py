@@ -54,7 +54,7 @@ def train(name: str, port: int) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 step += 1
-        except RuntimeError:
+        except zeroshard.RankLostError:
             print(f"process {name}: a rank was lost in step {step + 1}, held is step {held and held.step}", flush=True)
             attempt += 1
         dist.destroy_process_group()
