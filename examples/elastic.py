@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from zeroshard import checkpoint, shard
 
@@ -68,6 +69,7 @@ def tell(event: str, **facts: object) -> None:
     print(json.dumps({"event": event, **place, **facts}) + "\n", end="", flush=True)
 
 
+@record  # torchrun then names the rank that failed first
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train while ranks come and go.")
     parser.add_argument("--steps", type=int, default=1000, help="the length of the whole training")

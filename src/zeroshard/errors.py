@@ -46,17 +46,24 @@ class RankFailedError(ZeroError, RuntimeError):
 class RankLostError(ZeroError, RuntimeError):
     """The connection to other ranks is lost, since one died or did not answer in time; raised on all that are left.
 
+    failed: ranks that have said by which error of their own they ended.
     gone: ranks that have no connection any more and have left no word.
     silent: ranks that have a connection, or had one until time was up, and have not said a word.
     """
 
-    def __init__(self, message: str, gone: tuple[int, ...] = (), silent: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        failed: tuple[int, ...] = (),
+        gone: tuple[int, ...] = (),
+        silent: tuple[int, ...] = (),
+    ) -> None:
         super().__init__(message)
-        self.gone, self.silent = gone, silent
+        self.failed, self.gone, self.silent = failed, gone, silent
 
     def again(self) -> "RankLostError":
         """The same, to be raised anew."""
-        return RankLostError(str(self), self.gone, self.silent)
+        return RankLostError(str(self), self.failed, self.gone, self.silent)
 
 
 class DriftError(ZeroError, RuntimeError):

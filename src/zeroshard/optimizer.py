@@ -353,6 +353,10 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
             self.copying.after_step(self.engine, self.param_groups, self.model_buffers)
         return result
 
+    def forget_copies(self) -> None:
+        if self.copying is not None:
+            self.copying.begin_anew()
+
     def model_buffers(self) -> Buffers:
         """Those that a copy must have beside the parameters; of a model that is not known, none."""
         return {}

@@ -124,7 +124,7 @@ class NonFinite:
     most: int | None = None
 
     def __post_init__(self) -> None:
-        if self.then not in ("skip", "raise", "go on"):
+        if not isinstance(self.then, str) or self.then not in ("skip", "raise", "go on"):
             raise ConfigError(f'NonFinite(...) takes "skip", "raise" or "go on", not {self.then!r}')
         if self.most is None:
             return

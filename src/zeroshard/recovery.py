@@ -34,7 +34,7 @@ def restore(optimizer: ZeroRedundancyOptimizer, copies: Copies | None) -> int:
     just begun gives None. Gradients are dropped. Either all ranks are put back or nothing changes.
 
     Returns the number of steps after which the copy was taken, from which the new optimizer counts on. If it makes
-    copies itself, the first of them is whole by then, and `copies` are of no more use.
+    copies itself, the first of them is whole by then, and held by `copies`, where there were any.
     """
     engine, comm = optimizer.engine, optimizer.engine.comm
     generations = agreed(comm, CALL, lambda: Proposal(_given(optimizer, copies)))
@@ -49,6 +49,9 @@ def restore(optimizer: ZeroRedundancyOptimizer, copies: Copies | None) -> int:
     engine.steps = exchange.survey.step
     optimizer.zero_grad()
     if optimizer.copying is not None:  # of the old copies the next loss might leave too little
+        # Hazard: until all ranks have the new copy the old one is all there is, also for those that never return here.
+        optimizer.copying.held = copies or optimizer.copying.held
+        optimizer.copying.held.keep(exchange.survey.tag, exchange.survey.step)
         optimizer.copying.take(engine, optimizer.param_groups, optimizer.model_buffers)
         optimizer.copying.settle()
     return exchange.survey.step

@@ -86,6 +86,19 @@ class Copies:
         with self._lock:
             self._coming = generation
 
+    def keep(self, tag: int, step: int) -> None:
+        """That generation is whole, as ranks have found out together."""
+        with self._lock:
+            for it in (self._whole, self._coming):
+                if it is not None and (it.tag, it.step) == (tag, step):
+                    self._whole, self._coming = it, None
+                    return
+
+    def forget(self) -> None:
+        """All of it, also what is coming."""
+        with self._lock:
+            self._whole = self._coming = None
+
     def add(self, generation: Generation, shares: Mapping[int, Any]) -> None:
         with self._lock:
             generation.shares.update(shares)
@@ -104,7 +117,7 @@ class Copying:
         """On all ranks."""
         self._comm, self._policy = comm, policy
         self.held = Copies()
-        self._taken = 0
+        self._taken, self._is_due = 0, False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         everyone = comm.everyone
@@ -119,8 +132,13 @@ class Copying:
 
     def after_step(self, engine: Engine, groups: Sequence[ParamGroup], buffers: Callable[[], Buffers]) -> None:
         """Take a copy if it is time for one. On all ranks."""
-        if engine.steps != self._taken and engine.steps % self._policy.every == 0:
+        if engine.steps != self._taken and (self._is_due or engine.steps % self._policy.every == 0):
             self.take(engine, groups, buffers)
+
+    def begin_anew(self) -> None:
+        """What was copied is no more: something else was loaded, and is copied after the next step. On all ranks."""
+        self.held.forget()
+        self._is_due = True
 
     def take(self, engine: Engine, groups: Sequence[ParamGroup], buffers: Callable[[], Buffers]) -> None:
         """Copy this rank's share to host memory, and start to exchange it. On all ranks.
@@ -133,7 +151,7 @@ class Copying:
             mine = {number: packed(share) for number, share in self._shares(engine, groups, buffers).items()}
             return Proposal((Generation(self._tag, engine.steps, engine.layout.world_size, mine), Outbox(mine)))
 
-        self._taken = engine.steps
+        self._taken, self._is_due = engine.steps, False
         call = f"the second copy of step {engine.steps}"
         generation, outbox = agreed(self._comm, call, propose)
         types = {name for share in generation.shares.values() for name in share["types"]}
@@ -181,8 +199,9 @@ class Copying:
     def _receive(self, generation: Generation) -> BaseException | None:
         """What others give to keep; what failed, if anything did."""
         try:
-            for ward in wards(self._keepers, self._rank):
-                self.held.add(generation, receive(self._aside, Rank(ward)))
+            with self._aside.group.line.relied_on():
+                for ward in wards(self._keepers, self._rank):
+                    self.held.add(generation, receive(self._aside, Rank(ward)))
         except BaseException as error:
             return error
         return None
@@ -202,7 +221,8 @@ class _Sending:
     def _run(self) -> None:
         comm, outbox, to = self._job
         try:
-            outbox.send(comm, to)
+            with comm.group.line.relied_on():
+                outbox.send(comm, to)
         except BaseException as error:
             self._failure = error
 

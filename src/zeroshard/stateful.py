@@ -109,8 +109,12 @@ class Stateful(Optimizer):
         agreed(self._comm, "load_state_dict", propose)
         self.engine.inner.pull(self.param_groups)
         self._forget_snapshot()
+        self.forget_copies()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    def forget_copies(self) -> None:
+        """Second copies, if there are any: they are not of what was loaded."""
 
     def _forget_snapshot(self) -> None:
         self._snapshot = None

@@ -19,11 +19,14 @@ from tests.support.mutations import ODD, rounds
 from tests.support.oracle import assert_same
 from tests.support.spoiling import Run
 from zeroshard import (
+    Drift,
     FlatShards,
     MasterWeights,
+    NonFinite,
     Offload,
     Reduce,
     Rule,
+    SecondCopy,
     WholeParams,
     ZeroConfig,
     ZeroError,
@@ -67,6 +70,9 @@ def test_configs(value: Any, name: str) -> None:
 def test_policies(one: Any, two: Any, three: Any) -> None:
     check(lambda: Reduce(one, two))
     check(lambda: MasterWeights(one))
+    check(lambda: Drift(one))
+    check(lambda: NonFinite(one, two))
+    check(lambda: SecondCopy(one, two))
     check(lambda: Offload(one, two))
     check(lambda: FlatShards(one, two, three))
     check(lambda: WholeParams(one))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,17 @@ def a_comm(seconds: float = 30.0) -> Comm:
     return Comm(Group(group))
 
 
+@contextmanager
+def patient() -> Iterator[None]:
+    """Whoever leaves a word has left it by then, also where the machine is busy."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PATIENCE", "GRACE", "ANSWER"):
+            patch.setattr(words, name, 3.0)
+        yield
+
+
 def lost_in(comm: Comm) -> RankLostError:
-    with pytest.raises(RankLostError) as caught:
+    with patient(), pytest.raises(RankLostError) as caught:
         comm.maximum([0])
     return caught.value
 
@@ -44,8 +55,9 @@ def test_a_rank_that_fails_alone_is_known_to_all_by_its_own_words(ctx: RankConte
         assert "no room on the disk" in str(lost_in(comm))
         return
     error = lost_in(comm)
-    assert (error.gone, error.silent) == ((), ())
-    assert f"rank {LOST}: something of importance, 7 steps done: failed there with OSError: no room" in str(error)
+    assert (error.failed, error.gone, error.silent) == ((LOST,), (), ())
+    assert str(error).startswith(f"rank {LOST} of {ctx.world_size} failed with OSError: no room on the disk.")
+    assert "something of importance, 7 steps done" in str(error)
     assert str(lost_in(comm)) == str(error), "once lost, always lost"
 
 
@@ -70,7 +82,8 @@ def test_a_rank_that_does_not_come_is_silent(ctx: RankContext) -> None:
         dist.barrier()
         error = lost_in(comm)
         assert (error.gone, error.silent) == ((), ()), "all others have left a word"
-        assert f"rank {(LOST + 1) % ctx.world_size}: the end of step 3, 2 steps done: no answer" in str(error)
+        assert "the end of step 3, 2 steps done" in str(error)
+        assert "no answer within the timeout of the process group" in str(error)
         return
     error = lost_in(comm)
     assert (error.gone, error.silent) == ((), (LOST,))
@@ -92,7 +105,7 @@ def test_a_store_that_does_not_answer_keeps_nobody_waiting(ctx: RankContext, mon
     monkeypatch.setattr(words, "_store", unreachable)
     error = lost_in(comm)
     assert LOST in error.gone
-    assert f"rank {ctx.rank} (this one): " in str(error)
+    assert f"\nrank {ctx.rank}: " in str(error)
 
 
 @ranks(2)
@@ -130,7 +143,7 @@ def test_steps_and_buckets_are_named(ctx: RankContext) -> None:
     if ctx.rank == LOST:
         Group(group).line.hang_up()
         return
-    with pytest.raises(RankLostError, match="1 steps done") as caught:
+    with patient(), pytest.raises(RankLostError, match="1 steps done") as caught:
         train(steps=2)
     places = ("gradients of bucket", "agreeing on step 2")
     assert any(place in str(caught.value) for place in places)

@@ -35,6 +35,7 @@ from zeroshard import (
     restore,
     shard,
 )
+from zeroshard.comm.aside import Aside
 
 EVERY = 3
 COPIED = ZeroConfig(partition=FlatShards(bucket_bytes=160), second_copy=SecondCopy(every=EVERY))
@@ -341,3 +342,81 @@ def test_steps_that_a_scaler_skips_make_no_copies(ctx: RankContext) -> None:
     scaler.update()
     settled(optimizer)
     assert held.generations()[0].shares[ctx.rank] is first
+
+
+@ranks(3)
+def test_a_rank_that_is_lost_while_others_restore_leaves_a_whole(
+    ctx: RankContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank has heard that all have the new copy, the others have not: whatever each holds, it is enough."""
+    model = net()
+    optimizer = WAYS["flat"](model, None)
+    train(model, optimizer, EVERY)
+    held, expected = settled(optimizer), everything(model, optimizer)
+    another = WAYS["flat"](model, None)
+
+    def unheard(*_: Any, well: bool) -> bool:
+        raise RankFailedError(f"another rank was lost by now ({well})")
+
+    with monkeypatch.context() as patch:
+        if ctx.rank != 1:
+            patch.setattr(Aside, "all_well", unheard)
+        else:
+            patch.setattr(Aside, "all_well", lambda *_, well: well)
+        try:
+            assert restore(another, held) == EVERY
+            assert ctx.rank == 1
+        except RankFailedError:
+            assert ctx.rank != 1
+    assert another.second_copy is held, "or it would be gone with the optimizer"
+    train(model, another, 1)
+    last = WAYS["flat"](model, None)
+    assert restore(last, held) == EVERY
+    assert_same(everything(model, last), expected)
+
+
+@ranks(2)
+def test_what_is_loaded_is_copied_and_what_was_before_is_not(ctx: RankContext) -> None:
+    model = net()
+    optimizer = WAYS["flat"](model, None)
+    train(model, optimizer, EVERY - 1)
+    state = from_first(optimizer.full_state_dict())
+    train(model, optimizer, 1)
+    assert settled(optimizer).step == EVERY
+    optimizer.load_state_dict(state)
+    assert optimizer.second_copy is not None
+    assert optimizer.second_copy.step is None, "a loss would bring back what was given up"
+    train(model, optimizer, 1)
+    assert settled(optimizer).step == EVERY + 1
+
+
+@ranks(2, 3)
+def test_a_scheduler_is_made_anew(ctx: RankContext) -> None:
+    """As the README says."""
+
+    def begun(model: nn.Module) -> tuple[ZeroRedundancyOptimizer, Any]:
+        optimizer = WAYS["flat"](model, None)
+        return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+
+    def trained(model: nn.Module, optimizer: ZeroRedundancyOptimizer, scheduler: Any, first: int, last: int) -> None:
+        for step in range(first, last):
+            train(model, optimizer, 1, first=step)
+            scheduler.step()
+
+    model, plain = net(), net()
+    trained(plain, *begun(plain), 0, EVERY + 3)
+    optimizer, scheduler = begun(model)
+    trained(model, optimizer, scheduler, 0, EVERY + 1)
+    held = settled(optimizer)
+    another = WAYS["flat"](model, None)
+    step = restore(another, held)
+    for group in another.param_groups:
+        group["lr"] = ADAMW["lr"]
+        group.pop("initial_lr", None)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(another, T_max=10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch wonders that no step was made
+        for _ in range(step):
+            scheduler.step()
+    trained(model, another, scheduler, step, EVERY + 3)
+    assert_same(dict(model.state_dict()), dict(plain.state_dict()))

@@ -20,7 +20,19 @@ from tests.support import RankContext, ranks
 from tests.support.overlap import mlp, regression
 from tests.support.sharded import ZERO1, ZERO2, all_equal, seeded, values_of
 from tests.support.shuffling import shuffled
-from zeroshard import Rule, ShardedOptimizer, WholeParams, ZeroConfig, checkpoint, everything_else, matrices, shard
+from zeroshard import (
+    Drift,
+    NonFinite,
+    Rule,
+    SecondCopy,
+    ShardedOptimizer,
+    WholeParams,
+    ZeroConfig,
+    checkpoint,
+    everything_else,
+    matrices,
+    shard,
+)
 from zeroshard.comm.pending import Pending
 from zeroshard.comm.ways import ByThread
 from zeroshard.runtime.param_sync import ShardSync
@@ -28,6 +40,7 @@ from zeroshard.runtime.param_sync import ShardSync
 SEEDS = 40 if os.environ.get("ZEROSHARD_FAULTS") else 2
 STEPS = 4
 OVERLAP = replace(ZERO2, overlap_gather=True)
+LOOKING = replace(OVERLAP, second_copy=SecondCopy(every=1), drift=Drift(every=1), nonfinite=NonFinite("skip"))
 
 Make = Callable[[nn.Module], ShardedOptimizer]
 
@@ -50,6 +63,7 @@ WAYS: dict[str, Make] = {
     "hybrid": adamw(ZERO2, shard_within=2),
     "hybrid-overlap": adamw(OVERLAP, shard_within=2),
     "rules": by_rules,
+    "copies": adamw(LOOKING),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,14 +26,15 @@ _HEAD = f"""# Faults
 
 Written by `make faults`, which puts faults into real jobs: do not edit. gloo, torch {torch.__version__}, {os.cpu_count()} cores.
 
-**{{count}} faults: 0 hangs beyond the timeout, 0 silent differences, 0 lost checkpoints. A rank that was killed was known to all others after {{worst:.2f}} s at most.** Each number is asserted for each fault; if one were not so, there would be no page.
+**{{count}} faults: 0 hangs beyond the timeout, 0 silent differences, 0 lost checkpoints. A rank that was killed was known to all others after {{worst:.2f}} s at most.** A hang, a difference or a lost checkpoint would have failed the run, and left no page.
 
 ## One rank out of {RANKS}
 
 Each job trains, consolidates and saves in turn, in one of {len(MODES)} ways ({", ".join(MODES)}). At some step one rank has a fault, somewhere. *What the others saw* are the errors on all other ranks, *until all knew* the seconds from
 the fault until the last of them had its error in hand: median and worst. A rank that is stopped can only be known by waiting: the timeout of the process group is {SHORT:g} s there, and {TIMEOUT:g} s in all other rows.
 A `RuntimeError` is torch's own, of DDP. Where the error was one for all ranks and connections are whole, the job goes on by itself, from the last checkpoint; else all processes are started again. Either way its end is
-compared with that of a job that nothing happened to: parameters and state have the same bits. What is slow is waited for.
+compared with that of a job that nothing happened to: parameters and state have the same bits. What is slow is waited for. A wrong shape is that of a tensor, or an error as torch raises it where there is none to be spoiled.
+The way named overlapped has `Drift`, `NonFinite` and `SecondCopy` on top.
 
 | one rank | in | faults | what the others saw | until all knew, s | afterwards | lost |
 |---|---|---|---|---|---|---|
@@ -75,6 +77,8 @@ def keep_count(case: str, done: str, count: int) -> None:
 
 def write_page(target: Path = PAGE) -> None:
     outcomes = [_outcome(*it) for it in _read(_OUTCOMES) or []]
+    if not outcomes:
+        sys.exit("no faults were recorded: run `make faults`")
     counts: dict[str, Any] = _read(_COUNTS) or {}
     hosts = [it for it in records.rows(_folder()) if it.known is not None]
     killed = max((it.seconds for it in outcomes if it.fault.kind is Kind.KILLED), default=0.0)

@@ -6,6 +6,7 @@ import atexit
 import hashlib
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import time
@@ -26,7 +27,19 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support import handle  # what the server has loaded before it forks
 from tests.support.faults import Fault, InjectedError, Kind, Place, Trap
 from tests.support.store import connect_store
-from zeroshard import FlatShards, RankLostError, ZeroConfig, ZeroError, ZeroRedundancyOptimizer, checkpoint, shard
+from zeroshard import (
+    Drift,
+    FlatShards,
+    NonFinite,
+    RankLostError,
+    SecondCopy,
+    ZeroConfig,
+    ZeroError,
+    ZeroRedundancyOptimizer,
+    checkpoint,
+    shard,
+)
+from zeroshard.state.trees import map_tensors
 
 STEPS = 6
 SAVED_EVERY = 2
@@ -161,7 +174,8 @@ def _play(end: Connection[News, None], post: Post) -> None:
         status = 0
     except BaseException as error:
         tell("error", text=f"{type(error).__name__}: {error}")
-        sys.last_value, status = error, 1  # as where a script ends by it
+        sys.excepthook(type(error), error, None)  # as where a script ends by it
+        status = 1
     atexit._run_exitfuncs()
     os._exit(status)
 
@@ -248,14 +262,15 @@ def _fragile(trap: Trap) -> type[torch.optim.Optimizer]:
 def _digest(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> str:
     """Of parameters on every rank, of all state on rank 0."""
     params = b"".join(param.detach().numpy().tobytes() for param in model.parameters())
-    whole = optimizer.full_state_dict(to=0)
-    state = repr(whole) if whole is not None else ""
+    state = pickle.dumps(map_tensors(optimizer.full_state_dict(to=0), lambda it: (it.dtype, it.numpy().tobytes())))
     digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, (hashlib.sha256(params).hexdigest(), hashlib.sha256(state.encode()).hexdigest()))
+    dist.all_gather_object(digests, (hashlib.sha256(params).hexdigest(), hashlib.sha256(state).hexdigest()))
     assert len({first for first, _ in digests}) == 1, "ranks have different parameters"
     return f"{digests[0]}"
 
 
+LOOKING: dict[str, Any] = {"second_copy": SecondCopy(every=2), "drift": Drift(), "nonfinite": NonFinite("skip")}
+"""With all that looks, and copies, in between."""
 Made = tuple[Callable[[torch.Tensor], torch.Tensor], ZeroRedundancyOptimizer]
 
 
@@ -273,7 +288,7 @@ def _drop_in(model: nn.Module, optimizer_class: Any) -> Made:
 
 MODES: dict[str, Callable[[nn.Module, Any], Made]] = {
     "shard": _sharded,
-    "overlapped": lambda model, kind: _sharded(model, kind, overlap_gather=True),
+    "overlapped": lambda model, kind: _sharded(model, kind, overlap_gather=True, **LOOKING),
     "hybrid": lambda model, kind: _sharded(model, kind, shard_within=2),
     "drop-in": _drop_in,
 }

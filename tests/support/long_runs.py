@@ -232,6 +232,8 @@ class Voyage:
 
     def _clear(self) -> None:
         self._way.optimizer.zero_grad()
+        if self._way.optimizer.copying is not None:
+            self._way.optimizer.copying.settle()
         if self._oracle:
             self._oracle.optimizer.zero_grad()
 

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.long_oracle import ADAMW, Net, groups_of
 from tests.support.pair import average, from_all_ranks, in_rank_order
-from zeroshard import FlatShards, KeepFull, ZeroConfig, ZeroRedundancyOptimizer, shard
+from zeroshard import Drift, FlatShards, KeepFull, NonFinite, SecondCopy, ZeroConfig, ZeroRedundancyOptimizer, shard
 
 TINY = FlatShards(bucket_bytes=6000)
 
@@ -54,11 +54,13 @@ class Sharded(Way):
 
 
 class Zero2(Sharded):
-    name, sums, config = "zero2", "added", ZeroConfig(partition=TINY)
+    name, sums = "zero2", "added"
+    config = ZeroConfig(partition=TINY, drift=Drift(every=3), nonfinite=NonFinite("raise"))
 
 
 class Zero1(Sharded):
-    name, sums, config = "zero1", "once", ZeroConfig(partition=TINY, retention=KeepFull())
+    name, sums = "zero1", "once"
+    config = ZeroConfig(partition=TINY, retention=KeepFull(), second_copy=SecondCopy(every=7))
 
 
 class Overlapped(Sharded):

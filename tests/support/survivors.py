@@ -35,7 +35,6 @@ ADAMW: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "foreach": True}
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(handle.PRELOAD)
 
-"""The tag of messages that nobody sends."""
 CHECKED = 4
 """Steps after which values are compared."""
 

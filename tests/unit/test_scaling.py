@@ -116,7 +116,7 @@ def test_slices_of_many_ranks_are_added_by_one_call(ranks: int) -> None:
             pass
 
     rows, into = torch.randn(ranks, 5).bfloat16(), torch.empty(5)
-    comm_shards._Rows(rows, Arrived(), into, 1 / ranks, keep=rows).wait()
+    comm_shards._Rows(rows, Arrived(), into, 1 / ranks).wait()
     torch.testing.assert_close(into, rows.double().mean(0).float(), rtol=1e-4, atol=1e-6)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from zeroshard.comm.group import Alone
 from zeroshard.comm.pending import Pending, Together
 from zeroshard.comm.shards import Summed
 from zeroshard.comm.ways import add_in_order
@@ -79,3 +80,8 @@ def test_sums_are_divided_once() -> None:
     into = torch.zeros(2, dtype=torch.bfloat16)
     Summed(total, Arrived(), into, 1 / 3, keep=total).wait()
     assert into.tolist() == [1.0, 2.0]
+
+
+def test_a_process_alone_loses_nobody() -> None:
+    with pytest.raises(RuntimeError, match="its own"), Alone().line:
+        raise RuntimeError("something of its own")

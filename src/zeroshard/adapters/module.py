@@ -116,10 +116,6 @@ class Guarded(dict[str, Any]):
         self._wait()
         return dict, (self._plain,)
 
-    def wait(self) -> None:
-        """They have arrived."""
-        self._wait()
-
 
 def _waiting(name: str) -> Callable[..., Any]:
     def call(self: Guarded, *args: Any, **kwargs: Any) -> Any:

@@ -54,18 +54,10 @@ class Aside(Comm):
         return bool(flag.item())
 
     def _collected(self, flag: torch.Tensor) -> bool:
-        """Also where some can no longer be heard, the others are told."""
         others = [Rank(rank) for rank in range(1, self.group.size)]
-        failure: RuntimeError | None = None
         for call in (self._hear, self._tell):
             for rank in others:
-                try:
-                    call(flag, rank)
-                except RuntimeError as error:
-                    flag.zero_()
-                    failure = failure or error
-        if failure is not None:
-            raise failure
+                call(flag, rank)
         return bool(flag.item())
 
     def _hear(self, flag: torch.Tensor, rank: Rank) -> None:

@@ -7,9 +7,10 @@ import atexit
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
-from typing import Protocol
+from functools import cache, partial
+from typing import Any, Protocol
 from weakref import WeakSet
 
 RECEIVING = 10.0
@@ -20,7 +21,7 @@ live on where a group was destroyed and somebody still refers to it."""
 
 
 class Connected(Protocol):
-    def hang_up(self) -> None: ...
+    def give_up(self, error: BaseException) -> None: ...
 
 
 is_ending = threading.Event()
@@ -33,23 +34,29 @@ _lines: WeakSet[Connected] = WeakSet()
 def end_in_order() -> None:
     """From now on ranks talk to each other."""
     atexit.register(_let_threads_end)
+    sys.excepthook = partial(_tell, sys.excepthook)
 
 
 def wait_at_exit_for(thread: threading.Thread) -> None:
     _threads.add(thread)
 
 
-def hang_up_at_exit(line: Connected) -> None:
+def tell_at_exit(line: Connected) -> None:
     """Of a process that an error ends: others need not wait until it is gone, nor it for them."""
     _lines.add(line)
 
 
+def _tell(then: Callable[..., object], kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """When an exception ends the process, before Python waits for threads that save."""
+    then(kind, error, trace)
+    for line in list(_lines):
+        with suppress(Exception):
+            line.give_up(error)
+
+
 def _let_threads_end() -> None:
     is_ending.set()
-    if hasattr(sys, "last_value"):  # an exception that nobody has caught
-        for line in list(_lines):
-            with suppress(Exception):
-                line.hang_up()
     for thread in list(_threads):
-        thread.join(RECEIVING)
+        if thread.is_alive():
+            thread.join(RECEIVING)
     time.sleep(LETTING_GO)

@@ -18,9 +18,10 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from ..errors import RankLostError, ZeroError
-from .ending import hang_up_at_exit, is_ending
+from .ending import is_ending, tell_at_exit
 from .recorder import keep_for_later, last_message
 from .words import Words
 
@@ -35,7 +36,7 @@ def line_of(process_group: dist.ProcessGroup) -> "Line":
     """The one of all optimizers that use a group."""
     if process_group not in _lines:
         _lines[process_group] = line = Line(process_group)
-        hang_up_at_exit(line)
+        tell_at_exit(line)
     return _lines[process_group]
 
 
@@ -43,7 +44,7 @@ class Line:
     """As a context it turns a failure of the backend into `RankLostError`, on all ranks."""
 
     def __init__(self, *process_groups: dist.ProcessGroup) -> None:
-        """The first of them is that of all ranks."""
+        """The first of them is that of all ranks; none for a process that is part of no job."""
         self._place: str | Callable[[], str] = "finding each other"
         self._steps = 0
         self._ranks = [ref(group) for group in process_groups[:1]]
@@ -66,8 +67,18 @@ class Line:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, (ZeroError, torch.OutOfMemoryError)):
-            raise self._lost(error) from error
+        group = self._everyone
+        if group is None or not isinstance(error, RuntimeError):
+            return
+        if not isinstance(error, (ZeroError, torch.OutOfMemoryError)):
+            # What the backend says is in it; its own trace is no help, and others have been cut off by us.
+            raise self._lost(error, group) from None
+
+    @property
+    def _everyone(self) -> dist.ProcessGroup | None:
+        """The group of all ranks, unless it was destroyed, or there is nobody else to lose."""
+        group = next((it() for it in self._ranks), None)
+        return group if group in _world.pg_map and group.size() > 1 else None
 
     @contextmanager
     def relied_on(self) -> Iterator[None]:
@@ -77,55 +88,62 @@ class Line:
         except ZeroError:
             raise  # on all ranks
         except BaseException as error:
-            self._give_up(error)
+            self.give_up(error)
             raise
 
     def hang_up(self) -> None:
         """Close the connections to all other ranks: whatever they wait for here fails at once."""
         for group in list(self._groups):
-            _Ends(group).close()
+            if group in _world.pg_map:
+                _Ends(group).close()
 
-    def _lost(self, error: RuntimeError) -> RankLostError:
+    def _lost(self, error: RuntimeError, group: dist.ProcessGroup) -> RankLostError:
         with self._lock:
             if self._broken is None:
-                self._broken = self._tell(error)
+                self._broken = self._tell(error, group)
         return self._broken.again()
 
-    def _tell(self, error: RuntimeError) -> RankLostError:
+    def _tell(self, error: RuntimeError, group: dist.ProcessGroup) -> RankLostError:
+        reason = _reason(error)
         if is_ending.is_set():
-            return RankLostError(f"other ranks have ended: {_reason(error)}")
-        return self._part(_reason(error)).report(keep_for_later())
+            return RankLostError(f"other ranks have ended: {reason}")
+        all_there = "the connections between ranks broke" if _is_connection(error) else f"a message failed: {reason}"
+        return self._part(reason, group, own=False).report(all_there, keep_for_later())
 
-    def _give_up(self, error: BaseException) -> None:
+    def give_up(self, error: BaseException) -> None:
+        """This rank fails alone, and tells the others."""
+        group = self._everyone
         with self._lock:
-            if self._broken is None and self._groups:
-                reason = f"failed there with {type(error).__name__}: {error}"
-                self._broken = RankLostError(f"this rank has {reason}. {self._part(reason).ADVICE}")
+            if self._broken is None and group is not None:
+                reason = f"{type(error).__name__}: {error}"
+                words = self._part(reason, group, own=True)
+                self._broken = RankLostError(f"this rank has failed with {reason}. {words.ADVICE}")
 
-    def _part(self, reason: str) -> Words:
+    def _part(self, reason: str, group: dist.ProcessGroup, *, own: bool) -> Words:
         """Leave a word, then hang up."""
-        ends = [_Ends(group) for group in list(self._groups)]
+        ends = [_Ends(it) for it in list(self._groups) if it in _world.pg_map]
         closed = {rank for it in ends for rank in it.closed}
-        (group,) = (it() for it in self._ranks)
-        assert group is not None, "it was just used"
-        words = Words(group, self._word(reason, group), closed)
+        words = Words(group, self._where(group), reason, closed, own=own)
         words.leave()
         for it in ends:
             it.close()
         return words
 
-    def _word(self, reason: str, group: dist.ProcessGroup) -> str:
+    def _where(self, group: dist.ProcessGroup) -> str:
         place = self._place if isinstance(self._place, str) else self._place()
         recorded = last_message(group)
-        record = f" (torch's flight recorder: {recorded})" if recorded else ""
-        return f"{place}, {self._steps} steps done: {reason}{record}"
+        return f"{place}, {self._steps} steps done" + (f" (torch's flight recorder: {recorded})" if recorded else "")
 
 
 def _reason(error: RuntimeError) -> str:
-    """What gloo says, without the place in its source and its advice."""
+    """What gloo says, without the place in its source, ports, and its advice."""
     if _is_timeout(error):
         return "no answer within the timeout of the process group"
-    return re.sub(r"^\[\S+\] |\. This is typically .*", "", str(error), flags=re.DOTALL)
+    return re.sub(r"^\[\S+\] |(?<=\]):\d+|\. This is typically .*", "", str(error), flags=re.DOTALL)
+
+
+def _is_connection(error: RuntimeError) -> bool:
+    return _is_timeout(error) or re.search("connection|broken pipe", str(error), re.IGNORECASE) is not None
 
 
 def _is_timeout(error: RuntimeError) -> bool:

@@ -86,13 +86,15 @@ class Chained(ShardWay):
 
     def _sum(self, part: torch.Tensor, into: torch.Tensor, inside: Arriving) -> Arriving:
         """Hazard: `inside` has memory that the stream may still use, until the sum is waited for."""
-        group = self._across.process_group
+        group, line = self._across.process_group, self._across.line
         if self.policy.fixed_order:
             parts = part.new_empty((self._across.size, part.numel()))
-            work = all_gather(parts.view(-1), part, group)
-            return Slices(list(parts), work, into, 1.0, keep=(part, inside))
-        work = dist.all_reduce(part, group=group, async_op=True)
-        return Summed(part, work, into, 1.0, keep=inside)
+            with line:
+                work = all_gather(parts.view(-1), part, group)
+            return Slices(list(parts), Pending(work, part, line), into, 1.0, keep=inside)
+        with line:
+            work = dist.all_reduce(part, group=group, async_op=True)
+        return Summed(part, Pending(work, part, line), into, 1.0, keep=inside)
 
     def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
         return self._inside.gather(flat, shards)

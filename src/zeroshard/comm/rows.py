@@ -157,10 +157,11 @@ def _group_of(parent: Group, parts: Rows) -> dist.ProcessGroup:
 
 def _made_group(parent: Group, parts: Rows, mine: tuple[int, ...]) -> dist.ProcessGroup:
     backend = dist.get_backend_config(parent.process_group)
-    if parent.process_group is dist.group.WORLD and sum(map(len, parts)) == parent.size:
-        made = {tuple(part): dist.new_group(list(part), parent.timeout, backend) for part in parts}
-    else:
-        made = {mine: dist.new_group(list(mine), parent.timeout, backend, use_local_synchronization=True)}
+    with parent.line:
+        if parent.process_group is dist.group.WORLD and sum(map(len, parts)) == parent.size:
+            made = {tuple(part): dist.new_group(list(part), parent.timeout, backend) for part in parts}
+        else:
+            made = {mine: dist.new_group(list(mine), parent.timeout, backend, use_local_synchronization=True)}
     group: dist.ProcessGroup = made[mine]
     return group
 

@@ -30,12 +30,16 @@ class Native(ShardWay):
     def reduce(self, flat: torch.Tensor, _: Sequence[Span], into: torch.Tensor, share: float) -> Arriving:
         if self.policy.fixed_order or sum_dtype(flat.dtype) != flat.dtype:
             parts = torch.empty_like(flat)
-            work = dist.all_to_all_single(parts, flat, group=self.group.process_group, async_op=True)
+            with self.group.line:
+                work = dist.all_to_all_single(parts, flat, group=self.group.process_group, async_op=True)
+            arrived = Pending(work, flat, self.group.line)
             if self.group.size > IN_TURN and not self.policy.fixed_order:
-                return _Rows(parts.view(self.group.size, -1), work, into, share, keep=flat)
-            return Slices(list(parts.chunk(self.group.size)), work, into, share, keep=flat)
+                return _Rows(parts.view(self.group.size, -1), arrived, into, share)
+            return Slices(list(parts.chunk(self.group.size)), arrived, into, share)
         shard = into if into.dtype == flat.dtype else torch.empty_like(into, dtype=flat.dtype)
-        return Summed(shard, _reduce_scatter(shard, flat, self.group.process_group), into, share, keep=flat)
+        with self.group.line:
+            work = _reduce_scatter(shard, flat, self.group.process_group)
+        return Summed(shard, Pending(work, flat, self.group.line), into, share)
 
     def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
         mine = flat[slice(*shards[self.group.rank])]
@@ -58,11 +62,12 @@ class NativeUneven(Native):
         owned = {owner: flat[slice(*shard)] for owner, shard in filled(shards)}
         # Hazard: an owner's tensor becomes the sum, and what was given must stay as it is.
         parts = {rank: mine.copy_(it) if rank == self.group.rank else it.to(exact) for rank, it in owned.items()}
-        works = [
-            dist.reduce(part, self.group.to_global(owner), group=self.group.process_group, async_op=True)
-            for owner, part in parts.items()
-        ]
-        return Summed(mine, Together(works), into, share, keep=(flat, parts))
+        with self.group.line:
+            works = [
+                dist.reduce(part, self.group.to_global(owner), group=self.group.process_group, async_op=True)
+                for owner, part in parts.items()
+            ]
+        return Summed(mine, Pending(Together(works), flat, self.group.line), into, share, keep=parts)
 
     def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
         return broadcasts(self.group, flat, shards)
@@ -79,8 +84,10 @@ class Whole(ShardWay):
 
     def reduce(self, flat: torch.Tensor, shards: Sequence[Span], into: torch.Tensor, share: float) -> Arriving:
         total = flat.to(sum_dtype(flat.dtype), copy=True)
-        work = dist.all_reduce(total, group=self._everyone.process_group, async_op=True)
-        return Summed(total[slice(*shards[self.group.rank])], work, into, share, keep=total)
+        with self.group.line:
+            work = dist.all_reduce(total, group=self._everyone.process_group, async_op=True)
+        arrived = Pending(work, total, self.group.line)
+        return Summed(total[slice(*shards[self.group.rank])], arrived, into, share)
 
     def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
         return broadcasts(self.group, flat, shards)
@@ -102,33 +109,37 @@ def best_way(group: Group, device: torch.device, reduce: Reduce, *, equal: bool)
 class Slices(Arriving):
     """Those of all ranks, yet to be added up."""
 
-    def __init__(self, slices: list[torch.Tensor], work: Waitable, into: torch.Tensor, share: float, keep: Any) -> None:
-        self._slices, self._work, self._into, self._share, self._keep = slices, work, into, share, keep
+    def __init__(
+        self, slices: list[torch.Tensor], arrived: Waitable, into: torch.Tensor, share: float, keep: Any = None
+    ) -> None:
+        self._slices, self._arrived, self._into, self._share, self._keep = slices, arrived, into, share, keep
 
     def wait(self) -> None:
-        self._work.wait()
+        self._arrived.wait()
         add_in_order(self._slices, self._into, self._share)
 
 
 class _Rows(Arriving):
     """Those of very many ranks, which one call adds up: in an order of its own, always the same."""
 
-    def __init__(self, rows: torch.Tensor, work: Waitable, into: torch.Tensor, share: float, keep: Any) -> None:
-        self._rows, self._work, self._into, self._share, self._keep = rows, work, into, share, keep
+    def __init__(self, rows: torch.Tensor, arrived: Waitable, into: torch.Tensor, share: float) -> None:
+        self._rows, self._arrived, self._into, self._share = rows, arrived, into, share
 
     def wait(self) -> None:
-        self._work.wait()
+        self._arrived.wait()
         self._into.copy_(torch.sum(self._rows, 0, dtype=sum_dtype(self._rows.dtype)).mul_(self._share))
 
 
 class Summed(Arriving):
     """Added up on the way."""
 
-    def __init__(self, shard: torch.Tensor, work: Waitable, into: torch.Tensor, share: float, keep: Any) -> None:
-        self._shard, self._work, self._into, self._share, self._keep = shard, work, into, share, keep
+    def __init__(
+        self, shard: torch.Tensor, arrived: Waitable, into: torch.Tensor, share: float, keep: Any = None
+    ) -> None:
+        self._shard, self._arrived, self._into, self._share, self._keep = shard, arrived, into, share, keep
 
     def wait(self) -> None:
-        self._work.wait()
+        self._arrived.wait()
         if self._share != 1:
             self._shard.mul_(self._share)
         if self._shard is not self._into:

@@ -15,9 +15,9 @@ from .ending import wait_at_exit_for
 
 PATIENCE = 1.0
 """Seconds that others have to leave a word."""
-GRACE = 0.3
+GRACE = 0.5
 """Seconds that those have whose connections are closed: who hangs up leaves a word before, but a network may fail."""
-ANSWER = 0.3
+ANSWER = 1.0
 """Seconds that the store has to answer: whoever serves it may be the one that is gone."""
 _SHOWN = 8
 _LONGEST = 400
@@ -28,37 +28,40 @@ class Words:
 
     ADVICE = "Nothing more can be sent in this process group. Start again from the last checkpoint."
 
-    def __init__(self, group: dist.ProcessGroup, word: str, closed: Collection[int]) -> None:
-        """`closed`: global ranks to which there is no connection any more."""
+    def __init__(self, group: dist.ProcessGroup, place: str, error: str, closed: Collection[int], *, own: bool) -> None:
+        """`closed`: global ranks to which there is no connection any more. `own`: the error is this rank's own."""
         members = dist.get_process_group_ranks(group)
         self._me, self._size = members.index(dist.get_rank()), len(members)
         self._closed = {members.index(rank) for rank in closed if rank in members}
-        self._word, self._key = word, f"zeroshard/lost/{group.group_name}"
-        self._heard: dict[int, str] = {self._me: word}
+        self._word, self._key = f"{place}: {error}"[:_LONGEST], f"zeroshard/lost/{group.group_name}"
+        self._heard: dict[int, str] = {self._me: self._word}
+        self._failed = {self._me: error[:_LONGEST]} if own else {}
 
     def leave(self) -> None:
         """For all others to read. Before connections are closed: then who is gone without one has none to leave."""
-        entry = json.dumps([self._me, self._word[:_LONGEST], sorted(self._closed)]) + "\n"
+        entry = json.dumps([self._me, self._word, self._failed.get(self._me), sorted(self._closed)]) + "\n"
         _in_time(ANSWER, lambda: _store().append(self._key, entry))
 
-    def report(self, kept: str) -> RankLostError:
-        """`kept`: where torch's records were written to, if they were."""
+    def report(self, all_there: str, kept: str) -> RankLostError:
+        """`all_there`: what to say if nobody is missing; `kept`: where torch's records are, if they were written."""
         _in_time(PATIENCE + ANSWER, self._listen)
         missing = [rank for rank in range(self._size) if rank not in self._heard]
         gone = [rank for rank in missing if rank in self._closed]
         silent = [rank for rank in missing if rank not in self._closed]
-        told = [_sentence(gone, silent, self._size), *self._told()]
+        first = _sentence(self._failed, gone, silent, self._size) or f"{all_there}, and all ranks are still there."
+        told = [first, *self._told()]
         if kept:
             told.append(f"torch's flight recorder is in {kept}: see torchfrtrace.")
-        return RankLostError("\n".join([*told, self.ADVICE]), gone=tuple(gone), silent=tuple(silent))
+        return RankLostError("\n".join([*told, self.ADVICE]), tuple(sorted(self._failed)), tuple(gone), tuple(silent))
 
     def _listen(self) -> None:
         """Until all who can have spoken, or for as long as is sensible."""
         start, pause, everyone = time.monotonic(), max(0.01, self._size / 500), set(range(self._size))
         while True:
             for line in _store().get(self._key).decode(errors="replace").splitlines():
-                rank, word, closed = json.loads(line)
+                rank, word, error, closed = json.loads(line)
                 self._heard[rank] = word
+                self._failed |= {rank: error} if error else {}
                 self._closed.update(closed)
             missing = everyone - self._heard.keys()
             if not missing or time.monotonic() - start > (GRACE if missing <= self._closed else PATIENCE):
@@ -66,20 +69,22 @@ class Words:
             time.sleep(pause)
 
     def _told(self) -> list[str]:
-        """This rank's first."""
-        ranks = sorted(self._heard, key=lambda rank: (rank != self._me, rank))
-        lines = [f"rank {rank}{' (this one)' * (rank == self._me)}: {self._heard[rank]}" for rank in ranks]
+        """What this rank says first, and what several say once."""
+        by_word: dict[str, list[int]] = {self._word: []}
+        for rank, word in sorted(self._heard.items()):
+            by_word.setdefault(word, []).append(rank)
+        lines = [f"{_named(ranks)}: {word}" for word, ranks in by_word.items()]
         more = len(lines) - _SHOWN
-        return [*lines[:_SHOWN], *([f"... and {more} more ranks"] if more > 0 else [])]
+        return [*lines[:_SHOWN], *([f"... and {more} more"] if more > 0 else [])]
 
 
-def _sentence(gone: list[int], silent: list[int], size: int) -> str:
-    parts = []
+def _sentence(failed: dict[int, str], gone: list[int], silent: list[int], size: int) -> str:
+    parts = [f"rank {rank} of {size} failed with {error}" for rank, error in sorted(failed.items())[:_SHOWN]]
     if gone:
         parts.append(f"{_named(gone)} of {size} ended, or lost the network: no connection, and no word left")
     if silent:
         parts.append(f"{_named(silent)} of {size} did not answer: stopped, stuck, cut off, or busy with something else")
-    return "; ".join(parts or ["the connections between ranks broke, and all ranks are still there"]) + "."
+    return "; ".join(parts) + "." * bool(parts)
 
 
 def _named(ranks: list[int]) -> str:
@@ -99,6 +104,6 @@ def _in_time(seconds: float, action: Callable[[], object]) -> None:
             action()
 
     thread = threading.Thread(target=attempt, name="zeroshard-words", daemon=True)
-    wait_at_exit_for(thread)
     thread.start()
+    wait_at_exit_for(thread)
     thread.join(seconds)

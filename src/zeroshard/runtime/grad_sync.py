@@ -353,10 +353,8 @@ class GradSync(Gradients):
     @torch.no_grad()
     def _receive(self, sending: Sending) -> None:
         slot, arriving, (memory, is_shard), *_ = sending
-        line = self._comm.group.line
-        line.at(partial(self._layout.name_bucket, slot.bucket, "gradients"))
-        with line:
-            arriving.wait()
+        self._comm.group.line.at(partial(self._layout.name_bucket, slot.bucket, "gradients"))
+        arriving.wait()
         slot.give_back(sending)
         shard = self._filled(slot)
         if not sending.wanted:

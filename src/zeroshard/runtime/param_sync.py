@@ -1,7 +1,6 @@
 """Updated parameters from their owners to everyone."""
 
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import partial
 from threading import RLock
 
@@ -11,6 +10,7 @@ from ..comm.choice import Ways
 from ..comm.collectives import Comm
 from ..comm.pending import Pending, Window
 from ..layout.layout import Bucket, Layout
+from ..notices import warn_user
 from ..policies import Reduce
 from .store import InPlace, Parcel, Shipment
 
@@ -78,9 +78,14 @@ class ShardSync:
 
     def let_go(self) -> None:
         """Nothing is under way any longer, whether it has arrived or never will."""
-        while self._under_way:
-            with suppress(RuntimeError):
-                self.wait([next(iter(self._under_way))])
+        try:
+            self.finish()
+        except Exception:  # of ranks, or a process group, that may be gone
+            self._under_way.clear()
+            warn_user(
+                "some parameters of the model never came, since a rank was lost: they are of two steps. Restore or "
+                "load them before you train on."
+            )
 
     def finish(self) -> None:
         with self._lock:

@@ -80,7 +80,7 @@ def told_as_unfit() -> Iterator[None]:
     """What goes wrong with a dict that has something else where a value should be is said of the dict."""
     try:
         yield
-    except ZeroError:
+    except (ZeroError, torch.OutOfMemoryError):
         raise
     except RecursionError as error:
         raise CheckpointError("the loaded state dict is nested too deeply, or has itself in it") from error
