@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from functools import cache
 from pathlib import Path
@@ -95,7 +96,8 @@ def _require_names(told: Told, fault: Fault, mode: str) -> None:
     texts = [it.text for rank in range(RANKS) if rank != fault.rank for it in told.of(rank, "error")]
     lost = [text for text in texts if text.startswith("RankLostError")]
     assert mode == "drop-in" or len(lost) == len(texts), f"a rank was not told who is missing: {texts}"
-    told_of = [text for text in lost if str(fault.rank) in text.partition(f" of {RANKS}")[0]]
+    named = re.compile(rf"ranks? [\d, ]*\b{fault.rank}\b[\d, ]* of")
+    told_of = [text for text in lost if named.search(text.partition("\n")[0])]
     if fault.kind is not Kind.CUT:  # in which all ranks are there
         assert len(told_of) == len(lost), f"the missing rank is not named: {texts}"
 

@@ -115,8 +115,9 @@ class Line:
         group = self._everyone
         with self._lock:
             if self._broken is None and group is not None:
-                reason = f"{type(error).__name__}: {error}"
-                words = self._part(reason, group, own=True)
+                own = not (isinstance(error, RuntimeError) and _is_connection(error))  # else others have failed it, too
+                reason = f"{type(error).__name__}: {error}" if own else _reason(error)
+                words = self._part(reason, group, own=own)
                 self._broken = RankLostError(f"this rank has failed with {reason}. {words.ADVICE}")
 
     def _part(self, reason: str, group: dist.ProcessGroup, *, own: bool) -> Words:
@@ -135,18 +136,18 @@ class Line:
         return f"{place}, {self._steps} steps done" + (f" (torch's flight recorder: {recorded})" if recorded else "")
 
 
-def _reason(error: RuntimeError) -> str:
+def _reason(error: BaseException) -> str:
     """What gloo says, without the place in its source, ports, and its advice."""
     if _is_timeout(error):
         return "no answer within the timeout of the process group"
     return re.sub(r"^\[\S+\] |(?<=\]):\d+|\. This is typically .*", "", str(error), flags=re.DOTALL)
 
 
-def _is_connection(error: RuntimeError) -> bool:
+def _is_connection(error: BaseException) -> bool:
     return _is_timeout(error) or re.search("connection|broken pipe", str(error), re.IGNORECASE) is not None
 
 
-def _is_timeout(error: RuntimeError) -> bool:
+def _is_timeout(error: BaseException) -> bool:
     return re.search("timed? ?out", str(error), re.IGNORECASE) is not None
 
 
