@@ -140,6 +140,7 @@ def test_steps_and_buckets_are_named(ctx: RankContext) -> None:
             optimizer.zero_grad()
 
     train()
+    dist.barrier()  # or some would still be in the first step
     if ctx.rank == LOST:
         Group(group).line.hang_up()
         return
