@@ -30,11 +30,11 @@ class Group:
         chosen = process_group or dist.group.WORLD
         assert chosen is not None, "an initialized job has a world"
         self.process_group = chosen
-        self.line = line_of(chosen)
         self.global_rank = GlobalRank(dist.get_rank())
         rank = dist.get_rank(self.process_group)
         if rank < 0:
             raise ConfigError(f"global rank {self.global_rank} is not a member of the given process group")
+        self.line = line_of(chosen)
         self.rank = Rank(rank)
         self.size: int = self.process_group.size()
         members = [GlobalRank(member) for member in dist.get_process_group_ranks(self.process_group)]
