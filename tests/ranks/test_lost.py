@@ -148,7 +148,7 @@ def test_steps_and_buckets_are_named(ctx: RankContext) -> None:
         train(steps=2)
     places = ("gradients of bucket", "agreeing on step 2")
     assert any(place in str(caught.value) for place in places)
-    assert caught.value.gone == (LOST,)
+    assert LOST in caught.value.gone
 
 
 @ranks(2)
