@@ -1,5 +1,6 @@
 """Numbers with a meaning."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, NewType
 
 Rank = NewType("Rank", int)
@@ -9,6 +10,7 @@ GlobalRank = NewType("GlobalRank", int)
 """A rank of the whole job: what ``torch.distributed`` wants as source or destination."""
 
 MIB = 1 << 20
+_SHOWN = 8
 
 
 class Span(NamedTuple):
@@ -28,3 +30,9 @@ class Span(NamedTuple):
 def align_up(value: int, step: int) -> int:
     """The smallest multiple of `step` that is not below `value`."""
     return -(-value // step) * step
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """A few of them, in words."""
+    shown = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 from ..errors import RankFailedError, RankLostError, RankMismatchError
+from ..units import name_ranks
 from .collectives import Comm, encoded
 
 T = TypeVar("T")
@@ -143,9 +144,4 @@ def _sides(comm: Comm, mine: str) -> dict[str, list[int]]:
 
 
 def _in_words(sides: dict[str, list[int]]) -> str:
-    return "; ".join(f"{_name(ranks)}: {text}" for text, ranks in sides.items())
-
-
-def _name(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    return "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in sides.items())

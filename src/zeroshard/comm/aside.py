@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 from ..units import Rank
-from .collectives import Comm, as_bytes
+from .collectives import Comm
 from .group import Group
-from .pending import Pending
 
 FIRST_TAG = 1 << 24
 """Beyond what users and ways between ranks give their own messages."""
@@ -28,21 +27,7 @@ class Aside(Comm):
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
-        self._tag = next(_tags.setdefault(group.control, count(FIRST_TAG)))
-
-    def send(self, flat: torch.Tensor, to: Rank) -> Pending:
-        raw = as_bytes(flat)
-        target = self.group.to_global(to)
-        with self.group.line:
-            work = dist.isend(raw, target, group=self.group.control, tag=self._tag)
-        return Pending(work, raw, self.group.line)
-
-    def receive(self, flat: torch.Tensor, source: Rank) -> Pending:
-        raw = as_bytes(flat)
-        origin = self.group.to_global(source)
-        with self.group.line:
-            work = dist.irecv(raw, origin, group=self.group.control, tag=self._tag)
-        return Pending(work, raw, self.group.line)
+        self.tag = next(_tags.setdefault(group.control, count(FIRST_TAG)))
 
     def all_well(self, *, well: bool) -> bool:
         """Whether it is so on all ranks, which all call it. The first asks, and tells the others."""

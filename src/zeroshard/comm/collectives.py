@@ -21,6 +21,9 @@ class Comm:
     whatever must be the same on all ranks is one of `everyone`.
     """
 
+    tag = 0
+    """By which messages to one rank are told apart from others."""
+
     def __init__(self, group: Group, everyone: "Comm | None" = None, replicas: Group | None = None) -> None:
         self.group, self._everyone = group, everyone
         self.replicas = replicas
@@ -107,14 +110,14 @@ class Comm:
         """Start sending host memory to one rank, which must `receive` as many bytes."""
         raw = as_bytes(flat)
         with self.group.line:
-            work = dist.isend(raw, self.group.to_global(to), group=self.group.control)
+            work = dist.isend(raw, self.group.to_global(to), self.group.control, self.tag)
         return Pending(work, raw, self.group.line)
 
     def receive(self, flat: torch.Tensor, source: Rank) -> Pending:
         """Start receiving into host memory what one rank sends."""
         raw = as_bytes(flat)
         with self.group.line:
-            work = dist.irecv(raw, self.group.to_global(source), group=self.group.control)
+            work = dist.irecv(raw, self.group.to_global(source), self.group.control, self.tag)
         return Pending(work, raw, self.group.line)
 
 

@@ -67,10 +67,10 @@ class Line:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        group = self._everyone
-        if group is None or not isinstance(error, RuntimeError):
+        if not isinstance(error, RuntimeError) or isinstance(error, (ZeroError, torch.OutOfMemoryError)):
             return
-        if not isinstance(error, (ZeroError, torch.OutOfMemoryError)):
+        group = self._everyone
+        if group is not None:
             # What the backend says is in it; its own trace is no help, and others have been cut off by us.
             raise self._lost(error, group) from None
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..errors import RankLostError
+from ..units import name_ranks
 from .ending import wait_at_exit_for
 
 PATIENCE = 1.0
@@ -73,7 +74,7 @@ class Words:
         by_word: dict[str, list[int]] = {self._word: []}
         for rank, word in sorted(self._heard.items()):
             by_word.setdefault(word, []).append(rank)
-        lines = [f"{_named(ranks)}: {word}" for word, ranks in by_word.items()]
+        lines = [f"{name_ranks(ranks)}: {word}" for word, ranks in by_word.items()]
         more = len(lines) - _SHOWN
         return [*lines[:_SHOWN], *([f"... and {more} more"] if more > 0 else [])]
 
@@ -81,15 +82,12 @@ class Words:
 def _sentence(failed: dict[int, str], gone: list[int], silent: list[int], size: int) -> str:
     parts = [f"rank {rank} of {size} failed with {error}" for rank, error in sorted(failed.items())[:_SHOWN]]
     if gone:
-        parts.append(f"{_named(gone)} of {size} ended, or lost the network: no connection, and no word left")
+        parts.append(f"{name_ranks(gone)} of {size} ended, or lost the network: no connection, and no word left")
     if silent:
-        parts.append(f"{_named(silent)} of {size} did not answer: stopped, stuck, cut off, or busy with something else")
+        parts.append(
+            f"{name_ranks(silent)} of {size} did not answer: stopped, stuck, cut off, or busy with something else"
+        )
     return "; ".join(parts) + "." * bool(parts)
-
-
-def _named(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def _store() -> Any:

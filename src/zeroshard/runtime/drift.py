@@ -15,6 +15,7 @@ from ..comm.collectives import Comm
 from ..errors import DriftError
 from ..layout.layout import Layout, Piece
 from ..state.records import in_memory_order
+from ..units import name_ranks
 from .checksums import Checksums
 
 _AT_ONCE = 512
@@ -107,7 +108,7 @@ class _Search:
         if not finding.right:
             return f"{label} in bucket {bucket}, of which every rank has lost a part"
         verb = "differs" if len(finding.wrong) == 1 else "differ"
-        return f"{label} in bucket {bucket}, where {_ranks(finding.wrong)} {verb} from {_ranks(finding.right)}"
+        return f"{label} in bucket {bucket}, where {name_ranks(finding.wrong)} {verb} from {name_ranks(finding.right)}"
 
 
 def judge(stated: Sequence[str]) -> tuple[list[int], list[int], bool]:
@@ -132,11 +133,6 @@ _GONE = (
     "the parameters of the ranks differed, and when all looked again they did not: a rank's memory is unsteady, or "
     "another thread changes parameters. Nothing was updated."
 )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def _as_bytes(total: int) -> bytes:
