@@ -1,7 +1,7 @@
 """From what the user gave to an engine that runs it. Everything here is local to the rank and changes no parameter."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 
@@ -9,11 +9,11 @@ import torch
 
 from .comm.collectives import Comm
 from .config import ZeroConfig
+from .dividing import Division
 from .errors import ConfigError
-from .layout.balance import Balance, balance
-from .layout.grain import Grain
+from .layout.balance import Balance
 from .layout.layout import Layout
-from .layout.partition import Cost, FlatShards, Partitioner, SideBySide, WholeParams
+from .layout.partition import FlatShards, Partitioner
 from .layout.specs import ParamSpec, read_specs
 from .notices import warn_user
 from .params import check_specs
@@ -27,12 +27,7 @@ from .runtime.step import Engine
 from .runtime.store import FlatStore, LooseStore
 from .runtime.team import CLASS
 from .runtime.whole import WholeEngine
-from .runtime.work import by_elements, in_operations
 from .state.compat import describe_groups
-from .units import MIB
-
-OFFLOAD_BUCKET = 128 * MIB
-"""What comes to the device at once, unless its user has chosen: also where one rank alone would take larger ones."""
 
 
 @dataclass(frozen=True)
@@ -53,24 +48,9 @@ class Assembly:
     """Places of parameters in the model, by id, if that is known."""
 
     @cached_property
-    def partitions(self) -> list[Partitioner]:
-        """How the parameters of each kind are divided."""
-        return [self._partition(kind) for kind in self.kinds]
-
-    def _partition(self, kind: Kind) -> Partitioner:
-        suited = FlatShards() if self.reduces and kind.cutting else WholeParams()
-        shared = self.config.partition
-        if len(self.kinds) > 1 and isinstance(shared, FlatShards) and not kind.cutting:
-            shared = None  # it is for those that can be cut
-        chosen = kind.partition or shared or suited
-        if isinstance(chosen, FlatShards) and chosen.grain is None and kind.cutting:
-            return replace(chosen, **kind.cutting.grain._asdict())
-        return chosen
-
-    @cached_property
-    def flat(self) -> bool:
-        """Ranks own slices of buckets."""
-        return self.reduces or any(isinstance(partition, FlatShards) for partition in self.partitions)
+    def division(self) -> Division:
+        """Who owns what."""
+        return Division(self.config, self.kinds, reduces=self.reduces, offloads=self._offloads)
 
     def kind_of(self, group: ParamGroup) -> int:
         """The number of a group's kind."""
@@ -92,52 +72,12 @@ class Assembly:
         for device in {spec.device for spec in specs}:
             if not self.comm.group.carries(device):
                 raise ConfigError(f"the backend of the process group cannot carry parameters on {device}")
-        if self.flat:
-            partition = self._in_buckets(groups, [*layout.params, *specs])
-            return partition.extend(layout, self._in_order_of_use(specs, groups))
-        return self.partitions[0].extend(layout, specs)
-
-    def _in_buckets(self, groups: Sequence[ParamGroup], specs: Sequence[ParamSpec]) -> Partitioner:
-        kinds = [self.kind_of(group) for group in groups]
-        foreign = [it for it in self.partitions if type(it) not in (FlatShards, WholeParams)]
-        if foreign:
-            return foreign[0]
-        costs = self._costs(kinds, specs)
-        whole = {number: cost for number, cost in enumerate(costs) if not self._is_cut(kinds[number])}
-        return SideBySide(whole, self._bucket_bytes(), self._grains(kinds))
-
-    def _grains(self, kinds: Sequence[int]) -> dict[int, Grain]:
-        """Of each group that is cut, by its kind."""
-        cut = {n: it for n, kind in enumerate(kinds) if isinstance(it := self.partitions[kind], FlatShards)}
-        return {number: partition.grain or Grain() for number, partition in cut.items()}
-
-    def _is_cut(self, kind: int) -> bool:
-        return isinstance(self.partitions[kind], FlatShards)
-
-    def _bucket_bytes(self) -> int | None:
-        """Parameters of all kinds that can be cut share buckets."""
-        cut = [it for it in (self.config.partition, *self.partitions) if isinstance(it, FlatShards)]
-        sizes = sorted({it.bucket_bytes for it in cut if it.bucket_bytes is not None})
-        if len(sizes) > 1:
-            raise ConfigError(f"all rules share buckets, which have one size: give one bucket_bytes, not {sizes}")
-        return sizes[0] if sizes else (OFFLOAD_BUCKET if self._offloads else None)
-
-    def _costs(self, kinds: Sequence[int], specs: Sequence[ParamSpec]) -> list[Cost]:
-        """For each group, by its kind: what it takes a rank to update a parameter of it."""
-        counted: list[Cost] = [by_elements if self._is_cut(kind) else self.kinds[kind].work for kind in kinds]
-        partitions = [self.partitions[kind] for kind in kinds]
-        own = [it.cost if isinstance(it, WholeParams) else None for it in partitions]
-        if len(self.kinds) == 1:
-            return [mine or it for mine, it in zip(own, counted, strict=True)]
-        return [
-            in_operations(mine, [spec for spec in specs if own[spec.group] is mine], counted) if mine else it
-            for mine, it in zip(own, counted, strict=True)
-        ]
+        ordered = self._in_order_of_use(specs, groups) if self.division.flat else specs
+        return self.division.divide(layout, ordered, [self.kind_of(group) for group in groups])
 
     def balance(self, layout: Layout, groups: Sequence[ParamGroup]) -> Balance:
         """Of trained elements, and of what it takes to update them."""
-        costs = self._costs([self.kind_of(group) for group in groups], layout.params)
-        return balance(layout, lambda spec: costs[spec.group](spec))
+        return self.division.balance(layout, [self.kind_of(group) for group in groups])
 
     def _in_order_of_use(self, specs: Sequence[ParamSpec], groups: Sequence[ParamGroup]) -> list[ParamSpec]:
         """As a forward pass is expected to use them: in the order of the model or, where that is not known, all groups
@@ -186,14 +126,14 @@ class Assembly:
 
     def check_options(self) -> None:
         """Refuse an optimizer that cannot be right when it is sharded, and options that do not go together."""
-        for kind, partition in zip(self.kinds, self.partitions, strict=True):
+        for kind, partition in zip(self.kinds, self.division.partitions, strict=True):
             self._check_kind(kind, partition)
-        if self.overlap and self.flat:
+        if self.overlap and self.division.flat:
             raise ConfigError("overlap_with_ddp=True deals out whole parameters: with FlatShards() use ddp_hook()")
         if self.overlap and self.config.second_copy is not None:
             raise ConfigError("SecondCopy(...) needs step() to be called, and with overlap_with_ddp=True a hook steps")
         for name, policy in (("MasterWeights", self.config.masters), ("Offload", self.config.offload)):
-            if policy is not None and not self.flat:
+            if policy is not None and not self.division.flat:
                 raise ConfigError(f"{name}(...) needs partition=FlatShards()")
         looking = {"Drift": self.config.drift, "NonFinite": self.config.nonfinite}
         for name in (name for name, it in looking.items() if it is not None and self.overlap):
@@ -223,7 +163,7 @@ class Assembly:
                 f"{kind.name} takes sparse gradients only, and shard() averages dense ones. Use an optimizer for dense "
                 "gradients, or ZeroRedundancyOptimizer with DistributedDataParallel."
             )
-        if kind.traits.needs == "graph" and self.flat:
+        if kind.traits.needs == "graph" and self.division.flat:
             raise ConfigError(
                 f"{kind.name} differentiates gradients once more, and those that were averaged over ranks have no "
                 "graph. Use an optimizer that needs no Hessian, or train without sharding."
@@ -234,7 +174,7 @@ class Assembly:
             raise ConfigError("overlap_gather=True needs to see the model: use zeroshard.shard(model, ...)")
         if not self.config.sync_buffers and not self.reduces:
             raise ConfigError("sync_buffers=False is for zeroshard.shard; DDP has broadcast_buffers=False")
-        if self.config.reduce != Reduce() and not self.flat:
+        if self.config.reduce != Reduce() and not self.division.flat:
             raise ConfigError("Reduce(...) needs partition=FlatShards() and ddp_hook(): else DDP reduces gradients")
 
     def facts(self, layout: Layout, groups: Sequence[ParamGroup]) -> list[str]:
@@ -251,8 +191,8 @@ class Assembly:
         ]
 
     def _engine(self) -> Engine:
-        if self.flat:
-            shares = [Share(kind, self._is_cut(number)) for number, kind in enumerate(self.kinds)]
+        if self.division.flat:
+            shares = [Share(kind, self.division.is_cut(number)) for number, kind in enumerate(self.kinds)]
             return FlatEngine(self.comm, shares, self.config.masters, self.config.offload if self._offloads else None)
         store = FlatStore() if self.bucket_view and not self.overlap else LooseStore()
         return WholeEngine(self.comm, self.kinds[0], store)

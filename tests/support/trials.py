@@ -78,7 +78,7 @@ def _unsafe(error: Exception) -> str:
 
 
 def _in_words(zero: ShardedOptimizer) -> str:
-    (partition,) = zero._assembly.partitions
+    (partition,) = zero._assembly.division.partitions
     if not isinstance(partition, FlatShards):
         return "whole parameters"
     grain = partition.grain
