@@ -20,6 +20,8 @@ from .layout.partition import FlatShards, WholeParams
 from .measuring import measure_cost
 from .objects import broadcast_object
 from .optimizer import ZeroRedundancyOptimizer
+from .planning.plan import Plan, plan
+from .planning.usage import Network
 from .policies import Drift, KeepFull, KeepShard, MasterWeights, NonFinite, Offload, Reduce, SecondCopy
 from .recovery import restore
 from .rules import Rule, everything_else, matrices
@@ -45,9 +47,11 @@ __all__ = [
     "KeepShard",
     "LayoutError",
     "MasterWeights",
+    "Network",
     "NonFinite",
     "NonFiniteError",
     "Offload",
+    "Plan",
     "RankFailedError",
     "RankLostError",
     "RankMismatchError",
@@ -65,6 +69,7 @@ __all__ = [
     "everything_else",
     "matrices",
     "measure_cost",
+    "plan",
     "restore",
     "shard",
 ]

@@ -56,11 +56,12 @@ ROOMS["recovery"] = {"layout", "comm", "state", "runtime", "second_copy", "optim
 ROOMS["checkpoint"] = {"notices", "layout", "comm", "state", "runtime", "optimizer", "units", "errors"}
 ROOMS["scaler"] = {"optimizer"}
 ROOMS["ddp_hooks"] = {"optimizer", "adapters"}
+ROOMS["planning"] = {"dividing", "rules", "layout", "policies", "config", "state", "runtime", "units", "errors"}
 ROOMS["__init__"] = {
     *("optimizer", "sharded", "rules", "measuring", "scaler", "ddp_hooks", "objects", "config", "policies", "layout"),
-    *("errors", "checkpoint", "second_copy", "recovery"),
+    *("errors", "checkpoint", "second_copy", "recovery", "planning"),
 }
-ROOMS["cli"] = {"checkpoint", "state", "units", "errors"}
+ROOMS["cli"] = {"checkpoint", "planning", "state", "units", "errors"}
 ROOMS["__main__"] = {"cli"}
 
 MOST_LINES_OF_A_FUNCTION = 40

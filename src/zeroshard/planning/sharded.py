@@ -1,0 +1,139 @@
+"""What `zeroshard.shard` takes, read off the layout that it would make."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from ..layout.layout import Bucket, Layout, Piece
+from ..layout.specs import ParamSpec
+from ..policies import KeepFull, KeepShard, Retention
+from ..units import Rank
+from .training import Tensor, Training
+from .transit import Transit
+from .usage import Estimate, Traffic, Usage
+
+_AHEAD = 3
+"""Buckets whose state is on the device at once, where it rests in host memory."""
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """ZeRO-1 or ZeRO-2, by what is kept of gradients."""
+
+    retention: Retention
+
+    @property
+    def name(self) -> str:
+        return f"zeroshard {2 if self.retention.frees else 1}"
+
+    def estimate(self, training: Training, ranks: int) -> Estimate:
+        return _Share(training, self.retention, ranks).estimate(self.name)
+
+
+ZERO1, ZERO2 = Sharded(KeepFull()), Sharded(KeepShard())
+
+
+class _Share:
+    """That of the rank with most state."""
+
+    def __init__(self, training: Training, retention: Retention, ranks: int) -> None:
+        self._training, self._retention, self._frees = training, retention, retention.frees
+        order = {it.name: place for place, it in enumerate(training.model.params)}
+        specs = sorted(training.specs, key=lambda spec: order[spec.name or ""])
+        kinds = list(range(len(training.kinds)))
+        self._layout = training.division.divide(Layout.empty(ranks), specs, kinds)
+        loads = self._layout.tally(self._worth)
+        self._rank = Rank(max(range(ranks), key=lambda rank: loads[rank]))
+        self._balance = max(loads) * ranks / sum(loads) if any(loads) else 1.0
+
+    def estimate(self, name: str) -> Estimate:
+        usage = self._usage()
+        second = self._training.config.second_copy
+        share = (usage.state + usage.host + (usage.masters or self._owned_bytes())) if second else 0
+        usage = replace(usage, host=usage.host + 4 * share)  # its own and its partner's, of this copy and the next
+        traffic = self._traffic()
+        return Estimate(name, self._layout.world_size, usage, traffic, self._balance, share)
+
+    def _usage(self) -> Usage:
+        training, transit = self._training, Transit(self._layout, self._retention, self._training.config.reduce)
+        parameters = sum(map(_nbytes, self._layout.buckets))
+        gradients, slices = self._gradients(), sum(map(self._slice, self._layout.buckets))
+        masters, more = sum(map(self._masters, self._layout.buckets)), slices - (gradients if self._frees else 0)
+        taken = Usage(
+            parameters=parameters + training.model.buffers,
+            gradients=gradients,
+            state=self._state(),
+            masters=masters,
+            in_backward=more + transit.in_backward,
+            in_step=more + transit.stays + training.temporaries(list(self._tensors()), fuses=True),
+            while_made=2 * parameters + masters + training.model.buffers,
+            activations=training.activations,
+        )
+        return self._offloaded(taken) if training.offloads else taken
+
+    def _offloaded(self, it: Usage) -> Usage:
+        """State and masters of a few buckets come to the device at a time."""
+        rest = it.state + it.masters
+        here = min(rest, _AHEAD * rest // max(1, len(self._layout.buckets)))
+        made = it.while_made - it.masters
+        return replace(it, state=0, masters=0, in_step=it.in_step + here, while_made=made, host=rest)
+
+    def _worth(self, spec: ParamSpec, elements: int) -> float:
+        return self._training.state(spec, spec.shape) * elements / spec.extent if spec.extent else 0.0
+
+    def _gradients(self) -> int:
+        """In the dtype of the parameters: all of them, or this rank's slices."""
+        if not self._frees:
+            return sum(it.nbytes for it in self._training.model.trained)
+        trained = [it for it in self._layout.buckets if self._trains(it)]
+        return sum(it.shards[self._rank].length * it.dtype.itemsize for it in trained)
+
+    def _slice(self, bucket: Bucket) -> int:
+        """Of averaged gradients, in the dtype of the update."""
+        itemsize = self._training.dtype_of_update(bucket.dtype).itemsize
+        return bucket.shards[self._rank].length * itemsize if self._trains(bucket) else 0
+
+    def _masters(self, bucket: Bucket) -> int:
+        updated = self._training.dtype_of_update(bucket.dtype)
+        return bucket.shards[self._rank].length * updated.itemsize if updated != bucket.dtype else 0
+
+    def _owned_bytes(self) -> int:
+        return sum(it.shards[self._rank].length * it.dtype.itemsize for it in self._layout.buckets)
+
+    def _state(self) -> int:
+        return sum(self._training.state(*tensor) for tensor in self._tensors())
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """That this rank's optimizer updates: runs of pieces where it may join them, else one by one."""
+        for bucket in self._layout.buckets:
+            for group, run in groupby(bucket.pieces_of(self._rank), key=lambda it: self._layout.params[it.param].group):
+                pieces = list(run)
+                runs = [pieces] if self._joins(group) else [[piece] for piece in pieces]
+                yield from map(self._tensor, runs)
+
+    def _joins(self, group: int) -> bool:
+        cutting = self._training.kinds[group].cutting
+        return self._training.division.is_cut(group) and cutting is not None and cutting.grain.is_fine
+
+    def _tensor(self, run: list[Piece]) -> Tensor:
+        first, last = run[0], run[-1]
+        spec = self._layout.params[first.param]
+        whole = len(run) == 1 and first.in_param.length == spec.extent and not self._joins(spec.group)
+        return spec, spec.shape if whole else (last.in_bucket.stop - first.in_bucket.start,)
+
+    def _traffic(self) -> Traffic:
+        """Each bucket of gradients to its owners, each of parameters back."""
+        ranks, reduce = self._layout.world_size, self._training.config.reduce
+        if ranks == 1:
+            return Traffic(0, 0)
+        trained = [it for it in self._layout.buckets if self._trains(it)]
+        away = sum(it.numel * reduce.wire_dtype(it.dtype).itemsize for it in trained)
+        sent = (away + sum(map(_nbytes, trained))) * (ranks - 1) // ranks
+        return Traffic(sent, 2 * len(trained), self._training.network.seconds(sent, 2 * len(trained), ranks))
+
+    def _trains(self, bucket: Bucket) -> bool:
+        return any(self._layout.params[param].trainable for param in bucket.params)
+
+
+def _nbytes(bucket: Bucket) -> int:
+    return bucket.numel * bucket.dtype.itemsize

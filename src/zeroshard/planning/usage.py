@@ -1,0 +1,96 @@
+"""Answers of a planner: bytes on one rank, and what travels."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes on the rank that has most."""
+
+    parameters: int
+    """With the buffers of the model."""
+    gradients: int
+    """What stays of them until the step, as theory counts: in the dtype of the parameters."""
+    state: int
+    masters: int = 0
+    """More precise copies of parameters."""
+    in_backward: int = 0
+    """At most beside all that, while gradients are made and sent."""
+    in_step: int = 0
+    """At most beside all that, while parameters are updated."""
+    while_made: int = 0
+    """At most while the optimizer is made: all that there is then."""
+    host: int = 0
+    """In host memory. State and masters that rest there are not among those above."""
+    activations: int = 0
+    """As the user says. They are there in backward."""
+
+    @property
+    def total(self) -> int:
+        """What theory counts: parameters, gradients, state and masters."""
+        return self.parameters + self.gradients + self.state + self.masters
+
+    @property
+    def buffers(self) -> int:
+        """The most that comes on top."""
+        return max(self.in_backward, self.in_step)
+
+    @property
+    def phases(self) -> dict[str, int]:
+        return {
+            "making the optimizer": self.while_made,
+            "backward": self.total + self.in_backward + self.activations,
+            "step": self.total + self.in_step,
+        }
+
+    @property
+    def peak(self) -> int:
+        return max(self.phases.values())
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda phase: self.phases[phase])
+
+
+class Traffic(NamedTuple):
+    """Of one step, on one rank."""
+
+    sent: int
+    """Bytes."""
+    messages: int
+    """Collectives, one after the other."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Network:
+    """Between any two ranks.
+
+    bandwidth: bytes that a rank sends in a second.
+    latency: seconds until a message of no length has arrived.
+    """
+
+    bandwidth: float = 50e9
+    latency: float = 10e-6
+
+    def seconds(self, sent: float, messages: int, ranks: int) -> float:
+        """Collectives of the best kind: each takes log2 N messages one after the other, and all links are busy.
+
+        Rings take N - 1 of them: with many ranks and small buckets the truth lies above.
+        """
+        return messages * self.latency * (ranks - 1).bit_length() + sent / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One way of training on so many ranks."""
+
+    method: str
+    ranks: int
+    usage: Usage
+    traffic: Traffic
+    balance: float = 1.0
+    """State of the rank that has most, over the mean."""
+    copies: int = 0
+    """Bytes that a rank sends for a second copy."""
