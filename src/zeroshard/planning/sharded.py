@@ -34,7 +34,7 @@ ZERO1, ZERO2 = Sharded(KeepFull()), Sharded(KeepShard())
 
 
 class _Share:
-    """That of the rank with most state."""
+    """That of the rank with most."""
 
     def __init__(self, training: Training, retention: Retention, ranks: int) -> None:
         self._training, self._retention, self._frees = training, retention, retention.frees
@@ -42,9 +42,9 @@ class _Share:
         specs = sorted(training.specs, key=lambda spec: order[spec.name or ""])
         kinds = list(range(len(training.kinds)))
         self._layout = training.division.divide(Layout.empty(ranks), specs, kinds)
-        loads = self._layout.tally(self._worth)
-        self._rank = Rank(max(range(ranks), key=lambda rank: loads[rank]))
-        self._balance = max(loads) * ranks / sum(loads) if any(loads) else 1.0
+        states, others = self._layout.tally(self._state_of), self._layout.tally(self._beside_state)
+        self._rank = Rank(max(range(ranks), key=lambda rank: states[rank] + others[rank]))
+        self._balance = max(states) * ranks / sum(states) if any(states) else 1.0
 
     def estimate(self, name: str) -> Estimate:
         usage = self._usage()
@@ -78,8 +78,13 @@ class _Share:
         made = it.while_made - it.masters
         return replace(it, state=0, masters=0, in_step=it.in_step + here, while_made=made, host=rest)
 
-    def _worth(self, spec: ParamSpec, elements: int) -> float:
+    def _state_of(self, spec: ParamSpec, elements: int) -> float:
         return self._training.state(spec, spec.shape) * elements / spec.extent if spec.extent else 0.0
+
+    def _beside_state(self, spec: ParamSpec, elements: int) -> float:
+        """Of gradients and masters."""
+        updated = self._training.dtype_of_update(spec.dtype)
+        return elements * updated.itemsize * (spec.trainable + (updated != spec.dtype))
 
     def _gradients(self) -> int:
         """In the dtype of the parameters: all of them, or this rank's slices."""

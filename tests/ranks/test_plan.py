@@ -1,0 +1,199 @@
+"""What `plan` says against what is there: bytes of real tensors after a real step."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, RMSprop
+
+from tests.support import RankContext, ranks
+from zeroshard import (
+    FlatShards,
+    KeepFull,
+    MasterWeights,
+    Plan,
+    Rule,
+    SecondCopy,
+    ShardedOptimizer,
+    WholeParams,
+    ZeroConfig,
+    ZeroRedundancyOptimizer,
+    everything_else,
+    matrices,
+    plan,
+    shard,
+)
+from zeroshard.state.trees import map_tensors
+from zeroshard.state.wrapped import insides, is_wrapped
+
+SMALL = FlatShards(bucket_bytes=1 << 16)
+MASTERS = MasterWeights()
+
+
+def net(dtype: torch.dtype = torch.float32, words: int = 300) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Embedding(words, 40), nn.Linear(40, 133), nn.LayerNorm(133), nn.BatchNorm1d(133), nn.Linear(133, 7)
+    ).to(dtype)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.arange(4)).float().square().mean().backward()
+        optimizer.step()
+
+
+def state_bytes(states: Any) -> int:
+    found: list[int] = []
+
+    def note(tensor: torch.Tensor) -> None:
+        parts = insides(tensor).values() if is_wrapped(tensor) else [tensor]
+        found.extend(part.nbytes for part in parts)
+
+    map_tensors(states, note)
+    return sum(found)
+
+
+class Found(NamedTuple):
+    """Bytes on a rank."""
+
+    state: int
+    gradients: int
+    masters: int
+    copies: int = 0
+
+
+def most(found: Found) -> Found:
+    """That of the rank with most."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    return max(everyone, key=lambda it: (sum(it[:3]), it))
+
+
+def planned(model: nn.Module, classes: Any, config: ZeroConfig, **options: Any) -> Plan:
+    return plan(model, classes, ranks=[dist.get_world_size()], config=config, device="cpu", **options)
+
+
+def check(model: nn.Module, classes: Any, config: ZeroConfig, **options: Any) -> None:
+    """Each part on the rank that has most, within 1 %; parameters, slices and masters to the byte."""
+    before = planned(model, classes, config, **options)
+    stage = 2 if config.retention.frees else 1
+    usage = before.of(f"zeroshard {stage}", dist.get_world_size()).usage
+    optimizer = shard(model, classes, config=config, **options)
+    train(model, optimizer)
+    engine, buckets = optimizer.engine, range(len(optimizer.layout.buckets))
+    params = sum(engine.store.buffer(bucket).nbytes for bucket in buckets)
+    assert usage.parameters == params + sum(it.nbytes for it in model.buffers())
+    masters = sum(engine.memory.of(bucket).nbytes for bucket in buckets if engine.memory.covers(bucket))
+    state = sum(state_bytes(it.state) for it in optimizer.optims)
+    copies = optimizer.second_copy.traffic if optimizer.second_copy else 0
+    found = most(Found(state, gradient_bytes(optimizer, stage), masters, copies))
+    assert (usage.gradients, usage.masters) == (found.gradients, found.masters)
+    assert usage.state == pytest.approx(found.state, rel=0.01)
+    assert before.of(f"zeroshard {stage}", dist.get_world_size()).copies == pytest.approx(found.copies, rel=0.01)
+
+
+def gradient_bytes(optimizer: ShardedOptimizer, stage: int) -> int:
+    """In the dtype of the parameters."""
+    if stage == 1:
+        return sum(it.grad.nbytes for it in optimizer.engine.params if it.grad is not None)
+    slices, buckets = optimizer.engine.grads._shards, optimizer.layout.buckets
+    return sum(slice_.numel() * buckets[bucket].dtype.itemsize for bucket, slice_ in slices.items())
+
+
+@ranks(1, 3)
+@pytest.mark.parametrize(
+    ("optimizer_class", "options"),
+    [
+        (AdamW, {}),
+        (Adam, {"amsgrad": True}),
+        (SGD, {"lr": 0.1}),
+        (SGD, {"lr": 0.1, "momentum": 0.9}),
+        (RMSprop, {"centered": True}),
+    ],
+)
+def test_parts_are_what_is_there(ctx: RankContext, optimizer_class: Any, options: dict[str, Any]) -> None:
+    check(net(), optimizer_class, ZeroConfig(), **options)
+    check(net(), optimizer_class, ZeroConfig(partition=SMALL, retention=KeepFull()), **options)
+
+
+@ranks(1, 2, 3, 4)
+def test_with_masters_and_frozen_parameters(ctx: RankContext) -> None:
+    for config in (ZeroConfig(masters=MASTERS), ZeroConfig(masters=MASTERS, partition=SMALL, retention=KeepFull())):
+        check(net(torch.bfloat16), AdamW, config)
+        model = net(torch.bfloat16)
+        model[1].requires_grad_(False)
+        check(model, AdamW, config)
+
+
+@ranks(2, 4)
+def test_classes_that_look_at_whole_parameters(ctx: RankContext) -> None:
+    rules = [Rule(matrices(exclude=["0"]), Muon, lr=0.02), Rule(everything_else, AdamW, lr=1e-3)]
+    check(net(), rules, ZeroConfig())
+    with pytest.warns(UserWarning, match="looks at whole parameters"):
+        check(net(), Adafactor, ZeroConfig())
+    check(net(), AdamW, ZeroConfig(partition=WholeParams()))
+
+
+@ranks(2, 3)
+def test_second_copies(ctx: RankContext) -> None:
+    """Whose messages also say what is in them, which counts in small models only."""
+    copied = SecondCopy(every=1)
+    check(net(words=30_000), AdamW, ZeroConfig(second_copy=copied))
+    check(net(torch.bfloat16, words=30_000), AdamW, ZeroConfig(second_copy=copied, masters=MASTERS))
+
+
+@ranks(1)
+def test_quantized_state(ctx: RankContext) -> None:
+    """Which cannot be measured on tensors without memory."""
+    torchao = pytest.importorskip("torchao.optim")
+    model = nn.Sequential(nn.Embedding(300, 512), nn.Linear(512, 512), nn.Linear(512, 8))
+    check(model, torchao.AdamW8bit, ZeroConfig())
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_peers_are_what_is_there(ctx: RankContext) -> None:
+    """DDP with the plain optimizer, and the state of the fullest rank with torch's ZeRO and with the drop-in."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+
+    model = net()
+    found = planned(model, AdamW, ZeroConfig())
+    wrapped = DistributedDataParallel(model)
+    plain = AdamW(model.parameters())
+    train(wrapped, plain)
+    usage = found.of("DDP", ctx.world_size).usage
+    assert usage.parameters == sum(it.nbytes for it in [*model.parameters(), *model.buffers()])
+    assert usage.gradients == sum(it.grad.nbytes for it in model.parameters() if it.grad is not None)
+    assert usage.state == state_bytes(plain.state)
+    for optimizer_class in (TorchZero, ZeroRedundancyOptimizer):
+        sharded = optimizer_class(model.parameters(), AdamW)
+        train(wrapped, sharded)
+        state = most(Found(state_bytes(sharded.optim.state), 0, 0)).state
+        assert found.of("torch ZeRO", ctx.world_size).usage.state == state
+
+
+@ranks(1, 2, 3, 4)
+def test_fsdp2_is_what_is_there(ctx: RankContext) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 133), nn.Linear(133, 133), nn.Linear(133, 7))
+    usage = planned(model, AdamW, ZeroConfig()).of("FSDP2", ctx.world_size).usage
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = AdamW(model.parameters())
+    model(torch.ones(2, 40)).square().mean().backward()
+    optimizer.step()
+    local = [it.to_local() for it in model.parameters() if isinstance(it, DTensor)]
+    assert usage.parameters == most(Found(0, 0, sum(it.nbytes for it in local))).masters
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    inside = [it.to_local() if isinstance(it, DTensor) else it for it in moments]
+    assert usage.state == pytest.approx(most(Found(sum(it.nbytes for it in inside), 0, 0)).state, rel=0.01)
