@@ -92,8 +92,12 @@ class Assembly:
         engine = self._engine()
         engine.drift = self.config.drift
         engine.guard = NonFiniteGuard(self.comm, self.config.nonfinite) if self.config.nonfinite else None
-        engine.prepare(layout, groups)
-        self.check(engine)
+        try:
+            engine.prepare(layout, groups)
+            self.check(engine)
+        except BaseException:
+            engine.store.take_back()
+            raise
         return engine
 
     def warn_of_whole_params(self) -> None:

@@ -287,11 +287,16 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         self._assembly.check_options()
         layout = self._assembly.extend(Layout.empty(self.world_size), self.param_groups)
         self.engine = self._assembly.engine(layout, self.param_groups)
-        self._assembly.warn_of_whole_params()
-        self._assembly.warn_of_offload()
-        self.engine.inner.pull(self.param_groups)
-        self.defaults = self.optim.defaults if len(self.optims) == 1 else {}
-        return Proposal(layout, self._facts(layout), counts=count_params(self.param_groups))
+        undo = self.engine.store.take_back
+        try:
+            self._assembly.warn_of_whole_params()
+            self._assembly.warn_of_offload()
+            self.engine.inner.pull(self.param_groups)
+            self.defaults = self.optim.defaults if len(self.optims) == 1 else {}
+            return Proposal(layout, self._facts(layout), undo, count_params(self.param_groups))
+        except BaseException:
+            undo()
+            raise
 
     def _facts(self, layout: Layout) -> list[str]:
         """What must be equal on all ranks that make one."""

@@ -374,10 +374,10 @@ def test_without_a_choice_of_the_user_whole_parameters_are_taken_where_need_be(c
     comm = Comm(Group(None))
     for factory, options in WHOLE[:3]:
         kinds = [Kind("X", Recipe(factory, [{"params": list(randoms((4, 3), (5, 5)))}], True, options))]
-        assert Assembly(comm, ZeroConfig(), kinds, reduces=True).partitions == [WholeParams()]
+        assert Assembly(comm, ZeroConfig(), kinds, reduces=True).division.partitions == [WholeParams()]
     kinds = [Kind("X", Recipe(optim.AdamW, [{"params": list(randoms((4, 3), (5, 5)))}], True, {}))]
-    assert Assembly(comm, ZeroConfig(), kinds, reduces=True).partitions == [FlatShards(align=1, least=1)]
-    assert Assembly(comm, ZeroConfig(), kinds).partitions == [WholeParams()]
+    assert Assembly(comm, ZeroConfig(), kinds, reduces=True).division.partitions == [FlatShards(align=1, least=1)]
+    assert Assembly(comm, ZeroConfig(), kinds).division.partitions == [WholeParams()]
 
 
 @ranks(1, 2)

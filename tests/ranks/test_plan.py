@@ -70,7 +70,7 @@ class Found(NamedTuple):
 
 def most(found: Found) -> Found:
     """That of the rank with most."""
-    everyone: list[Any] = [None] * dist.get_world_size()
+    everyone: list[Found] = [found] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
     return max(everyone, key=lambda it: (sum(it[:3]), it))
 

@@ -210,10 +210,13 @@ def test_whole_parameters_are_taken_with_a_word_at_the_users_line(ctx: RankConte
 @ranks(2)
 def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(ctx: RankContext) -> None:
     model = Parts()
-    before = [param.data_ptr() for param in model.parameters()]
+    before = [param.detach().clone() for param in model.parameters()]
     with no_warnings(), pytest.raises(UserWarning, match="whole parameters"):
         adafactor(model)
-    assert [param.data_ptr() for param in model.parameters()] == before
+    assert all(map(torch.equal, model.parameters(), before))
+    sizes = [param.untyped_storage().nbytes() for param in model.parameters()]
+    assert sizes == [param.nbytes for param in model.parameters()], "each has memory of its own"
+    assert len({param.untyped_storage().data_ptr() for param in model.parameters()}) == len(sizes)
 
 
 @ranks(1, 2, 3)

@@ -5,6 +5,8 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import groupby, pairwise
+from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 
 from zeroshard.errors import BindingError
 from zeroshard.layout.layout import Layout
-from zeroshard.layout.partition import WholeParams
+from zeroshard.layout.partition import FlatShards, WholeParams
 from zeroshard.layout.specs import read_specs
 from zeroshard.runtime import store as module
 from zeroshard.runtime.store import FlatStore, InPlace, LooseStore, Packed, Store
@@ -118,6 +120,52 @@ def test_later_parameters_do_not_move_the_earlier_ones() -> None:
     specs = read_specs([{"params": second}], first_index=len(first), first_group=1)
     store.extend(WholeParams().extend(layout_of(first), specs), second)
     assert [param.data_ptr() for param in first] == pointers
+    assert all(map(torch.equal, second, values))
+
+
+# ---- parameters on their way in
+
+
+def in_buckets(params: Sequence[torch.Tensor], nbytes: int) -> Layout:
+    return FlatShards(bucket_bytes=nbytes).extend(Layout.empty(RANKS), read_specs([{"params": params}]))
+
+
+def test_they_move_bucket_by_bucket_so_that_only_one_is_there_twice() -> None:
+    params = [nn.Parameter(filled(100, seed=seed)) for seed in range(6)]
+    layout = in_buckets(params, 2 * 400)
+    assert len(layout.buckets) == 3
+    old = [ref(param.untyped_storage()) for param in params]
+    left: list[int] = []
+
+    class Counting(FlatStore):
+        def _make_buffer(self, *given: Any) -> None:
+            left.append(sum(storage() is not None for storage in old))
+            super()._make_buffer(*given)
+
+    Counting().prepare(layout, params)
+    assert left == [6, 4, 2]
+    assert not any(storage() is not None for storage in old)
+
+
+def test_those_that_are_not_taken_in_have_memory_of_their_own_again() -> None:
+    first, second = make_params(), make_params(seed=50)
+    store = FlatStore()
+    layout = layout_of(first)
+    store.prepare(layout, first)
+    store.extend(layout, first)
+    homes = [param.data_ptr() for param in first]
+    values, strides = [it.detach().clone() for it in second], [it.stride() for it in second]
+    specs = read_specs([{"params": second}], first_index=len(first), first_group=1)
+    grown = WholeParams().extend(layout, specs)
+    store.prepare(grown, [*first, *second])
+    buffers = {store.buffer(bucket).data_ptr() for bucket in range(len(grown.buckets))}
+    store.take_back()
+    assert [param.data_ptr() for param in first] == homes
+    assert all(map(torch.equal, second, values))
+    assert [param.stride() for param in second] == strides
+    assert buffers.isdisjoint(param.data_ptr() for param in second if param.numel())
+    store.prepare(grown, [*first, *second])
+    store.extend(grown, second)
     assert all(map(torch.equal, second, values))
 
 

@@ -66,10 +66,14 @@ class _Share:
             masters=masters,
             in_backward=more + transit.in_backward,
             in_step=more + transit.stays + training.temporaries(list(self._tensors()), fuses=True),
-            while_made=2 * parameters + masters + training.model.buffers,
+            while_made=parameters + self._largest_bucket() + masters + training.model.buffers,
             activations=training.activations,
         )
         return self._offloaded(taken) if training.offloads else taken
+
+    def _largest_bucket(self) -> int:
+        """Parameters move into buckets one after the other."""
+        return max(map(_nbytes, self._layout.buckets), default=0)
 
     def _offloaded(self, it: Usage) -> Usage:
         """State and masters of a few buckets come to the device at a time."""

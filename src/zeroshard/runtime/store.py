@@ -10,6 +10,7 @@ A parcel is the memory of one message from one owner. Two stores make them:
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple, Protocol, TypeVar
@@ -123,6 +124,9 @@ class Store(ABC):
         for bucket in layout.buckets[known:]:
             self._take_in(bucket)
         self._remember()
+
+    def take_back(self) -> None:  # noqa: B027 (most have nothing to take back)
+        """Undo what was prepared for an `extend` that does not come."""
 
     def refresh(self, among: Sequence[int] | None = None, *, shapes: bool = True) -> None:
         """Notice parameters whose memory was exchanged since (`param.data = ...`): bind anew, or refuse.
@@ -240,19 +244,30 @@ class FlatStore(Store):
         super().__init__()
         self._buffers: list[torch.Tensor] = []
         self._homes: dict[int, torch.Tensor] = {}
+        self._moved: dict[int, torch.Tensor] = {}
+        """Parameters that were moved here and are not taken in yet."""
 
     def prepare(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
-        """Make the buffers that `layout` has beyond the present ones, with the values of its new parameters.
+        """Make the buffers that `layout` has beyond the present ones, and move its new parameters there.
 
-        No parameter is moved before `extend` takes them in. `params` are all of them.
+        One bucket after the other, so that there is none but one of them twice. `params` are all of them.
         """
         for bucket in layout.buckets[len(self._buffers) :]:
             self._make_buffer(bucket, layout, params)
 
     def take_back(self) -> None:
-        """Undo `prepare`."""
-        self._homes = {index: home for index, home in self._homes.items() if index < len(self._params)}
+        for index in [index for index in self._homes if index >= len(self._params)]:
+            self._homes.pop(index)
+            self._leave(self._moved.pop(index))
         del self._buffers[len(self._layout.buckets) :]
+
+    @staticmethod
+    def _leave(param: torch.Tensor) -> None:
+        """Memory of its own for a parameter. Where there is none left, it stays in the buffer, which lives on."""
+        with suppress(torch.OutOfMemoryError):
+            param.data = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device).copy_(
+                param.detach()
+            )
 
     def buffer(self, bucket: int) -> torch.Tensor:
         return self._buffers[bucket]
@@ -261,7 +276,7 @@ class FlatStore(Store):
         if bucket.index == len(self._buffers):
             self._make_buffer(bucket, self._layout, self._params)
         for index in bucket.params:
-            self._params[index].data = self._homes[index]
+            self._moved.pop(index, None)
 
     def _make_buffer(self, bucket: Bucket, layout: Layout, params: Sequence[torch.Tensor]) -> None:
         buffer = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
@@ -273,6 +288,8 @@ class FlatStore(Store):
             spec = layout.params[index]
             self._homes[index] = memory.as_strided(spec.shape, spec.stride)
             self._homes[index].copy_(params[index].detach())
+            self._moved[index] = params[index]
+            params[index].data = self._homes[index]
 
     def _rebind(self) -> None:
         away = [i for i, home in self._homes.items() if self._params[i].data_ptr() != home.data_ptr()]
