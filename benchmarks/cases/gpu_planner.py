@@ -1,0 +1,171 @@
+"""What `plan` says of a rank's memory against what the GPU has allocated at most."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from examples.gpt import Block
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+from zeroshard import KeepFull, KeepShard, MasterWeights, Plan, ZeroConfig, plan, shard
+
+from ..harness.ranks import fake_group, run_ranks
+from ..harness.report import Row, failed_row
+from .gpu_speed import Machine
+
+GB = 1e9
+TOKENS = 32
+"""So few that activations do not count."""
+BAR = 0.03
+WORLDS = (1, 8, 64)
+PRECISIONS: dict[str, tuple[torch.dtype, MasterWeights | None]] = {
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.bfloat16, None),
+    "bfloat16 with masters": (torch.bfloat16, MasterWeights()),
+}
+
+
+class Found(NamedTuple):
+    """Bytes at most."""
+
+    making: int
+    training: int
+
+
+class Case(NamedTuple):
+    method: str
+    precision: str
+    world: int
+
+
+def against_plan(machine: Machine) -> list[Row]:
+    """Rank 0 of so many; messages of those that do not exist cost nothing and take no memory."""
+    rows: list[Row] = []
+    for case in _cases():
+        try:
+            (found,) = run_ranks(1, _measured, machine, case, backend="none", limit_s=120)
+            rows += _rows(machine, case, found)
+        except Exception as error:
+            rows.append(failed_row(f"{case.method}, {case.precision}, rank 0 of {case.world}", error))
+    return rows
+
+
+def _cases() -> list[Case]:
+    ours = [Case(f"zeroshard {n}", precision, world) for n in (1, 2) for precision in PRECISIONS for world in WORLDS]
+    peers = [
+        Case(method, precision, world)
+        for method in TRAINERS
+        if not method.startswith("zeroshard")
+        for precision in ("float32", "bfloat16")
+        for world in WORLDS
+    ]
+    return [*ours, *peers]
+
+
+def _rows(machine: Machine, case: Case, found: Found) -> list[Row]:
+    usage = _plan(machine, case).of(case.method, case.world).usage
+    training = max(usage.phases["backward"], usage.phases["step"])
+    what = f"{case.method}, {case.precision}, rank 0 of {case.world}"
+    bar = BAR if case.method.startswith("zeroshard") and machine.device == "cuda" else None
+    rows = [_row(f"training: {what}", training, found.training, bar)]
+    if case.method.startswith("zeroshard"):
+        rows.append(_row(f"making the optimizer: {what}", usage.phases["making the optimizer"], found.making, bar))
+    return rows
+
+
+def _row(what: str, said: int, found: int, bar: float | None) -> Row:
+    off = abs(said - found) / found if found else 0.0
+    return Row(what, f"{said / GB:.3f} GB planned", f"{found / GB:.3f} GB allocated", off, bar=bar)
+
+
+def _plan(machine: Machine, case: Case) -> Plan:
+    dtype, masters = PRECISIONS[case.precision]
+    with torch.device("meta"):
+        model = _model(machine).to(dtype)
+    config = ZeroConfig(masters=masters)
+    return plan(model, AdamW, ranks=[case.world], config=config, device=machine.device, lr=1e-4)
+
+
+def _model(machine: Machine) -> nn.Sequential:
+    """1.31 G elements; the head has a matrix of its own."""
+    width, layers, words = (2048, 22, 50257) if machine.device == "cuda" else (64, 2, 500)
+    blocks = [Block(width, 16) for _ in range(layers)]
+    return nn.Sequential(nn.Embedding(words, width), *blocks, nn.LayerNorm(width), nn.Linear(width, words, bias=False))
+
+
+def _measured(machine: Machine, case: Case) -> Found:
+    dtype, _ = PRECISIONS[case.precision]
+    with fake_group(case.world):
+        with torch.device(machine.device):
+            model = _model(machine).to(dtype)
+            ids = torch.randint(0, 500, (1, TOKENS))
+        _reset(machine)
+        trained, optimizer = TRAINERS[case.method](model, case.precision)
+        making = _peak(machine)
+        for _ in range(3):
+            _reset(machine)
+            optimizer.zero_grad()
+            trained(ids).float().square().mean().backward()
+            optimizer.step()
+        return Found(making, _peak(machine))
+
+
+def _sharded(retention: KeepFull | KeepShard) -> Callable[[nn.Module, str], tuple[nn.Module, Optimizer]]:
+    def make(model: nn.Module, precision: str) -> tuple[nn.Module, Optimizer]:
+        config = ZeroConfig(retention=retention, masters=PRECISIONS[precision][1])
+        return model, shard(model, AdamW, lr=1e-4, config=config)
+
+    return make
+
+
+def _ddp(model: nn.Module, _: str) -> tuple[nn.Module, Optimizer]:
+    return _wrapped(model), AdamW(model.parameters(), lr=1e-4)
+
+
+def _torch_zero(model: nn.Module, _: str) -> tuple[nn.Module, Optimizer]:
+    return _wrapped(model), TorchZero(model.parameters(), AdamW, lr=1e-4)
+
+
+def _wrapped(model: nn.Module) -> DistributedDataParallel:
+    """Its own reduction wants a result, which fake messages do not have."""
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, _arrived)
+    return wrapped
+
+
+def _arrived(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def _fsdp2(model: nn.Module, precision: str) -> tuple[nn.Module, Optimizer]:
+    policy = MixedPrecisionPolicy(param_dtype=PRECISIONS[precision][0])
+    for layer in model.children():
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model, AdamW(model.parameters(), lr=1e-4)
+
+
+TRAINERS: dict[str, Callable[[Any, str], tuple[nn.Module, Optimizer]]] = {
+    "zeroshard 1": _sharded(KeepFull()),
+    "zeroshard 2": _sharded(KeepShard()),
+    "DDP": _ddp,
+    "torch ZeRO": _torch_zero,
+    "FSDP2": _fsdp2,
+}
+
+
+def _reset(machine: Machine) -> None:
+    if machine.device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak(machine: Machine) -> int:
+    return torch.cuda.max_memory_allocated() if machine.device == "cuda" else 0
