@@ -1,18 +1,18 @@
 """What `plan` says of a rank's memory against what the GPU has allocated at most."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from examples.gpt import Block
 from torch import nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from zeroshard import KeepFull, KeepShard, MasterWeights, Plan, ZeroConfig, plan, shard
+from zeroshard import KeepFull, KeepShard, MasterWeights, Offload, Plan, ZeroConfig, plan, shard
 
 from ..harness.ranks import fake_group, run_ranks
 from ..harness.report import Row, failed_row
@@ -41,6 +41,16 @@ class Case(NamedTuple):
     method: str
     precision: str
     world: int
+    offload: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.method}, {self.precision}, rank 0 of {self.world}{', Offload()' if self.offload else ''}"
+
+    @property
+    def config(self) -> ZeroConfig:
+        retention = KeepFull() if self.method == "zeroshard 1" else KeepShard()
+        offload = Offload() if self.offload else None
+        return ZeroConfig(retention=retention, masters=PRECISIONS[self.precision][1], offload=offload)
 
 
 def against_plan(machine: Machine) -> list[Row]:
@@ -51,7 +61,7 @@ def against_plan(machine: Machine) -> list[Row]:
             (found,) = run_ranks(1, _measured, machine, case, backend="none", limit_s=120)
             rows += _rows(machine, case, found)
         except Exception as error:
-            rows.append(failed_row(f"{case.method}, {case.precision}, rank 0 of {case.world}", error))
+            rows.append(failed_row(str(case), error))
     return rows
 
 
@@ -64,17 +74,17 @@ def _cases() -> list[Case]:
         for precision in ("float32", "bfloat16")
         for world in WORLDS
     ]
-    return [*ours, *peers]
+    offloaded = [Case("zeroshard 2", precision, 8, offload=True) for precision in ("float32", "bfloat16 with masters")]
+    return [*ours, *offloaded, *peers]
 
 
 def _rows(machine: Machine, case: Case, found: Found) -> list[Row]:
     usage = _plan(machine, case).of(case.method, case.world).usage
     training = max(usage.phases["backward"], usage.phases["step"])
-    what = f"{case.method}, {case.precision}, rank 0 of {case.world}"
     bar = BAR if case.method.startswith("zeroshard") and machine.device == "cuda" else None
-    rows = [_row(f"training: {what}", training, found.training, bar)]
+    rows = [_row(f"training: {case}", training, found.training, bar)]
     if case.method.startswith("zeroshard"):
-        rows.append(_row(f"making the optimizer: {what}", usage.phases["making the optimizer"], found.making, bar))
+        rows.append(_row(f"making the optimizer: {case}", usage.phases["making the optimizer"], found.making, bar))
     return rows
 
 
@@ -84,11 +94,9 @@ def _row(what: str, said: int, found: int, bar: float | None) -> Row:
 
 
 def _plan(machine: Machine, case: Case) -> Plan:
-    dtype, masters = PRECISIONS[case.precision]
     with torch.device("meta"):
-        model = _model(machine).to(dtype)
-    config = ZeroConfig(masters=masters)
-    return plan(model, AdamW, ranks=[case.world], config=config, device=machine.device, lr=1e-4)
+        model = _model(machine).to(PRECISIONS[case.precision][0])
+    return plan(model, AdamW, ranks=[case.world], config=case.config, device=machine.device, lr=1e-4)
 
 
 def _model(machine: Machine) -> nn.Sequential:
@@ -105,7 +113,7 @@ def _measured(machine: Machine, case: Case) -> Found:
             model = _model(machine).to(dtype)
             ids = torch.randint(0, 500, (1, TOKENS))
         _reset(machine)
-        trained, optimizer = TRAINERS[case.method](model, case.precision)
+        trained, optimizer = TRAINERS[case.method](model, case)
         making = _peak(machine)
         for _ in range(3):
             _reset(machine)
@@ -115,19 +123,15 @@ def _measured(machine: Machine, case: Case) -> Found:
         return Found(making, _peak(machine))
 
 
-def _sharded(retention: KeepFull | KeepShard) -> Callable[[nn.Module, str], tuple[nn.Module, Optimizer]]:
-    def make(model: nn.Module, precision: str) -> tuple[nn.Module, Optimizer]:
-        config = ZeroConfig(retention=retention, masters=PRECISIONS[precision][1])
-        return model, shard(model, AdamW, lr=1e-4, config=config)
-
-    return make
+def _sharded(model: nn.Module, case: Case) -> tuple[nn.Module, Optimizer]:
+    return model, shard(model, AdamW, lr=1e-4, config=case.config)
 
 
-def _ddp(model: nn.Module, _: str) -> tuple[nn.Module, Optimizer]:
+def _ddp(model: nn.Module, _: Case) -> tuple[nn.Module, Optimizer]:
     return _wrapped(model), AdamW(model.parameters(), lr=1e-4)
 
 
-def _torch_zero(model: nn.Module, _: str) -> tuple[nn.Module, Optimizer]:
+def _torch_zero(model: nn.Module, _: Case) -> tuple[nn.Module, Optimizer]:
     return _wrapped(model), TorchZero(model.parameters(), AdamW, lr=1e-4)
 
 
@@ -138,23 +142,23 @@ def _wrapped(model: nn.Module) -> DistributedDataParallel:
     return wrapped
 
 
-def _arrived(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _arrived(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
-def _fsdp2(model: nn.Module, precision: str) -> tuple[nn.Module, Optimizer]:
-    policy = MixedPrecisionPolicy(param_dtype=PRECISIONS[precision][0])
+def _fsdp2(model: nn.Module, case: Case) -> tuple[nn.Module, Optimizer]:
+    policy = MixedPrecisionPolicy(param_dtype=PRECISIONS[case.precision][0])
     for layer in model.children():
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     return model, AdamW(model.parameters(), lr=1e-4)
 
 
-TRAINERS: dict[str, Callable[[Any, str], tuple[nn.Module, Optimizer]]] = {
-    "zeroshard 1": _sharded(KeepFull()),
-    "zeroshard 2": _sharded(KeepShard()),
+TRAINERS: dict[str, Callable[[nn.Sequential, Case], tuple[nn.Module, Optimizer]]] = {
+    "zeroshard 1": _sharded,
+    "zeroshard 2": _sharded,
     "DDP": _ddp,
     "torch ZeRO": _torch_zero,
     "FSDP2": _fsdp2,

@@ -22,7 +22,7 @@ class Replicated:
     name: ClassVar[str] = "DDP"
 
     def estimate(self, training: Training, ranks: int) -> Estimate:
-        usage = _under_ddp(training, training.specs, ranks)
+        usage = _under_ddp(training, training.specs)
         return Estimate(self.name, ranks, usage, _ddp_traffic(training, ranks))
 
 
@@ -38,7 +38,7 @@ class TorchZero:
         fullest = max(range(ranks), key=lambda rank: loads[rank])
         owned = [spec for spec in training.specs if layout.owner_of(spec.index) == fullest]
         balance = max(loads) * ranks / sum(loads) if any(loads) else 1.0
-        return Estimate(self.name, ranks, _under_ddp(training, owned, ranks), self._traffic(training, ranks), balance)
+        return Estimate(self.name, ranks, _under_ddp(training, owned), self._traffic(training, ranks), balance)
 
     def _traffic(self, training: Training, ranks: int) -> Traffic:
         """One message a parameter, beside DDP's."""
@@ -86,11 +86,10 @@ class FullySharded:
         return Traffic(sent, messages, training.network.seconds(sent, messages, ranks))
 
 
-def _under_ddp(training: Training, updated: Sequence[ParamSpec], ranks: int) -> Usage:
-    """`updated`: parameters that the fullest rank has state of."""
+def _under_ddp(training: Training, updated: Sequence[ParamSpec]) -> Usage:
+    """`updated`: parameters that the fullest rank has state of. DDP's buckets are as large as the gradients."""
     model = training.model
     gradients = sum(it.nbytes for it in model.trained)
-    copies = gradients if ranks > 1 else 0
     temporaries = training.temporaries([(spec, spec.shape) for spec in updated], fuses=False)
     parameters = _nbytes(model.params) + model.buffers
     return Usage(
@@ -98,9 +97,9 @@ def _under_ddp(training: Training, updated: Sequence[ParamSpec], ranks: int) -> 
         gradients=gradients,
         state=sum(training.state(spec, spec.shape) for spec in updated),
         masters=_masters(training, updated),
-        in_backward=copies,
-        in_step=copies + temporaries,
-        while_made=parameters + copies,
+        in_backward=gradients,
+        in_step=gradients + temporaries,
+        while_made=parameters + gradients,
         activations=training.activations,
     )
 
@@ -117,12 +116,12 @@ def _ddp_traffic(training: Training, ranks: int) -> Traffic:
 def _unsharded(training: Training) -> int:
     """What is whole for moments in backward.
 
-    A block and the next one, the message that one came in, its gradients and the message that these go in; and what
-    belongs to no block all the time, with its gradients at the end.
+    The gradients of a block, the message that they go in, and the block that comes next; and what belongs to no block
+    all the time, with its gradients at the end.
     """
-    root, *blocks = training.model.blocks
-    largest = max(map(_nbytes, blocks), default=0)
-    return _nbytes(root) + max(5 * largest, 2 * _nbytes(root))
+    root, *blocks = map(_nbytes, training.model.blocks)
+    most = max((2 * block + following for block, following in zip(blocks, [0, *blocks], strict=False)), default=0)
+    return root + max(most, 2 * root)
 
 
 def _masters(training: Training, specs: Sequence[ParamSpec]) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 
 from ..layout.layout import Bucket, Layout, Piece
 from ..layout.specs import ParamSpec
@@ -11,9 +11,6 @@ from ..units import Rank
 from .training import Tensor, Training
 from .transit import Transit
 from .usage import Estimate, Traffic, Usage
-
-_AHEAD = 3
-"""Buckets whose state is on the device at once, where it rests in host memory."""
 
 
 @dataclass(frozen=True)
@@ -66,21 +63,25 @@ class _Share:
             masters=masters,
             in_backward=more + transit.in_backward,
             in_step=more + transit.stays + training.temporaries(list(self._tensors()), fuses=True),
-            while_made=parameters + self._largest_bucket() + masters + training.model.buffers,
+            while_made=parameters + max(self._largest_bucket(), masters) + training.model.buffers,
             activations=training.activations,
         )
         return self._offloaded(taken) if training.offloads else taken
 
     def _largest_bucket(self) -> int:
-        """Parameters move into buckets one after the other."""
+        """Parameters move into buckets one after the other; then masters are made."""
         return max(map(_nbytes, self._layout.buckets), default=0)
 
     def _offloaded(self, it: Usage) -> Usage:
-        """State and masters of a few buckets come to the device at a time."""
-        rest = it.state + it.masters
-        here = min(rest, _AHEAD * rest // max(1, len(self._layout.buckets)))
-        made = it.while_made - it.masters
-        return replace(it, state=0, masters=0, in_step=it.in_step + here, while_made=made, host=rest)
+        """State and masters of a bucket are on the device, and those of the next one on their way there."""
+        buckets = list(map(self._resting, self._layout.buckets))
+        here = max(map(sum, zip(buckets, [*buckets[1:], 0], strict=True)), default=0)
+        made = it.parameters + max(self._largest_bucket(), max(map(self._masters, self._layout.buckets), default=0))
+        return replace(it, state=0, masters=0, in_step=it.in_step + here, while_made=made, host=sum(buckets))
+
+    def _resting(self, bucket: Bucket) -> int:
+        """What of a bucket rests in host memory."""
+        return self._masters(bucket) + sum(self._training.state(*tensor) for tensor in self._tensors_in(bucket))
 
     def _state_of(self, spec: ParamSpec, elements: int) -> float:
         return self._training.state(spec, spec.shape) * elements / spec.extent if spec.extent else 0.0
@@ -114,11 +115,13 @@ class _Share:
 
     def _tensors(self) -> Iterator[Tensor]:
         """That this rank's optimizer updates: runs of pieces where it may join them, else one by one."""
-        for bucket in self._layout.buckets:
-            for group, run in groupby(bucket.pieces_of(self._rank), key=lambda it: self._layout.params[it.param].group):
-                pieces = list(run)
-                runs = [pieces] if self._joins(group) else [[piece] for piece in pieces]
-                yield from map(self._tensor, runs)
+        return chain.from_iterable(map(self._tensors_in, self._layout.buckets))
+
+    def _tensors_in(self, bucket: Bucket) -> Iterator[Tensor]:
+        for group, run in groupby(bucket.pieces_of(self._rank), key=lambda it: self._layout.params[it.param].group):
+            pieces = list(run)
+            runs = [pieces] if self._joins(group) else [[piece] for piece in pieces]
+            yield from map(self._tensor, runs)
 
     def _joins(self, group: int) -> bool:
         cutting = self._training.kinds[group].cutting
