@@ -116,12 +116,12 @@ def _ddp_traffic(training: Training, ranks: int) -> Traffic:
 def _unsharded(training: Training) -> int:
     """What is whole for moments in backward.
 
-    The gradients of a block, the message that they go in, and the block that comes next; and what belongs to no block
-    all the time, with its gradients at the end.
+    The gradients of a block, the message that they go in, and the two blocks that come next; and what belongs to no
+    block all the time, with its gradients at the end.
     """
     root, *blocks = map(_nbytes, training.model.blocks)
-    most = max((2 * block + following for block, following in zip(blocks, [0, *blocks], strict=False)), default=0)
-    return root + max(most, 2 * root)
+    most = (2 * blocks[i] + sum(blocks[max(0, i - 2) : i]) for i in range(len(blocks)))
+    return root + max(2 * root, *most, 0)
 
 
 def _masters(training: Training, specs: Sequence[ParamSpec]) -> int:
