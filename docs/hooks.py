@@ -76,7 +76,8 @@ def _on_site(link: str, source: str, target: str) -> str:
     if ":" in link:
         return link
     file = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
-    shown = file.removeprefix("docs/") if file.startswith("docs/") else pages().get(file)
+    inside = file.startswith("docs/") and not file.endswith(".py")
+    shown = file.removeprefix("docs/") if inside else pages().get(file)
     if shown is None:
         raise ValueError(f"{source} links to {link}, which is no page of the site: see {__file__}")
     return posixpath.relpath(shown, posixpath.dirname(target) or ".")
