@@ -119,6 +119,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
+    assert "<details" not in (tmp_path / "reference.html").read_text(encoding="utf-8"), "a docstring is misread"
     made = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert not re.findall(r'(?:src|href)="(?:https?:)?//[^"]*\.(?:js|css|woff2?|png)"', made), "fetched from elsewhere"
     assert {"concepts.html", "examples", "benchmarks"} <= {entry.name for entry in tmp_path.iterdir()}
