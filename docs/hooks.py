@@ -24,7 +24,7 @@ PAGES = {
     "examples/README.md": "examples/index.md",
 }
 """Files of the repository, and what they are on the site."""
-_FOLDERS = (("examples/*.py", "py.md"), ("benchmarks/results/*.md", "md"), ("benchmarks/results/*.png", "png"))
+_FOLDERS = (("examples/**/*.py", "py.md"), ("benchmarks/results/*.md", "md"), ("benchmarks/results/*.png", "png"))
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 _TABLE = re.compile(r"^<!-- table (.*?) -->$", re.MULTILINE)
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)

@@ -29,7 +29,7 @@ NOT_RUN = {
     ("CONTRIBUTING.md", "a sketch of a test"),
 }
 """All blocks that are not run, and why: none may be added in passing."""
-LANGUAGES = {"python", "diff", "console", "text"}
+LANGUAGES = {"python", "diff", "console", "bash", "text", "json"}
 PLAIN_PAGES = {"ARCHITECTURE.md"}
 """Blocks without a language there are drawings."""
 
@@ -136,12 +136,13 @@ def test_every_block_says_what_it_is() -> None:
         assert block.language in LANGUAGES or block.page in PLAIN_PAGES, f"{block}: {block.language!r}"
 
 
-COMMANDS = [command for block in BLOCKS if block.language == "console" for command in commands_of(block)]
+COMMANDS = [command for block in BLOCKS if block.language in ("console", "bash") for command in commands_of(block)]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda it: f"{it.block} {' '.join(it.words)[:40]}")
 def test_a_command_could_run(command: Command) -> None:
     tool, *words = command.words
+    assert tool in CHECKS, f"nothing is known of the command {tool}: check what can be checked of it, in {__file__}"
     CHECKS[tool](words)
 
 

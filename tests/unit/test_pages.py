@@ -80,6 +80,12 @@ def test_the_readme_has_the_numbers_that_were_measured() -> None:
     assert {name: shown[name] for name in PEERS} == {name: cells[name] for name in PEERS}
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/choosing.md", "docs/concepts.md", "docs/from-deepspeed.md"])
+def test_pages_say_how_many_optimizers_were_tried(page: str) -> None:
+    tried = len(re.findall(r"^\| `", read("docs/optimizers.md"), re.MULTILINE))
+    assert set(re.findall(r"(\d+) (?:were tried|classes)", read(page))) == {str(tried)}
+
+
 def test_a_table_has_the_rows_and_columns_that_are_asked_for() -> None:
     table = load("docs/hooks.py").table
     made = table('file="benchmarks/results/muon.md" under="All" columns="2-3" rows="2 | 4*"').splitlines()
