@@ -10,7 +10,7 @@ RECORDS := $(VENV)/records
 # Some CPUs advertise AMX without being able to run it; bf16 products then die with SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test lint types unit faults long fuzz table bench clean
+.PHONY: demo test lint types unit faults long fuzz table docs wheel bench clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +53,13 @@ fuzz: $(READY)
 table: $(READY)
 	ZEROSHARD_TABLE=write $(PY) -m pytest tests/ranks/test_optimizers.py
 
+# The site, in site/. Any warning is an error; a note of the theme's makers is none.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+wheel: $(READY)
+	$(PY) -m hatchling build
+
 # A peer that cannot be installed here is left out of the comparison; torch stays what it is.
 $(PEERS): $(READY)
 	for peer in deepspeed fairscale; do \
@@ -65,4 +72,4 @@ bench: $(PEERS)
 	status=0; for part in dropin checkpoint muon mesh scaling peers; do $(PY) benchmarks/$$part.py || status=1; done; exit $$status
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis site dist

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from train_gpt import WAYS, Run, join_group, train  # type: ignore[import-not-found]
+from start import join_group  # type: ignore[import-not-found]
+from train_gpt import WAYS, Run, train  # type: ignore[import-not-found]
 
 
 def launch() -> int:

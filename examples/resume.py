@@ -13,7 +13,8 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from gpt import GPT  # type: ignore[import-not-found]
-from train_gpt import CONTEXT, TEXT, join_group  # type: ignore[import-not-found]
+from start import join_group  # type: ignore[import-not-found]
+from train_gpt import CONTEXT, TEXT  # type: ignore[import-not-found]
 from zeroshard import checkpoint, shard
 
 BATCH = 12  # passages in a step, of all ranks together: 1, 2, 3, 4 and 6 of them can share it

@@ -4,7 +4,6 @@ torchrun --nproc-per-node 2 examples/train_gpt.py [--way unsharded | drop-in | s
 """
 
 import argparse
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from gpt import GPT  # type: ignore[import-not-found]
+from start import join_group  # type: ignore[import-not-found]
 from zeroshard import ZeroRedundancyOptimizer, shard
 
 TEXT = Path(__file__).parent / "data" / "sonnets.txt"
@@ -94,17 +94,6 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def join_group() -> torch.device:
-    """Join the process group that torchrun started; returns the device of this rank."""
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    return device
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ torchrun --nproc-per-node 2 examples/train_muon.py [--steps N] [--width N] [--la
 """
 
 import argparse
-import os
 from contextlib import nullcontext
 
 import torch
@@ -15,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import zeroshard
 from gpt import GPT  # type: ignore[import-not-found]
+from start import join_group  # type: ignore[import-not-found]
 from zeroshard import checkpoint
 
 FOLDER = "checkpoints-muon"
@@ -27,16 +27,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--measured", action="store_true", help="deal matrices out by measured times")
     return parser.parse_args()
-
-
-def started() -> torch.device:
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    return device
 
 
 def sharded(model: nn.Module, *, measured: bool) -> zeroshard.ShardedOptimizer:
@@ -59,7 +49,7 @@ def batch(number: int, device: torch.device) -> torch.Tensor:
 
 
 def main() -> None:
-    chosen, device = options(), started()
+    chosen, device = options(), join_group()
     torch.manual_seed(0)
     model = GPT(vocabulary=64, context=32, width=chosen.width, layers=chosen.layers).to(device)
     optimizer = sharded(model, measured=chosen.measured)

@@ -1,4 +1,4 @@
-"""Examples run as they are, in processes of their own, and the README shows them as they are."""
+"""Examples run as they are, in processes of their own."""
 
 import os
 import re
@@ -13,8 +13,7 @@ from torch import nn
 from tests.support.launch import torchrun
 from zeroshard import checkpoint
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "train_sharded.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_sharded.py"
 
 
 def plain_copy(folder: Path) -> torch.optim.AdamW:
@@ -73,8 +72,37 @@ def test_muon_and_adamw_train_and_go_on_at_another_number_of_ranks(tmp_path: Pat
         last = loss
 
 
-def test_the_readme_shows_the_script_as_it_is() -> None:
-    assert f"```python\n{SCRIPT.read_text(encoding='utf-8')}```" in (ROOT / "README.md").read_text(encoding="utf-8")
+@pytest.mark.timeout(180)
+def test_one_import_shares_the_state_under_ddp(tmp_path: Path) -> None:
+    printed = torchrun(SCRIPT.with_name("dropin.py"), 2, tmp_path)
+    first, last = map(float, re.findall(r"loss (\S+)", printed))
+    assert last < first / 4
+    held = {int(rank): int(count.replace(",", "")) for rank, count in re.findall(r"rank (\d) holds (\S+) of", printed)}
+    (whole,) = set(re.findall(r"of (\S+) elements", printed))
+    assert held.keys() == {0, 1}
+    assert sum(held.values()) == int(whole.replace(",", ""))
+    assert max(held.values()) < 0.6 * sum(held.values())
+
+
+@pytest.mark.timeout(180)
+def test_layers_that_are_thawed_train_and_have_state(tmp_path: Path) -> None:
+    printed = torchrun(SCRIPT.with_name("finetune.py"), 2, tmp_path)
+    (head, few), (full, many) = re.findall(r"loss (\S+), rank 0 holds (\S+) elements", printed)
+    assert float(full) < float(head) / 2
+    assert (few, many) == ("66", "24,962")  # half of two moments: of the head, and of all; slices are aligned
+
+
+@pytest.mark.timeout(180)
+def test_small_updates_move_a_bf16_model_with_masters_only(tmp_path: Path) -> None:
+    printed = torchrun(SCRIPT.with_name("bf16_masters.py"), 2, tmp_path)
+    masters, plain = map(int, re.findall(r"(\d+)% with", printed))
+    assert masters > 70
+    assert plain < 10
+
+
+def test_the_index_of_examples_lists_all_of_them() -> None:
+    listed = re.findall(r"^\| \[(\w+\.py)\]", (SCRIPT.parent / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(file.name for file in SCRIPT.parent.glob("*.py"))
 
 
 @pytest.mark.timeout(180)

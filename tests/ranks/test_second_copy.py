@@ -392,7 +392,7 @@ def test_what_is_loaded_is_copied_and_what_was_before_is_not(ctx: RankContext) -
 
 @ranks(2, 3)
 def test_a_scheduler_is_made_anew(ctx: RankContext) -> None:
-    """As the README says."""
+    """As docs/keeping-going.md says."""
 
     def begun(model: nn.Module) -> tuple[ZeroRedundancyOptimizer, Any]:
         optimizer = WAYS["flat"](model, None)

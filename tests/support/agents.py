@@ -37,13 +37,13 @@ class Life(NamedTuple):
     restart: int
 
 
-def command_in_readme() -> tuple[dict[str, str], list[str]]:
+def command_in_docs() -> tuple[dict[str, str], list[str]]:
     """What it says to set, and to start on each host."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "keeping-going.md").read_text(encoding="utf-8")
     found = re.search(
         r"^((?:\w+=\S+ )*torchrun [^\n]*\\\n(?:[^\n]*\\\n)*[^\n]*examples/elastic\.py)", text, re.MULTILINE
     )
-    assert found, "the README shows how examples/elastic.py is started"
+    assert found, "the docs show how examples/elastic.py is started"
     words = shlex.split(found[1].replace("\\\n", " "))
     start = words.index("torchrun")
     return dict(word.split("=", 1) for word in words[:start]), words[start + 1 : -1]
@@ -77,7 +77,7 @@ class Agents:
 
     def start(self, hold: Hold | None = None, *, is_host: bool = False) -> None:
         """An agent more; `hold` is for its workers, `is_host` for the one that hosts the store."""
-        settings, options = command_in_readme()
+        settings, options = command_in_docs()
         for name, value in {"--rdzv-endpoint": f"{LOOPBACK}:{self._port}", **self._numbers}.items():
             options[options.index(name) + 1] = value
         options += ["--local-addr", LOOPBACK, "--rdzv-conf", f"is_host={int(is_host)},{QUICKLY}"]

@@ -1,0 +1,47 @@
+"""A model in bfloat16 whose updates are made in float32, of which each rank holds its part; and one without that.
+
+torchrun --nproc-per-node 2 examples/bf16_masters.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+from start import join_group  # type: ignore[import-not-found]
+from zeroshard import MasterWeights, Reduce, ZeroConfig
+
+STEPS = 60
+# Gradients travel in bfloat16 and are added up in float32; parameters are rounded once, after the update.
+MASTERS = ZeroConfig(masters=MasterWeights(torch.float32), reduce=Reduce(dtype=torch.bfloat16))
+
+
+def moved_by(config: ZeroConfig, device: torch.device) -> float:
+    """The part of all elements that training has changed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 1)).to(device, torch.bfloat16)
+    before = [param.detach().clone() for param in model.parameters()]
+    # So small a rate moves a bfloat16 parameter only where updates add up in more precision.
+    optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=1e-5, weight_decay=0.0, config=config)
+    torch.manual_seed(dist.get_rank())  # other inputs on each rank
+    for _ in range(STEPS):
+        inputs = torch.randn(64, 32, device=device, dtype=torch.bfloat16)
+        loss = nn.functional.mse_loss(model(inputs), inputs.square().mean(1, keepdim=True))
+        torch.autograd.backward(loss)
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    changed = [old != new for old, new in zip(before, model.parameters(), strict=True)]
+    return sum(int(it.sum()) for it in changed) / sum(it.numel() for it in changed)
+
+
+def main() -> None:
+    device = join_group()
+    masters, plain = moved_by(MASTERS, device), moved_by(ZeroConfig(), device)
+    if dist.get_rank() == 0:
+        print(f"elements that have moved: {masters:.0%} with master weights, {plain:.0%} without")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

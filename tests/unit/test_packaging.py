@@ -1,0 +1,128 @@
+"""What is shipped: a wheel with the package alone, an sdist from which all can be made, and what they need."""
+
+from __future__ import annotations
+
+import email
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+import zeroshard
+
+ROOT = Path(__file__).parents[2]
+pytest.importorskip("hatchling")
+
+
+def run(*words: str | Path, cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """This interpreter, elsewhere; with modules from `path` before all others."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [path, *sys.path[1:]] if path else sys.path[1:]))}
+    return subprocess.run([sys.executable, *words], cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that `make wheel` would fill."""
+    folder = tmp_path_factory.mktemp("dist")
+    done = run("-m", "hatchling", "build", "-d", folder, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    (file,) = dist.glob("*.whl")
+    return file
+
+
+@pytest.fixture(scope="module")
+def facts(wheel: Path) -> Message:
+    """What the wheel says of itself."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (it for it in archive.namelist() if it.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel in it and nothing else."""
+    folder = tmp_path_factory.mktemp("installed")
+    words = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--disable-pip-version-check"]
+    done = run(*words, "--target", folder, wheel, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    folder = f"zeroshard-{zeroshard.__version__}.dist-info"
+    assert {name.partition("/")[0] for name in names} == {"zeroshard", folder}
+    sources = {it.relative_to(ROOT / "src").as_posix() for it in (ROOT / "src").rglob("*.py")}
+    assert {name for name in names if name.startswith("zeroshard/")} == sources | {"zeroshard/py.typed"}
+    assert f"{folder}/licenses/LICENSE" in names
+
+
+def test_the_sdist_has_all_that_makes_and_tests_it(dist: Path) -> None:
+    (file,) = dist.glob("*.tar.gz")
+    with tarfile.open(file) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {"pyproject.toml", "LICENSE", "README.md", "Makefile", "mkdocs.yml", "src/zeroshard/py.typed"}
+    wanted |= {"docs/index.md", "docs/hooks.py", "examples/demo.py", "benchmarks/peers.py", "tests/conftest.py"}
+    assert wanted <= names
+    tops = {name.partition("/")[0] for name in names}
+    assert not {it for it in tops if it.startswith(".venv")} | (tops & {"site", "dist", "checkpoints"})
+
+
+def test_it_needs_torch_alone_and_names_its_extras(facts: Message) -> None:
+    needs = facts.get_all("Requires-Dist") or []
+    assert [need for need in needs if "extra ==" not in need] == ["torch>=2.11"]
+    assert {"bench", "checkpoint", "cli", "dev", "docs", "fuzz", "optimizers", "plot"} <= set(
+        facts.get_all("Provides-Extra") or []
+    )
+
+
+def test_it_says_what_it_is(facts: Message) -> None:
+    assert (facts["Name"], facts["Version"]) == ("zeroshard", zeroshard.__version__)
+    assert facts["License-Expression"] == "BSD-3-Clause"
+    assert facts["Requires-Python"] == ">=3.10"
+    assert str(facts.get_payload()).startswith("# zeroshard\n")
+
+
+def test_what_is_installed_can_be_used_and_its_command_says_which_extra_it_lacks(
+    installed: Path, tmp_path: Path
+) -> None:
+    code = """if True:
+        import sys, torch, torch.distributed as dist, zeroshard
+        from zeroshard import checkpoint
+        from zeroshard.__main__ import main
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model = torch.nn.Linear(2, 1)
+        optimizer = zeroshard.shard(model, torch.optim.SGD, lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        dist.destroy_process_group()
+        print(zeroshard.__file__, zeroshard.__version__)
+        sys.modules["typer"] = None
+        sys.argv = ["zeroshard", "--help"]
+        main()
+    """
+    done = run("-c", code, cwd=tmp_path, path=installed)
+    assert done.stdout == f"{installed / 'zeroshard' / '__init__.py'} {zeroshard.__version__}\n"
+    assert done.stderr == "The command line needs typer, which is not installed: pip install zeroshard[cli]\n"
+    assert done.returncode == 1
+
+
+def test_the_command_is_installed(installed: Path) -> None:
+    (file,) = installed.glob("*.dist-info/entry_points.txt")
+    assert "zeroshard = zeroshard.__main__:main" in file.read_text(encoding="utf-8")
+
+
+def test_the_changelog_has_this_version_or_what_is_to_come() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert "## [Unreleased]" in text or f"## [{zeroshard.__version__}]" in text
