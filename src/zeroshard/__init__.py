@@ -22,6 +22,7 @@ from .objects import broadcast_object
 from .optimizer import ZeroRedundancyOptimizer
 from .policies import Drift, KeepFull, KeepShard, MasterWeights, NonFinite, Offload, Reduce, SecondCopy
 from .recovery import restore
+from .replacing import replace_torch
 from .rules import Rule, everything_else, matrices
 from .scaler import GradScaler
 from .second_copy import Copies
@@ -65,6 +66,7 @@ __all__ = [
     "everything_else",
     "matrices",
     "measure_cost",
+    "replace_torch",
     "restore",
     "shard",
 ]

@@ -43,9 +43,10 @@ ROOMS["recovery"] = {"layout", "comm", "state", "runtime", "second_copy", "optim
 ROOMS["checkpoint"] = {"notices", "layout", "comm", "state", "runtime", "optimizer", "units", "errors"}
 ROOMS["scaler"] = {"optimizer"}
 ROOMS["ddp_hooks"] = {"optimizer", "adapters"}
+ROOMS["replacing"] = {"notices", "optimizer", "ddp_hooks"}
 ROOMS["__init__"] = {
     *("optimizer", "sharded", "rules", "measuring", "scaler", "ddp_hooks", "objects", "config", "policies", "layout"),
-    *("errors", "checkpoint", "second_copy", "recovery"),
+    *("errors", "checkpoint", "second_copy", "recovery", "replacing"),
 }
 ROOMS["cli"] = {"checkpoint", "state", "units", "errors"}
 ROOMS["__main__"] = {"cli"}
