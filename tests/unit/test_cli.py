@@ -374,7 +374,10 @@ def test_without_the_extra_it_says_how_to_get_it(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; from zeroshard.__main__ import main; main()"
     done = python("-c", code)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == (f"The command line needs {missing}, which is not installed: pip install zeroshard[cli]\n")
+    assert done.stderr == (
+        f"The command line needs {missing}, which is not installed: pip install zeroshard[cli]\n"
+        "Without it there are: zeroshard run, zeroshard doctor (each with --help)\n"
+    )
 
 
 FULL_DISK = """

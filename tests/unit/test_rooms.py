@@ -48,8 +48,10 @@ ROOMS["__init__"] = {
     *("optimizer", "sharded", "rules", "measuring", "scaler", "ddp_hooks", "objects", "config", "policies", "layout"),
     *("errors", "checkpoint", "second_copy", "recovery", "replacing"),
 }
-ROOMS["cli"] = {"checkpoint", "state", "units", "errors"}
-ROOMS["__main__"] = {"cli"}
+ROOMS["running"] = {"replacing"}
+ROOMS["doctor"] = {"__init__", "comm", "layout", "policies", "config", "sharded", "units", "errors"}
+ROOMS["cli"] = {"checkpoint", "state", "running", "doctor", "units", "errors"}
+ROOMS["__main__"] = {"cli", "running", "doctor"}
 
 MOST_LINES_OF_A_FUNCTION = 40
 MOST_LINES_OF_A_FILE = 420
