@@ -15,10 +15,10 @@ def hosts(facts: Sequence[Facts]) -> dict[str, list[int]]:
 
 
 def nodes(facts: Sequence[Facts]) -> list[list[int]]:
-    """Ranks that one torchrun has started, which numbers them one after the other: what it calls a node."""
+    """Ranks that one torchrun has started, which numbers them one after the other; else those of a host."""
     found: dict[tuple[str, int], list[int]] = defaultdict(list)
     for it in facts:
-        found[it.host, it.rank - it.local_rank].append(it.rank)
+        found[it.host, it.rank - it.local_rank if it.local_rank >= 0 else -1].append(it.rank)
     return list(found.values())
 
 

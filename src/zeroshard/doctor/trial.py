@@ -52,9 +52,9 @@ def _data(ranks: int) -> torch.Tensor:
 
 
 def _model() -> nn.Module:
-    """The same on all ranks, whatever random numbers are drawn elsewhere."""
-    layers: list[Any] = [nn.Linear(_WIDTH, 16), nn.Tanh(), nn.Linear(16, 1)]
-    model = nn.Sequential(*layers).to(dtype=torch.float64, device="cpu")
+    """The same on all ranks; no random numbers are drawn that others count on."""
+    empty: dict[str, Any] = {"dtype": torch.float64, "device": "meta"}
+    model = nn.Sequential(nn.Linear(_WIDTH, 16, **empty), nn.Tanh(), nn.Linear(16, 1, **empty)).to_empty(device="cpu")
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for param in model.parameters():
