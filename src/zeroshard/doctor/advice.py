@@ -68,7 +68,7 @@ def advise(it: Situation) -> Advice:
     reasons.append("KeepShard(): gradients take 1/N of their size, at the traffic of KeepFull()")
     if overlap and it.ranks > 1:
         options.append("overlap_gather=True")
-        reasons.append("overlap_gather: parameters travel during the next forward pass, not on cores that compute")
+        reasons.append("overlap_gather: parameters travel while the next forward pass runs")
     config, more = f"zeroshard.ZeroConfig({', '.join(options)})", ""
     if it.within is not None and it.between is not None:
         pays = it.between < _SLOWER * it.within

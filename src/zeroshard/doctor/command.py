@@ -34,7 +34,12 @@ def main(arguments: Sequence[str]) -> int:
 def _examined(options: argparse.Namespace, watch: Watch) -> Report:
     watch.at("looking for the other ranks")
     with joined(timedelta(seconds=options.timeout)) as group:
-        report = report_on(examine(group, options.backend or "", watch.at))
+
+        def at(place: str) -> None:
+            watch.at(place)
+            group.line.at(place)
+
+        report = report_on(examine(group, options.backend or "", at))
         if group.rank == 0:
             _print(report, as_json=options.json)
         watch.at("leaving")

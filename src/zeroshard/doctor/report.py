@@ -18,7 +18,7 @@ _SHOWN = 16
 """Ranks in the table; JSON has all."""
 _COLUMNS: tuple[str, ...] = (
     *("rank", "host", "local", "device", "free there", "free on host", "threads/cores", "clock"),
-    *("products", "copies"),
+    *("to rank 0", "products", "copies"),
 )
 
 
@@ -103,6 +103,7 @@ def _rank(facts: Facts, measured: Measured, backend: str) -> tuple[str, ...]:
         f"{facts.host_free / 2**30:.1f} of {facts.host_total / 2**30:.1f} GiB",
         f"{facts.threads}/{len(facts.cores)}",
         clock,
+        f"{measured.link.rate / 1e9:.2f} GB/s" if measured.link else "-",
         f"{measured.speed.product / 1e9:.0f} GFLOP/s",
         f"{measured.speed.copy / 1e9:.1f} GB/s",
     )
