@@ -228,3 +228,20 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
     assert said.startswith(
         "zeroshard doctor: not healthy: rank 0 of 2: the ranks did not all find each other within 2 s"
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(180)
+def test_on_a_gpu(tmp_path: Path) -> None:
+    """One rank measures NCCL; two cannot share a GPU."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    more = ["-m", "zeroshard", "doctor", "--json", "--backend", "nccl"]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
+    for count in (1, 2):
+        words = [*command, str(count), *more]
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == count - 1, done.stderr
+        said = json.loads(done.stdout)
+        assert said["backend"] == ("nccl" if count == 1 else "gloo")
+        assert said["ranks"][0]["gpu"]["name"] == torch.cuda.get_device_name(0)
+        assert said["ranks"][0]["trial"]["difference"] < 1e-9
