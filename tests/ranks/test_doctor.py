@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroshard
@@ -24,7 +25,9 @@ from tests.support import RankContext, ranks
 from tests.support.launch import torchrun
 from tests.support.oracle import assert_same, small_model
 from zeroshard import RankLostError
+from zeroshard.comm.collectives import Comm
 from zeroshard.comm.group import Group
+from zeroshard.comm.joining import over
 from zeroshard.doctor import checkup, command, measure, trial
 from zeroshard.doctor.findings import ERROR, WARNING
 from zeroshard.doctor.places import nodes
@@ -173,6 +176,21 @@ def test_a_trial_changes_nothing_around_it(ctx: RankContext) -> None:
     assert found.difference < 1e-12
     assert found.after < found.before
     assert len(set(ctx.gather(found.digest))) == 1
+
+
+@ranks(1, 3)
+def test_over_another_backend_than_that_of_words(ctx: RankContext) -> None:
+    """As NCCL is, where there are GPUs: a group of its own, of the same ranks."""
+    words = Group()
+    assert over(words, "gloo") is words
+    with patch.object(dist, "get_backend", lambda _: "another"):
+        data = over(words, "gloo")
+    assert data.process_group is not words.process_group
+    assert (data.rank, data.size, data.timeout) == (words.rank, words.size, words.timeout)
+    with quickly():
+        timings = measure.Bench(Comm(data), torch.device("cpu")).timings(2**20)
+    assert [it.verb for it in timings] == VERBS
+    assert trial.try_steps(data, torch.device("cpu")).difference < 1e-12
 
 
 @ranks(2)
