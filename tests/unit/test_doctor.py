@@ -313,6 +313,12 @@ def test_json_has_all_parts() -> None:
     assert eval(said["advice"]["config"]) == eval(report_on(HEALTHY).advice.config)
 
 
+def test_json_knows_no_numbers_that_are_not_finite() -> None:
+    job = with_measured(HEALTHY, 1, trial=Trial(1.5, float("inf"), float("nan"), "abc"))
+    said = json.loads(json.dumps(report_on(job).as_dict(), allow_nan=False))
+    assert said["ranks"][1]["trial"] == {"before": 1.5, "after": "inf", "difference": "nan", "digest": "abc"}
+
+
 def test_text_names_findings_and_ranks() -> None:
     job = some_job(20, ranks_a_host=20, environment={"NCCL_ALGO": "Ring"})
     text = report_on(with_facts(job, 19, environment={"NCCL_ALGO": "Tree"})).as_text()

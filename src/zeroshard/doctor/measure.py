@@ -73,7 +73,7 @@ class Bench:
 
     def fitting(self, most: int) -> int:
         """Bytes of a message that takes long enough to be measured."""
-        nbytes = MIB
+        nbytes = MIB // 4
         while nbytes * 4 <= most:
             flat = self._flat(nbytes)
             if self._pilot(partial(self._gather, flat)) >= _LONG_ENOUGH:

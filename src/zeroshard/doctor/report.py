@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite
 from textwrap import indent
 from typing import Any
 
@@ -36,8 +37,9 @@ class Report:
         return 0 if is_healthy(self.findings) else 1
 
     def as_dict(self) -> dict[str, Any]:
+        """For JSON, which knows no numbers that are not finite: these are text."""
         it = self.checkup
-        return {
+        said = {
             "healthy": self.status == 0,
             "backend": it.backend,
             "world_size": len(it.facts),
@@ -49,6 +51,7 @@ class Report:
                 {**asdict(facts), **asdict(measured)} for facts, measured in zip(it.facts, it.measured, strict=True)
             ],
         }
+        return {key: _speakable(value) for key, value in said.items()}
 
     def as_text(self) -> str:
         parts = [
@@ -67,6 +70,14 @@ class Report:
         ranks, there = len(self.checkup.facts), len(hosts(self.checkup.facts))
         health = f"{'not healthy' if errors else 'healthy'} ({_count(errors, 'error')}, {_count(warnings, 'warning')})"
         return f"zeroshard doctor: {health}; {_count(ranks, 'rank')} on {_count(there, 'host')}, {self.checkup.backend}"
+
+
+def _speakable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _speakable(it) for key, it in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_speakable(it) for it in value]
+    return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
 def report_on(checkup: Checkup) -> Report:
