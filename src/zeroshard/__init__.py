@@ -24,6 +24,7 @@ from .planning.plan import Plan, plan
 from .planning.usage import Network
 from .policies import Drift, KeepFull, KeepShard, MasterWeights, NonFinite, Offload, Reduce, SecondCopy
 from .recovery import restore
+from .replacing import replace_torch
 from .rules import Rule, everything_else, matrices
 from .scaler import GradScaler
 from .second_copy import Copies
@@ -70,6 +71,7 @@ __all__ = [
     "matrices",
     "measure_cost",
     "plan",
+    "replace_torch",
     "restore",
     "shard",
 ]

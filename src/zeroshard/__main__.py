@@ -1,19 +1,39 @@
 """The command `zeroshard`, also as `python -m zeroshard`."""
 
 import sys
+from collections.abc import Callable, Sequence
 
 _EXTRA = ("typer", "rich")
 
 
 def main() -> None:
+    command = _plain(sys.argv[1] if len(sys.argv) > 1 else "")
+    if command is not None:
+        sys.exit(command(sys.argv[2:]))
     try:
         from .cli.app import main as run
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _EXTRA:
             raise
-        sys.exit(f"The command line needs {missing}, which is not installed: pip install zeroshard[cli]")
+        sys.exit(
+            f"The command line needs {missing}, which is not installed: pip install zeroshard[cli]\n"
+            "Without it there are: zeroshard run, zeroshard doctor (each with --help)"
+        )
     run()
+
+
+def _plain(name: str) -> Callable[[Sequence[str]], int] | None:
+    """A command that needs torch alone."""
+    if name == "run":
+        from .running import main as run
+
+        return run
+    if name == "doctor":
+        from .doctor.command import main as doctor
+
+        return doctor
+    return None
 
 
 if __name__ == "__main__":

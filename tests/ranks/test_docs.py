@@ -75,7 +75,12 @@ class Names(dict[str, Any]):
         super().__init__({name: getattr(zeroshard, name) for name in zeroshard.__all__})
         self |= {"torch": torch, "nn": nn, "dist": dist, "zeroshard": zeroshard, "nullcontext": nullcontext}
         self |= {"DistributedDataParallel": DistributedDataParallel, "device": torch.device("cpu"), "GPT": make_model}
-        self |= {"loss_function": nn.functional.mse_loss, "train_one_step": lambda *_: None, "STEPS": 1000}
+        self |= {
+            "loss_function": nn.functional.mse_loss,
+            "train_one_step": lambda *_: None,
+            "main": lambda: None,
+            "STEPS": 1000,
+        }
 
     def __missing__(self, name: str) -> Any:
         self[name] = made = _MADE[name](self)
@@ -163,6 +168,7 @@ def check_pip(words: list[str]) -> None:
 def check_script(words: list[str]) -> None:
     """The script is there, and knows the options that are given."""
     if words[0] == "-m":
+        check_module(words[1:])
         return
     script = ROOT / words[0]
     assert script.is_file(), script
@@ -171,8 +177,17 @@ def check_script(words: list[str]) -> None:
         assert option in text or "benchmarks" in words[0], f"{words[0]} has no {option}"
 
 
+def check_module(words: list[str]) -> None:
+    """Ours has commands; of others nothing is known."""
+    if words[0] == "zeroshard":
+        check_zeroshard(words[1:])
+
+
 def check_torchrun(words: list[str]) -> None:
     options = get_args_parser().parse_args(words)
+    if options.module:
+        check_module([options.training_script, *options.training_script_args])
+        return
     assert (ROOT / options.training_script).is_file(), options.training_script
     check_script([options.training_script, *options.training_script_args])
 

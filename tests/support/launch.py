@@ -9,8 +9,8 @@ from pathlib import Path
 EXPECTED = "default:checkpoints"
 
 
-def torchrun(script: Path, ranks: int, folder: Path, *options: str) -> str:
-    """What the script prints, run in `folder`."""
+def torchrun(script: Path | str, ranks: int, folder: Path, *options: str, status: int = 0) -> str:
+    """What the script prints, or with "-m" a module, run in `folder`, which ends with this status."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(ranks), str(script), *options]
     settings = {
@@ -22,5 +22,5 @@ def torchrun(script: Path, ranks: int, folder: Path, *options: str) -> str:
     done = subprocess.run(
         command, cwd=folder, env={**os.environ, **settings}, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     return done.stdout

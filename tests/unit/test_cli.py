@@ -374,7 +374,38 @@ def test_without_the_extra_it_says_how_to_get_it(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; from zeroshard.__main__ import main; main()"
     done = python("-c", code)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == (f"The command line needs {missing}, which is not installed: pip install zeroshard[cli]\n")
+    assert done.stderr == (
+        f"The command line needs {missing}, which is not installed: pip install zeroshard[cli]\n"
+        "Without it there are: zeroshard run, zeroshard doctor (each with --help)\n"
+    )
+
+
+def test_what_works_without_the_extra() -> None:
+    code = """if True:
+        import sys
+        from zeroshard.__main__ import main
+        sys.modules["typer"] = sys.modules["rich"] = None
+        for command in ("run", "doctor"):
+            sys.argv = ["zeroshard", command, "--help"]
+            try:
+                main()
+            except SystemExit as ended:
+                assert not ended.code
+    """
+    done = python("-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "usage: python -m zeroshard run script.py" in done.stdout
+    assert "usage: zeroshard doctor" in done.stdout
+
+
+def test_all_commands_are_listed_and_read_their_own_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("--help") == 0
+    listed = capsys.readouterr().out
+    assert all(f" {name} " in listed for name in ("inspect", "convert", "run", "doctor"))
+    assert status_of("doctor", "--backend", "mpi") == 2
+    assert "usage: zeroshard doctor" in capsys.readouterr().err
+    assert status_of("run", "--help") == 0
+    assert "-m zeroshard run -m package.module" in capsys.readouterr().out
 
 
 FULL_DISK = """

@@ -31,6 +31,7 @@ PUBLIC = {
     "SecondCopy",
     "Copies",
     "restore",
+    "replace_torch",
     "Rule",
     "matrices",
     "measure_cost",

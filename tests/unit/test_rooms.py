@@ -57,12 +57,15 @@ ROOMS["checkpoint"] = {"notices", "layout", "comm", "state", "runtime", "optimiz
 ROOMS["scaler"] = {"optimizer"}
 ROOMS["ddp_hooks"] = {"optimizer", "adapters"}
 ROOMS["planning"] = {"dividing", "rules", "layout", "policies", "config", "state", "runtime", "units", "errors"}
+ROOMS["replacing"] = {"notices", "optimizer", "ddp_hooks"}
 ROOMS["__init__"] = {
     *("optimizer", "sharded", "rules", "measuring", "scaler", "ddp_hooks", "objects", "config", "policies", "layout"),
-    *("errors", "checkpoint", "second_copy", "recovery", "planning"),
+    *("errors", "checkpoint", "second_copy", "recovery", "planning", "replacing"),
 }
-ROOMS["cli"] = {"checkpoint", "planning", "state", "units", "errors"}
-ROOMS["__main__"] = {"cli"}
+ROOMS["running"] = {"replacing"}
+ROOMS["doctor"] = {"__init__", "comm", "layout", "policies", "config", "sharded", "units", "errors"}
+ROOMS["cli"] = {"checkpoint", "planning", "state", "running", "doctor", "units", "errors"}
+ROOMS["__main__"] = {"cli", "running", "doctor"}
 
 MOST_LINES_OF_A_FUNCTION = 40
 MOST_LINES_OF_A_FILE = 420

@@ -7,14 +7,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
 
+from .. import running
 from ..checkpoint.progress import Progress
+from ..doctor import command
 from ..errors import ZeroError
 from .describe import describe
 from .files import beside
@@ -35,7 +37,7 @@ class To(str, Enum):
 
 
 app = typer.Typer(
-    help="Look at checkpoints and convert them.",
+    help="Look at jobs and at checkpoints, convert these, run scripts.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -68,6 +70,22 @@ def convert(
         progress.expect(contents.nbytes)
         with told_of(source, reading=False):
             FORMATS[to.value](contents, hidden, progress)
+
+
+_ITS_OWN: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
+"""A command that reads its arguments itself."""
+
+
+@app.command(context_settings=_ITS_OWN, add_help_option=False)
+def run(context: typer.Context) -> None:
+    """Run a script as python does, with zeroshard's classes in the place of torch's. See `run --help`."""
+    raise SystemExit(running.main(context.args))
+
+
+@app.command(context_settings=_ITS_OWN, add_help_option=False)
+def doctor(context: typer.Context) -> None:
+    """Look whether a job is fit for training: `torchrun ... -m zeroshard doctor`. See `doctor --help`."""
+    raise SystemExit(command.main(context.args))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

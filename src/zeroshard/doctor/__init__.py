@@ -1,0 +1,1 @@
+"""`zeroshard doctor`: is this job fit for training, and with which options?"""

@@ -1,0 +1,77 @@
+"""A few sharded steps of a tiny model, beside those of the unsharded optimizer on the data of all ranks."""
+
+import copy
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm.group import Group
+from ..sharded import shard
+
+STEPS = 4
+_ROWS, _WIDTH = 4, 8
+_OPTIONS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.01}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a rank has seen.
+
+    before, after: the loss over the data of all ranks.
+    difference: the largest to the unsharded optimizer's parameters, which are of float64.
+    digest: of all bits of all parameters.
+    """
+
+    before: float
+    after: float
+    difference: float
+    digest: str
+
+
+def try_steps(group: Group, device: torch.device) -> Trial:
+    """On all ranks of the group."""
+    data, model = _data(group.size).to(device), _model().to(device)
+    plain_model, mine = copy.deepcopy(model), data.view(group.size, _ROWS, _WIDTH)[group.rank]
+    sharded = shard(model, torch.optim.AdamW, process_group=group.process_group, **_OPTIONS)
+    plain = torch.optim.AdamW(plain_model.parameters(), **_OPTIONS)
+    before = _loss(model, data).item()
+    for _ in range(STEPS):
+        _step(model, sharded, mine)
+        _step(plain_model, plain, data)
+    pairs = zip(model.parameters(), plain_model.parameters(), strict=True)
+    difference = max((ours - theirs).abs().max().item() for ours, theirs in pairs)
+    return Trial(before, _loss(model, data).item(), difference, _digest(model))
+
+
+def _data(ranks: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(ranks * _ROWS, _WIDTH, dtype=torch.float64, generator=draw, device="cpu")
+
+
+def _model() -> nn.Module:
+    """The same on all ranks; no random numbers are drawn that others count on."""
+    empty: dict[str, Any] = {"dtype": torch.float64, "device": "meta"}
+    model = nn.Sequential(nn.Linear(_WIDTH, 16, **empty), nn.Tanh(), nn.Linear(16, 1, **empty)).to_empty(device="cpu")
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, dtype=torch.float64, generator=draw, device="cpu")).mul_(0.3)
+    return model
+
+
+def _loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(rows), rows.square().mean(1, keepdim=True))
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> None:
+    torch.autograd.backward(_loss(model, rows))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _digest(model: nn.Module) -> str:
+    flat = torch.cat([param.detach().reshape(-1) for param in model.parameters()]).cpu()
+    return hashlib.sha256(repr(flat.tolist()).encode()).hexdigest()[:16]

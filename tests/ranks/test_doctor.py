@@ -1,0 +1,265 @@
+"""`zeroshard doctor` on real ranks: all come to the same end, whatever is wrong on one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+from tests.support import RankContext, ranks
+from tests.support.launch import torchrun
+from tests.support.oracle import assert_same, small_model
+from zeroshard import RankLostError
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.group import Group
+from zeroshard.comm.joining import over
+from zeroshard.doctor import checkup, command, measure, trial
+from zeroshard.doctor.findings import ERROR, WARNING
+from zeroshard.doctor.places import nodes
+from zeroshard.doctor.report import report_on
+from zeroshard.doctor.speed import speed_of
+
+VERBS = ["all-reduce", "reduce-scatter", "all-gather", "broadcast"]
+GLOO = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@contextmanager
+def quickly() -> Iterator[None]:
+    """Measured is as little as possible."""
+    with patch.object(measure, "_SECONDS", 0.0), patch.object(checkup, "_MOST_ON_CPU", 2**20):
+        yield
+
+
+@contextmanager
+def already_joined(_: timedelta) -> Iterator[Group]:
+    yield Group()
+
+
+def printed(ctx: RankContext, arguments: list[str], capture: Path) -> tuple[int, str]:
+    """The exit status of the command on this rank, and what it has printed."""
+    file = capture / f"{ctx.world_size}-{ctx.rank}-{len(arguments)}"
+    with file.open("w") as out, patch.object(sys, "stdout", out), patch.object(command, "joined", already_joined):
+        status = command.main(arguments)
+    return status, file.read_text()
+
+
+@ranks(1, 2, 3, 4)
+def test_a_healthy_job(ctx: RankContext, tmp_path: Path) -> None:
+    with quickly():
+        status, out = printed(ctx, ["--json"], tmp_path)
+    assert ctx.gather(status) == [0] * ctx.world_size
+    assert (out == "") == (ctx.rank > 0)
+    if ctx.rank == 0:
+        said = json.loads(out)
+        assert (said["healthy"], said["backend"], said["world_size"]) == (True, "gloo", ctx.world_size)
+        assert said["hosts"] == {socket.gethostname(): list(range(ctx.world_size))}
+        assert [it["verb"] for it in said["collectives"]] == VERBS
+        assert all(it["small"] > 0 and it["large"] > 0 and it["nbytes"] > 2**17 for it in said["collectives"])
+        assert [it["rank"] for it in said["ranks"]] == list(range(ctx.world_size))
+        assert said["ranks"][0]["link"] is None
+        assert all(abs(it["link"]["ahead"]) <= it["link"]["give_or_take"] for it in said["ranks"][1:])
+        assert all(it["trial"]["after"] < it["trial"]["before"] for it in said["ranks"])
+        assert {it["level"] for it in said["findings"]} <= {"note", "warning"}
+
+
+@ranks(2)
+def test_it_says_so_in_words(ctx: RankContext, tmp_path: Path) -> None:
+    with quickly():
+        status, out = printed(ctx, [], tmp_path)
+    assert status == 0
+    if ctx.rank == 0:
+        assert out.startswith("zeroshard doctor: healthy (0 errors, ")
+        assert all(f"\n  {verb}" in out for verb in VERBS)
+        assert "\nadvice\n  optimizer = zeroshard.shard(model, " in out
+
+
+@ranks(3)
+def test_an_environment_that_differs(ctx: RankContext, tmp_path: Path) -> None:
+    """Every rank names the one that is different, and whether that is bad."""
+    for name, level, expected in (("TORCH_SOMETHING", WARNING, 0), ("NCCL_ALGO", ERROR, 1)):
+        mine = {name: f"of rank {ctx.rank}"} if ctx.rank == 1 else {}
+        with quickly(), patch.dict(os.environ, mine):
+            report = report_on(checkup.examine(Group(), "", lambda _: None))
+        (found,) = [it for it in report.findings if it.what == f"environment: {name}"]
+        assert (found.level, found.found) == (level, "rank 1: 'of rank 1'; ranks 0, 2: not set")
+        assert report.status == expected
+        assert ctx.gather(report.findings) == [report.findings] * 3
+
+
+@ranks(2)
+def test_nccl_where_there_are_no_gpus(ctx: RankContext, tmp_path: Path) -> None:
+    with quickly(), patch.object(torch.cuda, "is_available", lambda: False):
+        status, out = printed(ctx, ["--backend", "nccl"], tmp_path)
+    assert ctx.gather(status) == [1, 1]
+    if ctx.rank == 0:
+        assert "error: GPUs: none for ranks 0, 1" in out
+
+
+@ranks(3)
+def test_ranks_whose_steps_come_out_different(ctx: RankContext, tmp_path: Path) -> None:
+    """One loses a bit of its result."""
+    real = trial.try_steps
+
+    def spoiled(group: Group, device: torch.device) -> trial.Trial:
+        found = real(group, device)
+        return replace(found, digest="another") if ctx.rank == 1 else found
+
+    with quickly(), patch.object(checkup, "try_steps", spoiled):
+        status, out = printed(ctx, [], tmp_path)
+    assert ctx.gather(status) == [1] * ctx.world_size
+    if ctx.rank == 0:
+        assert "error: sharded steps: ranks ended with 2 different sets of parameters" in out
+
+
+@ranks(1, 3)
+def test_steps_that_cannot_be_made(ctx: RankContext, tmp_path: Path) -> None:
+    """What fails on the last rank is known to all, and the report is made."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ValueError("not today")
+
+    last = ctx.rank == ctx.world_size - 1
+    with quickly(), patch.object(torch.optim, "AdamW", refuse if last else torch.optim.AdamW):
+        status, out = printed(ctx, ["--json"], tmp_path)
+    assert ctx.gather(status) == [1] * ctx.world_size
+    if ctx.rank == 0:
+        found = [it["found"] for it in json.loads(out)["findings"] if it["level"] == "error"]
+        assert len(found) == ctx.world_size
+        assert all("not today" in it for it in found)
+
+
+@ranks(3)
+def test_a_rank_that_fails_alone_keeps_nobody_waiting(ctx: RankContext) -> None:
+    def fail(_: torch.device) -> Any:
+        raise OSError("no such speed")
+
+    failing = ctx.rank == 1
+    expected = pytest.raises(OSError if failing else RankLostError, match="no such speed")
+    with quickly(), expected, patch.object(checkup, "speed_of", fail if failing else speed_of):
+        checkup.examine(Group(), "", lambda _: None)
+
+
+@ranks(4)
+def test_ways_within_and_between_hosts(ctx: RankContext) -> None:
+    """As if two ranks ran on each of two hosts."""
+    place = {"LOCAL_RANK": str(ctx.rank % 2), "LOCAL_WORLD_SIZE": "2"}
+    with quickly(), patch.dict(os.environ, place):
+        found = checkup.examine(Group(), "", lambda _: None)
+    assert nodes(found.facts) == [[0, 1], [2, 3]]
+    for it in found.measured:
+        assert it.rates is not None
+        assert it.rates.within > 0
+        assert it.rates.between > 0
+
+
+@ranks(1, 3)
+def test_a_trial_changes_nothing_around_it(ctx: RankContext) -> None:
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    found = trial.try_steps(Group(), torch.device("cpu"))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert found.difference < 1e-12
+    assert found.after < found.before
+    assert len(set(ctx.gather(found.digest))) == 1
+
+
+@ranks(1, 3)
+def test_over_another_backend_than_that_of_words(ctx: RankContext) -> None:
+    """As NCCL is, where there are GPUs: a group of its own, of the same ranks."""
+    words = Group()
+    assert over(words, "gloo") is words
+    with patch.object(dist, "get_backend", lambda _: "another"):
+        data = over(words, "gloo")
+    assert data.process_group is not words.process_group
+    assert (data.rank, data.size, data.timeout) == (words.rank, words.size, words.timeout)
+    with quickly():
+        timings = measure.Bench(Comm(data), torch.device("cpu")).timings(2**20)
+    assert [it.verb for it in timings] == VERBS
+    assert trial.try_steps(data, torch.device("cpu")).difference < 1e-12
+
+
+@ranks(2)
+def test_a_trial_sees_steps_that_are_wrong(ctx: RankContext) -> None:
+    """Guard of the guard: the sharded one gets slightly other data."""
+    real = trial._step
+
+    def otherwise(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> None:
+        real(model, optimizer, rows * 1.001 if isinstance(optimizer, zeroshard.ShardedOptimizer) else rows)
+
+    with patch.object(trial, "_step", otherwise):
+        assert trial.try_steps(Group(), torch.device("cpu")).difference > 1e-6
+
+
+@ranks(1, 2, 3)
+def test_the_advice_can_be_pasted(ctx: RankContext) -> None:
+    """What it says makes an optimizer that trains as the plain one does."""
+    with quickly():
+        advice = report_on(checkup.examine(Group(), "", lambda _: None)).advice
+    assert ctx.gather(advice) == [advice] * ctx.world_size
+    model, plain_model, names = small_model(), small_model(), {"zeroshard": zeroshard, "torch": torch}
+    scope: dict[str, Any] = {**names, "model": model}
+    exec(advice.call, scope)
+    plain = torch.optim.AdamW(plain_model.parameters(), lr=3e-4)
+    for net, optimizer in ((model, scope["optimizer"]), (plain_model, plain)):
+        for step in range(2):
+            net(torch.full((1, 5), 1.0 + step)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if ctx.world_size < 3:
+        assert_same(model.state_dict(), plain_model.state_dict())
+    else:  # a third of a sum of three is rounded
+        torch.testing.assert_close(model.state_dict(), plain_model.state_dict())
+
+
+@pytest.mark.timeout(180)
+def test_under_torchrun(tmp_path: Path) -> None:
+    said = json.loads(torchrun("-m", 2, tmp_path, "zeroshard", "doctor", "--json"))
+    assert (said["healthy"], said["world_size"]) == (True, 2)
+    assert [it["local_size"] for it in said["ranks"]] == [2, 2]
+
+
+@pytest.mark.timeout(180)
+def test_a_rank_that_never_comes(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "zeroshard", "doctor", "--timeout", "2"]
+    env = {**os.environ, **GLOO, **place}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=150)
+    assert (done.returncode, done.stdout) == (1, "")
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith(
+        "zeroshard doctor: not healthy: rank 0 of 2: the ranks did not all find each other within 2 s"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(180)
+def test_on_a_gpu(tmp_path: Path) -> None:
+    """One rank measures NCCL; two cannot share a GPU."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    more = ["-m", "zeroshard", "doctor", "--json", "--backend", "nccl"]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
+    for count in (1, 2):
+        words = [*command, str(count), *more]
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == count - 1, done.stderr
+        said = json.loads(done.stdout)
+        assert said["backend"] == ("nccl" if count == 1 else "gloo")
+        assert said["ranks"][0]["gpu"]["name"] == torch.cuda.get_device_name(0)
+        assert said["ranks"][0]["trial"]["difference"] < 1e-9

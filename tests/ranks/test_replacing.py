@@ -1,0 +1,124 @@
+"""Scripts that know torch's class alone train with ours, to the same numbers."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.optim import zero_redundancy_optimizer
+
+import zeroshard
+from tests.support import RankContext, ranks
+from tests.support.oracle import assert_same
+
+FOREIGN = """
+import torch
+import torch.distributed
+from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import (
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+PASSES = 6
+
+
+def model():
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(6, 6) for _ in range(4)]
+    return DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.0003)
+
+
+def backward(ddp, number):
+    draw = torch.Generator().manual_seed(100 * number + torch.distributed.get_rank())
+    ddp(torch.randn(4, 6, generator=draw)).square().mean().backward()
+
+
+def plainly():
+    ddp = model()
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.05)
+    assert isinstance(optimizer, torch.distributed.optim.ZeroRedundancyOptimizer)
+    for number in range(PASSES):
+        backward(ddp, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.consolidate_state_dict()
+    state = optimizer.state_dict() if torch.distributed.get_rank() == 0 else None
+    return type(optimizer), ddp.module.state_dict(), state
+
+
+def inside_backward(make):
+    ddp = model()
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=0.05)
+    ddp.register_comm_hook(None, make(allreduce_hook, ddp, optimizer))
+    for number in range(PASSES):
+        backward(ddp, number)
+        optimizer.zero_grad()
+    return type(optimizer), ddp.module.state_dict()
+
+
+def with_hooks():
+    return [inside_backward(make) for make in (hook_with_zero_step, hook_with_zero_step_interleaved)]
+
+
+def unsharded():
+    ddp = model()
+    ddp.register_comm_hook(None, allreduce_hook)  # DDP's own average rounds in another way
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.05)
+    for number in range(PASSES):
+        backward(ddp, number)
+        if number >= 2:  # in the first two DDP settles its buckets
+            optimizer.step()
+        optimizer.zero_grad()
+    return ddp.module.state_dict()
+"""
+
+
+def foreign(part: str) -> Any:
+    """What a part of a script makes that is imported now."""
+    script = ModuleType("foreign")
+    exec(compile(FOREIGN, "foreign.py", "exec"), vars(script))
+    return vars(script)[part]()
+
+
+@ranks(1, 2, 3, 4)
+def test_a_foreign_script_makes_the_same_with_ours(ctx: RankContext) -> None:
+    """Torch's class, without ours in its place, is the oracle."""
+    torchs: Any = zero_redundancy_optimizer.ZeroRedundancyOptimizer
+    kind, model, state = foreign("plainly")
+    with zeroshard.replace_torch():
+        found = foreign("plainly")
+    back = foreign("plainly")
+    assert (found[0], kind, back[0]) == (zeroshard.ZeroRedundancyOptimizer, torchs, torchs)
+    for ours in (found, back):
+        assert_same(ours[1], model, "the model")
+        assert_same(ours[2], state, "the state")
+
+
+@ranks(1, 2, 3, 4)
+def test_its_hooks_are_ours(ctx: RankContext) -> None:
+    """Torch's own refuse gloo, so that the unsharded optimizer is the oracle."""
+    expected = foreign("unsharded")
+    with zeroshard.replace_torch():
+        found = foreign("with_hooks")
+    for kind, model in found:
+        assert kind is zeroshard.ZeroRedundancyOptimizer
+        assert_same(model, expected, "the model")
+    with pytest.raises(RuntimeError, match="Gloo"):
+        foreign("with_hooks")
+
+
+@ranks(2)
+def test_an_optimizer_that_was_made_before_goes_on(ctx: RankContext) -> None:
+    torchs: Any = zero_redundancy_optimizer.ZeroRedundancyOptimizer
+    params = [torch.nn.Parameter(torch.full((3,), 1.0 + number)) for number in range(2)]
+    optimizer = torchs(params, torch.optim.SGD, lr=0.5)
+    with zeroshard.replace_torch():
+        for param in params:
+            param.grad = torch.ones(3)
+        optimizer.step()
+    assert [param.tolist() for param in params] == [[0.5] * 3, [1.5] * 3]

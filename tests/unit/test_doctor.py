@@ -1,0 +1,416 @@
+"""What the doctor makes of what it was told: pure."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+
+import zeroshard
+from tests.support.doctor import GIB, some_facts, some_gpu, some_job, some_measured, with_facts, with_measured
+from zeroshard.doctor import command, facts, watch
+from zeroshard.doctor.advice import Situation, advise, situation
+from zeroshard.doctor.checkup import Checkup, Measured
+from zeroshard.doctor.facts import Facts
+from zeroshard.doctor.findings import ERROR, NOTE, WARNING, Finding
+from zeroshard.doctor.judging import judge
+from zeroshard.doctor.links import Link
+from zeroshard.doctor.measure import Rates, Timing
+from zeroshard.doctor.places import backend_for, equal_nodes, hosts, nodes, shared_gpus
+from zeroshard.doctor.report import report_on
+from zeroshard.doctor.speed import Speed
+from zeroshard.doctor.trial import Trial
+
+HEALTHY = some_job()
+
+
+def only(job: Checkup) -> Finding:
+    (found,) = judge(job)
+    return found
+
+
+def test_of_a_healthy_job_there_is_nothing_to_say() -> None:
+    assert judge(HEALTHY) == []
+    assert report_on(HEALTHY).status == 0
+
+
+# ---- differences
+
+
+@pytest.mark.parametrize(("name", "level"), [("torch", ERROR), ("zeroshard", ERROR), ("python", WARNING)])
+def test_another_version(name: str, level: str) -> None:
+    versions = {**HEALTHY.facts[0].versions, name: "9.9"}
+    found = only(with_facts(HEALTHY, 2, versions=versions))
+    assert (found.level, found.what) == (level, f"version of {name}")
+    assert found.found == f"rank 2: 9.9; ranks 0, 1, 3: {HEALTHY.facts[0].versions[name]}"
+
+
+def test_a_version_that_some_ranks_do_not_have() -> None:
+    found = only(with_facts(HEALTHY, 1, versions={**HEALTHY.facts[0].versions, "NCCL": "2.29"}))
+    assert (found.level, found.found) == (ERROR, "rank 1: 2.29; ranks 0, 2, 3: none")
+
+
+@pytest.mark.parametrize(("name", "level"), [("GLOO_X", WARNING), ("TORCH_X", WARNING), ("NCCL_ALGO", ERROR)])
+def test_another_environment(name: str, level: str) -> None:
+    found = only(with_facts(HEALTHY, 3, environment={**HEALTHY.facts[3].environment, name: "a b"}))
+    assert (found.level, found.what) == (level, f"environment: {name}")
+    assert found.found == "rank 3: 'a b'; ranks 0, 1, 2: not set"
+    assert name in found.do
+
+
+def test_an_empty_variable_is_not_one_that_is_missing() -> None:
+    one = with_facts(HEALTHY, 0, environment={**HEALTHY.facts[0].environment, "NCCL_DEBUG": ""})
+    assert only(one).found == "rank 0: ''; ranks 1, 2, 3: not set"
+
+
+def test_gpus_that_are_visible_may_differ() -> None:
+    assert len({it.environment["CUDA_VISIBLE_DEVICES"] for it in HEALTHY.facts}) == 4
+    assert judge(HEALTHY) == []
+
+
+def test_another_setting() -> None:
+    found = only(with_facts(HEALTHY, 0, settings={"deterministic algorithms": "True"}))
+    assert (found.level, found.found) == (ERROR, "rank 0: True; ranks 1, 2, 3: False")
+
+
+def test_another_backend() -> None:
+    found = judge(with_facts(HEALTHY, 1, backend="gloo"))
+    assert [(it.level, it.what, it.found) for it in found] == [
+        (ERROR, "--backend", "rank 1: gloo; ranks 0, 2, 3: none")
+    ]
+
+
+# ---- places and GPUs
+
+
+def with_gpus(*numbers: int | None, backend: str = "") -> list[Facts]:
+    gpus = [None if number is None else some_gpu(number) for number in numbers]
+    return [some_facts(rank, gpu=gpu, backend=backend) for rank, gpu in enumerate(gpus)]
+
+
+def test_hosts_and_nodes() -> None:
+    ranks = [some_facts(rank, 2) for rank in range(4)]
+    assert hosts(ranks) == {"host0": [0, 1], "host1": [2, 3]}
+    assert nodes(ranks) == [[0, 1], [2, 3]]
+    assert equal_nodes(ranks)
+    assert nodes([replace(it, host="the same") for it in ranks]) == [[0, 1], [2, 3]]
+    assert nodes([replace(it, local_rank=-1) for it in ranks]) == [[0, 1], [2, 3]]
+    assert nodes([replace(it, local_rank=-1, host="the same") for it in ranks]) == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [some_facts(rank, 4) for rank in range(4)],
+        [some_facts(rank, 1) for rank in range(4)],
+        [some_facts(rank, 2) for rank in range(3)],
+        [some_facts(rank, 2, local_size=4) for rank in range(4)],
+        [some_facts(rank, 2, local_rank=-1, local_size=-1) for rank in range(4)],
+    ],
+    ids=["one host", "one rank a host", "unequal", "some do not take part", "not told"],
+)
+def test_nodes_in_which_nothing_can_be_shared(ranks: list[Facts]) -> None:
+    assert not equal_nodes(ranks)
+
+
+def test_the_backend() -> None:
+    assert backend_for(with_gpus(0, 1)) == "nccl"
+    assert backend_for(with_gpus(0, 1, backend="nccl")) == "nccl"
+    assert backend_for(with_gpus(0, 1, backend="gloo")) == "gloo"
+    assert backend_for(with_gpus(0, 0)) == "gloo"
+    assert backend_for(with_gpus(0, None)) == "gloo"
+    assert backend_for(with_gpus(None, None)) == "gloo"
+    assert backend_for([*with_gpus(0), replace(with_gpus(0, 1)[1], backend="gloo")]) == "gloo"
+
+
+@pytest.mark.parametrize(("backend", "level"), [("nccl", ERROR), ("", WARNING)])
+def test_two_ranks_on_one_gpu(backend: str, level: str) -> None:
+    ranks = with_gpus(0, 1, 1, backend=backend)
+    assert shared_gpus(ranks) == {"host0 cuda:1": [1, 2]}
+    found = only(replace(some_job(3), facts=ranks))
+    assert (found.level, found.what) == (level, "GPU host0 cuda:1")
+    assert found.found.startswith("ranks 1, 2 would all use it")
+
+
+def test_a_gpu_that_some_ranks_do_not_have() -> None:
+    found = only(replace(some_job(3), facts=with_gpus(0, None, 2)))
+    assert (found.level, found.found) == (ERROR, "none for rank 1")
+
+
+def test_nccl_without_gpus() -> None:
+    found = only(replace(some_job(2), facts=with_gpus(None, None, backend="nccl")))
+    assert (found.level, found.found) == (ERROR, "none for ranks 0, 1")
+
+
+def test_a_gpu_that_does_not_answer() -> None:
+    ranks = with_gpus(0, None)
+    found = only(replace(some_job(2), facts=[ranks[0], replace(ranks[1], gpu_trouble="cuda:0: no")]))
+    assert (found.level, found.what, found.found) == (ERROR, "GPU of rank 1", "cuda:0: no")
+
+
+def test_hosts_with_different_numbers_of_ranks() -> None:
+    found = only(some_job(3, ranks_a_host=2))
+    assert (found.level, found.found) == (WARNING, "from 1 to 2")
+
+
+def test_a_rank_alone() -> None:
+    found = only(some_job(1, local_size=1))
+    assert (found.level, found.what) == (NOTE, "ranks")
+
+
+# ---- memory, threads, clocks, speed
+
+
+def test_memory() -> None:
+    gpu = replace(some_gpu(1), free=40 * GIB)
+    ranks = [*with_gpus(0), replace(with_gpus(0, 1)[1], gpu=gpu)]
+    found = only(replace(some_job(2), facts=ranks))
+    assert (found.level, found.found) == (WARNING, "40.0 of 80.0 GiB are free")
+    assert found.what == "memory of the GPU of rank 1"
+    found = only(some_job(host_free=GIB))
+    assert (found.level, found.what, found.found) == (WARNING, "memory of host host0", "1.0 of 64.0 GiB are free")
+
+
+def test_threads() -> None:
+    cores = tuple(range(32))
+    found = only(some_job(threads=9, cores=cores))
+    assert (found.level, found.found) == (WARNING, "36 of ranks 0, 1, 2, 3 on 32 cores")
+    assert found.do == "export OMP_NUM_THREADS=8"
+    found = only(some_job(threads=1, cores=(0, 1)))
+    assert (found.level, found.do) == (WARNING, "start fewer ranks there")
+    found = only(some_job(threads=1, cores=cores))
+    assert (found.level, found.do) == (NOTE, "export OMP_NUM_THREADS=8")
+    pinned = [some_facts(rank, cores=(rank,), threads=1) for rank in range(4)]
+    assert judge(replace(HEALTHY, facts=pinned)) == []
+
+
+@pytest.mark.parametrize(("ahead", "give_or_take", "bad"), [(3.0, 0.1, True), (-3.0, 0.1, True), (3.0, 2.5, False)])
+def test_clocks(ahead: float, give_or_take: float, bad: bool) -> None:
+    found = judge(with_measured(HEALTHY, 2, link=Link(ahead, give_or_take, 1e9)))
+    assert [(it.level, it.what) for it in found] == [(WARNING, "clock of rank 2 on host0")] * bad
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"speed": Speed(1e11, 2e10)}, {"speed": Speed(1e12, 2e9)}, {"link": Link(0.0, 0.0, 1e8)}],
+    ids=["products", "copies", "link"],
+)
+def test_a_slow_rank(changes: dict[str, Any]) -> None:
+    found = only(with_measured(HEALTHY, 3, **changes))
+    assert found.level == WARNING
+    assert found.what.startswith("rank 3 on host0 is slow")
+
+
+def test_links_to_other_hosts_are_compared_with_each_other() -> None:
+    job = some_job(8, ranks_a_host=4)
+    for rank in range(4, 8):
+        job = with_measured(job, rank, link=Link(0.0, 0.0, 1e7))
+    assert judge(job) == []
+    found = only(with_measured(job, 7, link=Link(0.0, 0.0, 1e6)))
+    assert found.what == "rank 7 on host1 is slow: messages to rank 0 from ranks on other hosts"
+
+
+# ---- the trial
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"trial": None, "trouble": "OSError: no"}, "rank 1: OSError: no"),
+        ({"trial": Trial(1.5, 0.5, 1e-3, "abc")}, "rank 1: parameters differ by 0.001"),
+        ({"trial": Trial(1.5, 0.5, float("nan"), "abc")}, "rank 1: parameters differ by nan"),
+        ({"trial": Trial(1.5, 1.5, 0.0, "abc")}, "rank 1: the loss went from 1.5000 to 1.5000"),
+        ({"trial": Trial(1.5, float("nan"), 0.0, "abc")}, "rank 1: the loss went from 1.5000 to nan"),
+        ({"trial": Trial(1.5, 0.5, 0.0, "other")}, "ranks ended with 2 different sets of parameters"),
+    ],
+)
+def test_steps_that_are_not_right(changes: dict[str, Any], found: str) -> None:
+    job = with_measured(HEALTHY, 1, **changes)
+    assert only(job).level == ERROR
+    assert only(job).found == found
+    assert report_on(job).status == 1
+    assert "not healthy (1 error, 0 warnings)" in report_on(job).as_text()
+
+
+# ---- advice
+
+
+def made(call: str) -> tuple[zeroshard.ZeroConfig, str | None]:
+    """What the pasted line hands over."""
+    given: dict[str, Any] = {}
+
+    class Zeroshard:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(zeroshard, name)
+
+        def shard(self, model: object, factory: object, **options: Any) -> None:
+            assert (model, factory) == ("model", torch.optim.AdamW)
+            given.update(options)
+
+    exec(call, {"zeroshard": Zeroshard(), "torch": torch, "model": "model"})
+    assert given.keys() - {"shard_within"} == {"config", "lr"}
+    return given["config"], given.get("shard_within")
+
+
+def config(**changes: Any) -> zeroshard.ZeroConfig:
+    return zeroshard.ZeroConfig(**changes)
+
+
+NET = Situation("nccl", 16, 2, latency=1e-4, rate=1e10)
+
+
+@pytest.mark.parametrize(
+    ("it", "mib", "overlap", "within"),
+    [
+        (Situation("gloo", 1, 1, 1e-5, 1e12), 25, False, None),
+        (Situation("gloo", 4, 1, 1e-3, 1e9), 25, False, None),
+        (Situation("gloo", 4, 1, 5e-3, 1e9), 128, False, None),
+        (Situation("gloo", 4, 2, 1e-3, 1e8), 25, True, None),
+        (NET, 128, True, None),
+        (replace(NET, latency=1e-3), 256, True, None),
+        (replace(NET, latency=1.0), 512, True, None),
+        (replace(NET, within=1e11, between=1e10), 128, True, "node"),
+        (replace(NET, within=1e10, between=1e10), 128, True, None),
+    ],
+)
+def test_advice(it: Situation, mib: int, overlap: bool, within: str | None) -> None:
+    advice = advise(it)
+    expected = config(
+        partition=zeroshard.FlatShards(bucket_bytes=mib * 2**20),
+        retention=zeroshard.KeepShard(),
+        overlap_gather=overlap,
+    )
+    assert made(advice.call) == (expected, within)
+    assert eval(advice.config) == expected
+    assert advice.reasons
+
+
+def test_what_decides_is_what_the_slowest_have_measured() -> None:
+    slow = tuple(Timing(verb, "a way", 1e-3, 1e-1, 16 * 2**20, 0.75) for verb in ("reduce-scatter", "all-gather"))
+    job = with_measured(HEALTHY, 2, timings=slow)
+    job = replace(job, measured=[replace(it, rates=Rates(2e9, 1e9)) for it in job.measured])
+    found = situation(job)
+    assert (found.latency, found.within, found.between) == (1e-3, 2e9, 1e9)
+    assert found.rate == pytest.approx(16 * 2**20 / 1e-1)
+
+
+# ---- reports
+
+
+def test_json_has_all_parts() -> None:
+    said = json.loads(json.dumps(report_on(HEALTHY).as_dict()))
+    assert said.keys() == {
+        *("healthy", "backend", "world_size", "hosts", "findings", "advice", "collectives", "ranks"),
+    }
+    assert (said["healthy"], said["world_size"], said["hosts"]) == (True, 4, {"host0": [0, 1, 2, 3]})
+    assert [it["verb"] for it in said["collectives"]] == ["all-reduce", "reduce-scatter", "all-gather", "broadcast"]
+    assert said["ranks"][3]["link"]["rate"] == 1e9
+    assert eval(said["advice"]["config"]) == eval(report_on(HEALTHY).advice.config)
+
+
+def test_json_knows_no_numbers_that_are_not_finite() -> None:
+    job = with_measured(HEALTHY, 1, trial=Trial(1.5, float("inf"), float("nan"), "abc"))
+    said = json.loads(json.dumps(report_on(job).as_dict(), allow_nan=False))
+    assert said["ranks"][1]["trial"] == {"before": 1.5, "after": "inf", "difference": "nan", "digest": "abc"}
+
+
+def test_text_names_findings_and_ranks() -> None:
+    job = some_job(20, ranks_a_host=20, environment={"NCCL_ALGO": "Ring"})
+    text = report_on(with_facts(job, 19, environment={"NCCL_ALGO": "Tree"})).as_text()
+    assert "not healthy (1 error, 0 warnings); 20 ranks on 1 host, gloo" in text
+    assert "error: environment: NCCL_ALGO: rank 19: 'Tree'; ranks 0, 1," in text
+    assert "... and 4 ranks more: see --json" in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_what_ranks_tell_each_other_comes_back_the_same() -> None:
+    mine, measured = some_facts(3, gpu=some_gpu(3)), some_measured(3, rates=Rates(1.0, 2.0))
+    assert Facts.told(json.loads(json.dumps(asdict(mine)))) == mine
+    assert Measured.told(json.loads(json.dumps(asdict(measured)))) == measured
+    alone = some_measured(0, trial=None, trouble="it")
+    assert Measured.told(json.loads(json.dumps(asdict(alone)))) == alone
+
+
+# ---- the program
+
+
+def test_what_a_rank_knows_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "NCCL_DEBUG": "INFO", "SECRET": "x"}.items():
+        monkeypatch.setenv(name, value)
+    found = facts.facts_of_this_rank(5, "gloo")
+    assert (found.rank, found.local_rank, found.local_size, found.backend, found.gpu) == (5, 1, 2, "gloo", None)
+    assert found.versions.keys() >= {"python", "torch", "zeroshard"}
+    assert found.versions["torch"] == torch.__version__
+    assert found.environment["NCCL_DEBUG"] == "INFO"
+    assert "SECRET" not in found.environment
+    assert 0 < found.host_free <= found.host_total
+    assert found.threads == torch.get_num_threads()
+
+
+def test_a_gpu_that_fails_is_said_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> None:
+        raise RuntimeError("CUDA error: out of order\nmore")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
+    assert facts._gpu(3) == (None, "cuda:1: CUDA error: out of order")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--backend", "mpi"], ["--timeout", "0"], ["--timeout", "soon"], ["it"]], ids=" ".join
+)
+def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    assert ended.value.code == 2
+    assert "usage: zeroshard doctor" in capsys.readouterr().err
+
+
+def test_an_environment_that_does_not_say_enough(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert command.main([]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("zeroshard doctor: not healthy: rank 0 of ?: the environment does not say which ranks")
+    assert "WORLD_SIZE" in err
+
+
+def test_who_waits_too_long_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ended, codes = threading.Event(), []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    monkeypatch.setattr(os, "_exit", end)
+    with watch.Watch(0.01, "rank 1 of 2") as it:
+        it.at("measuring collectives")
+        assert ended.wait(60)
+    assert codes == [1]
+    assert (
+        capsys.readouterr().err == "zeroshard doctor: rank 1 of 2 gives up measuring collectives, after 0.01 seconds\n"
+    )
+
+
+def test_who_goes_on_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "_exit", lambda _: pytest.fail("ended"))
+    with watch.Watch(1000, "rank 0 of 2") as it:
+        for place in ("one", "another"):
+            it.at(place)
+            (timer,) = [
+                thread
+                for thread in threading.enumerate()
+                if isinstance(thread, threading.Timer) and thread is it._timer
+            ]
+    timer.join(60)
+    assert not timer.is_alive()
