@@ -17,6 +17,7 @@ from .comm.collectives import Comm
 from .comm.group import Group
 from .config import ZeroConfig, refuse_policies
 from .errors import ConfigError
+from .labels import Label
 from .layout.balance import Balance
 from .layout.layout import Layout
 from .layout.partition import Partitioner
@@ -166,7 +167,7 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
     @property
     def nonfinite(self) -> NonFiniteSteps:
         """Steps whose gradients were not all finite, counted where `ZeroConfig(nonfinite=...)` looks for them."""
-        return NonFiniteSteps() if self.engine.guard is None else self.engine.guard.counts
+        return self.engine.looks.nonfinite
 
     @property
     def second_copy(self) -> Copies | None:
@@ -201,20 +202,22 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_` on all parameters, wherever their gradients are. Called on all ranks."""
-        grads = self._spread_grads(f"clip_grad_norm_({float(max_norm)}, {float(norm_type)})")
-        if grads is None:
-            return torch.nn.utils.clip_grad_norm_(self.engine.params, max_norm, norm_type, error_if_nonfinite)
-        return clip.clip_norm(
-            grads, float(max_norm), float(norm_type), self._comm, error_if_nonfinite=error_if_nonfinite
-        )
+        with self._comm.clock.part(Label.CLIP):
+            grads = self._spread_grads(f"clip_grad_norm_({float(max_norm)}, {float(norm_type)})")
+            if grads is None:
+                return torch.nn.utils.clip_grad_norm_(self.engine.params, max_norm, norm_type, error_if_nonfinite)
+            return clip.clip_norm(
+                grads, float(max_norm), float(norm_type), self._comm, error_if_nonfinite=error_if_nonfinite
+            )
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """As `torch.nn.utils.clip_grad_value_` on all parameters, wherever their gradients are. Called on all ranks."""
-        grads = self._spread_grads(f"clip_grad_value_({float(clip_value)})")
-        if grads is None:
-            torch.nn.utils.clip_grad_value_(self.engine.params, clip_value)
-        else:
-            clip.clip_value(grads, clip_value)
+        with self._comm.clock.part(Label.CLIP):
+            grads = self._spread_grads(f"clip_grad_value_({float(clip_value)})")
+            if grads is None:
+                torch.nn.utils.clip_grad_value_(self.engine.params, clip_value)
+            else:
+                clip.clip_value(grads, clip_value)
 
     def check_drift(self) -> None:
         """Raise `DriftError` on all ranks if they have different parameters, bit by bit. Called on all ranks.

@@ -19,6 +19,7 @@ from .comm.aside import Aside
 from .comm.collectives import Comm
 from .comm.ending import wait_at_exit_for
 from .errors import RankFailedError
+from .labels import Label
 from .layout.partners import keepers, wards
 from .notices import warn_user
 from .policies import SecondCopy
@@ -133,7 +134,8 @@ class Copying:
     def after_step(self, engine: Engine, groups: Sequence[ParamGroup], buffers: Callable[[], Buffers]) -> None:
         """Take a copy if it is time for one. On all ranks."""
         if engine.steps != self._taken and (self._is_due or engine.steps % self._policy.every == 0):
-            self.take(engine, groups, buffers)
+            with self._comm.clock.part(Label.COPY):
+                self.take(engine, groups, buffers)
 
     def begin_anew(self) -> None:
         """What was copied is no more: something else was loaded, and is copied after the next step. On all ranks."""

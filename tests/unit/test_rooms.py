@@ -19,28 +19,29 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "units": set(),
     "notices": set(),
+    "labels": set(),
     "layout": {"units", "errors"},
     "policies": {"errors"},
     "config": {"layout", "policies", "errors"},
     "params": {"layout", "errors"},
     "rules": {"notices", "layout", "state", "errors"},
-    "comm": {"policies", "units", "errors"},
+    "comm": {"labels", "policies", "units", "errors"},
     "state": {"layout", "comm", "units", "errors"},
-    "runtime": {"notices", "layout", "policies", "params", "comm", "state", "units", "errors"},
-    "adapters": {"layout", "comm", "state", "runtime", "units", "errors"},
+    "runtime": {"labels", "notices", "layout", "policies", "params", "comm", "state", "units", "errors"},
+    "adapters": {"labels", "layout", "comm", "state", "runtime", "units", "errors"},
     "assembly": {"notices", "layout", "config", "params", "policies", "comm", "state", "runtime", "units", "errors"},
-    "state_dicts": {"assembly", "layout", "comm", "state", "runtime", "units", "errors"},
+    "state_dicts": {"labels", "assembly", "layout", "comm", "state", "runtime", "units", "errors"},
     "objects": {"comm", "state", "units", "errors"},
 }
 ROOMS["measuring"] = {"rules", "layout", "comm", "runtime", "units", "errors"}
-ROOMS["stepping"] = {"adapters", "comm", "runtime", "units"}
-ROOMS["stateful"] = {"state_dicts", "adapters", "comm", "runtime", "state"}
+ROOMS["stepping"] = {"labels", "adapters", "comm", "runtime", "units"}
+ROOMS["stateful"] = {"labels", "state_dicts", "adapters", "comm", "runtime", "state"}
 ROOMS["modes"] = {"comm", "state", "runtime"}
-ROOMS["second_copy"] = {"notices", "layout", "policies", "comm", "state", "runtime", "units", "errors"}
+ROOMS["second_copy"] = {"labels", "notices", "layout", "policies", "comm", "state", "runtime", "units", "errors"}
 ROOMS["optimizer"] = set(ROOMS) - {"objects", "rules", "measuring"}
 ROOMS["sharded"] = set(ROOMS) - {"objects", "measuring"}
-ROOMS["recovery"] = {"layout", "comm", "state", "runtime", "second_copy", "optimizer", "units", "errors"}
-ROOMS["checkpoint"] = {"notices", "layout", "comm", "state", "runtime", "optimizer", "units", "errors"}
+ROOMS["recovery"] = {"labels", "layout", "comm", "state", "runtime", "second_copy", "optimizer", "units", "errors"}
+ROOMS["checkpoint"] = {"labels", "notices", "layout", "comm", "state", "runtime", "optimizer", "units", "errors"}
 ROOMS["scaler"] = {"optimizer"}
 ROOMS["ddp_hooks"] = {"optimizer", "adapters"}
 ROOMS["__init__"] = {

@@ -19,6 +19,7 @@ from ..comm.agreement import Proposal, agreed
 from ..comm.collectives import Comm
 from ..comm.group import group_or_alone
 from ..errors import ConfigError
+from ..labels import Label
 from ..notices import warn_user
 from .archive import Archive
 from .contents import collect, staged
@@ -122,7 +123,7 @@ def save(
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     shown = Progress(f"saving step {step}", progress, comm.group.rank)
     request = _Request(path, step, keep, given, extra, async_, shown)
-    with told_alike(path):
+    with told_alike(path), comm.clock.part(Label.SAVE_COLLECT):
         contents = agreed(comm, "checkpoint.save", lambda: request.propose(comm))
     return request.start(comm, contents)
 
@@ -184,8 +185,10 @@ class _Request:
                     warn_user(f"older checkpoints in {folder.path} could not be removed: {error}")
 
             directory = on_first(comm, "checkpoint.save: beginning", begin)
-            sums = write_parts(comm, directory, contents, self.progress)
-            return on_first(comm, "checkpoint.save: publishing", publish)
+            with comm.clock.part(Label.SAVE_WRITE):
+                sums = write_parts(comm, directory, contents, self.progress)
+            with comm.clock.part(Label.SAVE_PUBLISH):
+                return on_first(comm, "checkpoint.save: publishing", publish)
 
 
 def _check(step: int, keep: int | None) -> None:

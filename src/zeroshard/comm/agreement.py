@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 from ..errors import RankFailedError, RankLostError, RankMismatchError
+from ..labels import Label
 from ..units import name_ranks
 from .collectives import Comm, encoded
 
@@ -44,7 +45,8 @@ def compare(comm: Comm, call: str, plan: bytes, trouble: Trouble = Trouble.NONE,
         return Verdict(trouble, True)
     comm.everyone.group.line.at(f"agreeing on {call}")
     marks = [fingerprint(call.encode()), fingerprint(plan), fingerprint(options)]
-    worst, *most = comm.everyone.maximum([trouble, *(signed for mark in marks for signed in (mark, -mark))])
+    with comm.clock.part(Label.AGREE):
+        worst, *most = comm.everyone.maximum([trouble, *(signed for mark in marks for signed in (mark, -mark))])
     if most[0] != -most[1]:
         _raise_mismatch(comm, "the ranks are in different calls.", call)
     return Verdict(Trouble(worst), most[2] == -most[3], most[4] == -most[5])

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ..labels import Clock, Label
 from ..layout.layout import Layout, Piece
 from ..policies import MasterWeights
 from ..units import Rank, Span
@@ -12,11 +13,15 @@ from .segments import Segment
 from .store import FlatStore
 
 
-def memory_of(rank: Rank, store: FlatStore, masters: MasterWeights | None, hosts: Hosts | None) -> "ShardMemory":
+def memory_of(
+    rank: Rank, store: FlatStore, masters: MasterWeights | None, hosts: Hosts | None, clock: Clock
+) -> "ShardMemory":
     """The kind of memory that policies ask for."""
     if masters is None:
         return ShardMemory(rank, store, hosts)
-    return MasterMemory(rank, store, masters) if hosts is None else HostMasters(rank, store, masters, hosts)
+    if hosts is None:
+        return MasterMemory(rank, store, masters, clock)
+    return HostMasters(rank, store, masters, clock, hosts)
 
 
 class ShardMemory:
@@ -85,9 +90,11 @@ class MasterMemory(ShardMemory):
     rounded copy. Changes that autograd does not count, through `param.data`, are not noticed.
     """
 
-    def __init__(self, rank: Rank, store: FlatStore, policy: MasterWeights, hosts: Hosts | None = None) -> None:
+    def __init__(
+        self, rank: Rank, store: FlatStore, policy: MasterWeights, clock: Clock, hosts: Hosts | None = None
+    ) -> None:
         super().__init__(rank, store, hosts)
-        self._policy = policy
+        self._policy, self._clock = policy, clock
         self._copies: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
 
@@ -116,9 +123,10 @@ class MasterMemory(ShardMemory):
 
     @torch.no_grad()
     def after_update(self, segments: Iterable[Segment]) -> None:
-        for segment in segments:
-            if self.covers(segment.bucket):
-                self.shard(segment.bucket)[slice(*segment.in_shard)].copy_(segment.param.view(-1))
+        with self._clock.part(Label.ROUND):
+            for segment in segments:
+                if self.covers(segment.bucket):
+                    self.shard(segment.bucket)[slice(*segment.in_shard)].copy_(segment.param.view(-1))
 
     def remember(self, params: list[torch.Tensor]) -> None:
         self._versions = {piece.param: params[piece.param]._version for piece in self._mine()}
@@ -146,8 +154,8 @@ class HostMasters(MasterMemory):
 
     hosts: Hosts
 
-    def __init__(self, rank: Rank, store: FlatStore, policy: MasterWeights, hosts: Hosts) -> None:
-        super().__init__(rank, store, policy, hosts)
+    def __init__(self, rank: Rank, store: FlatStore, policy: MasterWeights, clock: Clock, hosts: Hosts) -> None:
+        super().__init__(rank, store, policy, clock, hosts)
         self._homes: dict[int, torch.Tensor] = {}
 
     def extend(self, layout: Layout) -> None:

@@ -11,16 +11,16 @@ import torch
 from ..comm.agreement import Trouble, Verdict, compare, raise_failure, raise_first_difference
 from ..comm.collectives import Comm
 from ..errors import BindingError
+from ..labels import Label
 from ..layout.layout import Layout
-from ..policies import Drift
 from ..state.compat import SavedState, describe_groups
 from ..state.dcp import CutTensor
 from ..state.records import MASTER, StateRecord
 from ..units import Rank
 from .beginnings import begin, begins_neutrally
-from .drift import require_equal_params
 from .inner import Inner, ParamGroup, ShardOptimizer
-from .nonfinite import Lot, NonFiniteGuard
+from .looks import Looks
+from .nonfinite import Lot
 from .param_sync import ParamSync, ShardSync
 from .store import Store
 
@@ -40,13 +40,12 @@ class Engine(ABC):
 
     inner: Inner
     sync: ParamSync | ShardSync
-    drift: Drift | None = None
-    guard: NonFiniteGuard | None = None
     reduces = False
     """Gradients are averaged over all ranks here, not before."""
 
     def __init__(self, comm: Comm, store: Store) -> None:
         self.comm, self.store = comm, store
+        self.looks = Looks(comm)
         self._begins: dict[int, bool] = {}
         self.layout = Layout.empty(comm.group.size)
         self.params: list[torch.Tensor] = []
@@ -157,7 +156,7 @@ class Engine(ABC):
     def check_drift(self, call: str, step: int | None = None) -> None:
         """Raise `DriftError` on all ranks if they have different parameters. On all ranks."""
         self.sync.finish()
-        require_equal_params(self.comm, self.layout, self.params, call, step)
+        self.looks.require_no_drift(self.layout, self.params, call, step)
 
     @property
     def is_reducing(self) -> bool:
@@ -191,12 +190,12 @@ class Engine(ABC):
         return result
 
     def _foreseen(self, closure: Closure | None) -> Closure | None:
-        """A closure that has made its gradients before the optimizer's code runs, if there is a guard to see them."""
-        return closure if self.guard is None or closure is None else CalledBefore(closure)
+        """A closure that has made its gradients before the optimizer's code runs, if they are looked at."""
+        return CalledBefore(closure) if self.looks.at_gradients and closure is not None else closure
 
     def leaves_out(self, look: Callable[[], Iterable[Lot]], failure: Exception | None = None) -> bool:
         """Whether the step is not to be made, since gradients are not finite. On all ranks; raises there alike."""
-        return self.guard is not None and self.guard.leaves_out(self.layout, look, failure)
+        return self.looks.leave_out(self.layout, look, failure)
 
     def kept(self, groups: Sequence[ParamGroup]) -> Callable[[], None]:
         """Keeps what this rank owns of parameters, and the options of groups; returns how to put that back. Not state:
@@ -286,7 +285,8 @@ class SharedClosure:
         failure: Exception | None = None
         loss = None
         try:
-            loss = self._closure()
+            with self._comm.clock.part(Label.CLOSURE):
+                loss = self._closure()
         except Exception as error:
             # Hazard: the other ranks may be in a collective of the closure, where our agreement never reaches them.
             _log.error("the closure failed on rank %d: %r", self._comm.everyone.group.rank, error)
