@@ -22,6 +22,7 @@ from .objects import broadcast_object
 from .optimizer import ZeroRedundancyOptimizer
 from .policies import Drift, KeepFull, KeepShard, MasterWeights, NonFinite, Offload, Reduce, SecondCopy
 from .recovery import restore
+from .reporting.report import Report
 from .rules import Rule, everything_else, matrices
 from .scaler import GradScaler
 from .second_copy import Copies
@@ -52,6 +53,7 @@ __all__ = [
     "RankLostError",
     "RankMismatchError",
     "Reduce",
+    "Report",
     "Rule",
     "SecondCopy",
     "ShardedOptimizer",

@@ -10,7 +10,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from torch._C._autograd import _profiler_enabled
+from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch.autograd.profiler import record_function
 
 PREFIX = "zeroshard: "
@@ -159,3 +159,22 @@ class _Step(Running):
         super().__exit__(*error)
         self._clock.is_stepping = False
         self._clock.turn()
+
+
+class Unrecorded:
+    """As a context: torch's profiler records nothing inside.
+
+    Hazard: what it records of a message of gloo ends with that. After the end of the profile it would be written to
+    memory that others have by then.
+    """
+
+    __slots__ = ("_profiled",)
+
+    def __enter__(self) -> None:
+        self._profiled = _profiler_enabled()
+        if self._profiled:
+            _enable_record_function(False)
+
+    def __exit__(self, *_: object) -> None:
+        if self._profiled:
+            _enable_record_function(True)

@@ -25,6 +25,9 @@ from .layout.specs import read_specs
 from .modes import Modes
 from .params import GivenParams, read_group, read_params
 from .policies import KeepFull
+from .reporting.announcing import announce
+from .reporting.counting import report_of
+from .reporting.report import Report
 from .runtime import amp, clip
 from .runtime.flat import FlatEngine
 from .runtime.grad_sync import GradSync
@@ -93,6 +96,7 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
                 warnings.warn("parameters_as_bucket_view has no effect with overlap_with_ddp=True", stacklevel=2)
         self.copying = copying(self._comm, self._config.second_copy)
         self.initialized = True
+        announce(self._assembly, self.engine)
 
     # ---- what it is made of
 
@@ -173,6 +177,11 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
     def second_copy(self) -> Copies | None:
         """What this rank holds of the copies that `SecondCopy(...)` asks for. Keep it: `restore` takes it."""
         return None if self.copying is None else self.copying.held
+
+    def report(self) -> Report:
+        """Who owns what, what it takes on this rank, what the last step took. Any rank may call it: nothing is sent."""
+        settled = self._overlap is None or self._overlap.settled
+        return report_of(self._assembly, self.engine, self.param_groups, self.second_copy, settled=settled)
 
     # ---- training
 

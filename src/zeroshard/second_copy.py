@@ -30,8 +30,7 @@ from .state.copies import share_of
 from .state.exchange import Outbox, receive
 from .state.parcels import Packed, packed
 from .state.readers import require_readers
-from .state.trees import map_tensors
-from .state.wrapped import on_plain
+from .state.trees import plain_tensors
 from .units import Rank
 
 COMMON = -1
@@ -75,7 +74,7 @@ class Copies:
     @property
     def memory(self) -> int:
         """Bytes that they take on this rank, also what is still coming."""
-        return sum(_bytes_of(generation.shares) for generation in self.generations())
+        return sum(tensor.nbytes for it in self.generations() for tensor in plain_tensors(it.shares))
 
     def generations(self) -> list[Generation]:
         """All that is here, also of a generation that did not become whole."""
@@ -262,14 +261,3 @@ def _domains(everyone: Comm, apart: int | None) -> list[str] | list[int]:
     if apart is not None:
         return [rank // apart for rank in range(everyone.group.size)]
     return everyone.share(socket.gethostname(), most=256)
-
-
-def _bytes_of(value: Any) -> int:
-    found: list[int] = []
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor.nbytes)
-        return tensor
-
-    map_tensors(value, lambda tensor: on_plain(tensor, count))
-    return sum(found)

@@ -5,6 +5,7 @@ runs code of others while it loads, which may fail, gets its values in memory of
 """
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +22,7 @@ from ..comm.collectives import Comm
 from ..comm.group import group_or_alone
 from ..errors import CheckpointError
 from ..labels import Label
-from ..notices import warn_user
+from ..notices import log, warn_user
 from ..optimizer import ZeroRedundancyOptimizer
 from .archive import Archive, is_archive
 from .changing import all_or_nothing, load_model, load_optimizer, load_scheduler, saved_for_undo
@@ -91,7 +92,9 @@ def load(
         directory = on_first(comm, "checkpoint.load: looking for it", lambda: find(Path(path)))
         shown = Progress(f"loading {directory.name}", progress, comm.group.rank)
         with no_garbage_collection():
-            return _Loading(comm, directory, shown, strict=strict).run(model, optimizer, scheduler)
+            loaded = _Loading(comm, directory, shown, strict=strict).run(model, optimizer, scheduler)
+        log(logging.DEBUG, comm.group.rank, "loaded %s, of which this rank read %d bytes", directory, shown.done)
+        return loaded
 
 
 def _begun(comm: Comm, optimizer: Optimizer | None, facts: list[str]) -> Proposal[None]:

@@ -20,7 +20,7 @@ from ..comm.collectives import Comm
 from ..comm.group import group_or_alone
 from ..errors import ConfigError
 from ..labels import Label
-from ..notices import warn_user
+from ..notices import log, warn_user
 from .archive import Archive
 from .contents import collect, staged
 from .folder import Folder, write
@@ -29,8 +29,6 @@ from .owned import require_its_ranks
 from .progress import Progress, Report
 from .together import on_first, told_alike
 from .writing import write_parts
-
-_log = logging.getLogger(__name__)
 
 _under_way: list["Saving"] = []
 """The last save in the background, to whatever folder: one at a time, so that their messages do not meet either."""
@@ -80,10 +78,10 @@ class Saving:
             self._failure = error
         self._over.set()
 
-    def run_behind(self, write_it: Callable[[], Path]) -> None:
+    def run_behind(self, write_it: Callable[[], Path], rank: int) -> None:
         self.run(write_it)
         if self._failure is not None:  # it may be the last thing that this process does
-            _log.error("a checkpoint was not saved: %s", self._failure)
+            log(logging.ERROR, rank, "a checkpoint was not saved: %s", self._failure)
 
 
 def save(
@@ -156,7 +154,7 @@ class _Request:
             return saving
         companion = Comm(comm.group.apart())
         _under_way.append(saving)
-        job = (lambda: self._write(companion, contents),)
+        job = (lambda: self._write(companion, contents), comm.group.rank)
         threading.Thread(target=saving.run_behind, args=job, daemon=False).start()
         return saving
 
@@ -188,7 +186,11 @@ class _Request:
             with comm.clock.part(Label.SAVE_WRITE):
                 sums = write_parts(comm, directory, contents, self.progress)
             with comm.clock.part(Label.SAVE_PUBLISH):
-                return on_first(comm, "checkpoint.save: publishing", publish)
+                final = on_first(comm, "checkpoint.save: publishing", publish)
+            log(
+                logging.DEBUG, comm.group.rank, "saved %s, of which this rank wrote %d bytes", final, self.progress.done
+            )
+            return final
 
 
 def _check(step: int, keep: int | None) -> None:

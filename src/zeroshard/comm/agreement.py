@@ -6,6 +6,7 @@ statements have the same length, so that ranks in different calls still understa
 """
 
 import hashlib
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 from ..errors import RankFailedError, RankLostError, RankMismatchError
 from ..labels import Label
+from ..notices import log
 from ..units import name_ranks
 from .collectives import Comm, encoded
 
@@ -49,7 +51,9 @@ def compare(comm: Comm, call: str, plan: bytes, trouble: Trouble = Trouble.NONE,
         worst, *most = comm.everyone.maximum([trouble, *(signed for mark in marks for signed in (mark, -mark))])
     if most[0] != -most[1]:
         _raise_mismatch(comm, "the ranks are in different calls.", call)
-    return Verdict(Trouble(worst), most[2] == -most[3], most[4] == -most[5])
+    verdict = Verdict(Trouble(worst), most[2] == -most[3], most[4] == -most[5])
+    log(logging.DEBUG, comm.everyone.group.rank, "all ranks are in %s: %s", call, verdict)
+    return verdict
 
 
 def agree(

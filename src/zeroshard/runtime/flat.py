@@ -183,6 +183,14 @@ class FlatEngine(Engine):
         self.memory.doubt()
         return self.sync.finish
 
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        known = super().held()
+        grads, staging = [*known["gradients"], *self.grads.slices()], [*known["staging"], *self.grads.staging()]
+        return {**known, "gradients": grads, "master weights": self.memory.copies(), "staging": staging}
+
+    def bytes_to_send(self) -> tuple[int | None, int]:
+        return self.grads.bytes_to_send() if self.reduces else None, self.sync.bytes_to_send()
+
     @property
     def is_reducing(self) -> bool:
         return self.grads.busy

@@ -30,7 +30,7 @@ from ..comm.collectives import Comm
 from ..errors import RankLostError, RankMismatchError
 from ..labels import Label
 from ..layout.layout import Bucket, Layout
-from ..notices import warn_user
+from ..notices import log, warn_user
 from ..policies import MasterWeights, Reduce, Retention
 from .grads import Gradients
 from .packing import Grads, Pool
@@ -38,7 +38,6 @@ from .rounds import Rounds
 from .slots import Sending, Slot, Target
 
 _GRAD = attrgetter("grad")
-_log = logging.getLogger(__name__)
 
 UNFINISHED = 1
 """The newest buckets are left on their way: taking them in at once would stop what they are to overlap with."""
@@ -152,7 +151,7 @@ class GradSync(Gradients):
         """Hazard: other ranks rely on what this one would send next, so that it must not raise alone."""
         if not isinstance(failure, RankLostError):  # which all ranks know of, and raise
             rank = self._comm.everyone.group.rank
-            _log.error("rank %d cannot average gradients, which the next step raises: %r", rank, failure)
+            log(logging.ERROR, rank, "gradients cannot be averaged, which the next step raises: %r", failure)
         self._failure = self._failure or failure
 
     def statement(self) -> bytes:
@@ -244,6 +243,18 @@ class GradSync(Gradients):
     def tensors(self) -> list[torch.Tensor]:
         # Hazard: not their padding. Nothing writes there, so what is multiplied by NaN once would stay NaN.
         return [self._filled(slot) for slot in self._rounds.slots if slot.holds]
+
+    def staging(self) -> list[torch.Tensor]:
+        idle = [tensor for pool in self._pools.values() for tensor in pool.kept()]
+        filling = [tensor for slot in self._rounds.slots for tensor in slot.filling()]
+        flying = [it.buffer.flat for it in self._under_way if it.buffer is not None]
+        targets = [it.target.memory for it in self._under_way if not it.target.is_shard]
+        return [*idle, *filling, *flying, *targets, *self._ways.kept()]
+
+    def bytes_to_send(self) -> int:
+        slots = [] if self._comm.is_alone else self._rounds.slots
+        trained = [slot for slot in slots if self._layout.trains(slot.bucket)]
+        return sum(slot.bytes_to_send(self._dtype(self._layout.buckets[slot.bucket])) for slot in trained)
 
     def spend(self) -> None:
         """A later backward pass adds to them unless they are cleared."""

@@ -65,6 +65,10 @@ class ShardMemory:
         """Whether there are more precise copies of a bucket."""
         return False
 
+    def copies(self) -> list[torch.Tensor]:
+        """All more precise copies, where they rest."""
+        return []
+
     def before_update(self, params: list[torch.Tensor]) -> None:
         """Take over what was done to parameters since the last update."""
 
@@ -114,6 +118,9 @@ class MasterMemory(ShardMemory):
 
     def precise(self, piece: Piece) -> torch.Tensor | None:
         return self.of(piece.bucket)[self.span(piece)] if self.covers(piece.bucket) else None
+
+    def copies(self) -> list[torch.Tensor]:
+        return list(self._copies.values())
 
     @torch.no_grad()
     def before_update(self, params: list[torch.Tensor]) -> None:
@@ -188,6 +195,9 @@ class HostMasters(MasterMemory):
             return None
         self.of(piece.bucket)
         return self._homes[piece.bucket][self.span(piece)]
+
+    def copies(self) -> list[torch.Tensor]:
+        return list(self._homes.values())
 
     def fetch(self, bucket: int, host: Host) -> None:
         """Start bringing the copies of a bucket to the device."""

@@ -73,6 +73,12 @@ class ShardSync:
         with self._comm.clock.part(Label.SEND_PARAMS, bucket.index):
             self._under_way[bucket.index] = way.gather(flat, bucket.shards)
 
+    def bytes_to_send(self) -> int:
+        """What this rank sends when all buckets go that train."""
+        buckets = [it for it in self.layout.buckets if self._comm.group.size > 1 and self.layout.trains(it.index)]
+        ways = [self._ways.of(it.device, equal=it.has_equal_shards) for it in buckets]
+        return sum(way.bytes_to_gather(it.shards, it.dtype) for it, way in zip(buckets, ways, strict=True))
+
     def wait(self, buckets: Iterable[int]) -> None:
         """These buckets have arrived."""
         with self._lock:

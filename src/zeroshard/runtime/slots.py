@@ -79,6 +79,14 @@ class Slot:
             arriving = self._way.reduce(flat, self.packing.shards, target.memory, self._share_after)
         return Sending(self, arriving, target, buffer)
 
+    def bytes_to_send(self, into: torch.dtype) -> int:
+        """What this rank sends of it in a round. `into`: what its shard of gradients is."""
+        return self._way.bytes_to_reduce(self.packing.shards, self._pool.dtype, into)
+
+    def filling(self) -> list[torch.Tensor]:
+        """Memory that waits for further gradients."""
+        return [] if self._filling is None else [self._filling.flat]
+
     def clear(self, *, to_none: bool) -> None:
         """Forget what was put in, or make it zero."""
         if to_none:

@@ -13,6 +13,7 @@ from ..comm.collectives import Comm
 from ..errors import BindingError
 from ..labels import Label
 from ..layout.layout import Layout
+from ..notices import log
 from ..state.compat import SavedState, describe_groups
 from ..state.dcp import CutTensor
 from ..state.records import MASTER, StateRecord
@@ -22,13 +23,11 @@ from .inner import Inner, ParamGroup, ShardOptimizer
 from .looks import Looks
 from .nonfinite import Lot
 from .param_sync import ParamSync, ShardSync
-from .store import Store
+from .store import FlatStore, Store
 
 Closure = Callable[[], Any]
 Room = Callable[[int, Any, tuple[int, ...], torch.dtype], torch.Tensor]
 """Memory for what this rank holds of a state tensor: of a parameter, a key, a shape and a dtype."""
-
-_log = logging.getLogger(__name__)
 
 
 class Engine(ABC):
@@ -157,6 +156,16 @@ class Engine(ABC):
         """Raise `DriftError` on all ranks if they have different parameters. On all ranks."""
         self.sync.finish()
         self.looks.require_no_drift(self.layout, self.params, call, step)
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """The memory that this rank keeps, by what it is for; state is not among it."""
+        grads = [param.grad for param in self.params if param.grad is not None]
+        own = self.store.buffers() if isinstance(self.store, FlatStore) else self.params
+        return {"parameters": own, "gradients": grads, "staging": self.store.staging()}
+
+    @abstractmethod
+    def bytes_to_send(self) -> tuple[int | None, int]:
+        """What this rank sends of gradients and of parameters when all travel once; None if others send gradients."""
 
     @property
     def is_reducing(self) -> bool:
@@ -289,7 +298,7 @@ class SharedClosure:
                 loss = self._closure()
         except Exception as error:
             # Hazard: the other ranks may be in a collective of the closure, where our agreement never reaches them.
-            _log.error("the closure failed on rank %d: %r", self._comm.everyone.group.rank, error)
+            log(logging.ERROR, self._comm.everyone.group.rank, "the closure failed: %r", error)
             failure = error
         self.failed = True
         self._share(f"closure {self._calls} of {self._call}", failure)

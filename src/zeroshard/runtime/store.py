@@ -141,6 +141,10 @@ class Store(ABC):
         self._rebind()
         self._remember()
 
+    def staging(self) -> list[torch.Tensor]:
+        """Memory in which small parameters are packed."""
+        return list(self._staging.values())
+
     def shipment(self, moving: bytes) -> Shipment:
         """Parcels of the parameters flagged in `moving`, in an order that is the same on all ranks."""
         if moving not in self._prepared:
@@ -253,6 +257,10 @@ class FlatStore(Store):
         """Undo `prepare`."""
         self._homes = {index: home for index, home in self._homes.items() if index < len(self._params)}
         del self._buffers[len(self._layout.buckets) :]
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The memory of all parameters, padding included."""
+        return list(self._buffers)
 
     def buffer(self, bucket: int) -> torch.Tensor:
         return self._buffers[bucket]

@@ -95,6 +95,10 @@ class WholeEngine(Engine):
         self.sync.finish()
         self.store.refresh()
 
+    def bytes_to_send(self) -> tuple[int | None, int]:
+        own = (self.params[index].nbytes for index in self._owned if self.layout.params[index].trainable)
+        return None, (self.comm.group.size - 1) * sum(own)
+
     def spread(self) -> Callable[[], None]:
         if self.comm.group.size > 1:
             self.sync.start(self.store.shipment(b"\1" * len(self.params)))
