@@ -73,6 +73,15 @@ def test_muon_and_adamw_train_and_go_on_at_another_number_of_ranks(tmp_path: Pat
         last = loss
 
 
+@pytest.mark.timeout(180)
+def test_reports_and_traces_are_made(tmp_path: Path) -> None:
+    printed = torchrun(SCRIPT.with_name("report.py"), 2, tmp_path, "report.png")
+    assert "AdamW on 3,241,472 elements of 52 parameters, shared by 2 ranks" in printed
+    torchrun(SCRIPT.with_name("trace.py"), 2, tmp_path, "trace.png")
+    names = {"report.png", "trace.png", "trace-0.json", "trace-1.json"}
+    assert names == {path.name for path in tmp_path.iterdir()}
+
+
 def test_the_readme_shows_the_script_as_it_is() -> None:
     assert f"```python\n{SCRIPT.read_text(encoding='utf-8')}```" in (ROOT / "README.md").read_text(encoding="utf-8")
 

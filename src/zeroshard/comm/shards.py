@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..labels import Unrecorded
 from ..policies import Reduce, sum_dtype
 from ..units import Span
 from .collectives import as_bytes
@@ -87,7 +88,7 @@ class Whole(ShardWay):
 
     def reduce(self, flat: torch.Tensor, shards: Sequence[Span], into: torch.Tensor, share: float) -> Arriving:
         total = flat.to(sum_dtype(flat.dtype), copy=True)
-        with self.group.line:
+        with self.group.line, Unrecorded():
             work = dist.all_reduce(total, group=self._everyone.process_group, async_op=True)
         arrived = Pending(work, total, self.group.line)
         return Summed(total[slice(*shards[self.group.rank])], arrived, into, share)
@@ -97,7 +98,8 @@ class Whole(ShardWay):
         return bytes_of_all_reduce(total, self._everyone.size)
 
     def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
-        return broadcasts(self.group, flat, shards)
+        with Unrecorded():
+            return broadcasts(self.group, flat, shards)
 
     @property
     def eager(self) -> bool:

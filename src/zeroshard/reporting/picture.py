@@ -1,5 +1,6 @@
 """A report as a picture: who owns what, what it takes, what the last step took. Needs matplotlib."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from .values import BucketShare, Facts
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 """Of Okabe and Ito: told apart by those who see few colours, too."""
 MOST_BUCKETS = 16
+MOST_SLICES = 256
 MOST_NAMED = 16
 """Ranks whose numbers are written into their slices."""
 
@@ -76,22 +78,24 @@ def _draw_owners(axes: Any, facts: Facts, buckets: list[BucketShare | None]) -> 
 
 def _draw_bucket(axes: Any, place: int, it: BucketShare, facts: Facts, longest: int) -> None:
     unit = it.nbytes / max(it.elements, 1) / MIB
-    for rank, start, stop in it.shards:
-        width = (stop - start) * unit
-        mine = rank == facts.place
-        axes.barh(
-            place,
-            width,
-            left=start * unit,
-            height=0.72,
-            color=_color(rank, facts.world_size),
-            edgecolor="black" if mine else "white",
-            linewidth=1.2 if mine else 0.3,
-            zorder=3 if mine else 2,
-        )
+    own = [shard for shard in it.shards if shard[0] == facts.place]
+    for (rank, start, stop), edge, depth in [
+        *((shard, ("white", 0.3), 2) for shard in _merged(it.shards)),
+        *((shard, ("black", 1.2), 3) for shard in own),
+    ]:
+        color, width = _color(rank, facts.world_size), (stop - start) * unit
+        style = {"color": color, "edgecolor": edge[0], "linewidth": edge[1], "zorder": depth}
+        axes.barh(place, width, left=start * unit, height=0.72, **style)
         if facts.world_size <= MOST_NAMED and width * MIB > longest * 0.025:
-            middle, ink = (start + stop) / 2 * unit, _ink(_color(rank, facts.world_size))
-            axes.text(middle, place, str(rank), ha="center", va="center", fontsize=8, color=ink, zorder=4)
+            middle = (start + stop) / 2 * unit
+            axes.text(middle, place, str(rank), ha="center", va="center", fontsize=8, color=_ink(color), zorder=4)
+
+
+def _merged(shards: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Neighbours together where there are more than could be told apart."""
+    step = -(-len(shards) // MOST_SLICES) or 1
+    runs = [shards[start : start + step] for start in range(0, len(shards), step)]
+    return [(run[0][0], run[0][1], run[-1][2]) for run in runs]
 
 
 def _color(rank: int, ranks: int) -> Any:
@@ -124,7 +128,7 @@ def _draw_legend(axes: Any, facts: Facts) -> None:
 
 def _name(it: BucketShare) -> str:
     first = it.parameters[0] if it.parameters else "nothing"
-    short = first if len(first) <= 30 else f"{first[:12]}...{first[-15:]}"
+    short = first if len(first) <= 40 else f"{first[:20]}...{first[-17:]}"
     more = f" + {len(it.parameters) - 1}" if len(it.parameters) > 1 else ""
     return f"{it.number}: {short}{more}"
 
