@@ -16,13 +16,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from tests.ranks.test_offload import everything_is_far
 from tests.support import RankContext, ranks
 from tests.support.overlap import batch, mlp, regression
 from tests.support.sharded import ADAMW, TINY, ZERO2, seeded
 from zeroshard import (
     Drift,
+    FlatShards,
     MasterWeights,
     NonFinite,
+    Offload,
     Rule,
     SecondCopy,
     ZeroConfig,
@@ -127,6 +130,29 @@ def test_steps_of_whole_parameters_have_labels(ctx: RankContext, tmp_path: Path)
     expected = {"step", "inner step"}
     shared = {"closure", "agree", "send parameters", "wait for parameters"}
     assert known(labels) == expected | (shared if ctx.world_size > 1 else set())
+
+
+@ranks(1, 2)
+def test_state_that_rests_elsewhere_comes_and_goes(ctx: RankContext, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    with everything_is_far("cpu"):
+        config = ZeroConfig(partition=FlatShards(64 * 64 * 4), offload=Offload(), masters=MasterWeights(torch.float64))
+        optimizer = shard(model, torch.optim.AdamW, config=config, **ADAMW)
+
+        def step() -> None:
+            torch.autograd.backward(model(torch.ones(1, 64)).sum())
+            optimizer.step()
+
+        step()
+        labels = labels_of(step, tmp_path / f"{ctx.rank}.json")
+        held = {it.what: it.nbytes for it in optimizer.report().memory}
+        assert held["master weights"] == 8 * 2 * 64 * 64 / ctx.world_size
+    chosen = [label for label in labels if label.startswith(("fetch", "inner", "round", "stow"))]
+    update = ["inner step of AdamW", "round master weights"]
+    assert chosen == [
+        *("fetch state of bucket 0", "fetch state of bucket 1", *update, "stow state of bucket 0"),
+        *(*update, "stow state of bucket 1", "stow state", "round master weights"),
+    ]
 
 
 @ranks(2)
