@@ -25,6 +25,7 @@ from .planning.usage import Network
 from .policies import Drift, KeepFull, KeepShard, MasterWeights, NonFinite, Offload, Reduce, SecondCopy
 from .recovery import restore
 from .replacing import replace_torch
+from .reporting.report import Report
 from .rules import Rule, everything_else, matrices
 from .scaler import GradScaler
 from .second_copy import Copies
@@ -57,6 +58,7 @@ __all__ = [
     "RankLostError",
     "RankMismatchError",
     "Reduce",
+    "Report",
     "Rule",
     "SecondCopy",
     "ShardedOptimizer",

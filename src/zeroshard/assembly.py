@@ -20,7 +20,7 @@ from .params import check_specs
 from .policies import Reduce
 from .runtime.flat import FlatEngine, Share
 from .runtime.inner import ParamGroup
-from .runtime.nonfinite import NonFiniteGuard
+from .runtime.looks import Looks
 from .runtime.offload import is_far
 from .runtime.parts import Kind
 from .runtime.step import Engine
@@ -90,8 +90,7 @@ class Assembly:
     def engine(self, layout: Layout, groups: Sequence[ParamGroup]) -> Engine:
         """An engine for this rank, which is to `extend` to `layout` next."""
         engine = self._engine()
-        engine.drift = self.config.drift
-        engine.guard = NonFiniteGuard(self.comm, self.config.nonfinite) if self.config.nonfinite else None
+        engine.looks = Looks(self.comm, self.config.drift, self.config.nonfinite)
         try:
             engine.prepare(layout, groups)
             self.check(engine)

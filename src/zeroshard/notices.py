@@ -1,5 +1,10 @@
-"""Warnings that point at the user's own line."""
+"""Warnings that point at the user's own line, and the log.
 
+The logger is `zeroshard`. INFO: what was sharded how, once, on rank 0. DEBUG: buckets, agreements, saves and loads, on
+every rank. Every record has its `rank`.
+"""
+
+import logging
 import os
 import sys
 import warnings
@@ -9,6 +14,32 @@ from types import FrameType
 import torch
 
 _INSIDE = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
+
+
+class _Quiet(logging.NullHandler):
+    """Says nothing but errors, and these only where nobody has set up logging: they may be the last thing that a
+    process says before it waits for others in vain."""
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        unheard = not logging.root.handlers and _LOGGER.handlers == [self]
+        if unheard and record.levelno >= logging.ERROR and logging.lastResort is not None:
+            return bool(logging.lastResort.handle(record))
+        return True
+
+
+_LOGGER = logging.getLogger("zeroshard")
+_LOGGER.addHandler(_Quiet())
+
+
+def log(level: int, rank: int, text: str, *args: object, failure: BaseException | None = None) -> None:
+    """`rank`: that of this process among all that train. `failure`: to be shown with its trace."""
+    if _LOGGER.isEnabledFor(level):
+        _LOGGER.log(level, f"rank %d: {text}", rank, *args, extra={"rank": rank}, stacklevel=2, exc_info=failure)
+
+
+def is_logged(level: int) -> bool:
+    """Whether somebody listens: else what it takes to say something can be spared."""
+    return _LOGGER.isEnabledFor(level)
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:

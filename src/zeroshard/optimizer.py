@@ -17,6 +17,7 @@ from .comm.collectives import Comm
 from .comm.group import Group
 from .config import ZeroConfig, refuse_policies
 from .errors import ConfigError
+from .labels import Label
 from .layout.balance import Balance
 from .layout.layout import Layout
 from .layout.partition import Partitioner
@@ -24,6 +25,9 @@ from .layout.specs import read_specs
 from .modes import Modes
 from .params import GivenParams, read_group, read_params
 from .policies import KeepFull
+from .reporting.announcing import announce
+from .reporting.counting import report_of
+from .reporting.report import Report
 from .runtime import amp, clip
 from .runtime.flat import FlatEngine
 from .runtime.grad_sync import GradSync
@@ -92,6 +96,7 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
                 warnings.warn("parameters_as_bucket_view has no effect with overlap_with_ddp=True", stacklevel=2)
         self.copying = copying(self._comm, self._config.second_copy)
         self.initialized = True
+        announce(self._assembly, self.engine)
 
     # ---- what it is made of
 
@@ -166,12 +171,17 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
     @property
     def nonfinite(self) -> NonFiniteSteps:
         """Steps whose gradients were not all finite, counted where `ZeroConfig(nonfinite=...)` looks for them."""
-        return NonFiniteSteps() if self.engine.guard is None else self.engine.guard.counts
+        return self.engine.looks.nonfinite
 
     @property
     def second_copy(self) -> Copies | None:
         """What this rank holds of the copies that `SecondCopy(...)` asks for. Keep it: `restore` takes it."""
         return None if self.copying is None else self.copying.held
+
+    def report(self) -> Report:
+        """Who owns what, what it takes on this rank, what the last step took. Any rank may call it: nothing is sent."""
+        settled = self._overlap is None or self._overlap.settled
+        return report_of(self._assembly, self.engine, self.param_groups, self.second_copy, settled=settled)
 
     # ---- training
 
@@ -201,20 +211,22 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_` on all parameters, wherever their gradients are. Called on all ranks."""
-        grads = self._spread_grads(f"clip_grad_norm_({float(max_norm)}, {float(norm_type)})")
-        if grads is None:
-            return torch.nn.utils.clip_grad_norm_(self.engine.params, max_norm, norm_type, error_if_nonfinite)
-        return clip.clip_norm(
-            grads, float(max_norm), float(norm_type), self._comm, error_if_nonfinite=error_if_nonfinite
-        )
+        with self._comm.clock.part(Label.CLIP):
+            grads = self._spread_grads(f"clip_grad_norm_({float(max_norm)}, {float(norm_type)})")
+            if grads is None:
+                return torch.nn.utils.clip_grad_norm_(self.engine.params, max_norm, norm_type, error_if_nonfinite)
+            return clip.clip_norm(
+                grads, float(max_norm), float(norm_type), self._comm, error_if_nonfinite=error_if_nonfinite
+            )
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """As `torch.nn.utils.clip_grad_value_` on all parameters, wherever their gradients are. Called on all ranks."""
-        grads = self._spread_grads(f"clip_grad_value_({float(clip_value)})")
-        if grads is None:
-            torch.nn.utils.clip_grad_value_(self.engine.params, clip_value)
-        else:
-            clip.clip_value(grads, clip_value)
+        with self._comm.clock.part(Label.CLIP):
+            grads = self._spread_grads(f"clip_grad_value_({float(clip_value)})")
+            if grads is None:
+                torch.nn.utils.clip_grad_value_(self.engine.params, clip_value)
+            else:
+                clip.clip_value(grads, clip_value)
 
     def check_drift(self) -> None:
         """Raise `DriftError` on all ranks if they have different parameters, bit by bit. Called on all ranks.

@@ -9,6 +9,7 @@ import torch
 from .comm.agreement import Proposal, agreed
 from .comm.collectives import Comm
 from .errors import CheckpointError
+from .labels import Label
 from .layout.layout import Layout
 from .optimizer import ZeroRedundancyOptimizer
 from .runtime.step import Engine
@@ -36,6 +37,11 @@ def restore(optimizer: ZeroRedundancyOptimizer, copies: Copies | None) -> int:
     Returns the number of steps after which the copy was taken, from which the new optimizer counts on. If it makes
     copies itself, the first of them is whole by then, and held by `copies`, where there were any.
     """
+    with optimizer.engine.comm.clock.part(Label.RESTORE):
+        return _restored(optimizer, copies)
+
+
+def _restored(optimizer: ZeroRedundancyOptimizer, copies: Copies | None) -> int:
     engine, comm = optimizer.engine, optimizer.engine.comm
     generations = agreed(comm, CALL, lambda: Proposal(_given(optimizer, copies)))
     exchange = _Exchange(comm, _survey(comm, generations), generations)

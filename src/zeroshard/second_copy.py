@@ -19,6 +19,7 @@ from .comm.aside import Aside
 from .comm.collectives import Comm
 from .comm.ending import wait_at_exit_for
 from .errors import RankFailedError
+from .labels import Label
 from .layout.partners import keepers, wards
 from .notices import warn_user
 from .policies import SecondCopy
@@ -29,8 +30,7 @@ from .state.copies import share_of
 from .state.exchange import Outbox, receive
 from .state.parcels import Packed, packed
 from .state.readers import require_readers
-from .state.trees import map_tensors
-from .state.wrapped import on_plain
+from .state.trees import plain_tensors
 from .units import Rank
 
 COMMON = -1
@@ -74,7 +74,7 @@ class Copies:
     @property
     def memory(self) -> int:
         """Bytes that they take on this rank, also what is still coming."""
-        return sum(_bytes_of(generation.shares) for generation in self.generations())
+        return sum(tensor.nbytes for it in self.generations() for tensor in plain_tensors(it.shares))
 
     def generations(self) -> list[Generation]:
         """All that is here, also of a generation that did not become whole."""
@@ -133,7 +133,8 @@ class Copying:
     def after_step(self, engine: Engine, groups: Sequence[ParamGroup], buffers: Callable[[], Buffers]) -> None:
         """Take a copy if it is time for one. On all ranks."""
         if engine.steps != self._taken and (self._is_due or engine.steps % self._policy.every == 0):
-            self.take(engine, groups, buffers)
+            with self._comm.clock.part(Label.COPY):
+                self.take(engine, groups, buffers)
 
     def begin_anew(self) -> None:
         """What was copied is no more: something else was loaded, and is copied after the next step. On all ranks."""
@@ -260,14 +261,3 @@ def _domains(everyone: Comm, apart: int | None) -> list[str] | list[int]:
     if apart is not None:
         return [rank // apart for rank in range(everyone.group.size)]
     return everyone.share(socket.gethostname(), most=256)
-
-
-def _bytes_of(value: Any) -> int:
-    found: list[int] = []
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor.nbytes)
-        return tensor
-
-    map_tensors(value, lambda tensor: on_plain(tensor, count))
-    return sum(found)

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from .comm.agreement import Proposal
+from .labels import Label
 from .runtime.inner import ParamGroup
 from .runtime.loading import loads_as_torch_does
 from .runtime.step import Engine
@@ -48,7 +49,9 @@ def gathered(
         for key, value in part["others"].items():
             others.setdefault(key, value)
 
-    if not gather(engine.comm, call, share, Rank(to), agreed_on=agreed_on, take=take):
+    with engine.comm.clock.part(Label.GATHER):
+        is_target = gather(engine.comm, call, share, Rank(to), agreed_on=agreed_on, take=take)
+    if not is_target:
         return None
     return {"state": whole.state() | others, **written}
 

@@ -9,6 +9,7 @@ from . import state_dicts
 from .adapters.ddp import Overlap
 from .comm.agreement import Proposal, agreed
 from .comm.collectives import Comm
+from .labels import Label
 from .runtime.step import Engine
 from .state import callers
 from .state.compat import StateDict
@@ -106,7 +107,8 @@ class Stateful(Optimizer):
             saved = state_dicts.through_load_hooks(self, state_dict)
             return state_dicts.loading(self.engine, saved, adopt=adopt)
 
-        agreed(self._comm, "load_state_dict", propose)
+        with self._comm.clock.part(Label.LOAD):
+            agreed(self._comm, "load_state_dict", propose)
         self.engine.inner.pull(self.param_groups)
         self._forget_snapshot()
         self.forget_copies()

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from .adapters.join import UnevenStep, share_options
 from .comm.collectives import Comm
+from .labels import Label
 from .runtime import amp
 from .runtime.flat import FlatEngine
 from .runtime.inner import ParamGroup
@@ -46,6 +47,10 @@ class Stepping:
 
     def step(self, closure: Closure | None, kwargs: dict[str, Any], *, uneven: bool, joined: bool) -> Any:
         """`uneven`: some ranks may only shadow the step; `joined`: this one does."""
+        with self._comm.clock.step():
+            return self._make_step(closure, kwargs, uneven=uneven, joined=joined)
+
+    def _make_step(self, closure: Closure | None, kwargs: dict[str, Any], *, uneven: bool, joined: bool) -> Any:
         try:
             self._look_for_drift()
             if uneven and not self._comm.is_alone:
@@ -64,8 +69,7 @@ class Stepping:
     def _look_for_drift(self) -> None:
         """In the same steps on all ranks: all of them make each, if only as a shadow or to skip it."""
         self._steps += 1
-        drift = self._engine.drift
-        if drift is not None and self._steps % drift.every == 0:
+        if self._engine.looks.are_due(self._steps):
             self._engine.check_drift(f"before step {self._steps}", self._steps)
 
     def spread_grads(self, call: str, *, uneven: bool) -> list[torch.Tensor] | None:
@@ -80,7 +84,8 @@ class Stepping:
 
     def unscale(self, grads: list[torch.Tensor], inverse_scale: torch.Tensor) -> dict[torch.device, torch.Tensor]:
         self._checked = True
-        return amp.unscale_jointly(grads, inverse_scale, self._comm)
+        with self._comm.clock.part(Label.UNSCALE):
+            return amp.unscale_jointly(grads, inverse_scale, self._comm)
 
     def _uneven(self, closure: Closure | None, kwargs: dict[str, Any], *, joined: bool) -> Any:
         engine, groups = self._engine, self._outer.param_groups
@@ -125,7 +130,7 @@ class Stepping:
     def _skips(self, *, uneven: bool) -> bool:
         engine = self._engine
         # Kernels that skip by themselves would leave it open whether gradients that are not finite are the guard's.
-        fused = self._optimizers if engine.guard is None else None
+        fused = self._optimizers if not engine.looks.at_gradients else None
         if isinstance(engine, FlatEngine) and engine.reduces:
             return amp.skips_jointly(self._outer, fused, engine.grads.tensors(), checked=self._checked)
         return amp.skips(self._outer, fused, engine.params, self._comm, uneven=uneven)

@@ -106,6 +106,15 @@ def test_the_index_of_examples_lists_all_of_them() -> None:
 
 
 @pytest.mark.timeout(180)
+def test_reports_and_traces_are_made(tmp_path: Path) -> None:
+    printed = torchrun(SCRIPT.with_name("report.py"), 2, tmp_path, "report.png")
+    assert "AdamW on 3,241,472 elements of 52 parameters, shared by 2 ranks" in printed
+    torchrun(SCRIPT.with_name("trace.py"), 2, tmp_path, "trace.png")
+    names = {"report.png", "trace.png", "trace-0.json", "trace-1.json"}
+    assert names == {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.timeout(180)
 def test_the_others_go_on_when_one_is_killed(tmp_path: Path) -> None:
     command, settings = [sys.executable, str(SCRIPT.with_name("recover.py"))], {"GLOO_SOCKET_IFNAME": "lo"}
     env = {**os.environ, **settings, "OMP_NUM_THREADS": "1"}

@@ -22,6 +22,7 @@ PUBLIC = {
     "KeepShard",
     "KeepFull",
     "Reduce",
+    "Report",
     "MasterWeights",
     "GradScaler",
     "ShardedOptimizer",

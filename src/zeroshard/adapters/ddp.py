@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..comm.agreement import Proposal, Trouble, agreed, compare, raise_failure
 from ..comm.collectives import Comm
 from ..errors import ConfigError
+from ..labels import Label
 from ..layout.layout import Layout
 from ..layout.partition import AssignedOwners, Partitioner, deal
 from ..layout.specs import read_specs
@@ -215,7 +216,9 @@ class _Pass:
         """Update all buckets that wait, but the newest few."""
         while len(self.waiting) > but:
             arrival = self.waiting.pop(0)
-            self._update(arrival.number, self._of_mine(arrival.wait()))
+            with self._comm.clock.part(Label.WAIT_DDP, arrival.number):
+                grads = arrival.wait()
+            self._update(arrival.number, self._of_mine(grads))
 
     def update_used(self, *, trained: bool, uneven: bool) -> None:
         """Update all buckets with what DDP left in `param.grad`, and finish.
@@ -240,7 +243,9 @@ class _Pass:
         self._engine.steps += 1
         call = f"overlapped step {self._engine.steps}"
         trouble = Trouble.NONE if self._failure is None else Trouble.FAILED
-        if compare(self._comm, call, b"", trouble).trouble:
+        verdict = compare(self._comm, call, b"", trouble)
+        self._comm.clock.turn()
+        if verdict.trouble:
             raise_failure(self._comm, call, self._failure)
 
     def _of_mine(self, grads: Grads) -> Grads:

@@ -20,6 +20,7 @@ from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..comm.collectives import Comm
+from ..labels import Label
 from ..runtime.buffers import BufferSync
 from ..runtime.flat import FlatEngine
 from ..units import Rank
@@ -92,13 +93,14 @@ class EqualBuffers:
     """Buffers of rank 0 for everyone, before each forward pass."""
 
     def __init__(self, comm: Comm, model: Module, is_off: Callable[[], bool]) -> None:
-        self._sync, self._is_off = BufferSync(comm, model), is_off
+        self._sync, self._is_off, self._clock = BufferSync(comm, model), is_off, comm.clock
         if comm.group.size > 1 and next(model.buffers(), None) is not None:
             Before(self._before_forward).hang_on(model)
 
     def sync(self, source: Rank) -> None:
         """On all ranks."""
-        self._sync.sync(source)
+        with self._clock.part(Label.EQUAL):
+            self._sync.sync(source)
 
     def _before_forward(self, _: Module, __: bool) -> None:
         if not self._is_off():
@@ -202,7 +204,7 @@ class Gates:
     def _pass(self, module: Module, _: bool) -> None:
         """The parameters of one module have arrived."""
         if module in self._guarded:
-            with self._lock:
+            with self._lock, self._engine.comm.clock.part(Label.GATE):
                 self._engine.sync.wait(self._buckets[module])
                 self._open(module)
 

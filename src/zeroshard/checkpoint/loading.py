@@ -5,6 +5,7 @@ runs code of others while it loads, which may fail, gets its values in memory of
 """
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +21,8 @@ from ..comm.agreement import Proposal, agreed
 from ..comm.collectives import Comm
 from ..comm.group import group_or_alone
 from ..errors import CheckpointError
-from ..notices import warn_user
+from ..labels import Label
+from ..notices import log, warn_user
 from ..optimizer import ZeroRedundancyOptimizer
 from .archive import Archive, is_archive
 from .changing import all_or_nothing, load_model, load_optimizer, load_scheduler, saved_for_undo
@@ -90,7 +92,9 @@ def load(
         directory = on_first(comm, "checkpoint.load: looking for it", lambda: find(Path(path)))
         shown = Progress(f"loading {directory.name}", progress, comm.group.rank)
         with no_garbage_collection():
-            return _Loading(comm, directory, shown, strict=strict).run(model, optimizer, scheduler)
+            loaded = _Loading(comm, directory, shown, strict=strict).run(model, optimizer, scheduler)
+        log(logging.DEBUG, comm.group.rank, "loaded %s, of which this rank read %d bytes", directory, shown.done)
+        return loaded
 
 
 def _begun(comm: Comm, optimizer: Optimizer | None, facts: list[str]) -> Proposal[None]:
@@ -119,11 +123,13 @@ class _Prepared(NamedTuple):
 class _Loading:
     def __init__(self, comm: Comm, directory: Path, progress: Progress, *, strict: bool) -> None:
         self._comm, self._directory, self._progress, self._strict = comm, directory, progress, strict
-        self._archive, self._manifest = agreed(comm, "checkpoint.load", self._open)
-        agreed(comm, "checkpoint.load: check sums", self._check_sums)
+        with comm.clock.part(Label.LOAD_LOOK):
+            self._archive, self._manifest = agreed(comm, "checkpoint.load", self._open)
+            agreed(comm, "checkpoint.load: check sums", self._check_sums)
 
     def run(self, model: torch.nn.Module | None, optimizer: Optimizer | None, scheduler: Any) -> Loaded:
-        todo = agreed(self._comm, "checkpoint.load", lambda: self._prepare(model, optimizer, scheduler))
+        with self._comm.clock.part(Label.LOAD_LOOK):
+            todo = agreed(self._comm, "checkpoint.load", lambda: self._prepare(model, optimizer, scheduler))
         with all_or_nothing() as undo:
             if scheduler is not None and todo.scheduler is not None:
                 self._all(lambda: load_scheduler(scheduler, todo.scheduler, undo))
@@ -167,7 +173,8 @@ class _Loading:
         return Proposal(None)
 
     def _read(self, todo: Reading) -> dict[str, Any]:
-        return self._all(lambda: todo.run(self._progress))
+        with self._comm.clock.part(Label.LOAD_READ):
+            return self._all(lambda: todo.run(self._progress))
 
     def _all(self, action: Callable[[], T]) -> T:
         """What it returns, once it has succeeded on all ranks."""

@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from ..notices import log
 from ..units import MIB
-
-_log = logging.getLogger(__name__)
 
 Report = Callable[[int, int], object]
 """Called with the bytes that are done and those that there are in all."""
@@ -19,7 +18,7 @@ class Progress:
 
     def __init__(self, label: str, show: bool | Report | None, rank: int) -> None:
         """`show`: None for a line on rank 0 if somebody sits at the terminal."""
-        self.done = self.total = 0
+        self.done, self.total, self._rank = 0, 0, rank
         self._report: Report | None = None
         if callable(show):
             self._report = show
@@ -42,8 +41,9 @@ class Progress:
         try:
             if self._report is not None:
                 self._report(self.done, self.total)
-        except Exception:  # a checkpoint must not fail, nor be loaded in parts, for the sake of a display
-            _log.exception("what shall show the progress has failed, and is not called any more")
+        except Exception as failure:  # a checkpoint must not fail, nor be loaded in parts, for the sake of a display
+            text = "what shall show the progress has failed, and is not called any more"
+            log(logging.ERROR, self._rank, text, failure=failure)
             self._report = None
 
 

@@ -19,7 +19,8 @@ from ..comm.agreement import Proposal, agreed
 from ..comm.collectives import Comm
 from ..comm.group import group_or_alone
 from ..errors import ConfigError
-from ..notices import warn_user
+from ..labels import Label
+from ..notices import log, warn_user
 from .archive import Archive
 from .contents import collect, staged
 from .folder import Folder, write
@@ -28,8 +29,6 @@ from .owned import require_its_ranks
 from .progress import Progress, Report
 from .together import on_first, told_alike
 from .writing import write_parts
-
-_log = logging.getLogger(__name__)
 
 _under_way: list["Saving"] = []
 """The last save in the background, to whatever folder: one at a time, so that their messages do not meet either."""
@@ -79,10 +78,10 @@ class Saving:
             self._failure = error
         self._over.set()
 
-    def run_behind(self, write_it: Callable[[], Path]) -> None:
+    def run_behind(self, write_it: Callable[[], Path], rank: int) -> None:
         self.run(write_it)
         if self._failure is not None:  # it may be the last thing that this process does
-            _log.error("a checkpoint was not saved: %s", self._failure)
+            log(logging.ERROR, rank, "a checkpoint was not saved: %s", self._failure)
 
 
 def save(
@@ -122,7 +121,7 @@ def save(
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     shown = Progress(f"saving step {step}", progress, comm.group.rank)
     request = _Request(path, step, keep, given, extra, async_, shown)
-    with told_alike(path):
+    with told_alike(path), comm.clock.part(Label.SAVE_COLLECT):
         contents = agreed(comm, "checkpoint.save", lambda: request.propose(comm))
     return request.start(comm, contents)
 
@@ -155,7 +154,7 @@ class _Request:
             return saving
         companion = Comm(comm.group.apart())
         _under_way.append(saving)
-        job = (lambda: self._write(companion, contents),)
+        job = (lambda: self._write(companion, contents), comm.group.rank)
         threading.Thread(target=saving.run_behind, args=job, daemon=False).start()
         return saving
 
@@ -184,8 +183,14 @@ class _Request:
                     warn_user(f"older checkpoints in {folder.path} could not be removed: {error}")
 
             directory = on_first(comm, "checkpoint.save: beginning", begin)
-            sums = write_parts(comm, directory, contents, self.progress)
-            return on_first(comm, "checkpoint.save: publishing", publish)
+            with comm.clock.part(Label.SAVE_WRITE):
+                sums = write_parts(comm, directory, contents, self.progress)
+            with comm.clock.part(Label.SAVE_PUBLISH):
+                final = on_first(comm, "checkpoint.save: publishing", publish)
+            log(
+                logging.DEBUG, comm.group.rank, "saved %s, of which this rank wrote %d bytes", final, self.progress.done
+            )
+            return final
 
 
 def _check(step: int, keep: int | None) -> None:

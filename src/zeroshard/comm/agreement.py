@@ -6,6 +6,7 @@ statements have the same length, so that ranks in different calls still understa
 """
 
 import hashlib
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from enum import IntEnum
 from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 from ..errors import RankFailedError, RankLostError, RankMismatchError
+from ..labels import Label
+from ..notices import log
 from ..units import name_ranks
 from .collectives import Comm, encoded
 
@@ -44,10 +47,13 @@ def compare(comm: Comm, call: str, plan: bytes, trouble: Trouble = Trouble.NONE,
         return Verdict(trouble, True)
     comm.everyone.group.line.at(f"agreeing on {call}")
     marks = [fingerprint(call.encode()), fingerprint(plan), fingerprint(options)]
-    worst, *most = comm.everyone.maximum([trouble, *(signed for mark in marks for signed in (mark, -mark))])
+    with comm.clock.part(Label.AGREE):
+        worst, *most = comm.everyone.maximum([trouble, *(signed for mark in marks for signed in (mark, -mark))])
     if most[0] != -most[1]:
         _raise_mismatch(comm, "the ranks are in different calls.", call)
-    return Verdict(Trouble(worst), most[2] == -most[3], most[4] == -most[5])
+    verdict = Verdict(Trouble(worst), most[2] == -most[3], most[4] == -most[5])
+    log(logging.DEBUG, comm.everyone.group.rank, "all ranks are in %s: %s", call, verdict)
+    return verdict
 
 
 def agree(

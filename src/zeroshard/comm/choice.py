@@ -24,6 +24,10 @@ class Ways:
             self._known[kind] = way_of(self._comm, device, self._reduce, equal=equal)
         return self._known[kind]
 
+    def kept(self) -> list[torch.Tensor]:
+        """Memory that they keep for the next messages."""
+        return [tensor for way in self._known.values() for tensor in way.kept()]
+
     @property
     def eager(self) -> bool:
         """All of them are."""

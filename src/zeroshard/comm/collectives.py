@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from ..labels import Clock
 from ..units import Rank
 from .group import Group
 from .pending import Pending
@@ -26,6 +27,8 @@ class Comm:
 
     def __init__(self, group: Group, everyone: "Comm | None" = None, replicas: Group | None = None) -> None:
         self.group, self._everyone = group, everyone
+        self.clock: Clock = Clock() if everyone is None else everyone.clock
+        """Of the optimizer that this one is made for."""
         self.replicas = replicas
         """This rank and those that own the same in other groups, if there are any."""
         for part in (group, replicas) if everyone else ():

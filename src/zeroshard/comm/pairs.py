@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ..labels import Unrecorded
 from ..policies import Reduce
 from ..units import MIB, Rank, Span, align_up
 from .collectives import as_bytes
@@ -49,7 +50,8 @@ class Pairwise(ShardWay):
     def reduce(self, flat: torch.Tensor, shards: Sequence[Span], into: torch.Tensor, share: float) -> Arriving:
         pairs, slices = self._reducing, cut(flat, shards)
         parts = [(piece, other) for other in pairs.others for piece in pairs.pieces(slices[other]) if piece.numel()]
-        sent = [pairs.send(*part) for part in parts]
+        with Unrecorded():
+            sent = [pairs.send(*part) for part in parts]
         total = _Sum(share, Pending(Together(sent), flat, self.group.line))
         own = pairs.pieces(slices[self.group.rank])
         targets = torch.split(into, [piece.numel() for piece in own])
@@ -60,9 +62,13 @@ class Pairwise(ShardWay):
     def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
         pairs, slices = self._gathering, cut(flat, shards)
         own = slices[self.group.rank]
-        works = [pairs.receive(slices[other], other) for other in pairs.others if slices[other].numel()]
-        works += [pairs.send(own, other) for other in pairs.others if own.numel()]
+        with Unrecorded():
+            works = [pairs.receive(slices[other], other) for other in pairs.others if slices[other].numel()]
+            works += [pairs.send(own, other) for other in pairs.others if own.numel()]
         return Pending(Together(works), flat, self.group.line)
+
+    def kept(self) -> list[torch.Tensor]:
+        return self._receiver.kept()
 
 
 class _Pairs:
@@ -128,6 +134,9 @@ class _Receiver:
                 self._runs = True
                 wait_at_exit_for(thread)
             self._queue.extend(rows)
+
+    def kept(self) -> list[torch.Tensor]:
+        return list(self._idle)
 
     @torch.no_grad()
     def _run(self) -> None:

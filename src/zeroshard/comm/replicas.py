@@ -19,7 +19,7 @@ from .ending import wait_at_exit_for
 from .group import Group
 from .pairs import Pairwise
 from .pending import Pending
-from .shards import Native, Slices, Summed, all_gather
+from .shards import Native, Slices, Summed, all_gather, bytes_of_all_reduce
 from .ways import Arriving, ByThread, ShardWay
 
 ALIGNED = 16
@@ -65,6 +65,15 @@ class Relayed(ShardWay):
     def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
         return self._inside.gather(flat, shards)
 
+    def bytes_to_reduce(self, shards: Sequence[Span], dtype: torch.dtype, into: torch.dtype) -> int:
+        parts = divided(shards[self.group.rank].length, self._across.group.size)
+        exact = sum_dtype(dtype)
+        across = self._across.bytes_to_reduce(parts, exact, into) + self._across.bytes_to_gather(parts, into)
+        return self._inside.bytes_to_reduce(shards, dtype, exact) + across
+
+    def kept(self) -> list[torch.Tensor]:
+        return [*self._inside.kept(), *self._across.kept(), *self._rooms.kept()]
+
 
 class Chained(ShardWay):
     """NCCL: the second sum waits for the first on a stream of its own, and nobody else does."""
@@ -98,6 +107,11 @@ class Chained(ShardWay):
 
     def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
         return self._inside.gather(flat, shards)
+
+    def bytes_to_reduce(self, shards: Sequence[Span], dtype: torch.dtype, into: torch.dtype) -> int:
+        own, rows = shards[self.group.rank].length * sum_dtype(dtype).itemsize, self._across.size
+        across = (rows - 1) * own if self.policy.fixed_order else bytes_of_all_reduce(own, rows)
+        return self._inside.bytes_to_reduce(shards, dtype, into) + across
 
     def _beside(self, device: torch.device) -> AbstractContextManager[Any]:
         if device.type == "cpu":
@@ -187,6 +201,10 @@ class _Rooms:
         if memory is None:
             memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return memory[:nbytes].view(dtype)
+
+    def kept(self) -> list[torch.Tensor]:
+        with self._lock:
+            return list(self._idle)
 
     def give_back(self, room: torch.Tensor) -> None:
         memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(room.untyped_storage())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..labels import Unrecorded
 from ..policies import Reduce, sum_dtype
 from ..units import Span
 from .collectives import as_bytes
@@ -69,6 +70,9 @@ class NativeUneven(Native):
             ]
         return Summed(mine, Pending(Together(works), flat, self.group.line), into, share, keep=parts)
 
+    def bytes_to_reduce(self, shards: Sequence[Span], dtype: torch.dtype, into: torch.dtype) -> int:
+        return super().bytes_to_reduce(shards, sum_dtype(dtype), into)
+
     def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
         return broadcasts(self.group, flat, shards)
 
@@ -84,13 +88,18 @@ class Whole(ShardWay):
 
     def reduce(self, flat: torch.Tensor, shards: Sequence[Span], into: torch.Tensor, share: float) -> Arriving:
         total = flat.to(sum_dtype(flat.dtype), copy=True)
-        with self.group.line:
+        with self.group.line, Unrecorded():
             work = dist.all_reduce(total, group=self._everyone.process_group, async_op=True)
         arrived = Pending(work, total, self.group.line)
         return Summed(total[slice(*shards[self.group.rank])], arrived, into, share)
 
+    def bytes_to_reduce(self, shards: Sequence[Span], dtype: torch.dtype, into: torch.dtype) -> int:  # noqa: ARG002
+        total = sum(it.length for _, it in filled(shards)) * sum_dtype(dtype).itemsize
+        return bytes_of_all_reduce(total, self._everyone.size)
+
     def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
-        return broadcasts(self.group, flat, shards)
+        with Unrecorded():
+            return broadcasts(self.group, flat, shards)
 
     @property
     def eager(self) -> bool:
@@ -144,6 +153,11 @@ class Summed(Arriving):
             self._shard.mul_(self._share)
         if self._shard is not self._into:
             self._into.copy_(self._shard)
+
+
+def bytes_of_all_reduce(nbytes: int, ranks: int) -> int:
+    """What each rank sends around a ring."""
+    return 2 * nbytes * (ranks - 1) // ranks
 
 
 def broadcasts(group: Group, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:

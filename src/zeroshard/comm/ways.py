@@ -84,6 +84,18 @@ class ShardWay(ABC):
     def gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> Pending:
         """Start bringing each owner's shard into `flat` on all ranks."""
 
+    def bytes_to_reduce(self, shards: Sequence[Span], dtype: torch.dtype, into: torch.dtype) -> int:  # noqa: ARG002
+        """What this rank sends to reduce a bucket of `dtype`, if the backend sends no byte in vain."""
+        return sum(it.length for rank, it in filled(shards) if rank != self.group.rank) * dtype.itemsize
+
+    def bytes_to_gather(self, shards: Sequence[Span], dtype: torch.dtype) -> int:
+        """The same to gather one."""
+        return (self.group.size - 1) * shards[self.group.rank].length * dtype.itemsize
+
+    def kept(self) -> list[torch.Tensor]:
+        """Memory that is kept for the next ones."""
+        return []
+
 
 @runtime_checkable
 class Sparse(Protocol):

@@ -143,6 +143,10 @@ class Layout:
     def bucket_of(self, param: int) -> int:
         return self._homes[param][0]
 
+    def trains(self, bucket: int) -> bool:
+        """Whether some parameter of a bucket is trained."""
+        return any(self.params[param].trainable for param in self.buckets[bucket].params)
+
     def name_bucket(self, index: int, contents: str) -> str:
         """What is under way, in words: `contents` of a bucket."""
         first, *others = (self.params[param].label for param in self.buckets[index].params)

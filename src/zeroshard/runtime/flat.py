@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 
 from ..comm.agreement import compare, raise_failure
 from ..comm.collectives import Comm
+from ..labels import Label
 from ..layout.layout import Bucket, Layout, Piece
 from ..policies import MasterWeights, Offload
 from ..state.compat import SavedState
@@ -52,11 +53,11 @@ class FlatEngine(Engine):
     ) -> None:
         super().__init__(comm, FlatStore())
         rank, hosts = comm.group.rank, Hosts(offload) if offload else None
-        self.memory = memory_of(rank, self.store, masters, hosts)
+        self.memory = memory_of(rank, self.store, masters, hosts, comm.clock)
         self._part_of_group: dict[int, int] = {}
-        self._offloading = Offloading(hosts, self.memory) if hosts else None
+        self._offloading = Offloading(hosts, self.memory, comm.clock) if hosts else None
         self.parts = [Part(rank, kind, self.memory, cut=cut) for kind, cut in kinds]
-        self.inner: Inner = Team(self.parts)
+        self.inner: Inner = Team(self.parts, comm.clock)
         self.grads: Gradients = LocalGrads(comm, masters)
         self.sync = ShardSync(comm)
         self.waits = True
@@ -88,9 +89,10 @@ class FlatEngine(Engine):
 
     def broadcast(self, source: Rank, *, first_bucket: int = 0) -> None:
         """Make all parameters those of one rank of `Comm.everyone`, from a bucket on."""
-        for bucket in self.layout.buckets[first_bucket:]:
-            if not self.comm.is_alone and bucket.numel:
-                self.comm.everyone.broadcast(self.store.buffer(bucket.index), source).wait()
+        with self.comm.clock.part(Label.EQUAL):
+            for bucket in self.layout.buckets[first_bucket:]:
+                if not self.comm.is_alone and bucket.numel:
+                    self.comm.everyone.broadcast(self.store.buffer(bucket.index), source).wait()
         self.memory.doubt()
 
     def reduce_by(self, grads: Gradients) -> None:
@@ -181,6 +183,14 @@ class FlatEngine(Engine):
         self.memory.doubt()
         return self.sync.finish
 
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        known = super().held()
+        grads, staging = [*known["gradients"], *self.grads.slices()], [*known["staging"], *self.grads.staging()]
+        return {**known, "gradients": grads, "master weights": self.memory.copies(), "staging": staging}
+
+    def bytes_to_send(self) -> tuple[int | None, int]:
+        return self.grads.bytes_to_send() if self.reduces else None, self.sync.bytes_to_send()
+
     @property
     def is_reducing(self) -> bool:
         return self.grads.busy
@@ -190,6 +200,10 @@ class FlatEngine(Engine):
 
     def settle(self, call: str, groups: Sequence[ParamGroup]) -> bytes:
         """All gradients are where they belong; a flag for each parameter that has one. Raises on all ranks alike."""
+        with self.comm.clock.part(Label.SETTLE):
+            return self._settle(call, groups)
+
+    def _settle(self, call: str, groups: Sequence[ParamGroup]) -> bytes:
         self.sync.finish()
         attempt = Attempt()
         attempt.require(lambda: self.check_groups(groups))
@@ -287,6 +301,10 @@ class _Update:
 
     def fill(self) -> None:
         """The inner optimizer has them."""
+        with self._engine.comm.clock.part(Label.HAND_OVER):
+            self._fill()
+
+    def _fill(self) -> None:
         engine = self._engine
         engine.memory.before_update(engine.params)
         if 0 in self._present:

@@ -28,8 +28,9 @@ from ..comm.agreement import raise_failure
 from ..comm.choice import Ways
 from ..comm.collectives import Comm
 from ..errors import RankLostError, RankMismatchError
+from ..labels import Label
 from ..layout.layout import Bucket, Layout
-from ..notices import warn_user
+from ..notices import log, warn_user
 from ..policies import MasterWeights, Reduce, Retention
 from .grads import Gradients
 from .packing import Grads, Pool
@@ -37,7 +38,6 @@ from .rounds import Rounds
 from .slots import Sending, Slot, Target
 
 _GRAD = attrgetter("grad")
-_log = logging.getLogger(__name__)
 
 UNFINISHED = 1
 """The newest buckets are left on their way: taking them in at once would stop what they are to overlap with."""
@@ -93,7 +93,8 @@ class GradSync(Gradients):
     def _slot(self, layout: Layout, bucket: Bucket) -> Slot:
         dtype = self._reduce.wire_dtype(bucket.dtype)
         pool = self._pools.setdefault((dtype, bucket.device), Pool(dtype, bucket.device))
-        return Slot(layout, bucket, self._ways.of(bucket.device, equal=bucket.has_equal_shards), pool)
+        way = self._ways.of(bucket.device, equal=bucket.has_equal_shards)
+        return Slot(layout, bucket, way, pool, self._comm.clock)
 
     @property
     def busy(self) -> bool:
@@ -150,7 +151,7 @@ class GradSync(Gradients):
         """Hazard: other ranks rely on what this one would send next, so that it must not raise alone."""
         if not isinstance(failure, RankLostError):  # which all ranks know of, and raise
             rank = self._comm.everyone.group.rank
-            _log.error("rank %d cannot average gradients, which the next step raises: %r", rank, failure)
+            log(logging.ERROR, rank, "gradients cannot be averaged, which the next step raises: %r", failure)
         self._failure = self._failure or failure
 
     def statement(self) -> bytes:
@@ -165,7 +166,7 @@ class GradSync(Gradients):
 
     def _take_in_in_time(self) -> None:
         """What arrives soon: if that fails, all ranks learn of it by the statement."""
-        while self._under_way and self._under_way[0].arriving.arrives(self._patience if self._keeps_pace else 0):
+        while self._under_way and self._arrives(self._patience if self._keeps_pace else 0):
             self._take_in()
         self._patience = 0 if self._under_way else self._patience
 
@@ -243,6 +244,18 @@ class GradSync(Gradients):
         # Hazard: not their padding. Nothing writes there, so what is multiplied by NaN once would stay NaN.
         return [self._filled(slot) for slot in self._rounds.slots if slot.holds]
 
+    def staging(self) -> list[torch.Tensor]:
+        idle = [tensor for pool in self._pools.values() for tensor in pool.kept()]
+        filling = [tensor for slot in self._rounds.slots for tensor in slot.filling()]
+        flying = [it.buffer.flat for it in self._under_way if it.buffer is not None]
+        targets = [it.target.memory for it in self._under_way if not it.target.is_shard]
+        return [*idle, *filling, *flying, *targets, *self._ways.kept()]
+
+    def bytes_to_send(self) -> int:
+        slots = [] if self._comm.is_alone else self._rounds.slots
+        trained = [slot for slot in slots if self._layout.trains(slot.bucket)]
+        return sum(slot.bytes_to_send(self._dtype(self._layout.buckets[slot.bucket])) for slot in trained)
+
     def spend(self) -> None:
         """A later backward pass adds to them unless they are cleared."""
         self._spent = self._retention.frees
@@ -315,10 +328,18 @@ class GradSync(Gradients):
     def _take_in_what_came(self) -> None:
         while len(self._under_way) > UNFINISHED:
             crowded = len(self._under_way) > CROWD
-            if not self._under_way[0].arriving.arrives(self._patience if crowded else 0):
+            if not self._arrives(self._patience if crowded else 0):
                 self._patience = 0 if crowded else self._patience
                 return
             self._take_in()
+
+    def _arrives(self, within: float) -> bool:
+        """Whether the oldest of those under way has come, after so many seconds at most."""
+        slot, arriving, *_ = self._under_way[0]
+        if not within or arriving.arrives(0):
+            return arriving.arrives(0)
+        with self._comm.clock.part(Label.WAIT_GRADS, slot.bucket):
+            return arriving.arrives(within)
 
     def _take(self, index: int) -> torch.Tensor | None:
         """The gradient of a parameter, which is on its way then."""
@@ -337,16 +358,18 @@ class GradSync(Gradients):
     def _keep(self, slot: Slot, grads: Grads) -> None:
         """There are no other ranks: the shard is the whole bucket."""
         buffer = slot.as_buffer(self.shard(slot.bucket))
-        if slot.holds and self._retention.frees:
-            slot.packing.add(grads, buffer)
-        else:
-            slot.packing.pack(grads, buffer)
+        with self._comm.clock.part(Label.PACK, slot.bucket):
+            if slot.holds and self._retention.frees:
+                slot.packing.add(grads, buffer)
+            else:
+                slot.packing.pack(grads, buffer)
         slot.holds = True
 
     def _take_in(self) -> None:
         sending = self._under_way.popleft()
         try:
-            self._receive(sending)
+            with self._comm.clock.part(Label.RECEIVE, sending.slot.bucket):
+                self._receive(sending)
         except Exception as failure:
             self._fail(failure)
 

@@ -56,14 +56,28 @@ class Gradients(ABC):
     def spend(self) -> None:  # noqa: B027 (nothing, by default)
         """A step has used the gradients."""
 
+    def slices(self) -> list[torch.Tensor]:
+        """The memory of this rank's slices."""
+        return list(self._shards.values())
+
+    def staging(self) -> list[torch.Tensor]:
+        """Memory in which gradients are brought together, and received."""
+        return []
+
+    def bytes_to_send(self) -> int:
+        """What this rank sends when all gradients travel once."""
+        return 0
+
     def shard(self, bucket: int) -> torch.Tensor:
         """This rank's slice of a bucket's gradients; zeros where nothing came."""
         if bucket not in self._shards:
             it = self._layout.buckets[bucket]
-            dtype = self._masters.dtype if self._masters and self._masters.covers(it.dtype) else it.dtype
             length = it.shards[self._comm.group.rank].length
-            self._shards[bucket] = torch.zeros(length, dtype=dtype, device=it.device)
+            self._shards[bucket] = torch.zeros(length, dtype=self._dtype(it), device=it.device)
         return self._shards[bucket]
+
+    def _dtype(self, bucket: Bucket) -> torch.dtype:
+        return self._masters.dtype if self._masters and self._masters.covers(bucket.dtype) else bucket.dtype
 
 
 class LocalGrads(Gradients):

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ..labels import Clock, Label
 from ..layout.layout import Layout, Piece
 from ..policies import MasterWeights
 from ..units import Rank, Span
@@ -12,11 +13,15 @@ from .segments import Segment
 from .store import FlatStore
 
 
-def memory_of(rank: Rank, store: FlatStore, masters: MasterWeights | None, hosts: Hosts | None) -> "ShardMemory":
+def memory_of(
+    rank: Rank, store: FlatStore, masters: MasterWeights | None, hosts: Hosts | None, clock: Clock
+) -> "ShardMemory":
     """The kind of memory that policies ask for."""
     if masters is None:
         return ShardMemory(rank, store, hosts)
-    return MasterMemory(rank, store, masters) if hosts is None else HostMasters(rank, store, masters, hosts)
+    if hosts is None:
+        return MasterMemory(rank, store, masters, clock)
+    return HostMasters(rank, store, masters, clock, hosts)
 
 
 class ShardMemory:
@@ -60,6 +65,10 @@ class ShardMemory:
         """Whether there are more precise copies of a bucket."""
         return False
 
+    def copies(self) -> list[torch.Tensor]:
+        """All more precise copies, where they rest."""
+        return []
+
     def before_update(self, params: list[torch.Tensor]) -> None:
         """Take over what was done to parameters since the last update."""
 
@@ -85,9 +94,11 @@ class MasterMemory(ShardMemory):
     rounded copy. Changes that autograd does not count, through `param.data`, are not noticed.
     """
 
-    def __init__(self, rank: Rank, store: FlatStore, policy: MasterWeights, hosts: Hosts | None = None) -> None:
+    def __init__(
+        self, rank: Rank, store: FlatStore, policy: MasterWeights, clock: Clock, hosts: Hosts | None = None
+    ) -> None:
         super().__init__(rank, store, hosts)
-        self._policy = policy
+        self._policy, self._clock = policy, clock
         self._copies: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
 
@@ -108,6 +119,9 @@ class MasterMemory(ShardMemory):
     def precise(self, piece: Piece) -> torch.Tensor | None:
         return self.of(piece.bucket)[self.span(piece)] if self.covers(piece.bucket) else None
 
+    def copies(self) -> list[torch.Tensor]:
+        return list(self._copies.values())
+
     @torch.no_grad()
     def before_update(self, params: list[torch.Tensor]) -> None:
         for piece in self._mine():
@@ -116,9 +130,10 @@ class MasterMemory(ShardMemory):
 
     @torch.no_grad()
     def after_update(self, segments: Iterable[Segment]) -> None:
-        for segment in segments:
-            if self.covers(segment.bucket):
-                self.shard(segment.bucket)[slice(*segment.in_shard)].copy_(segment.param.view(-1))
+        with self._clock.part(Label.ROUND):
+            for segment in segments:
+                if self.covers(segment.bucket):
+                    self.shard(segment.bucket)[slice(*segment.in_shard)].copy_(segment.param.view(-1))
 
     def remember(self, params: list[torch.Tensor]) -> None:
         self._versions = {piece.param: params[piece.param]._version for piece in self._mine()}
@@ -146,8 +161,8 @@ class HostMasters(MasterMemory):
 
     hosts: Hosts
 
-    def __init__(self, rank: Rank, store: FlatStore, policy: MasterWeights, hosts: Hosts) -> None:
-        super().__init__(rank, store, policy, hosts)
+    def __init__(self, rank: Rank, store: FlatStore, policy: MasterWeights, clock: Clock, hosts: Hosts) -> None:
+        super().__init__(rank, store, policy, clock, hosts)
         self._homes: dict[int, torch.Tensor] = {}
 
     def extend(self, layout: Layout) -> None:
@@ -180,6 +195,9 @@ class HostMasters(MasterMemory):
             return None
         self.of(piece.bucket)
         return self._homes[piece.bucket][self.span(piece)]
+
+    def copies(self) -> list[torch.Tensor]:
+        return list(self._homes.values())
 
     def fetch(self, bucket: int, host: Host) -> None:
         """Start bringing the copies of a bucket to the device."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..labels import Clock, Label
 from .host import Host, Hosts, is_movable
 from .inner import ShardOptimizer
 from .masters import HostMasters, ShardMemory
@@ -24,8 +25,8 @@ def is_far(device: torch.device) -> bool:
 class Offloading:
     """Steps inner optimizers whose state rests in host memory."""
 
-    def __init__(self, hosts: Hosts, memory: ShardMemory) -> None:
-        self._hosts, self._memory = hosts, memory
+    def __init__(self, hosts: Hosts, memory: ShardMemory, clock: Clock) -> None:
+        self._hosts, self._memory, self._clock = hosts, memory, clock
 
     def step(self, part: Part, kwargs: dict[str, Any]) -> Any:
         """State of what has no gradient stays where it is, unless the optimizer moves that, too."""
@@ -33,7 +34,8 @@ class Offloading:
         chosen = [segment for segment in part if everything or segment.param.grad is not None]
 
         def update(segments: Sequence[Segment]) -> None:
-            step.go_on(segments)
+            with self._clock.part(Label.INNER_STEP, part.name):
+                step.go_on(segments)
             self._memory.after_update(segments)
 
         self._through(part.inner, chosen, update)
@@ -54,7 +56,8 @@ class Offloading:
         self, inner: ShardOptimizer, segments: Sequence[Segment], action: Callable[[Sequence[Segment]], None]
     ) -> None:
         runs = [list(run) for _, run in groupby(sorted(segments, key=_bucket), key=_bucket)]
-        batches = [_Batch(run, inner, self._memory, self._hosts.of(run[0].param.device)) for run in runs]
+        hosts = [self._hosts.of(run[0].param.device) for run in runs]
+        batches = [_Batch(*it, inner, self._memory, self._clock) for it in zip(runs, hosts, strict=True)]
         try:
             for number, batch in enumerate(batches):
                 for ahead in batches[number : number + 2]:
@@ -73,7 +76,8 @@ class Offloading:
                 batch.stow()
             except Exception as error:
                 failure = failure or error
-        self._hosts.finish()
+        with self._clock.part(Label.STOW):
+            self._hosts.finish()
         if failure is not None:
             raise failure
 
@@ -81,8 +85,11 @@ class Offloading:
 class _Batch:
     """Segments of a bucket, with their state and master weights."""
 
-    def __init__(self, segments: Sequence[Segment], inner: ShardOptimizer, memory: ShardMemory, host: Host) -> None:
-        self.segments, self._inner, self._host = segments, inner, host
+    def __init__(
+        self, segments: Sequence[Segment], host: Host, inner: ShardOptimizer, memory: ShardMemory, clock: Clock
+    ) -> None:
+        self.segments, self._host, self._inner, self._clock = segments, host, inner, clock
+        self._bucket = _bucket(segments[0])
         self._masters = memory if isinstance(memory, HostMasters) else None
         self._homes: dict[tuple[int, Any], torch.Tensor] = {}
         self._is_here = False
@@ -93,9 +100,9 @@ class _Batch:
         if self._is_here or not is_far(self.segments[0].param.device):
             return
         self._is_here = True
-        with self._host.on_the_way_in():
+        with self._clock.part(Label.FETCH, self._bucket), self._host.on_the_way_in():
             if self._masters is not None:
-                self._masters.fetch(_bucket(self.segments[0]), self._host)
+                self._masters.fetch(self._bucket, self._host)
             for place, state, key, value in self._values():
                 if value.device.type == "cpu":
                     self._homes[place, key] = value
@@ -111,12 +118,13 @@ class _Batch:
         if not self._is_here:
             return
         self._is_here = False
-        if self._masters is not None:
-            self._masters.stow(_bucket(self.segments[0]), self._host)
-        for place, state, key, value in self._values():
-            home = self._host.room(value, self._homes.get((place, key)))
-            self._host.take(value, home)
-            state[key] = home
+        with self._clock.part(Label.STOW, self._bucket):
+            if self._masters is not None:
+                self._masters.stow(self._bucket, self._host)
+            for place, state, key, value in self._values():
+                home = self._host.room(value, self._homes.get((place, key)))
+                self._host.take(value, home)
+                state[key] = home
 
     def _values(self) -> Iterator[tuple[int, State, Any, torch.Tensor]]:
         for place, segment in enumerate(self.segments):

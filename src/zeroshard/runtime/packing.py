@@ -47,6 +47,10 @@ class Pool:
         self._numel = 0
         self._idle: list[Buffer] = []
 
+    def kept(self) -> list[torch.Tensor]:
+        """The memory of idle buffers."""
+        return [buffer.flat for buffer in self._idle]
+
     def make_room(self, numel: int) -> None:
         if numel > self._numel:
             self._numel = numel

@@ -9,6 +9,7 @@ import torch
 from ..comm.choice import Ways
 from ..comm.collectives import Comm
 from ..comm.pending import Pending, Window
+from ..labels import Label
 from ..layout.layout import Bucket, Layout
 from ..notices import warn_user
 from ..policies import Reduce
@@ -26,17 +27,20 @@ class ParamSync:
     def start(self, shipment: Shipment) -> None:
         """Send and receive; parcels that need no staging may still be under way afterwards."""
         staged = Window(shipment.window)
-        for parcel in shipment.parcels:
-            window = self._in_place if isinstance(parcel, InPlace) else staged
-            window.make_room()
-            self._send(parcel, window)
-        staged.drain()
+        with self._comm.clock.part(Label.SEND_PARAMS):
+            for parcel in shipment.parcels:
+                window = self._in_place if isinstance(parcel, InPlace) else staged
+                window.make_room()
+                self._send(parcel, window)
+        with self._comm.clock.part(Label.WAIT_PARAMS):
+            staged.drain()
 
     @torch.no_grad()
     def finish(self) -> None:
         """All that was started has arrived."""
         self._comm.group.line.at("updated parameters")
-        self._in_place.drain()
+        with self._comm.clock.part(Label.WAIT_PARAMS):
+            self._in_place.drain()
 
     def _send(self, parcel: Parcel, window: Window) -> None:
         mine = parcel.owner == self._comm.group.rank
@@ -66,7 +70,14 @@ class ShardSync:
         if self._comm.group.size == 1:
             return
         way = self._ways.of(bucket.device, equal=bucket.has_equal_shards)
-        self._under_way[bucket.index] = way.gather(flat, bucket.shards)
+        with self._comm.clock.part(Label.SEND_PARAMS, bucket.index):
+            self._under_way[bucket.index] = way.gather(flat, bucket.shards)
+
+    def bytes_to_send(self) -> int:
+        """What this rank sends when all buckets go that train."""
+        buckets = [it for it in self.layout.buckets if self._comm.group.size > 1 and self.layout.trains(it.index)]
+        ways = [self._ways.of(it.device, equal=it.has_equal_shards) for it in buckets]
+        return sum(way.bytes_to_gather(it.shards, it.dtype) for it, way in zip(buckets, ways, strict=True))
 
     def wait(self, buckets: Iterable[int]) -> None:
         """These buckets have arrived."""
@@ -74,7 +85,8 @@ class ShardSync:
             for bucket in buckets:
                 if bucket in self._under_way:
                     self._comm.group.line.at(partial(self.layout.name_bucket, bucket, "parameters"))
-                    self._under_way.pop(bucket).wait()
+                    with self._comm.clock.part(Label.WAIT_PARAMS, bucket):
+                        self._under_way.pop(bucket).wait()
 
     def let_go(self) -> None:
         """Nothing is under way any longer, whether it has arrived or never will."""

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from ..comm.ways import Arriving, ShardWay
+from ..labels import Clock, Label
 from ..layout.layout import Bucket, Layout
 from ..policies import sum_dtype
 from .packing import Buffer, Grads, Packing, Pool
@@ -13,8 +14,8 @@ from .packing import Buffer, Grads, Packing, Pool
 class Slot:
     """A bucket as gradients see it."""
 
-    def __init__(self, layout: Layout, bucket: Bucket, way: ShardWay, pool: Pool) -> None:
-        self.bucket, self._way, self._pool = bucket.index, way, pool
+    def __init__(self, layout: Layout, bucket: Bucket, way: ShardWay, pool: Pool, clock: Clock) -> None:
+        self.bucket, self._way, self._pool, self._clock = bucket.index, way, pool, clock
         self.packs = len(bucket.rooms) > 1
         """Gradients are copied together before they are sent."""
         share = 1 / way.ranks
@@ -48,7 +49,8 @@ class Slot:
     def put_in(self, param: int, grad: torch.Tensor) -> None:
         """Copy a gradient to where it will be sent from, so that it can be freed."""
         place = self._number[param]
-        self.packing.put(place, grad, self._buffer())
+        with self._clock.part(Label.PACK, self.bucket):
+            self.packing.put(place, grad, self._buffer())
         self._put.add(place)
 
     def send(self, grads: Grads, target: "Target", *, ours: bool) -> "Sending":
@@ -61,7 +63,8 @@ class Slot:
             if ours and (flat := self.packing.as_it_lies(grad)) is not None:
                 return self._start(flat, target, None)
         buffer = self._buffer()
-        flat = self.packing.pack(grads, buffer, self._put)
+        with self._clock.part(Label.PACK, self.bucket):
+            flat = self.packing.pack(grads, buffer, self._put)
         self._filling, self._put = None, set()
         return self._start(flat, target, buffer)
 
@@ -72,8 +75,17 @@ class Slot:
         return self._start(flat, target, buffer)._replace(wanted=False)
 
     def _start(self, flat: torch.Tensor, target: "Target", buffer: Buffer | None) -> "Sending":
-        arriving = self._way.reduce(flat, self.packing.shards, target.memory, self._share_after)
+        with self._clock.part(Label.SEND_GRADS, self.bucket):
+            arriving = self._way.reduce(flat, self.packing.shards, target.memory, self._share_after)
         return Sending(self, arriving, target, buffer)
+
+    def bytes_to_send(self, into: torch.dtype) -> int:
+        """What this rank sends of it in a round. `into`: what its shard of gradients is."""
+        return self._way.bytes_to_reduce(self.packing.shards, self._pool.dtype, into)
+
+    def filling(self) -> list[torch.Tensor]:
+        """Memory that waits for further gradients."""
+        return [] if self._filling is None else [self._filling.flat]
 
     def clear(self, *, to_none: bool) -> None:
         """Forget what was put in, or make it zero."""

@@ -11,24 +11,23 @@ import torch
 from ..comm.agreement import Trouble, Verdict, compare, raise_failure, raise_first_difference
 from ..comm.collectives import Comm
 from ..errors import BindingError
+from ..labels import Label
 from ..layout.layout import Layout
-from ..policies import Drift
+from ..notices import log
 from ..state.compat import SavedState, describe_groups
 from ..state.dcp import CutTensor
 from ..state.records import MASTER, StateRecord
 from ..units import Rank
 from .beginnings import begin, begins_neutrally
-from .drift import require_equal_params
 from .inner import Inner, ParamGroup, ShardOptimizer
-from .nonfinite import Lot, NonFiniteGuard
+from .looks import Looks
+from .nonfinite import Lot
 from .param_sync import ParamSync, ShardSync
-from .store import Store
+from .store import FlatStore, Store
 
 Closure = Callable[[], Any]
 Room = Callable[[int, Any, tuple[int, ...], torch.dtype], torch.Tensor]
 """Memory for what this rank holds of a state tensor: of a parameter, a key, a shape and a dtype."""
-
-_log = logging.getLogger(__name__)
 
 
 class Engine(ABC):
@@ -40,13 +39,12 @@ class Engine(ABC):
 
     inner: Inner
     sync: ParamSync | ShardSync
-    drift: Drift | None = None
-    guard: NonFiniteGuard | None = None
     reduces = False
     """Gradients are averaged over all ranks here, not before."""
 
     def __init__(self, comm: Comm, store: Store) -> None:
         self.comm, self.store = comm, store
+        self.looks = Looks(comm)
         self._begins: dict[int, bool] = {}
         self.layout = Layout.empty(comm.group.size)
         self.params: list[torch.Tensor] = []
@@ -157,7 +155,17 @@ class Engine(ABC):
     def check_drift(self, call: str, step: int | None = None) -> None:
         """Raise `DriftError` on all ranks if they have different parameters. On all ranks."""
         self.sync.finish()
-        require_equal_params(self.comm, self.layout, self.params, call, step)
+        self.looks.require_no_drift(self.layout, self.params, call, step)
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """The memory that this rank keeps, by what it is for; state is not among it."""
+        grads = [param.grad for param in self.params if param.grad is not None]
+        own = self.store.buffers() if isinstance(self.store, FlatStore) else self.params
+        return {"parameters": own, "gradients": grads, "staging": self.store.staging()}
+
+    @abstractmethod
+    def bytes_to_send(self) -> tuple[int | None, int]:
+        """What this rank sends of gradients and of parameters when all travel once; None if others send gradients."""
 
     @property
     def is_reducing(self) -> bool:
@@ -191,12 +199,12 @@ class Engine(ABC):
         return result
 
     def _foreseen(self, closure: Closure | None) -> Closure | None:
-        """A closure that has made its gradients before the optimizer's code runs, if there is a guard to see them."""
-        return closure if self.guard is None or closure is None else CalledBefore(closure)
+        """A closure that has made its gradients before the optimizer's code runs, if they are looked at."""
+        return CalledBefore(closure) if self.looks.at_gradients and closure is not None else closure
 
     def leaves_out(self, look: Callable[[], Iterable[Lot]], failure: Exception | None = None) -> bool:
         """Whether the step is not to be made, since gradients are not finite. On all ranks; raises there alike."""
-        return self.guard is not None and self.guard.leaves_out(self.layout, look, failure)
+        return self.looks.leave_out(self.layout, look, failure)
 
     def kept(self, groups: Sequence[ParamGroup]) -> Callable[[], None]:
         """Keeps what this rank owns of parameters, and the options of groups; returns how to put that back. Not state:
@@ -286,10 +294,11 @@ class SharedClosure:
         failure: Exception | None = None
         loss = None
         try:
-            loss = self._closure()
+            with self._comm.clock.part(Label.CLOSURE):
+                loss = self._closure()
         except Exception as error:
             # Hazard: the other ranks may be in a collective of the closure, where our agreement never reaches them.
-            _log.error("the closure failed on rank %d: %r", self._comm.everyone.group.rank, error)
+            log(logging.ERROR, self._comm.everyone.group.rank, "the closure failed: %r", error)
             failure = error
         self.failed = True
         self._share(f"closure {self._calls} of {self._call}", failure)

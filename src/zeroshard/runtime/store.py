@@ -145,6 +145,10 @@ class Store(ABC):
         self._rebind()
         self._remember()
 
+    def staging(self) -> list[torch.Tensor]:
+        """Memory in which small parameters are packed."""
+        return list(self._staging.values())
+
     def shipment(self, moving: bytes) -> Shipment:
         """Parcels of the parameters flagged in `moving`, in an order that is the same on all ranks."""
         if moving not in self._prepared:
@@ -268,6 +272,10 @@ class FlatStore(Store):
             param.data = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device).copy_(
                 param.detach()
             )
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The memory of all parameters, padding included."""
+        return list(self._buffers)
 
     def buffer(self, bucket: int) -> torch.Tensor:
         return self._buffers[bucket]

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import CheckpointError
+from ..labels import Clock, Label
 from ..state.compat import StateDict
 from .inner import ParamGroup, ShardOptimizer
 
@@ -23,8 +24,8 @@ class Member(Protocol):
 class Team:
     """This rank's inner optimizers, one for each kind that the user has given. Each sees its own groups only."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
-        self._members = members
+    def __init__(self, members: Sequence[Member], clock: Clock) -> None:
+        self._members, self._clock = members, clock
 
     @property
     def members(self) -> list[ShardOptimizer]:
@@ -43,14 +44,18 @@ class Team:
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """All step. A closure is called once, for all of them."""
         if len(self._members) == 1:
-            return self._members[0].inner.step(*args, **kwargs)
+            return self._step(self._members[0], *args, **kwargs)
         loss = None
         for closure in args:
             with torch.enable_grad():
                 loss = closure()
         for member in self._members:
-            member.inner.step(**kwargs)
+            self._step(member, **kwargs)
         return loss
+
+    def _step(self, member: Member, *args: Any, **kwargs: Any) -> Any:
+        with self._clock.part(Label.INNER_STEP, member.name):
+            return member.inner.step(*args, **kwargs)
 
     def check_classes(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Refuse groups of a loaded dict that say that they are of other classes."""

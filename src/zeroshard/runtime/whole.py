@@ -9,6 +9,7 @@ from torch.autograd.graph import increment_version
 
 from ..comm.agreement import Trouble, compare, raise_failure
 from ..comm.collectives import Comm
+from ..labels import Label
 from ..layout.boxes import extent
 from ..layout.layout import Layout
 from ..state.compat import SavedState, local_dict
@@ -94,6 +95,10 @@ class WholeEngine(Engine):
         self.sync.finish()
         self.store.refresh()
 
+    def bytes_to_send(self) -> tuple[int | None, int]:
+        own = (self.params[index].nbytes for index in self._owned if self.layout.params[index].trainable)
+        return None, (self.comm.group.size - 1) * sum(own)
+
     def spread(self) -> Callable[[], None]:
         if self.comm.group.size > 1:
             self.sync.start(self.store.shipment(b"\1" * len(self.params)))
@@ -130,6 +135,10 @@ class WholeEngine(Engine):
         self._bring_to_all(call, attempt, watch.moving(), before)
         return attempt.result
 
+    def _inner_step(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
+        with self.comm.clock.part(Label.INNER_STEP, self._kind.name):
+            return super()._inner_step(groups, closure, kwargs)
+
     def _own_grads(self) -> Iterator[Lot]:
         for index, param in self.owned(self.comm.group.rank).items():
             if param.grad is not None:
@@ -145,7 +154,8 @@ class WholeEngine(Engine):
         try:
             for param, grad in grads.items():
                 param.grad = grad
-            with self.inner.only({id(param) for param in grads}):
+            step = self.comm.clock.part(Label.INNER_STEP, self._kind.name)
+            with step, self.inner.only({id(param) for param in grads}):
                 self.inner.step()
             self.store.refresh(self._owned)
         finally:

@@ -24,6 +24,18 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
+def plain_tensors(value: Any) -> list[torch.Tensor]:
+    """All tensors in it; of one that is made of others, these."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, lambda tensor: on_plain(tensor, note))
+    return found
+
+
 def snapshot(value: Any) -> Any:
     """A copy on the CPU that nothing changes later."""
     return map_tensors(copy_mutable(value), lambda tensor: on_plain(tensor, _to_host))

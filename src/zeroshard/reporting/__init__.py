@@ -1,0 +1,1 @@
+"""What an optimizer tells of itself: who owns what, what it takes, how long it takes."""

@@ -1,0 +1,25 @@
+"""`Report`: what `optimizer.report()` returns."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .picture import draw
+from .text import written
+from .values import Facts
+
+
+@dataclass(frozen=True)
+class Report(Facts):
+    """Who owns what, what it takes on this rank, and what the last step took. Of one moment: it does not change.
+
+    `print(report)` shows it as text, `as_dict()` has all of it for JSON, `picture(path)` draws it. What it says of
+    other ranks is what the layout says: making it sends nothing.
+    """
+
+    def __str__(self) -> str:
+        return written(self)
+
+    def picture(self, path: str | os.PathLike[str]) -> Path:
+        """Draw it into a file; the ending says which kind, as `.png` or `.svg`. Needs matplotlib: `zeroshard[plot]`."""
+        return draw(self, Path(path))

@@ -1,0 +1,127 @@
+"""The log: quiet unless somebody listens, and then in one way."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import RankContext, ranks
+from tests.support.overlap import mlp, regression
+from tests.support.sharded import ADAMW, ZERO2, seeded
+from zeroshard import ZeroRedundancyOptimizer, checkpoint, shard
+from zeroshard.notices import log
+
+JOB = """if True:
+    import logging, torch, torch.distributed as dist, zeroshard
+    from zeroshard import checkpoint
+    SETUP
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = torch.nn.Linear(4, 4)
+    optimizer = zeroshard.shard(model, torch.optim.SGD, lr=0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    checkpoint.save(FOLDER, step=1, model=model, optimizer=optimizer)
+    checkpoint.load(FOLDER, model=model, optimizer=optimizer)
+    try:
+        optimizer.step(lambda: 1 / 0 if FAILS else None)
+    except ZeroDivisionError:
+        pass
+    dist.destroy_process_group()
+"""
+
+
+def printed(folder: Path, *, setup: str = "", fails: bool = False) -> str:
+    """What such a job writes to stderr."""
+    code = JOB.replace("SETUP", setup).replace("FOLDER", repr(str(folder))).replace("FAILS", str(fails))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    return done.stderr
+
+
+def test_only_errors_are_heard_where_nobody_listens(tmp_path: Path) -> None:
+    """They may be the last thing that a process says. Whoever wants less has a handler."""
+    assert (
+        printed(tmp_path / "plain", fails=True)
+        == f"rank 0: the closure failed: {ZeroDivisionError('division by zero')!r}\n"
+    )
+    muted = 'logging.getLogger("zeroshard").addHandler(logging.NullHandler())'
+    assert printed(tmp_path / "muted", setup=muted, fails=True) == ""
+
+
+def test_who_listens_hears_one_line(tmp_path: Path) -> None:
+    (line,) = printed(tmp_path, setup="logging.basicConfig(level=logging.INFO)").splitlines()
+    assert line.startswith(
+        "INFO:zeroshard:rank 0: SGD on 20 elements of 2 parameters in 1 buckets, shared by 1 ranks. SGD: every rank "
+        "updates a slice of every bucket. "
+    )
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    @property
+    def texts(self) -> list[str]:
+        return [record.getMessage() for record in self.records]
+
+
+@contextmanager
+def heard(level: int) -> Iterator[Kept]:
+    logger, kept = logging.getLogger("zeroshard"), Kept()
+    before = logger.level
+    logger.addHandler(kept)
+    logger.setLevel(level)
+    try:
+        yield kept
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(kept)
+
+
+@ranks(1, 2)
+def test_rank_0_says_once_what_was_made(ctx: RankContext) -> None:
+    with heard(logging.INFO) as kept:
+        model = seeded(mlp, 0)
+        optimizer = shard(model, torch.optim.AdamW, config=ZERO2, **ADAMW)
+        torch.autograd.backward(regression(model, 0))
+        optimizer.step()
+        ZeroRedundancyOptimizer(seeded(mlp, 0).parameters(), torch.optim.SGD, lr=0.1)
+    assert [record.levelname for record in kept.records] == (["INFO"] * 2 if ctx.rank == 0 else [])
+    assert all(f"shared by {ctx.world_size} ranks" in text for text in kept.texts)
+
+
+@ranks(1, 2)
+def test_details_name_their_rank(ctx: RankContext, tmp_path: Path) -> None:
+    folder = ctx.gather(str(tmp_path))[0]
+    with heard(logging.DEBUG) as kept:
+        model = seeded(mlp, 0)
+        optimizer = shard(model, torch.optim.AdamW, config=ZERO2, **ADAMW)
+        torch.autograd.backward(regression(model, 0))
+        optimizer.step()
+        checkpoint.save(folder, step=3, model=model, optimizer=optimizer)
+        checkpoint.load(folder, model=model, optimizer=optimizer)
+    assert {vars(record)["rank"] for record in kept.records} == {ctx.rank}
+    assert all(text.startswith(f"rank {ctx.rank}: ") for text in kept.texts)
+    assert sum(" owns " in text for text in kept.texts) == len(optimizer.layout.buckets)
+    assert sum("saved " in text for text in kept.texts) == sum("loaded " in text for text in kept.texts) == 1
+    agreed = [text for text in kept.texts if "all ranks are in step 1" in text]
+    assert len(agreed) == (ctx.world_size > 1)
+
+
+def test_a_record_points_at_who_said_it(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "zeroshard"):
+        log(logging.DEBUG, 7, "%d of %s", 3, "something")
+    (record,) = caplog.records
+    assert (record.getMessage(), vars(record)["rank"]) == ("rank 7: 3 of something", 7)
+    assert record.filename == Path(__file__).name

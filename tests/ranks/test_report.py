@@ -1,0 +1,255 @@
+"""`optimizer.report()`: what it says is what is there."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support import RankContext, ranks
+from tests.support.hybrid import within
+from tests.support.overlap import mlp, regression
+from tests.support.sharded import ADAMW, TINY, ZERO1, ZERO2, seeded
+from tests.support.traffic import recorded
+from zeroshard import (
+    Drift,
+    MasterWeights,
+    NonFinite,
+    Offload,
+    Report,
+    Rule,
+    SecondCopy,
+    ZeroConfig,
+    ZeroRedundancyOptimizer,
+    ddp_hooks,
+    everything_else,
+    matrices,
+    shard,
+)
+from zeroshard.units import Rank
+
+
+def iterate(model: nn.Module, optimizer: Any, number: int) -> None:
+    torch.autograd.backward(regression(model, number))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def memory_of(report: Report, what: str) -> int:
+    return sum(it.nbytes for it in report.memory if it.what == what)
+
+
+def state_bytes(optimizer: Any) -> int:
+    """All that the inner optimizers keep."""
+    entries = [entry for inner in optimizer.optims for entry in inner.state.values()]
+    return sum(it.nbytes for entry in entries for it in entry.values() if isinstance(it, torch.Tensor))
+
+
+def check(report: Report, optimizer: Any) -> None:
+    """What must hold of every report."""
+    layout, rank = optimizer.layout, optimizer.rank
+    assert [it.elements for it in report.ranks] == list(optimizer.balance.elements)
+    owned = [len(layout.owned_by(Rank(it.rank))) for it in report.ranks]
+    assert [it.parameters for it in report.ranks] == owned
+    assert sum(it.work for it in report.ranks) == pytest.approx(1.0)
+    assert report.state_bytes[rank] == memory_of(report, "state") == state_bytes(optimizer)
+    assert memory_of(report, "parameters") >= sum(param.nbytes for param in optimizer.engine.params)
+    for share, bucket in zip(report.buckets, layout.buckets, strict=True):
+        assert share.padding == bucket.numel - sum(layout.params[index].numel for index in bucket.params)
+        assert len(share.parameters) == len(bucket.rooms)
+        assert [(r, tuple(bucket.shards[r])) for r, *_ in share.shards] == [(r, (a, b)) for r, a, b in share.shards]
+    assert json.loads(json.dumps(report.as_dict())) == report.as_dict()
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert f"rank {report.rank}" in lines[0]
+
+
+def ways(world_size: int) -> Iterator[tuple[nn.Module, Any]]:
+    """Models and optimizers of all kinds."""
+    rules = [Rule(matrices(), torch.optim.Muon, lr=0.1), Rule(everything_else, torch.optim.AdamW, lr=0.1)]
+    masters = replace(ZERO2, masters=MasterWeights(torch.float64), drift=Drift(every=1), nonfinite=NonFinite("skip"))
+    for config in (ZERO2, ZERO1, ZeroConfig(), replace(ZERO2, overlap_gather=True), masters):
+        model = seeded(mlp, 0)
+        yield model, shard(model, torch.optim.AdamW, config=config, **ADAMW)
+    model = seeded(mlp, 0)
+    yield model, shard(model, rules)
+    for view in (False, True):
+        model = seeded(mlp, 0)
+        yield model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, None, view, **ADAMW)
+    model = seeded(mlp, 0)
+    yield model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, config=ZeroConfig(partition=TINY), lr=0.1)
+    if world_size % 2 == 0:
+        model = seeded(mlp, 0)
+        yield model, shard(model, torch.optim.AdamW, config=ZERO2, **within((2, world_size // 2)), **ADAMW)
+
+
+@ranks(1, 2, 3, 4)
+def test_what_it_says_is_what_is_there(ctx: RankContext) -> None:
+    for model, optimizer in ways(ctx.world_size):
+        first = optimizer.report()
+        check(first, optimizer)
+        assert "none yet" in str(first)
+        torch.autograd.backward(regression(model, 0))
+        check(optimizer.report(), optimizer)  # gradients are under way, others on none
+        for number in range(2):
+            iterate(model, optimizer, number)
+        report = optimizer.report()
+        check(report, optimizer)
+        assert report.counters.steps == optimizer.engine.steps == 2
+        assert first.counters.steps == 0, "a report does not change"
+        assert 0 < report.times.step <= report.times.iteration
+        if hasattr(optimizer, "wait"):
+            optimizer.wait()
+
+
+@ranks(1, 2, 4)
+def test_state_of_other_ranks_is_what_they_have(ctx: RankContext) -> None:
+    """Where all have the same kinds of parameters."""
+    model = seeded(mlp, 0)
+    optimizer = shard(model, torch.optim.SGD, momentum=0.9, lr=0.1, config=ZERO2)
+    iterate(model, optimizer, 0)
+    report = optimizer.report()
+    assert list(report.state_bytes) == ctx.gather(state_bytes(optimizer))
+    assert sum(report.state_bytes) == sum(param.nbytes for param in model.parameters())  # type: ignore[arg-type]
+
+
+@ranks(3)
+def test_ranks_that_own_nothing(ctx: RankContext) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
+    torch.autograd.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    report = optimizer.report()
+    check(report, optimizer)
+    owner = optimizer.layout.owner_of(0)
+    assert [it.elements for it in report.ranks] == [2 * (rank == owner) for rank in range(3)]
+    known = 20 if ctx.rank == owner else None
+    assert list(report.state_bytes) == [known if rank == owner else 0 for rank in range(3)]
+    assert report.balance.fullest == 3
+
+
+@ranks(2, 3, 4)
+def test_bytes_on_the_wire_are_those_that_are_sent(ctx: RankContext) -> None:
+    rows = [(1, ctx.world_size)] + ([(2, ctx.world_size // 2), (ctx.world_size, 1)] if ctx.world_size % 2 == 0 else [])
+    for grid in rows:
+        model = seeded(mlp, 0)
+        optimizer = shard(model, torch.optim.AdamW, config=ZERO2, **within(grid), **ADAMW)
+        iterate(model, optimizer, 0)
+        with recorded() as traffic:
+            torch.autograd.backward(regression(model, 1))
+            optimizer.clip_grad_value_(1e9)  # what threads send is on its way by then
+            sent_grads = sum(traffic.sizes("isend"))
+            optimizer.step()
+        wire = optimizer.report().wire
+        assert (wire.gradients, wire.parameters) == (sent_grads, sum(traffic.sizes("isend")) - sent_grads), grid
+        optimizer.zero_grad()
+    frozen = seeded(mlp, 0).requires_grad_(False)
+    plain = ZeroRedundancyOptimizer(frozen.parameters(), torch.optim.SGD, lr=0.1)
+    assert plain.report().wire == (None, 0)
+
+
+@ranks(2, 3)
+def test_memory_is_counted_by_what_it_is_for(ctx: RankContext) -> None:
+    model = seeded(mlp, 0).bfloat16()
+    config = replace(ZERO2, masters=MasterWeights(torch.float32))
+    optimizer = shard(model, torch.optim.AdamW, config=config, **ADAMW)
+    before = optimizer.report()
+    assert (memory_of(before, "gradients"), memory_of(before, "state")) == (0, 0)
+    torch.autograd.backward(model(torch.ones(2, 6).bfloat16()).sum())
+    optimizer.step()
+    report = optimizer.report()
+    lengths = [bucket.shards[ctx.rank].length for bucket in optimizer.layout.buckets]
+    assert memory_of(report, "master weights") == memory_of(report, "gradients") == 4 * sum(lengths)
+    assert memory_of(report, "parameters") == 2 * sum(bucket.numel for bucket in optimizer.layout.buckets)
+    assert memory_of(report, "staging") > 0
+    with optimizer.no_sync():
+        torch.autograd.backward(model(torch.ones(2, 6).bfloat16()).sum())
+    whole = sum(param.nbytes for param in model.parameters())
+    assert memory_of(optimizer.report(), "gradients") == 4 * sum(lengths) + whole
+    optimizer.zero_grad()
+
+
+@ranks(2)
+def test_a_report_before_and_after_ddps_buckets_are_known(ctx: RankContext) -> None:
+    model = DistributedDataParallel(seeded(mlp, 0))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, overlap_with_ddp=True, **ADAMW)
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    model.register_comm_hook(None, ddp_hooks.hook_with_zero_step(allreduce_hook, model, optimizer))
+    early = optimizer.report()
+    check(early, optimizer)
+    assert not early.settled
+    assert "not known yet" in str(early)
+    for number in range(4):
+        torch.autograd.backward(regression(model, number))
+    report = optimizer.report()
+    check(report, optimizer)
+    assert report.settled
+    assert report.counters.steps == 2
+    assert report.times.parts
+
+
+@ranks(2)
+def test_what_was_counted(ctx: RankContext) -> None:
+    config = replace(ZERO2, drift=Drift(every=2), nonfinite=NonFinite("skip"), second_copy=SecondCopy(every=1))
+    model = seeded(mlp, 0)
+    optimizer = shard(model, torch.optim.AdamW, config=config, **ADAMW)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(4):
+            torch.autograd.backward(regression(model, number) * (float("nan") if number == 3 else 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.copying is not None
+    optimizer.copying.settle()
+    counters = optimizer.report().counters
+    assert counters[:5] == (3, 1, 1, 2, 3)
+    assert counters.second_copy_sent > 0
+    assert memory_of(optimizer.report(), "second copies") > 0
+    text = str(optimizer.report())
+    assert "1 with gradients that were not finite, of which 1 were left out" in text
+    assert "second copy: of step 3" in text
+
+
+@ranks(1)
+def test_offload_without_a_gpu_is_told(ctx: RankContext) -> None:
+    model = seeded(mlp, 0)
+    with pytest.warns(UserWarning, match="no effect"):
+        optimizer = shard(model, torch.optim.AdamW, config=ZeroConfig(offload=Offload()), **ADAMW)
+    check(optimizer.report(), optimizer)
+
+
+@pytest.mark.gpu
+@ranks(1)
+def test_offloaded_state_is_counted_where_it_rests(ctx: RankContext) -> None:
+    model = nn.Linear(256, 256).cuda()
+    config = ZeroConfig(offload=Offload(), masters=MasterWeights(torch.float64))
+    optimizer = shard(model, torch.optim.AdamW, config=config, **ADAMW)
+    torch.autograd.backward(model(torch.ones(2, 256, device="cuda")).sum())
+    optimizer.step()
+    report = optimizer.report()
+    check(report, optimizer)
+    elements = sum(param.numel() for param in model.parameters())
+    host = {it.what: it.nbytes for it in report.memory if it.device == "cpu"}
+    assert host["master weights"] >= 8 * elements
+    assert host["state"] >= 2 * 8 * elements
+    assert sum(it.nbytes for it in report.memory if it.what == "parameters" and it.device == "cuda") >= 4 * elements
+
+
+@ranks(2)
+def test_a_report_is_local(ctx: RankContext) -> None:
+    model = seeded(mlp, 0)
+    optimizer = shard(model, torch.optim.AdamW, config=ZERO2, **ADAMW)
+    if ctx.rank == 1:
+        with recorded() as traffic:
+            str(optimizer.report())
+            optimizer.report().as_dict()
+        assert traffic == []
+    iterate(model, optimizer, 0)

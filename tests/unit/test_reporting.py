@@ -1,0 +1,112 @@
+"""A report as text and as a picture, for few ranks and for many."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroshard import ConfigError, FlatShards, Report, WholeParams
+from zeroshard.labels import Label, Spent, Times
+from zeroshard.layout.balance import balance
+from zeroshard.layout.layout import Layout
+from zeroshard.layout.partition import Partitioner
+from zeroshard.layout.specs import ParamSpec
+from zeroshard.reporting.text import in_bytes, in_seconds
+from zeroshard.reporting.values import Counters, Held, Wire
+
+CPU = torch.device("cpu")
+NAME = "transformer.encoder.layers.{}.attention.projection.of.queries.and.keys.weight"
+TIMES = Times(
+    {Label.STEP: Spent(1, 1e-4, 0.0), Label.INNER_STEP: Spent(1, 3e-3, 0.0), Label.RECEIVE: Spent(9, 1e-3, 4e-3)}, 0.2
+)
+
+
+def spec(index: int) -> ParamSpec:
+    return ParamSpec(index, NAME.format(index), (100 + index, 64), (64, 1), torch.float32, CPU, 0, True)
+
+
+def report(ranks: int, params: int, partition: Partitioner, times: Times = TIMES) -> Report:
+    layout = partition.extend(Layout.empty(ranks), tuple(map(spec, range(params))))
+    return Report(
+        rank=ranks - 1,
+        place=ranks - 1,
+        world_size=ranks,
+        rows=1,
+        classes=("AdamW",),
+        config=("every rank updates a slice of every bucket", "a sentence that goes on " * 12),
+        settled=True,
+        balance=balance(layout, lambda it: it.numel),
+        state_bytes=(None, *[1 << 20] * (ranks - 1)),
+        memory=(Held("parameters", "cpu", 9 << 20), Held("state", "cuda", 5 << 30)),
+        wire=Wire(1 << 20, 1 << 19),
+        times=times,
+        counters=Counters(4),
+        layout=layout,
+    )
+
+
+many = pytest.mark.parametrize(
+    "made",
+    [report(2, 3, WholeParams()), report(64, 400, FlatShards(1 << 16)), report(1, 1, FlatShards(), Times())],
+    ids=["two", "many", "one"],
+)
+
+
+@many
+def test_text_is_short_and_narrow(made: Report) -> None:
+    lines = str(made).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert len(lines) < 60
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_of_many_the_first_and_the_last_are_shown() -> None:
+    made = report(64, 400, FlatShards(1 << 16))
+    text = str(made)
+    assert f"... and {len(made.buckets) - 7} more buckets ..." in text
+    assert "... and 57 more ranks ..." in text
+    assert "\n  rank 63 " in text
+    assert "\n  rank 30 " not in text
+    everything = made.as_dict()
+    assert len(everything["ranks"]) == 64
+    assert len(everything["buckets"]) == len(made.layout.buckets)
+    assert [name for it in everything["buckets"] for name in it["parameters"]].count(NAME.format(7)) == 1
+
+
+def test_times_are_ordered_and_told_apart() -> None:
+    text = str(report(2, 3, WholeParams()))
+    rows = [line.split() for line in text.splitlines() if line.endswith(("ms", " -"))]
+    assert [" ".join(row) for row in rows[-3:]] == [
+        "receive gradients 9 1.00 ms 4.00 ms",
+        "inner step 1 3.00 ms -",
+        "all else in step() 1 100 us -",
+    ]
+    assert "The last step took 4.10 ms, and 200.00 ms since the one before" in text
+
+
+def test_units() -> None:
+    assert [in_bytes(it) for it in (0, 1023, 1536, 5 << 20, 7 << 30)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "5.0 MiB",
+        "7.0 GiB",
+    ]
+    assert [in_seconds(it) for it in (2.0, 0.0125, 3e-6)] == ["2.00 s", "12.50 ms", "3 us"]
+
+
+@many
+def test_pictures_are_drawn(made: Report, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for ending in ("png", "svg"):
+        path = made.picture(tmp_path / f"report.{ending}")
+        assert path.stat().st_size > 1000
+    assert "<svg" in path.read_text(encoding="utf-8")
+
+
+def test_a_picture_without_matplotlib_says_which_extra(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        with pytest.raises(ConfigError, match=r"zeroshard\[plot\]"):
+            report(2, 3, WholeParams()).picture(tmp_path / "report.png")
