@@ -61,7 +61,7 @@ ROOMS["__init__"] = {
     *("optimizer", "sharded", "rules", "measuring", "scaler", "ddp_hooks", "objects", "config", "policies", "layout"),
     *("errors", "checkpoint", "second_copy", "recovery", "planning"),
 }
-ROOMS["cli"] = {"checkpoint", "planning", "state", "units", "errors"}
+ROOMS["cli"] = {"checkpoint", "planning", "config", "policies", "rules", "layout", "state", "units", "errors"}
 ROOMS["__main__"] = {"cli"}
 
 MOST_LINES_OF_A_FUNCTION = 40

@@ -19,6 +19,7 @@ from ..errors import ZeroError
 from .describe import describe
 from .files import beside
 from .formats import FORMATS
+from .plan_command import plan
 from .show import printable, show
 from .sources import open_source, told_of
 
@@ -35,11 +36,12 @@ class To(str, Enum):
 
 
 app = typer.Typer(
-    help="Look at checkpoints and convert them.",
+    help="Plan memory and traffic; look at checkpoints and convert them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(plan)
 
 
 @app.command()
