@@ -73,7 +73,7 @@ def _columns(plan: Plan, unit: tuple[str, float], wide: bool) -> list[Column]:
         Column("in", "in", lambda it: PHASES[it.usage.peak_phase], "left"),
         *([Column(_bar_heading(plan), "", lambda it: _bar(plan, it), "left")] if wide else []),
         *([Column("host", "host", part("host"))] if _has(plan, "host") else []),
-        Column("balance", "even", lambda it: f"{it.balance:.2f}"),
+        Column("balance", "bal.", lambda it: f"{it.balance:.2f}"),
         Column("sent a step", "sent", lambda it: in_bytes(it.traffic.sent)),
         *([Column("network", "network", _network)] if wide or not _has(plan, "host") else []),
         *([Column("fits", "fits", lambda it: _verdict(plan.fits(it)))] if plan.memory is not None else []),
