@@ -68,7 +68,8 @@ def test_a_preset_by_its_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "elements"), [("7.5B", 7_500_000_000), ("124M", 124_000_000), ("12345", 12_345), ("1.5k", 1500), ("2T", 2 * 10**12)]
+    ("text", "elements"),
+    [("7.5B", 7_500_000_000), ("124M", 124_000_000), ("12345", 12_345), ("1.5k", 1500), ("2T", 2 * 10**12)],
 )
 def test_a_number_is_so_many_parameters_in_equal_matrices(text: str, elements: int) -> None:
     found = model_shape(text)
@@ -244,7 +245,7 @@ def test_an_index_and_its_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["../1.safetensors", "/etc/passwd", "..", "", 3, None, "a\0b", "sub/1.safetensors"])
 def test_an_index_that_leads_elsewhere(tmp_path: Path, file: Any) -> None:
-    with pytest.raises(CheckpointError, match="plain name of one next to it|not next to it"):
+    with pytest.raises(CheckpointError, match=r"plain name of one next to it|not next to it"):
         model_shape(str(index_of(tmp_path, {"a": file})))
 
 

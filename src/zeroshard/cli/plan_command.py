@@ -29,6 +29,7 @@ _MODEL = (
 
 
 def plan(
+    *,
     model: Annotated[str, typer.Argument(help=_MODEL)],
     optimizer: Annotated[str, typer.Option(help="of torch.optim, package.module:Class, or muon+adamw")] = "AdamW",
     options: Annotated[str | None, typer.Option(help="of the optimizer: lr=1e-3,momentum=0.9")] = None,
@@ -62,11 +63,12 @@ def plan(
             bytes_in("--activations", activations),
             Network(bandwidth_in("--bandwidth", bandwidth), seconds_in("--latency", latency)),
         )
-        _answer(wish, Optimizer(optimizer, options_in(options)), precision, as_json, picture, html)
+        asked = Optimizer(optimizer, options_in(options))
+        _answer(wish, asked, precision, as_json=as_json, picture=picture, html=html)
 
 
 def _answer(
-    wish: Wish, optimizer: Optimizer, precision: str | None, as_json: bool, picture: Path | None, html: Path | None
+    wish: Wish, optimizer: Optimizer, precision: str | None, *, as_json: bool, picture: Path | None, html: Path | None
 ) -> None:
     found = wish.planned(optimizer, precision)
     if as_json:

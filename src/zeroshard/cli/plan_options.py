@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..config import ZeroConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, ZeroError
 from ..layout.partition import FlatShards
 from ..planning.plan import Plan, plan
 from ..planning.shapes import ModelShape
@@ -63,9 +63,25 @@ class Wish:
         model, config = self.model, self.config
         if precision is not None:
             dtype, masters = _precision(precision)
-            model, config = model.cast(dtype), replace(config, masters=masters and MasterWeights(masters))
-        asked = {"ranks": ranks or self.ranks, "config": config, "memory": self.memory, "network": self.network}
-        return plan(model, optimizer.made_for(model), activations=self.activations, **asked, **optimizer.options)
+            model, config = (
+                model.cast(dtype),
+                replace(config, masters=None if masters is None else MasterWeights(masters)),
+            )
+        asked: dict[str, Any] = {
+            "ranks": ranks or self.ranks,
+            "config": config,
+            "memory": self.memory,
+            "network": self.network,
+        }
+        made = optimizer.made_for(model)
+        try:
+            return plan(model, made, activations=self.activations, **asked, **optimizer.options)
+        except (ZeroError, TypeError):
+            raise
+        except Exception as error:  # of a class that anybody may have written
+            raise ConfigError(
+                f"{optimizer.name} cannot be stepped to see what it keeps: {type(error).__name__}: {error}"
+            ) from error
 
 
 def optimizer_class(name: str) -> Any:
@@ -92,13 +108,14 @@ def options_in(text: str | None) -> dict[str, Any]:
         call = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise ValueError("a value without a name")
-        return {str(it.arg): ast.literal_eval(it.value) for it in call.keywords if it.arg or _refuse_stars()}
+        found = {str(it.arg): ast.literal_eval(it.value) for it in call.keywords if it.arg}
+        if len(found) < len(call.keywords):
+            raise ValueError("a name twice, or none")
+        return found
     except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError) as error:
-        raise ConfigError(f"--options {text!r} cannot be read: expected name=value,..., such as lr=1e-3,nesterov=True") from error
-
-
-def _refuse_stars() -> bool:
-    raise ValueError("** has no name")
+        raise ConfigError(
+            f"--options {text!r} cannot be read: expected name=value,..., such as lr=1e-3,nesterov=True"
+        ) from error
 
 
 def config_of(*, second_copy: bool, offload: bool, bucket: int | None, reduce: str | None) -> ZeroConfig:

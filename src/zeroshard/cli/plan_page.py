@@ -1,7 +1,7 @@
 """A plan as one page to explore: numbers made here, for a grid of choices; the page selects and draws."""
 
 import json
-from collections.abc import Iterable, Sequence
+import re
 from dataclasses import asdict, dataclass
 from html import escape
 from importlib.resources import files
@@ -44,28 +44,30 @@ def write_page(wish: Wish, optimizer: Optimizer, precision: str | None, target: 
 
 def page(wish: Wish, optimizer: Optimizer, precision: str | None) -> str:
     """HTML that needs nothing else."""
-    data = numbers(wish, optimizer, precision)
+    data = _inert(numbers(wish, optimizer, precision))
+    parts = {"title": escape(f"{wish.model.name}: will it fit?"), "data": data}
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    title = escape(f"{wish.model.name}: will it fit?")
-    return template.replace("{{title}}", title, 1).replace("{{data}}", _inert(data), 1)
+    return re.sub(
+        r"\{\{(title|data)\}\}", lambda found: parts[found[1]], template
+    )  # once: names may look like this, too
 
 
 def numbers(wish: Wish, optimizer: Optimizer, precision: str | None) -> dict[str, Any]:
-    """All that the page shows. What cannot be planned, such as a class that cannot be cut as asked, is left out."""
+    """All that the page shows. A usual class that cannot be planned for this model is left out."""
     worlds = sorted({*WORLDS, *wish.ranks})
     plans: dict[str, dict[str, Plan]] = {}
     for kind in _optimizers(optimizer):
-        made = {it.label: wish.planned(kind.value, it.value, worlds) for it in _precisions(precision)} if (
-            kind.value == optimizer
-        ) else _tried(wish, kind.value, _precisions(precision), worlds)
-        plans |= {kind.label: made} if made else {}
+        try:
+            plans[kind.label] = {it.label: wish.planned(kind.value, it.value, worlds) for it in _precisions(precision)}
+        except ZeroError:
+            if kind.value == optimizer:
+                raise
     first = next(iter(next(iter(plans.values())).values()))
-    methods = list(dict.fromkeys(it.method for it in first))
     return {
         "model": {"name": wish.model.name, "parameters": wish.model.elements, "tensors": len(wish.model.params)},
         "worlds": worlds,
         "start": wish.ranks[len(wish.ranks) // 2],
-        "methods": methods,
+        "methods": list(dict.fromkeys(it.method for it in first)),
         "optimizers": list(plans),
         "precisions": [it.label for it in _precisions(precision)],
         "memory": wish.memory,
@@ -99,13 +101,6 @@ def _optimizers(chosen: Optimizer) -> list[Choice]:
 def _precisions(chosen: str | None) -> list[Choice]:
     others = [Choice(it, it) for it in PRECISIONS if it != chosen]
     return [Choice(chosen or _AS_IT_IS, chosen), *others]
-
-
-def _tried(wish: Wish, optimizer: Optimizer, precisions: Iterable[Choice], worlds: Sequence[int]) -> dict[str, Plan]:
-    try:
-        return {it.label: wish.planned(optimizer, it.value, worlds) for it in precisions}
-    except ZeroError:
-        return {}
 
 
 def _inert(data: dict[str, Any]) -> str:

@@ -1,17 +1,23 @@
 """Numbers with units, as people write them and as they read them."""
 
 import re
+from decimal import Decimal
 
 from ..errors import ConfigError
 
 _BYTES = {
-    "": 1.0,
-    "b": 1.0,
-    **{f"{letter}b": 1000.0**power for power, letter in enumerate("kmgt", 1)},
-    **{f"{letter}ib": 1024.0**power for power, letter in enumerate("kmgt", 1)},
+    "": Decimal(1),
+    "b": Decimal(1),
+    **{f"{letter}b": Decimal(1000) ** power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}ib": Decimal(1024) ** power for power, letter in enumerate("kmgt", 1)},
 }
-_BITS = {f"{letter}{word}": 1000.0**power / 8 for power, letter in enumerate("kmgt", 1) for word in ("bit", "bps")}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_BITS = {
+    f"{letter}{word}": Decimal(1000) ** power / 8 for power, letter in enumerate("kmgt", 1) for word in ("bit", "bps")
+}
+_SECONDS = {
+    "s": Decimal(1),
+    **{f"{letter}s": Decimal(1000) ** -power for letter, power in zip("muµn", (1, 2, 2, 3), strict=True)},
+}
 _QUANTITY = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?(?:e\d{1,2})?)\s*([a-zµ]*)\s*", re.IGNORECASE)
 _MOST_RANKS = 65_536
 
@@ -34,11 +40,11 @@ def seconds_in(option: str, text: str) -> float:
     return _quantity(option, text, _SECONDS, "10us or 1ms")
 
 
-def _quantity(option: str, text: str, units: dict[str, float], example: str) -> float:
+def _quantity(option: str, text: str, units: dict[str, Decimal], example: str) -> float:
     match = _QUANTITY.fullmatch(text)
     if match is None or match[2].lower() not in units:
         raise ConfigError(f"{option} {text!r} is no quantity: expected a number and a unit, such as {example}")
-    return float(match[1]) * units[match[2].lower()]
+    return float(Decimal(match[1]) * units[match[2].lower()])
 
 
 def ranks_in(text: str) -> list[int]:
@@ -50,7 +56,9 @@ def ranks_in(text: str) -> list[int]:
             raise ConfigError(f"--ranks {text!r} has {part!r}: expected numbers such as 8,64,512, or 1-4096")
         found |= _powers(int(first), int(last)) if dash else {int(first)}
     if not found or min(found) < 1 or max(found) > _MOST_RANKS:
-        raise ConfigError(f"--ranks {text!r}: expected numbers from 1 to {_MOST_RANKS:,}, in a range the smaller one first")
+        raise ConfigError(
+            f"--ranks {text!r}: expected numbers from 1 to {_MOST_RANKS:,}, in a range the smaller one first"
+        )
     return sorted(found)
 
 

@@ -45,8 +45,12 @@ def _table(plan: Plan, unit: tuple[str, float], wide: bool) -> Table:
     columns = _columns(plan, unit, wide)
     table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1 if wide else 0), pad_edge=False, header_style="bold")
     table.title, table.title_justify = f"{unit[0]} on the rank that has most", "left"
-    for it in columns:
-        table.add_column(it.heading if wide else it.narrow, justify="left" if it.justify == "left" else "right", no_wrap=True)
+    for column in columns:
+        table.add_column(
+            column.heading if wide else column.narrow,
+            justify="left" if column.justify == "left" else "right",
+            no_wrap=True,
+        )
     for number in sorted({it.ranks for it in plan}):
         words = "1 rank" if number == 1 else f"{number:,} ranks"
         table.add_row(Text(words, style="bold cyan"), *[""] * (len(columns) - 1))
@@ -110,7 +114,9 @@ def _bar_heading(plan: Plan) -> str:
 
 def _bar(plan: Plan, it: Estimate) -> Text:
     """As long as the memory; a longer one ends in an arrow."""
-    row = {name: getattr(it.usage, name) for name in ("parameters", "gradients", "state", "masters", "activations", "peak")}
+    row = {
+        name: getattr(it.usage, name) for name in ("parameters", "gradients", "state", "masters", "activations", "peak")
+    }
     bar, done, drawn = Text(), 0, 0
     for name, count in at_the_peak(row, it.usage.peak_phase).items():
         done += count

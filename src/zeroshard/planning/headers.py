@@ -57,7 +57,9 @@ def _beside(index: Path, file: Any) -> Path:
     if not isinstance(file, str) or not file.isprintable() or file != Path(file).name:
         raise CheckpointError(f"{index} names a file {_short(file)}: expected the plain name of one next to it")
     if not (index.parent / file).is_file():
-        raise CheckpointError(f"{index} names {_short(file)}, which is not next to it. Download all files of the model.")
+        raise CheckpointError(
+            f"{index} names {_short(file)}, which is not next to it. Download all files of the model."
+        )
     return index.parent / file
 
 
@@ -83,8 +85,8 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
         length = int.from_bytes(start, "little")
         if len(start) < 8 or not 2 <= length <= min(size - 8, _MOST_BYTES):
             raise CheckpointError(
-                f"{path} is no file of safetensors: its first 8 bytes claim a header of {length:,} bytes, expected 2 to "
-                f"{max(2, min(size - 8, _MOST_BYTES)):,} in a file of {size:,}"
+                f"{path} is no file of safetensors: its first 8 bytes claim a header of {length:,} bytes, expected 2 "
+                f"to {max(2, min(size - 8, _MOST_BYTES)):,} in a file of {size:,}"
             )
         return _parsed(path, stream.read(length)), size - 8 - length
 
@@ -107,28 +109,26 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _tensor(path: Path, name: str, entry: Any, room: int) -> ParamShape:
-    found = entry if isinstance(entry, dict) else {}
-    dtype, shape, span = (found.get(key) for key in ("dtype", "shape", "data_offsets"))
+    found: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    dtype, shape, span = (found.get(key, "nothing") for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise CheckpointError(f"{path}: {_short(name)} has the dtype {_short(dtype)}: expected one of {', '.join(_DTYPES)}")
+        raise CheckpointError(
+            f"{path}: {_short(name)} has the dtype {_short(dtype)}: expected one of {', '.join(_DTYPES)}"
+        )
     if not _are_sizes(shape) or not _are_sizes(span) or len(span) != 2:
         raise CheckpointError(f"{path}: {_short(name)} has no shape, or no place in the file, that is made of numbers")
     tensor = ParamShape(name, tuple(shape), _DTYPES[dtype])
     if not span[0] <= span[1] <= room or prod(tensor.shape) * tensor.dtype.itemsize != span[1] - span[0]:
         raise CheckpointError(
-            f"{path}: {_short(name)} of shape {_short(shape)} and dtype {dtype} is said to lie at {_short(span)} of the "
-            f"{room:,} bytes that there are, where it does not fit. Download the file again."
+            f"{path}: {_short(name)} of shape {_short(shape)} and dtype {dtype} is said to lie at {_short(span)} of "
+            f"the {room:,} bytes that there are, where it does not fit. Download the file again."
         )
     return tensor
 
 
 def _are_sizes(values: Any) -> bool:
     """Bounded, so that products of many stay small numbers."""
-    return (
-        isinstance(values, list)
-        and len(values) <= 64
-        and all(type(it) is int and 0 <= it < 2**63 for it in values)
-    )
+    return isinstance(values, list) and len(values) <= 64 and all(type(it) is int and 0 <= it < 2**63 for it in values)
 
 
 def _short(value: Any) -> str:

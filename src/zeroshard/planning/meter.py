@@ -4,6 +4,7 @@ memory; one that cannot be stepped so is stepped on small ones that have some.""
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import finalize
 
@@ -55,8 +56,7 @@ class Meter:
         """
         counts = Counter(shapes)
         if not self._is_at_once(shapes[0]):
-            pairs = {*zip(shapes, shapes[1:], strict=False)} or {(shapes[0],)}
-            return max(map(self._most, pairs))
+            return max(map(self._most, {*pairwise(shapes)}), default=0) or self._most((shapes[0],))
         once, each = self._most(tuple(counts)), {shape: self._most((shape,)) for shape in counts}
         if once == sum(each.values()):
             return sum(each[shape] * count for shape, count in counts.items())

@@ -56,7 +56,9 @@ def freeze(model: ModelShape, patterns: Sequence[str]) -> ModelShape:
     """With parameters whose names match, as `embed*` does, or lie below such a name, excluded from training."""
     for pattern in patterns:
         if not any(_matches(it.name, pattern) for it in model.params):
-            raise ConfigError(f"no parameter of {model.name} is named {pattern!r}: the first is {model.params[0].name!r}")
+            raise ConfigError(
+                f"no parameter of {model.name} is named {pattern!r}: the first is {model.params[0].name!r}"
+            )
     frozen = [
         replace(it, trainable=False) if any(_matches(it.name, pattern) for pattern in patterns) else it
         for it in model.params
@@ -92,7 +94,9 @@ def _of_path(path: Path) -> ModelShape:
         return read_index(path)
     if path.suffix == ".json":
         return _of_transformers(path)
-    raise ConfigError(f"{path} is no source of shapes: expected a config.json, a .safetensors file or an index of those")
+    raise ConfigError(
+        f"{path} is no source of shapes: expected a config.json, a .safetensors file or an index of those"
+    )
 
 
 def _of_transformers(path: Path) -> ModelShape:
@@ -100,7 +104,9 @@ def _of_transformers(path: Path) -> ModelShape:
     try:
         transformers = import_module("transformers")
     except ImportError as error:
-        raise ConfigError(f"{path} needs the package transformers to be understood: pip install transformers") from error
+        raise ConfigError(
+            f"{path} needs the package transformers to be understood: pip install transformers"
+        ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
@@ -131,7 +137,9 @@ def _of_code(source: str) -> ModelShape:
                 raise ConfigError(f"{place} has no {name!r}: expected a callable that returns a torch.nn.Module")
             make = getattr(make, part)
         if not callable(make):
-            raise ConfigError(f"{source} is a {type(make).__name__}: expected a callable that returns a torch.nn.Module")
+            raise ConfigError(
+                f"{source} is a {type(make).__name__}: expected a callable that returns a torch.nn.Module"
+            )
         with torch.device("meta"):
             made = _called(source, make)
     if isinstance(made, ModelShape):
