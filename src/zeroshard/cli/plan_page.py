@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import ConfigError, ZeroError
 from ..planning.plan import Plan
 from .plan_options import PAIR, Optimizer, Wish
-from .plan_words import COLOURS, at_the_peak, not_counted
+from .plan_words import COLOURS, at_the_peak, not_counted, unit_of
 
 WORLDS = tuple(2**power for power in range(13))
 FIELDS = ("parameters", "gradients", "state", "masters", "buffers", "activations", "peak", "host", "total")
@@ -71,6 +71,7 @@ def numbers(wish: Wish, optimizer: Optimizer, precision: str | None) -> dict[str
         "optimizers": list(plans),
         "precisions": [it.label for it in _precisions(precision)],
         "memory": wish.memory,
+        "unit": unit_of(first),
         "network": asdict(wish.network),
         "colours": COLOURS,
         "note": not_counted(first),

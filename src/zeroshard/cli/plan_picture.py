@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..planning.plan import Plan
 from .plan_quantities import in_bytes
-from .plan_words import COLOURS, at_the_peak
+from .plan_words import COLOURS, at_the_peak, unit_of
 from .show import printable
 
 _DPI = 150
@@ -22,7 +22,7 @@ def draw(plan: Plan, target: Path) -> None:
     numbers = sorted({it.ranks for it in plan})
     figure = made(figsize=(10, 1.3 + 1.55 * len(numbers)), dpi=_DPI, layout="constrained")
     panels = figure.subplots(len(numbers), 1, sharex=True, squeeze=False)[:, 0]
-    unit = ("GB", 1e9) if max(it.usage.peak for it in plan) >= 2e9 else ("MB", 1e6)
+    unit = unit_of(plan)
     for panel, number in zip(panels, numbers, strict=True):
         _fill(panel, plan, number, unit)
     panels[-1].set_xlabel(f"memory of the rank that has most, at the peak ({unit[0]})")

@@ -11,7 +11,7 @@ from rich.text import Text
 from ..planning.plan import Plan
 from ..planning.usage import Estimate
 from .plan_quantities import in_bytes, in_seconds
-from .plan_words import COLOURS, PHASES, assumed, at_the_peak, headline, not_counted, what_fits
+from .plan_words import COLOURS, PHASES, assumed, at_the_peak, headline, not_counted, unit_of, what_fits
 from .show import printable
 
 _WIDE = 140
@@ -31,7 +31,7 @@ class Column:
 
 def show_plan(plan: Plan, console: Console) -> None:
     wide = console.width >= _WIDE
-    unit = _unit(plan)
+    unit = unit_of(plan)
     console.print(Text.assemble((printable(plan.model.name), "bold"), ": ", headline(plan)), soft_wrap=False)
     console.print(_table(plan, unit, wide))
     if wide:
@@ -86,11 +86,6 @@ def _columns(plan: Plan, unit: tuple[str, float], wide: bool) -> list[Column]:
 
 def _network(it: Estimate) -> str:
     return in_seconds(it.traffic.seconds)
-
-
-def _unit(plan: Plan) -> tuple[str, float]:
-    """One for the whole table, so that numbers can be compared."""
-    return ("GB", 1e9) if max(it.usage.peak for it in plan) >= 2e9 else ("MB", 1e6)
 
 
 def _in(unit: tuple[str, float], count: int) -> str:

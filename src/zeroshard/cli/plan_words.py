@@ -17,6 +17,11 @@ COLOURS = {
 PHASES = {"making the optimizer": "making", "backward": "backward", "step": "step"}
 
 
+def unit_of(plan: Plan) -> tuple[str, float]:
+    """One for everything that is shown, so that numbers can be compared."""
+    return ("GB", 1e9) if max(it.usage.peak for it in plan) >= 2e9 else ("MB", 1e6)
+
+
 def headline(plan: Plan) -> str:
     """Without the name of the model, which comes from others."""
     buffers = f", {in_bytes(plan.model.buffers)} of buffers" if plan.model.buffers else ""

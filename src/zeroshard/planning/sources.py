@@ -76,7 +76,7 @@ def _of_number(name: str, elements: int) -> ModelShape:
     each, rest = divmod(elements, _MATRICES)
     rows = next(it for it in range(isqrt(each), 0, -1) if each % it == 0)
     params = [ParamShape(f"blocks.{number}.weight", (each // rows, rows)) for number in range(_MATRICES)]
-    return ModelShape(f"{name} parameters", tuple(params + [ParamShape("rest", (rest,))] * bool(rest)))
+    return ModelShape(name, tuple(params + [ParamShape("rest", (rest,))] * bool(rest)))
 
 
 # ---- files
