@@ -30,7 +30,7 @@ _MODEL = (
 
 def plan(
     *,
-    model: Annotated[str, typer.Argument(help=_MODEL)],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)],
     optimizer: Annotated[str, typer.Option(help="of torch.optim, package.module:Class, or muon+adamw")] = "AdamW",
     options: Annotated[str | None, typer.Option(help="of the optimizer: lr=1e-3,momentum=0.9")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16, bf16+fp32: with masters in fp32")] = None,
@@ -48,7 +48,7 @@ def plan(
     picture: Annotated[Path | None, typer.Option(help="draw it: plan.png")] = None,
     html: Annotated[Path | None, typer.Option(help="a page to explore it in a browser: plan.html")] = None,
 ) -> None:
-    """Say how much memory a rank needs, by part, and what travels. Nothing is allocated and nothing is run."""
+    """Say how much memory a rank needs, by part, and what travels, before anything is allocated or trained."""
     with _usage_errors():
         wish = Wish(
             freeze(model_shape(model), frozen or ()),
@@ -78,7 +78,8 @@ def _answer(
     if picture is not None:
         draw(found, picture)
     if html is not None:
-        write_page(wish, optimizer, precision, html)
+        with Console(stderr=True).status("The page has numbers for many choices: half a minute"):
+            write_page(wish, optimizer, precision, html)
 
 
 @contextmanager

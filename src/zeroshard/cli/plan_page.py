@@ -36,6 +36,8 @@ class Choice:
 
 
 def write_page(wish: Wish, optimizer: Optimizer, precision: str | None, target: Path) -> None:
+    if not target.parent.is_dir():
+        raise ConfigError(f"{target} could not be written: {target.parent} is no directory")
     try:
         target.write_text(page(wish, optimizer, precision), encoding="utf-8")
     except OSError as error:
