@@ -105,7 +105,8 @@ def _of_transformers(path: Path) -> ModelShape:
         transformers = import_module("transformers")
     except ImportError as error:
         raise ConfigError(
-            f"{path} needs the package transformers to be understood: pip install transformers"
+            f"{path} is read by the package transformers, which cannot be imported: {error}. Try: "
+            "pip install transformers"
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
@@ -114,8 +115,7 @@ def _of_transformers(path: Path) -> ModelShape:
     except Exception as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ConfigError(f"{path} describes no model that transformers can make: {reason}") from error
-    named = getattr(config, "_name_or_path", "") or path.parent.resolve().name
-    return ModelShape.of(module, Path(str(named)).stem if str(named).endswith(".json") else str(named))
+    return ModelShape.of(module, path.parent.resolve().name)
 
 
 def _built(transformers: Any, config: Any) -> Any:
