@@ -10,7 +10,7 @@ RECORDS := $(VENV)/records
 # Some CPUs advertise AMX without being able to run it; bf16 products then die with SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test lint types unit faults long fuzz table docs wheel bench clean
+.PHONY: demo test lint types unit faults long fuzz table browser docs wheel bench clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -48,6 +48,11 @@ fuzz: $(READY)
 	ZEROSHARD_FUZZ=20 $(PY) -m pytest --timeout 3600 tests/fuzz
 	$(PY) -m pip install --quiet --disable-pip-version-check --editable ".[fuzz]"
 	for target in archive directory manifest codec outline; do $(PY) tests/fuzz/guided.py $$target --seconds 60 || exit 1; done
+
+# The page of `zeroshard plan --html` in chromium, which must be there: apt-get install chromium, or brew install chromium.
+browser: $(READY)
+	$(PY) -m pip install --quiet --disable-pip-version-check "playwright>=1.49"
+	$(PY) -m pytest tests/unit/test_plan_browser.py
 
 # Writes docs/optimizers.md anew: about a minute.
 table: $(READY)

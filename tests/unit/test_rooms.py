@@ -60,7 +60,21 @@ ROOMS["__init__"] = {
 }
 ROOMS["running"] = {"replacing"}
 ROOMS["doctor"] = {"__init__", "comm", "layout", "policies", "config", "sharded", "units", "errors"}
-ROOMS["cli"] = {"checkpoint", "planning", "state", "running", "doctor", "units", "errors"}
+ROOMS["cli"] = {
+    *(
+        "checkpoint",
+        "planning",
+        "config",
+        "policies",
+        "rules",
+        "layout",
+        "state",
+        "running",
+        "doctor",
+        "units",
+        "errors",
+    )
+}
 ROOMS["__main__"] = {"cli", "running", "doctor"}
 
 MOST_LINES_OF_A_FUNCTION = 40

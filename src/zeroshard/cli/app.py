@@ -21,6 +21,7 @@ from ..errors import ZeroError
 from .describe import describe
 from .files import beside
 from .formats import FORMATS
+from .plan_command import plan
 from .show import printable, show
 from .sources import open_source, told_of
 
@@ -37,11 +38,12 @@ class To(str, Enum):
 
 
 app = typer.Typer(
-    help="Look at jobs and at checkpoints, convert these, run scripts.",
+    help="Plan memory and traffic; look at jobs and at checkpoints, convert these, run scripts.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(plan)
 
 
 @app.command()

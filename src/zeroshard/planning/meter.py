@@ -1,8 +1,10 @@
 """What an optimizer keeps of a tensor, and takes for moments while it steps. Asked by stepping it on tensors without
 memory; one that cannot be stepped so is stepped on small ones that have some."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import finalize
 
@@ -37,6 +39,8 @@ class Meter:
         """`recipe`: its first group has the options that count."""
         self._recipe = recipe
         self._known: dict[Shape, int] = {}
+        self._moments: dict[tuple[Shape, ...], int] = {}
+        self._at_once: bool | None = None
         self._rate: tuple[float, float] | None = None
 
     def state(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -46,9 +50,28 @@ class Meter:
         return self._known[shape, dtype]
 
     def temporaries(self, shapes: Sequence[Shape]) -> int:
-        """Of a step on all of these."""
-        taken = _without_memory(self._recipe, shapes)
-        return taken.temporaries if taken else 0
+        """Of a step on all of these, of which equal ones need not all be stepped.
+
+        A class updates its tensors one after the other, where what is left of one meets the next, or all at once.
+        """
+        counts = Counter(shapes)
+        if not self._is_at_once(shapes[0]):
+            return max(map(self._most, {*pairwise(shapes)}), default=0) or self._most((shapes[0],))
+        once, each = self._most(tuple(counts)), {shape: self._most((shape,)) for shape in counts}
+        if once == sum(each.values()):
+            return sum(each[shape] * count for shape, count in counts.items())
+        return self._most(tuple(shapes))
+
+    def _is_at_once(self, shape: Shape) -> bool:
+        if self._at_once is None:
+            self._at_once = self._most((shape,) * 3) > self._most((shape,) * 2)
+        return self._at_once
+
+    def _most(self, shapes: tuple[Shape, ...]) -> int:
+        if shapes not in self._moments:
+            taken = _without_memory(self._recipe, shapes)
+            self._moments[shapes] = taken.temporaries if taken else 0
+        return self._moments[shapes]
 
     def _state(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         taken = _without_memory(self._recipe, [(shape, dtype)])

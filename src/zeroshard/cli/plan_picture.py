@@ -1,0 +1,65 @@
+"""A plan as a picture: a panel a number of ranks, a bar a method, and a line where the memory ends."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..planning.plan import Plan
+from .plan_quantities import in_bytes
+from .plan_words import COLOURS, at_the_peak, unit_of
+from .show import printable
+
+_DPI = 150
+
+
+def draw(plan: Plan, target: Path) -> None:
+    """A PNG, or what the ending of the name says."""
+    try:
+        made: Any = import_module("matplotlib.figure").Figure
+    except ImportError as error:
+        raise ConfigError("--picture needs matplotlib: pip install zeroshard[plot]") from error
+    numbers = sorted({it.ranks for it in plan})
+    figure = made(figsize=(10, 1.3 + 1.55 * len(numbers)), dpi=_DPI, layout="constrained")
+    panels = figure.subplots(len(numbers), 1, sharex=True, squeeze=False)[:, 0]
+    unit = unit_of(plan)
+    for panel, number in zip(panels, numbers, strict=True):
+        _fill(panel, plan, number, unit)
+    panels[-1].set_xlabel(f"memory of the rank that has most, at the peak ({unit[0]})")
+    name = printable(plan.model.name).replace("$", r"\$")
+    figure.suptitle(f"{name}: {plan.model.elements:,} parameters, {plan.optimizer}, {plan.precision}", fontsize=12)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
+    try:
+        figure.savefig(target)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{target} could not be written: {error}") from error
+
+
+def _fill(panel: Any, plan: Plan, number: int, unit: tuple[str, float]) -> None:
+    rows = [row for row in plan.as_dict()["estimates"] if row["ranks"] == number]
+    names, left = [row["method"] for row in rows], [0.0] * len(rows)
+    parts = [at_the_peak(row, row["peak_phase"]) for row in rows]
+    for part, colour in COLOURS.items():
+        widths = [it[part] / unit[1] for it in parts]
+        if part in ("masters", "activations") and not any(row[part] for row in plan.as_dict()["estimates"]):
+            continue
+        panel.barh(names, widths, left=left, color=colour, label=part, height=0.72, edgecolor="white", linewidth=0.6)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for place, end in enumerate(left):
+        panel.annotate(f"{end:,.1f}", (end, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    if plan.memory is not None:
+        label = f"{in_bytes(plan.memory)} of memory"
+        panel.axvline(plan.memory / unit[1], color="#d55e00", linestyle="--", linewidth=1.4, label=label)
+    _dress(panel, number)
+
+
+def _dress(panel: Any, number: int) -> None:
+    panel.set_title("1 rank" if number == 1 else f"{number:,} ranks", loc="left", fontsize=10, fontweight="bold")
+    panel.invert_yaxis()
+    panel.margins(x=0.08)
+    panel.tick_params(axis="y", length=0)
+    panel.grid(axis="x", color="#dddddd", linewidth=0.6)
+    panel.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        panel.spines[side].set_visible(False)

@@ -1,0 +1,82 @@
+"""Numbers with units, as people write them and as they read them."""
+
+import re
+from decimal import Decimal
+
+from ..errors import ConfigError
+
+_BYTES = {
+    "": Decimal(1),
+    "b": Decimal(1),
+    **{f"{letter}b": Decimal(1000) ** power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}ib": Decimal(1024) ** power for power, letter in enumerate("kmgt", 1)},
+}
+_BITS = {
+    f"{letter}{word}": Decimal(1000) ** power / 8 for power, letter in enumerate("kmgt", 1) for word in ("bit", "bps")
+}
+_SECONDS = {
+    "s": Decimal(1),
+    **{f"{letter}s": Decimal(1000) ** -power for letter, power in zip("muµn", (1, 2, 2, 3), strict=True)},
+}
+_QUANTITY = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?(?:e\d{1,2})?)\s*([a-zµ]*)\s*", re.IGNORECASE)
+_MOST_RANKS = 65_536
+
+
+def bytes_in(option: str, text: str) -> int:
+    """80GB, 80GiB, 512MB."""
+    return round(_quantity(option, text, _BYTES, "80GB or 80GiB"))
+
+
+def bandwidth_in(option: str, text: str) -> float:
+    """Bytes a second: 50GB/s, 400Gbit/s."""
+    found = _quantity(option, text.removesuffix("/s"), {**_BYTES, **_BITS}, "50GB/s or 400Gbit/s")
+    if not found:
+        raise ConfigError(f"{option} {text}: expected more than nothing, such as 50GB/s")
+    return found
+
+
+def seconds_in(option: str, text: str) -> float:
+    """10us, 1ms."""
+    return _quantity(option, text, _SECONDS, "10us or 1ms")
+
+
+def _quantity(option: str, text: str, units: dict[str, Decimal], example: str) -> float:
+    match = _QUANTITY.fullmatch(text)
+    if match is None or match[2].lower() not in units:
+        raise ConfigError(f"{option} {text!r} is no quantity: expected a number and a unit, such as {example}")
+    return float(Decimal(match[1]) * units[match[2].lower()])
+
+
+def ranks_in(text: str) -> list[int]:
+    """8,64,512; 1-4096 are the powers of two from the one to the other."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or len(part) > 20:
+            raise ConfigError(f"--ranks {text!r} has {part!r}: expected numbers such as 8,64,512, or 1-4096")
+        found |= _powers(int(first), int(last)) if dash else {int(first)}
+    if not found or min(found) < 1 or max(found) > _MOST_RANKS:
+        raise ConfigError(
+            f"--ranks {text!r}: expected numbers from 1 to {_MOST_RANKS:,}, in a range the smaller one first"
+        )
+    return sorted(found)
+
+
+def _powers(first: int, last: int) -> set[int]:
+    return {2**power for power in range(40) if first <= 2**power <= last}
+
+
+def in_bytes(count: float) -> str:
+    """Short, in decimal units: 31.4 GB."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            value = count / size
+            return f"{value:,.0f} {unit}" if value >= 999.5 or value == round(value) else f"{value:.3g} {unit}"
+    return f"{count:,.0f} B"
+
+
+def in_seconds(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return "0" if not seconds else f"{seconds * 1e9:.3g} ns"

@@ -1,0 +1,142 @@
+"""Shapes from files of safetensors: only their headers are read, and nothing in them is believed."""
+
+import json
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from .shapes import ModelShape, ParamShape
+
+_MOST_BYTES = 100 * 10**6
+"""Of a header, as the format itself allows, and of an index."""
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+
+
+def read_file(path: Path) -> ModelShape:
+    """Of one `.safetensors` file. Tensors that cannot train, since they hold integers, count as buffers."""
+    return _model(path.stem, _tensors(path))
+
+
+def read_index(path: Path) -> ModelShape:
+    """Of a `model.safetensors.index.json`, whose files are next to it."""
+    if path.stat().st_size > _MOST_BYTES:
+        raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes: expected an index of {_MOST_BYTES:,} at most")
+    listed = _parsed(path, path.read_bytes()).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise CheckpointError(f"{path} has no 'weight_map' of names to files: expected an index of safetensors")
+    files = {name: _beside(path, file) for name, file in listed.items()}
+    shapes = {file: {it.name: it for it in _tensors(file)} for file in dict.fromkeys(files.values())}
+    missing = [name for name, file in files.items() if name not in shapes[file]]
+    if missing:
+        raise CheckpointError(f"{path} says that {_short(missing[0])} is in {files[missing[0]].name}, which has none")
+    return _model(path.parent.resolve().name, [shapes[file][name] for name, file in files.items()])
+
+
+def _beside(index: Path, file: Any) -> Path:
+    if not isinstance(file, str) or not file.isprintable() or file != Path(file).name:
+        raise CheckpointError(f"{index} names a file {_short(file)}: expected the plain name of one next to it")
+    if not (index.parent / file).is_file():
+        raise CheckpointError(
+            f"{index} names {_short(file)}, which is not next to it. Download all files of the model."
+        )
+    return index.parent / file
+
+
+def _model(name: str, tensors: Iterable[ParamShape]) -> ModelShape:
+    found = list(tensors)
+    trains = [it for it in found if it.dtype.is_floating_point or it.dtype.is_complex]
+    return ModelShape(name, tuple(trains), sum(it.nbytes for it in found) - sum(it.nbytes for it in trains))
+
+
+def _tensors(path: Path) -> list[ParamShape]:
+    header, room = _header(path)
+    header.pop("__metadata__", None)
+    if not header:
+        raise CheckpointError(f"{path} holds no tensors")
+    return [_tensor(path, name, entry, room) for name, entry in header.items()]
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """With the bytes that follow it."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        start = stream.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or not 2 <= length <= min(size - 8, _MOST_BYTES):
+            raise CheckpointError(
+                f"{path} is no file of safetensors: its first 8 bytes claim a header of {length:,} bytes, expected 2 "
+                f"to {max(2, min(size - 8, _MOST_BYTES)):,} in a file of {size:,}"
+            )
+        return _parsed(path, stream.read(length)), size - 8 - length
+
+
+def _parsed(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} has no JSON where it should have: {_reason(error)}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} has a JSON {type(found).__name__} where names of tensors are expected")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _tensor(path: Path, name: str, entry: Any, room: int) -> ParamShape:
+    found: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    dtype, shape, span = (found.get(key, "nothing") for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise CheckpointError(
+            f"{path}: {_short(name)} has the dtype {_short(dtype)}: expected one of {', '.join(_DTYPES)}"
+        )
+    if not _are_sizes(shape) or not _are_sizes(span) or len(span) != 2:
+        raise CheckpointError(f"{path}: {_short(name)} has no shape, or no place in the file, that is made of numbers")
+    tensor = ParamShape(name, tuple(shape), _DTYPES[dtype])
+    if not span[0] <= span[1] <= room or prod(tensor.shape) * tensor.dtype.itemsize != span[1] - span[0]:
+        raise CheckpointError(
+            f"{path}: {_short(name)} of shape {_short(shape)} and dtype {dtype} is said to lie at {_short(span)} of "
+            f"the {room:,} bytes that there are, where it does not fit. Download the file again."
+        )
+    return tensor
+
+
+def _are_sizes(values: Any) -> bool:
+    """Bounded, so that products of many stay small numbers."""
+    return isinstance(values, list) and len(values) <= 64 and all(type(it) is int and 0 <= it < 2**63 for it in values)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)[:80] if isinstance(value, (str, int, float, type(None))) else f"{type(value).__name__}"
+    if isinstance(value, list) and len(value) <= 8:
+        text = "[" + ", ".join(map(_short, value)) + "]"
+    return text[:200]
+
+
+def _reason(error: Exception) -> str:
+    return (str(error) or type(error).__name__)[:200]

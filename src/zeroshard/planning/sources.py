@@ -1,0 +1,186 @@
+"""Where the shapes of a model come from: code, a configuration, files of weights, a well-known name, a number."""
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from decimal import Decimal
+from fnmatch import fnmatchcase
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from .headers import read_file, read_index
+from .presets import PRESETS, preset
+from .shapes import ModelShape, ParamShape
+
+_INDEX = "model.safetensors.index.json"
+_NUMBER = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)([KMBT]?)", re.IGNORECASE)
+_SCALE = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_MATRICES = 100
+_MOST = 10**16
+
+
+def model_shape(source: str) -> ModelShape:
+    """What `source` names.
+
+    - `package.module:callable` or `file.py:callable`, which is called with the meta device as the default one and
+      returns a module
+    - a Transformers `config.json`, or a directory with one; this needs the package transformers
+    - a `.safetensors` file, or a `model.safetensors.index.json`
+    - one of `PRESETS`, such as "gpt2-xl"
+    - a number of parameters, such as "7.5B": so many, in 100 equal matrices
+    """
+    if match := _NUMBER.fullmatch(source):
+        return _of_number(source, int(Decimal(match[1]) * _SCALE[match[2].upper()]))
+    if source.lower() in PRESETS:
+        return preset(source.lower())
+    path = Path(source)
+    if path.exists():
+        return _of_path(path)
+    if ":" in source:
+        return _of_code(source)
+    raise ConfigError(
+        f"{source!r} names no model: expected package.module:callable, file.py:callable, a config.json, a .safetensors "
+        f"file, a number such as 7.5B, or one of {', '.join(PRESETS)}"
+    )
+
+
+def freeze(model: ModelShape, patterns: Sequence[str]) -> ModelShape:
+    """With parameters whose names match, as `embed*` does, or lie below such a name, excluded from training."""
+    for pattern in patterns:
+        if not any(_matches(it.name, pattern) for it in model.params):
+            raise ConfigError(
+                f"no parameter of {model.name} is named {pattern!r}: the first is {model.params[0].name!r}"
+            )
+    frozen = [
+        replace(it, trainable=False) if any(_matches(it.name, pattern) for pattern in patterns) else it
+        for it in model.params
+    ]
+    return replace(model, params=tuple(frozen))
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def _of_number(name: str, elements: int) -> ModelShape:
+    if not _MATRICES <= elements <= _MOST:
+        raise ConfigError(f"{name} parameters cannot be planned: expected {_MATRICES} to {_MOST:.0e}")
+    each, rest = divmod(elements, _MATRICES)
+    rows = next(it for it in range(isqrt(each), 0, -1) if each % it == 0)
+    params = [ParamShape(f"blocks.{number}.weight", (each // rows, rows)) for number in range(_MATRICES)]
+    return ModelShape(name, tuple(params + [ParamShape("rest", (rest,))] * bool(rest)))
+
+
+# ---- files
+
+
+def _of_path(path: Path) -> ModelShape:
+    if path.is_dir():
+        inside = [path / name for name in ("config.json", _INDEX, "model.safetensors") if (path / name).is_file()]
+        if not inside:
+            raise ConfigError(f"{path} has no config.json and no model.safetensors: expected the directory of a model")
+        return _of_path(inside[0])
+    if path.suffix == ".safetensors":
+        return read_file(path)
+    if path.name.endswith(".index.json"):
+        return read_index(path)
+    if path.suffix == ".json":
+        return _of_transformers(path)
+    raise ConfigError(
+        f"{path} is no source of shapes: expected a config.json, a .safetensors file or an index of those"
+    )
+
+
+def _of_transformers(path: Path) -> ModelShape:
+    """Of the model that a configuration describes, without its weights and without code that comes with it."""
+    try:
+        transformers = import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} is read by the package transformers, which cannot be imported: {error}. Try: "
+            "pip install transformers"
+        ) from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            module = _built(transformers, config)
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ConfigError(f"{path} describes no model that transformers can make: {reason}") from error
+    return ModelShape.of(module, path.parent.resolve().name)
+
+
+def _built(transformers: Any, config: Any) -> Any:
+    try:
+        return transformers.AutoModelForCausalLM.from_config(config)
+    except ValueError:  # not one that writes text
+        return transformers.AutoModel.from_config(config)
+
+
+# ---- code
+
+
+def _of_code(source: str) -> ModelShape:
+    place, _, name = source.rpartition(":")
+    with _importable():
+        make: Any = _module(place)
+        for part in name.split("."):
+            if not hasattr(make, part):
+                raise ConfigError(f"{place} has no {name!r}: expected a callable that returns a torch.nn.Module")
+            make = getattr(make, part)
+        if not callable(make):
+            raise ConfigError(
+                f"{source} is a {type(make).__name__}: expected a callable that returns a torch.nn.Module"
+            )
+        with torch.device("meta"):
+            made = _called(source, make)
+    if isinstance(made, ModelShape):
+        return made
+    if not isinstance(made, torch.nn.Module):
+        raise ConfigError(f"{source}() returned a {type(made).__name__}: expected a torch.nn.Module")
+    return ModelShape.of(made, name)
+
+
+def _called(source: str, make: Any) -> Any:
+    try:
+        return make()
+    except Exception as error:
+        raise ConfigError(
+            f"{source}() failed on the meta device, without arguments: {type(error).__name__}: {error}. "
+            "Give a function that takes none and only makes the model."
+        ) from error
+
+
+def _module(place: str) -> Any:
+    try:
+        if not place.endswith(".py"):
+            return import_module(place)
+        spec = spec_from_file_location(Path(place).stem, place)
+        if spec is None or spec.loader is None or not Path(place).is_file():
+            raise ConfigError(f"{place} is no file: expected file.py:callable or package.module:callable")
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _importable() -> Iterator[None]:
+    """The current directory, as for a script in it."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)

@@ -1,0 +1,169 @@
+"""The page of `zeroshard plan --html` in a real browser: every control is moved, and numbers shown are Python's.
+
+Needs chromium and the package playwright (`make browser`); left out where there is none.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.plans import ADAMW, EVIL, SGD, small_wish
+from zeroshard.cli import plan_page
+from zeroshard.planning.plan import Plan
+
+playwright: Any = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make browser")
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no chromium: make browser says what to install")
+
+WORLDS = (1, 2, 4, 64, 1024)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "plan.html"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_page, "WORLDS", WORLDS)
+        patch.setattr(plan_page, "USUAL", (ADAMW, SGD))
+        plan_page.write_page(small_wish(EVIL), ADAMW, "bf16+fp32", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        made = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def page(browser: Any, file: Path) -> Iterator[Any]:
+    """Errors in the page, and requests for anything but the file, fail the test."""
+    made, wrong = browser.new_page(viewport={"width": 1240, "height": 900}), []
+    made.on("pageerror", lambda error: wrong.append(str(error)))
+    made.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    made.on("dialog", lambda dialog: wrong.append(f"dialog: {dialog.message}"))
+    made.on("request", lambda request: None if request.url == file.as_uri() else wrong.append(request.url))
+    made.goto(file.as_uri())
+    yield made
+    made.close()
+    assert not wrong
+
+
+def table(page: Any) -> dict[str, dict[str, str]]:
+    """Values by method and field."""
+    found: dict[str, dict[str, str]] = page.evaluate(
+        """() => Object.fromEntries([...document.querySelectorAll("#table tbody tr")].map((row) => [
+            row.querySelector("th").textContent,
+            Object.fromEntries([...row.querySelectorAll("td")].map((it) => [it.dataset.field, it.textContent])),
+        ]))"""
+    )
+    return found
+
+
+def assert_shows(page: Any, plan: Plan, ranks: int) -> None:
+    """The table in exact bytes, and the bars."""
+    shown = table(page)
+    assert list(shown) == [it.method for it in plan if it.ranks == ranks]
+    for method, cells in shown.items():
+        it = plan.of(method, ranks)
+        for field in ("parameters", "gradients", "state", "total", "buffers", "peak"):
+            assert cells[field] == f"{getattr(it.usage, field):,}", (method, field)
+        assert cells["sent"] == f"{it.traffic.sent:,}"
+        assert cells["balance"] == f"{it.balance:.2f}"
+        assert cells["phase"] == it.usage.peak_phase.replace(" the optimizer", "")
+        assert cells["fits"] == ("yes" if plan.fits(it) else "no")
+        titles = page.locator("#bars title").all_text_contents()
+        assert f"{method}, parameters: {it.usage.parameters:,} bytes" in titles
+
+
+def move(page: Any, world: int) -> None:
+    page.locator("#world").fill(str(WORLDS.index(world)))
+
+
+def test_it_begins_with_what_was_asked_for(page: Any) -> None:
+    assert page.locator("h1").text_content() == EVIL
+    assert page.title() == f"{EVIL}: will it fit?"
+    assert page.locator("#world-value").text_content() == "4 ranks"
+    page.locator("#exact").check()
+    assert_shows(page, small_wish().planned(ADAMW, "bf16+fp32"), 4)
+
+
+def test_every_control_shows_pythons_numbers(page: Any) -> None:
+    wish = small_wish()
+    page.locator("#exact").check()
+    for optimizer, label in ((SGD, "SGD, momentum 0.9"), (ADAMW, "AdamW")):
+        page.locator("#optimizer").select_option(label)
+        for precision in ("fp32", "bf16", "bf16+fp32"):
+            page.locator(f'#precisions input[value="{precision}"]').check()
+            plan = wish.planned(optimizer, precision, WORLDS)
+            for world in (1, 64, 1024):
+                move(page, world)
+                assert_shows(page, plan, world)
+            assert f"{label}, {precision}" in page.locator("#table-title").text_content()
+
+
+def test_memory_changes_what_fits(page: Any) -> None:
+    plan = small_wish().planned(ADAMW, "bf16+fp32", WORLDS)
+    for memory in (500_000, 700_000, 900_000):
+        page.locator("#memory").fill(str(memory / 1e9))
+        sentence = page.locator("#verdict").text_content()
+        for method in {it.method for it in plan}:
+            fitting = [it.ranks for it in plan if it.method == method and it.usage.peak <= memory]
+            word = "never" if not fitting else "always" if fitting[0] == 1 else f"from {fitting[0]:,} ranks"
+            assert f"{method} {word}" in sentence
+    page.locator("#memory-slider").fill("96")
+    assert page.locator("#memory").input_value() == "96"
+    assert "With 96 GB a rank: DDP always" in page.locator("#verdict").text_content()
+    page.locator("#memory").fill("")
+    assert "Say how much memory" in page.locator("#verdict").text_content()
+
+
+def test_methods_can_be_left_out(page: Any) -> None:
+    page.locator('#methods input[value="DDP"]').uncheck()
+    assert "DDP" not in table(page)
+    assert "DDP" not in " ".join(page.locator("svg text").all_text_contents())
+    for name in ("torch ZeRO", "zeroshard 1", "zeroshard 2", "FSDP2"):
+        page.locator(f'#methods input[value="{name}"]').uncheck()
+    assert table(page) == {}
+    page.locator('#methods input[value="FSDP2"]').check()
+    assert list(table(page)) == ["FSDP2"]
+
+
+def test_the_keyboard_is_enough(page: Any) -> None:
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "world"
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#world-value").text_content() == "64 ranks"
+    page.keyboard.press("End")
+    assert page.locator("#world-value").text_content() == "1,024 ranks"
+    reached = set()
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id || document.activeElement.name"))
+    assert {"memory-slider", "memory", "optimizer", "precisions", "methods", "exact"} <= reached
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "scheme"), [("light", 1240, "light"), ("dark", 1240, "dark"), ("narrow", 400, "light")]
+)
+def test_it_fits_the_window(browser: Any, file: Path, name: str, width: int, scheme: str) -> None:
+    made = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    made.goto(file.as_uri())
+    assert made.evaluate("document.documentElement.scrollWidth") <= width
+    bright = made.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (bright == "rgb(17, 22, 28)") is (scheme == "dark")
+    overflowing = made.evaluate(
+        """() => [...document.querySelectorAll("svg")].filter((svg) => [...svg.querySelectorAll("text")].some((it) =>
+            it.getBoundingClientRect().right > svg.getBoundingClientRect().right + 12)).map((it) => it.id)"""
+    )
+    assert overflowing == []
+    if folder := os.environ.get("ZEROSHARD_SCREENSHOTS"):
+        made.screenshot(path=Path(folder) / f"plan-{name}.png", full_page=True)
+    made.close()

@@ -1,0 +1,298 @@
+"""`zeroshard plan`: what it prints, draws and refuses."""
+
+from __future__ import annotations
+
+import json
+import struct
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import zeroshard
+from tests.support.commands import status_of
+from tests.support.plans import ADAMW, small_model, small_wish, write_module
+from zeroshard.cli.plan_options import Optimizer, optimizer_class, options_in
+from zeroshard.cli.plan_quantities import bandwidth_in, bytes_in, in_bytes, in_seconds, ranks_in, seconds_in
+from zeroshard.cli.plan_table import show_plan
+from zeroshard.cli.plan_words import at_the_peak, what_fits
+from zeroshard.errors import ConfigError
+from zeroshard.planning.plan import METHODS, Plan
+from zeroshard.planning.sources import model_shape
+
+NAMES = [method.name for method in METHODS]
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
+    assert status_of("plan", *arguments, "--json") == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    assert status_of("plan", *arguments) == 2
+    return capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def planned() -> Plan:
+    return small_wish().planned(ADAMW, "bf16+fp32")
+
+
+# ---- JSON
+
+
+def test_json_is_what_plan_returns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = said(
+        *(capsys, write_module(tmp_path), "--ranks", "2,4", "--memory", "1MB", "--activations", "10kB"),
+        *("--options", "lr=1e-3,betas=(0.8,0.9)", "--bandwidth", "1GB/s", "--latency", "20us"),
+    )
+    module = torch.nn.Module()
+    module.embed = torch.nn.Embedding(500, 64)
+    module.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(2))
+    module.norm = torch.nn.LayerNorm(64)
+    expected = zeroshard.plan(
+        *(module, torch.optim.AdamW),
+        ranks=(2, 4),
+        memory=1e6,
+        activations=1e4,
+        network=zeroshard.Network(1e9, 20e-6),
+        lr=1e-3,
+    ).as_dict()
+    assert found.pop("model") == {"name": "make", "parameters": 40_320, "tensors": 5}
+    expected.pop("model")
+    assert found == expected
+    assert [row["method"] for row in found["estimates"]] == NAMES * 2
+    assert set(found["least_ranks"]) == set(NAMES)
+
+
+def test_the_case_of_the_zero_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    """7.5 billion parameters, Adam in mixed precision, 64 ranks: 120, 31.4 and 16.6 GB."""
+    found = said(capsys, "7.5B", "--optimizer", "Adam", "--precision", "bf16+fp32", "--ranks", "64")
+    totals = {row["method"]: round(row["total"] / 1e9, 1) for row in found["estimates"]}
+    assert (totals["DDP"], totals["zeroshard 1"], totals["zeroshard 2"]) == (120.0, 31.4, 16.6)
+
+
+def test_options_reach_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_module(tmp_path)
+    base = {row["method"]: row for row in said(capsys, source, "--ranks", "2")["estimates"]}
+    options = ("--reduce", "bf16", "--second-copy", "--offload", "--bucket", "64kB", "--frozen", "embed*")
+    found = {row["method"]: row for row in said(capsys, source, "--ranks", "2", *options)["estimates"]}
+    assert found["DDP"]["gradients"] == base["DDP"]["gradients"] - 4 * 32_000
+    assert found["zeroshard 2"]["state"] == 0 < found["zeroshard 2"]["host"]
+    assert found["zeroshard 2"]["second_copy_sent"] > 0 == base["zeroshard 2"]["second_copy_sent"]
+    assert found["zeroshard 2"]["sent"] < found["DDP"]["sent"]
+    small, large = (said(capsys, source, "--ranks", "2", "--bucket", it)["estimates"][3] for it in ("20kB", "1MB"))
+    assert small["messages"] > large["messages"]
+
+
+def test_a_pair_of_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = said(capsys, write_module(tmp_path), "--optimizer", "muon+adamw", "--ranks", "1")
+    assert found["optimizer"] == "Muon + AdamW"
+    adamw, muon = 2 * 4 * (32_000 + 64 + 64), 4 * 2 * 64 * 64
+    assert found["estimates"][0]["state"] == pytest.approx(adamw + muon, abs=64)
+
+
+def test_muon_alone_where_there_are_only_matrices() -> None:
+    rules = Optimizer("muon+adamw").made_for(model_shape("1M"))
+    assert [rule.optimizer_class for rule in rules] == [torch.optim.Muon]
+
+
+# ---- tables
+
+
+def shown(plan: Plan, width: int) -> str:
+    console = Console(width=width, file=StringIO(), color_system=None)
+    show_plan(plan, console)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [100, 160])
+def test_tables_have_room_for_every_word(planned: Plan, width: int) -> None:
+    text = shown(planned, width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    heads = (
+        ("params", "grads", "masters")
+        if width == 100
+        else ("parameters", "gradients", "masters", "balance", "of 600 kB")
+    )
+    for word in (
+        "small",
+        "40,256 parameters",
+        "AdamW",
+        "2 ranks",
+        "4 ranks",
+        "total",
+        "peak",
+        "sent",
+        "network",
+        "fits",
+        *heads,
+        *NAMES,
+    ):
+        assert word in text
+    assert ("█" in text) is (width == 160)
+    peaks = [f"{it.usage.peak / 1e6:.2f}" for it in planned]
+    rows = [line for line in text.splitlines() if line.startswith("   ") and line.strip()]
+    assert len(rows) == len(peaks)
+    assert all(peak in row for peak, row in zip(peaks, rows, strict=True))
+    assert "Not counted: memory" in text
+    assert "1 kB of activations" in text
+
+
+@pytest.mark.parametrize("width", [100, 160])
+def test_tables_of_large_numbers_with_all_columns(capsys: pytest.CaptureFixture[str], width: int) -> None:
+    wish = small_wish()
+    large = zeroshard.plan(
+        *(small_model().cast(torch.bfloat16), torch.optim.AdamW),
+        ranks=(1, 2048),
+        memory=80e9,
+        activations=4321e9,
+        config=zeroshard.ZeroConfig(
+            masters=zeroshard.MasterWeights(), second_copy=zeroshard.SecondCopy(), offload=zeroshard.Offload()
+        ),
+        network=wish.network,
+    )
+    text = shown(large, width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    assert "host" in text
+
+
+def test_names_do_not_reach_the_terminal_as_commands() -> None:
+    plan = small_wish("[red]\x1b[2J").planned(ADAMW, None)
+    assert "[red]?[2J" in shown(plan, 100)
+
+
+def test_what_fits_in_a_sentence(planned: Plan) -> None:
+    expected = {it.method: it.ranks for it in reversed(planned.estimates) if planned.fits(it)}
+    sentence = what_fits(planned)
+    assert sentence is not None
+    assert sentence.startswith("With 600 kB a rank: DDP ")
+    for method in NAMES:
+        least = expected.get(method)
+        assert f"{method} {'never' if least is None else 'always' if least == 2 else 'from 4 ranks'}" in sentence
+    assert len({*expected.values()}) + (len(expected) < len(NAMES)) > 1, "the memory should tell methods apart"
+    assert what_fits(small_wish(memory=None).planned(ADAMW, None)) is None
+
+
+def test_parts_add_up_to_the_peak(planned: Plan) -> None:
+    for row in planned.as_dict()["estimates"]:
+        parts = at_the_peak(row, row["peak_phase"])
+        assert sum(parts.values()) == row["peak"]
+        assert min(parts.values()) >= 0
+
+
+# ---- the picture
+
+
+def test_the_picture_is_a_png_of_the_expected_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    target = tmp_path / "plan.png"
+    assert status_of("plan", "1M", "--ranks", "2,4", "--memory", "1GB", "--picture", target) == 0
+    start = target.read_bytes()[:24]
+    assert start[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", start[16:]) == (1500, round((1.3 + 1.55 * 2) * 150))
+    assert "picture" not in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ("1M", "--ranks", "1", "--picture")
+    assert "could not be written" in refused(capsys, *arguments, tmp_path / "none" / "plan.png")
+    assert "could not be written" in refused(capsys, *arguments, tmp_path / "plan.strange")
+
+
+def test_a_picture_without_matplotlib(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "pip install zeroshard[plot]" in refused(capsys, "1M", "--ranks", "1", "--picture", "x.png")
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("nothing-known",), "names no model"),
+        (("gpt2", "--optimizer", "Adamm"), "'Adamm' is no class"),
+        (("gpt2", "--optimizer", "Optimizer"), "expected a class of optimizers"),
+        (("gpt2", "--optimizer", "json:loads"), "expected a class of optimizers"),
+        (("gpt2", "--optimizer", "no_such_package:It"), "no_such_package"),
+        (("gpt2", "--optimizer", "muon+adamw", "--options", "lr=1"), "are two"),
+        (("gpt2", "--options", "lr"), "cannot be read"),
+        (("gpt2", "--options", "lr=__import__('os')"), "cannot be read"),
+        (("gpt2", "--options", "no_such_option=1"), "no_such_option"),
+        (("1k", "--optimizer", "SparseAdam", "--ranks", "1"), "SparseAdam cannot be"),
+        (("gpt2", "--precision", "fp7"), "expected one of fp32"),
+        (("gpt2", "--reduce", "fp7"), "expected one of fp32"),
+        (("gpt2", "--ranks", "0"), "from 1 to"),
+        (("gpt2", "--ranks", "a,b"), "'a'"),
+        (("gpt2", "--memory", "80 apples"), "80GB or 80GiB"),
+        (("gpt2", "--bandwidth", "0GB/s"), "more than nothing"),
+        (("gpt2", "--latency", "10GB"), "10us or 1ms"),
+        (("gpt2", "--frozen", "nothing*"), "no parameter of gpt2"),
+        (("gpt2", "--bucket", "0"), "bucket_bytes"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    error = refused(capsys, *arguments)
+    assert words in error
+    assert "Traceback" not in error
+
+
+def test_a_spoiled_file_is_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.safetensors").write_bytes(b"\xff" * 40)
+    assert status_of("plan", tmp_path / "bad.safetensors") == 1
+    assert "is no file of safetensors" in capsys.readouterr().err
+
+
+# ---- words of the command line
+
+
+def test_quantities() -> None:
+    assert (bytes_in("--memory", "80GB"), bytes_in("--memory", "80 GiB"), bytes_in("--memory", "1.5kb")) == (
+        80 * 10**9,
+        80 * 2**30,
+        1500,
+    )
+    assert (bandwidth_in("--bandwidth", "400Gbit/s"), bandwidth_in("--bandwidth", "50GB/s")) == (50e9, 50e9)
+    assert seconds_in("--latency", "10us") == pytest.approx(1e-5)
+    assert (in_bytes(80e9), in_bytes(31_412_000_000), in_bytes(12), in_bytes(1.5e15)) == (
+        "80 GB",
+        "31.4 GB",
+        "12 B",
+        "1,500 TB",
+    )
+    assert (in_seconds(0), in_seconds(0.0123), in_seconds(3e-6), in_seconds(12.0)) == ("0", "12.3 ms", "3 us", "12 s")
+
+
+def test_ranks() -> None:
+    assert ranks_in("8, 64,8") == [8, 64]
+    assert ranks_in("1-4096") == [2**it for it in range(13)]
+    assert ranks_in("3-20,96") == [4, 8, 16, 96]
+    for wrong in ("", "4-2", "1-", "-4", "99999999", "1.5", "9" * 30):
+        with pytest.raises(ConfigError):
+            ranks_in(wrong)
+
+
+def test_options_are_literals() -> None:
+    assert options_in("lr=1e-3,betas=(0.9, 0.95),nesterov=True") == {"lr": 1e-3, "betas": (0.9, 0.95), "nesterov": True}
+    assert options_in(None) == options_in("") == {}
+    for wrong in ("1", "lr=lr", "**{}", "lr=1)+f(x=2", "lr==1", "lr=print(1)", "lr=1,lr=2", "(" * 500):
+        with pytest.raises(ConfigError):
+            options_in(wrong)
+
+
+def test_classes_of_anywhere() -> None:
+    assert optimizer_class("SGD") is torch.optim.SGD
+    assert optimizer_class("torch.optim.adamw:AdamW") is torch.optim.AdamW

@@ -1,0 +1,104 @@
+"""The page of `zeroshard plan --html`: it needs nothing else, obeys no name, and holds Python's numbers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import status_of
+from tests.support.plans import ADAMW, EVIL, SGD, Reader, embedded, small_wish, write_module
+from zeroshard.cli import plan_page
+from zeroshard.cli.plan_options import Optimizer
+from zeroshard.cli.plan_words import COLOURS
+from zeroshard.errors import ConfigError
+from zeroshard.planning.plan import METHODS
+
+WORLDS = (2, 4, 64)
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_page, "WORLDS", WORLDS)
+        patch.setattr(plan_page, "PRECISIONS", ("fp32",))
+        return plan_page.page(small_wish(EVIL), SGD, "bf16+fp32")
+
+
+def test_it_parses_and_needs_nothing_else(page: str) -> None:
+    found = Reader(page)
+    assert found.open == []
+    assert not re.search(r"https?:|//[a-z]|@import|url\(|\bfetch\(|XMLHttpRequest|import\(", page.replace("</", ""))
+    for tag, attributes in found.tags:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base")
+        assert not {"src", "href", "action"} & attributes.keys()
+    (policy,) = [it["content"] for tag, it in found.tags if tag == "meta" and "http-equiv" in it]
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+    assert len(page) < 1_000_000
+
+
+def test_names_are_only_shown(page: str) -> None:
+    assert page.count("<script") == 2
+    assert "<img" not in page
+    assert Reader(page).text["title"] == f"{EVIL}: will it fit?"
+    assert embedded(page)["model"]["name"] == EVIL
+
+
+def test_controls_have_labels(page: str) -> None:
+    tags = Reader(page).tags
+    labels = {it.get("for") for tag, it in tags if tag == "label"}
+    for tag, it in tags:
+        if tag in ("select", "input") and it["id"] != "exact":
+            assert it["id"] in labels or "aria-label" in it
+    assert all({"role", "aria-label"} <= it.keys() for tag, it in tags if tag == "svg")
+
+
+def test_numbers_are_those_of_plan(page: str) -> None:
+    data, wish = embedded(page), small_wish(EVIL)
+    assert data["worlds"] == list(WORLDS)
+    assert data["methods"] == [it.name for it in METHODS]
+    assert data["optimizers"] == ["SGD, momentum 0.9", "AdamW", "Muon + AdamW", "Adafactor"]
+    assert data["precisions"] == ["bf16+fp32", "fp32"]
+    assert data["colours"] == COLOURS
+    for label, optimizer in (("SGD, momentum 0.9", SGD), ("AdamW", ADAMW)):
+        for precision in ("fp32", "bf16+fp32"):
+            estimates = wish.planned(optimizer, precision, WORLDS).as_dict()["estimates"]
+            rows = [dict(zip(data["fields"], row, strict=True)) for row in data["rows"][label][precision]]
+            assert len(rows) == len(estimates) == len(WORLDS) * len(METHODS)
+            for row, expected in zip(rows, estimates, strict=True):
+                same = {name: expected[name] for name in (*plan_page.FIELDS, "sent", "messages")}
+                assert {name: row[name] for name in same} == same
+                assert row["seconds"] == pytest.approx(expected["seconds"], rel=1e-5)
+                assert row["balance"] == pytest.approx(expected["balance"], abs=1e-6)
+                assert row["phase"] == expected["peak_phase"]
+                kept = sum(row[name] for name in ("parameters", "gradients", "state", "masters", "on_top", "at_peak"))
+                assert kept == row["peak"]
+
+
+def test_what_cannot_be_planned_is_left_out_unless_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_page, "WORLDS", (2,))
+    monkeypatch.setattr(plan_page, "PRECISIONS", ())
+    monkeypatch.setattr(plan_page, "USUAL", (ADAMW, Optimizer("SparseAdam")))
+    data = plan_page.numbers(small_wish(), ADAMW, None)
+    assert data["optimizers"] == ["AdamW"]
+    assert data["precisions"][0] == "as the model is"
+    with pytest.raises(ConfigError, match="SparseAdam"):
+        plan_page.numbers(small_wish(), Optimizer("SparseAdam"), None)
+
+
+def test_the_command_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan_page, "WORLDS", (1, 2))
+    monkeypatch.setattr(plan_page, "PRECISIONS", ())
+    monkeypatch.setattr(plan_page, "USUAL", (ADAMW,))
+    arguments = ("plan", write_module(tmp_path), "--ranks", "2,3", "--options", "lr=0.1", "--memory", "1MB", "--html")
+    assert status_of(*arguments, tmp_path / "plan.html") == 0
+    data = embedded((tmp_path / "plan.html").read_text(encoding="utf-8"))
+    assert data["optimizers"] == ["AdamW (lr=0.1)", "AdamW"]
+    assert (data["worlds"], data["memory"], data["start"]) == ([1, 2, 3], 10**6, 3)
+    capsys.readouterr()
+    assert status_of(*arguments, tmp_path / "none" / "plan.html") == 2
+    assert "could not be written" in capsys.readouterr().err

@@ -1,0 +1,313 @@
+"""Where shapes come from: well-known models, numbers, code, configurations, and files that may be spoiled."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from zeroshard.errors import CheckpointError, ConfigError
+from zeroshard.planning.presets import PRESETS, preset
+from zeroshard.planning.shapes import ModelShape
+from zeroshard.planning.sources import freeze, model_shape
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen2.5-7b": 7_615_616_512,
+    "bert-base": 109_482_240,
+    "bert-large": 335_141_888,
+    "vit-b-16": 86_567_656,
+    "vit-l-16": 304_326_632,
+}
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+
+
+def shapes_of(model: ModelShape) -> dict[str, tuple[int, ...]]:
+    return {it.name: it.shape for it in model.params}
+
+
+# ---- names and numbers
+
+
+def test_presets_have_the_published_numbers_of_parameters() -> None:
+    assert {name: preset(name).elements for name in PRESETS} == PUBLISHED
+
+
+def test_presets_have_blocks_and_no_name_twice() -> None:
+    for name in PRESETS:
+        found = preset(name)
+        assert len(shapes_of(found)) == len(found.params)
+        assert 10 <= len(found.blocks) <= 200
+    assert len(preset("gpt2-xl").blocks) == 1 + 48
+
+
+def test_a_preset_by_its_name() -> None:
+    assert model_shape("GPT2") == preset("gpt2")
+
+
+@pytest.mark.parametrize(
+    ("text", "elements"),
+    [("7.5B", 7_500_000_000), ("124M", 124_000_000), ("12345", 12_345), ("1.5k", 1500), ("2T", 2 * 10**12)],
+)
+def test_a_number_is_so_many_parameters_in_equal_matrices(text: str, elements: int) -> None:
+    found = model_shape(text)
+    assert found.elements == elements
+    matrices = [it.shape for it in found.params if len(it.shape) == 2]
+    assert len(matrices) == 100
+    assert len(set(matrices)) == 1
+
+
+@pytest.mark.parametrize("text", ["7", "0", "99999999T", "no-such-model", "7.5X", "missing/config.json"])
+def test_what_names_no_model_is_an_error(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        model_shape(text)
+
+
+def test_frozen_parameters() -> None:
+    found = freeze(model_shape("gpt2"), ("transformer.w?e.weight", "transformer.h.0"))
+    frozen = {it.name for it in found.params if not it.trainable}
+    assert {"transformer.wte.weight", "transformer.wpe.weight", "transformer.h.0.ln_1.bias"} <= frozen
+    assert len(frozen) == 2 + 12
+    with pytest.raises(ConfigError, match=r"no parameter of gpt2 is named 'nothing'"):
+        freeze(model_shape("gpt2"), ("nothing",))
+
+
+# ---- code
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with a module in it."""
+    (tmp_path / "models_of_a_test.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Large(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = nn.Linear(1_000_000, 1_000_000, dtype=torch.bfloat16)\n"
+        "        self.register_buffer('seen', torch.zeros(7))\n"
+        "def fails():\n"
+        "    raise RuntimeError('not today')\n"
+        "def other():\n"
+        "    return 3\n"
+        "number = 4\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "models_of_a_test", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("place", ["models_of_a_test", "models_of_a_test.py", "./models_of_a_test.py"])
+def test_code_is_called_without_memory(here: Path, place: str) -> None:
+    found = model_shape(f"{place}:Large")
+    assert (found.name, found.elements, found.buffers) == ("Large", 10**12 + 10**6, 28)
+    assert {it.dtype for it in found.params} == {torch.bfloat16}
+    assert str(here) not in sys.path
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("models_of_a_test:fails", "not today"),
+        ("models_of_a_test:other", "returned a int"),
+        ("models_of_a_test:number", "is a int"),
+        ("models_of_a_test:nothing", "has no 'nothing'"),
+        ("no_such_module_at_all:make", "cannot be imported"),
+        ("no_such_file.py:make", "no file"),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_code_that_makes_no_model(source: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        model_shape(source)
+
+
+# ---- configurations of Transformers, which need not be installed for this
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **classes: Any) -> list[str]:
+    """A package that makes `small` models; which of its classes were asked."""
+    asked: list[str] = []
+
+    def made(name: str, fails: bool) -> Any:
+        def from_config(config: Any) -> nn.Module:
+            assert config.width == 5
+            asked.append(name)
+            if fails:
+                raise ValueError("not of this kind")
+            return small()
+
+        return SimpleNamespace(from_config=from_config)
+
+    def from_pretrained(path: str, *, local_files_only: bool, trust_remote_code: bool) -> Any:
+        assert (local_files_only, trust_remote_code) == (True, False)
+        return SimpleNamespace(**json.loads(Path(path).read_text()))
+
+    package: Any = ModuleType("transformers")
+    package.AutoConfig = SimpleNamespace(from_pretrained=from_pretrained)
+    package.AutoModelForCausalLM = made("causal", classes.get("causal_fails", False))
+    package.AutoModel = made("plain", classes.get("plain_fails", False))
+    monkeypatch.setitem(sys.modules, "transformers", package)
+    return asked
+
+
+@pytest.mark.parametrize("as_directory", [True, False])
+def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_directory: bool) -> None:
+    asked = pretend(monkeypatch)
+    (tmp_path / "config.json").write_text('{"width": 5}')
+    found = model_shape(str(tmp_path if as_directory else tmp_path / "config.json"))
+    assert (found.name, found.elements, asked) == (tmp_path.name, 30, ["causal"])
+
+
+def test_a_configuration_of_a_model_that_writes_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = pretend(monkeypatch, causal_fails=True)
+    (tmp_path / "config.json").write_text('{"width": 5}')
+    assert model_shape(str(tmp_path)).elements == 30
+    assert asked == ["causal", "plain"]
+
+
+def test_a_configuration_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, causal_fails=True, plain_fails=True)
+    (tmp_path / "config.json").write_text('{"width": 5}')
+    with pytest.raises(ConfigError, match="describes no model"):
+        model_shape(str(tmp_path))
+
+
+def test_a_configuration_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="pip install transformers"):
+        model_shape(str(tmp_path))
+
+
+def test_an_empty_directory_and_another_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        model_shape(str(tmp_path))
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(ConfigError, match="no source of shapes"):
+        model_shape(str(tmp_path / "notes.txt"))
+
+
+# ---- safetensors
+
+
+def test_a_file_of_safetensors(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.zeros(3, 4, dtype=torch.bfloat16),
+        "b": torch.zeros((), dtype=torch.float64),
+        "count": torch.zeros(6, dtype=torch.int64),
+    }
+    save_file(tensors, str(tmp_path / "it.safetensors"), {"format": "pt"})
+    found = model_shape(str(tmp_path / "it.safetensors"))
+    assert found.name == "it"
+    assert sorted((it.name, it.shape, it.dtype) for it in found.params) == [
+        ("a", (3, 4), torch.bfloat16),
+        ("b", (), torch.float64),
+    ]
+    assert found.buffers == 48
+
+
+def index_of(folder: Path, listed: dict[str, Any]) -> Path:
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+    return path
+
+
+def test_an_index_and_its_files(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2)}, str(tmp_path / "1.safetensors"))
+    save_file({"b": torch.zeros(3), "c": torch.zeros(4)}, str(tmp_path / "2.safetensors"))
+    index = index_of(tmp_path, {"c": "2.safetensors", "a": "1.safetensors", "b": "2.safetensors"})
+    assert shapes_of(model_shape(str(index))) == {"c": (4,), "a": (2,), "b": (3,)}
+    assert shapes_of(model_shape(str(tmp_path))) == shapes_of(model_shape(str(index)))
+
+
+@pytest.mark.parametrize("file", ["../1.safetensors", "/etc/passwd", "..", "", 3, None, "a\0b", "sub/1.safetensors"])
+def test_an_index_that_leads_elsewhere(tmp_path: Path, file: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"plain name of one next to it|not next to it"):
+        model_shape(str(index_of(tmp_path, {"a": file})))
+
+
+def test_an_index_that_lies(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2)}, str(tmp_path / "1.safetensors"))
+    with pytest.raises(CheckpointError, match=r"'b' is in 1\.safetensors, which has none"):
+        model_shape(str(index_of(tmp_path, {"b": "1.safetensors"})))
+    with pytest.raises(CheckpointError, match="not next to it"):
+        model_shape(str(index_of(tmp_path, {"b": "2.safetensors"})))
+    with pytest.raises(CheckpointError, match="weight_map"):
+        model_shape(str(index_of(tmp_path, {})))
+
+
+def spoiled(header: Any, *, data: int = 16, length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + b"\0" * data
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16], **changes}}
+
+
+HOSTILE: dict[str, bytes] = {
+    "nothing": b"",
+    "too short": b"\1\0\0",
+    "no header": struct.pack("<Q", 0),
+    "longer than the file": spoiled(entry(), length=10**6),
+    "longer than any memory": spoiled(entry(), length=2**63),
+    "no JSON": spoiled(b"{]"),
+    "no text": spoiled(b"\xff\xfe{}"),
+    "a list": spoiled(b"[1, 2]"),
+    "a number": spoiled(b"17"),
+    "no tensors": spoiled({"__metadata__": {}}),
+    "deep": spoiled(b'{"a":' * 50_000 + b"1" + b"}" * 50_000),
+    "a name twice": spoiled(b'{"a":{"dtype":"F32"},"a":{"dtype":"F32"}}'),
+    "a long number": spoiled(b'{"a":' + b"9" * 10_000 + b"}"),
+    "no entry": spoiled({"a": 3}),
+    "an unknown dtype": spoiled(entry(dtype="X7")),
+    "a dtype that is none": spoiled(entry(dtype=["F32"])),
+    "a shape that is none": spoiled(entry(shape="4")),
+    "a negative size": spoiled(entry(shape=[-4])),
+    "a size with a point": spoiled(entry(shape=[4.0])),
+    "a size that is true": spoiled(entry(shape=[True])),
+    "an enormous size": spoiled(entry(shape=[2**62, 2**62])),
+    "very many sizes": spoiled(entry(shape=[2**62] * 10_000)),
+    "another size": spoiled(entry(shape=[5])),
+    "beyond the end": spoiled(entry(data_offsets=[8, 24])),
+    "backwards": spoiled(entry(data_offsets=[16, 0])),
+    "three offsets": spoiled(entry(data_offsets=[0, 16, 16])),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_headers_are_refused_in_a_short_sentence(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(HOSTILE[what])
+    with pytest.raises(CheckpointError) as caught:
+        model_shape(str(path))
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < len(str(path)) + 600
+
+
+def test_the_header_that_is_spoiled_above_is_good_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "good.safetensors").write_bytes(spoiled(entry()))
+    assert shapes_of(model_shape(str(tmp_path / "good.safetensors"))) == {"a": (4,)}
