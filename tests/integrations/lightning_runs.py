@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
-ROWS = 96
+ROWS = 48
 
 
 class Ranks(LightningEnvironment):

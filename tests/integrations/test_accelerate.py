@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,18 @@ SMALL = ZeroConfig(partition=FlatShards(bucket_bytes=200))
 
 
 @pytest.mark.parametrize("case", CASES)
-@ranks(1, 2, 3)
+@ranks(2)
 def test_the_same_numbers_as_with_ddp(context: RankContext, case: str) -> None:
+    compare_with_ddp(context, case)
+
+
+@ranks(1, 3)
+def test_the_same_numbers_as_with_ddp_on_other_ranks(context: RankContext) -> None:
+    for case in ("plain", "clipped and all"):
+        compare_with_ddp(context, case)
+
+
+def compare_with_ddp(context: RankContext, case: str) -> None:
     clip = 0.1 if "clipped" in case else None
     with accelerated(context):
         ours = Loop(accelerator(Accelerator, zero_config=SMALL, **CASES[case]), context.rank, clip)
@@ -136,6 +147,9 @@ def test_mistakes_are_told_on_all_ranks(context: RankContext) -> None:
         foreign = accelerator(accelerate.Accelerator).prepare(torch.optim.SGD(model.parameters()))
         with pytest.raises(ConfigError, match="was prepared by an Accelerator of Accelerate's own"):
             chosen.prepare(foreign)
+        os.environ["WORLD_SIZE"] = "7"
+        with pytest.raises(ConfigError, match="7 processes were started, and Accelerate sees 2"):
+            accelerator(Accelerator)
         plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2)
         with pytest.raises(ConfigError, match="leave out fsdp_plugin"):
             accelerator(Accelerator, fsdp_plugin=plugin)

@@ -28,8 +28,18 @@ SMALL = ZeroConfig(partition=FlatShards(bucket_bytes=200))
 
 
 @pytest.mark.parametrize("case", CASES)
-@ranks(1, 2, 3)
+@ranks(2)
 def test_the_same_numbers_as_ddp(context: RankContext, case: str) -> None:
+    compare_with_ddp(context, case)
+
+
+@ranks(1, 3)
+def test_the_same_numbers_as_ddp_on_other_ranks(context: RankContext) -> None:
+    for case in ("plain", "all of it"):
+        compare_with_ddp(context, case)
+
+
+def compare_with_ddp(context: RankContext, case: str) -> None:
     ours, theirs = Module(context.rank), Module(0)
     trainer = Run(ZeroShardStrategy(zero_config=SMALL), options=CASES[case]).fit(ours)
     Run(options=CASES[case]).fit(theirs)
@@ -39,7 +49,7 @@ def test_the_same_numbers_as_ddp(context: RankContext, case: str) -> None:
         exactly=context.world_size <= 2 and "gradient_clip_val" not in CASES[case],
     )
     assert ours.rates == theirs.rates
-    assert len(set(ours.rates)) > 2
+    assert len(set(ours.rates)) > 1
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-4)
     assert ours.checks == pytest.approx(theirs.checks, rel=1e-4)
     assert trainer.optimizers[0].world_size == context.world_size
@@ -131,7 +141,7 @@ def train(
     module = Ruled(context.rank) if how == "rules" else Module(context.rank)
     options = {"max_epochs": epochs, "gradient_clip_val": 0.2}
     trainer = Run(strategy, folder, options=options).fit(module, str(folder / path) if path else None)
-    assert trainer.global_step == 8 * epochs
+    assert trainer.global_step == 4 * epochs
     return [dict(module.state_dict()), module.losses, module.rates]
 
 
@@ -148,13 +158,13 @@ def test_who_is_stopped_goes_on_at_another_number_of_ranks(rank_pool: RankPool, 
     first = run(2, "stopped", 1, how)
     again = run(2, "again", 2, how, tmp_path / "stopped" / "last.ckpt")
     second = run(3, "stopped", 2, how, "last.ckpt")
-    third = run(1, "stopped", 3, how, "epoch=1-step=16.ckpt")
-    assert first[1] + again[1] == straight[1][:16], "on as many ranks to the last bit"
+    third = run(1, "stopped", 3, how, "epoch=1-step=8.ckpt")
+    assert first[1] + again[1] == straight[1][:8], "on as many ranks to the last bit"
     assert first[2] + second[2] + third[2] == straight[2] == plain[2]
     assert_same(third[0], straight[0])
     assert_same(third[0], plain[0])
     assert sorted(entry.name for entry in (tmp_path / "stopped").iterdir()) == [
-        *("epoch=0-step=8.ckpt", "epoch=1-step=16.ckpt", "epoch=2-step=24.ckpt", "last.ckpt")
+        *("epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt", "epoch=2-step=12.ckpt", "last.ckpt")
     ]
 
 

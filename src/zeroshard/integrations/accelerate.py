@@ -1,5 +1,6 @@
 """Accelerate: an `Accelerator` whose `prepare` shards the optimizer, and wraps the model in nothing."""
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -71,6 +72,12 @@ class Accelerator(accelerate.Accelerator):
         kind = str(self.distributed_type).rpartition(".")[2]
         if kind != "NO" and not kind.startswith("MULTI_"):
             raise ConfigError(f"zeroshard shards the optimizer itself: leave out the plugin or option for {kind}")
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        if started != self.num_processes:
+            raise ConfigError(
+                f"{started} processes were started, and Accelerate sees {self.num_processes}: on CPUs tell it so, with "
+                "Accelerator(cpu=True)"
+            )
         self._where = {"config": zero_config, "shard_within": shard_within}
         if self.scaler is not None and not isinstance(self.scaler, GradScaler):
             self.scaler = scaler_like(self.scaler, self.device.type)
