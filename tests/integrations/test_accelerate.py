@@ -175,8 +175,11 @@ def test_state_hooks_and_options_of_the_plain_optimizer_are_taken_over(context: 
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # which nobody prepares
         model, made = chosen.prepare(model, optimizer)
         assert made.param_groups[0]["nesterov"]
+        schedule.step()
+        assert made.param_groups[0]["lr"] == 0.05
         state = made.optimizer.full_state_dict()
         if context.rank == 0:
             assert state is not None

@@ -55,6 +55,20 @@ def compare_with_ddp(context: RankContext, tmp_path: Path, case: str) -> None:
     assert logs[0][7]["loss"] < logs[0][0]["loss"]
 
 
+@ranks(2)
+def test_a_plain_optimizer_and_scheduler_of_ones_own(context: RankContext, tmp_path: Path) -> None:
+    logs = []
+    for kind in (Trainer, transformers.Trainer):
+        with accelerated(context):
+            model = gpt(0)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizers = (optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+            args = arguments(context, tmp_path, max_steps=4)
+            logs.append(trained(kind, args, model, optimizers=optimizers))
+            assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**4
+    assert_alike(logs[0], logs[1], rel=1e-6)
+
+
 @ranks(4)
 def test_an_optimizer_of_ones_own(context: RankContext, tmp_path: Path) -> None:
     """And training goes on when `train` is called again."""

@@ -50,6 +50,20 @@ def test_rates_that_are_tensors_stay_so() -> None:
     assert plain._taken_over(torch.optim.SGD(params(), lr=rate)).value == {"lr": rate}
 
 
+def test_groups_name_what_is_special_to_them() -> None:
+    """Else the implementation, which all of them name, could not be chosen anew."""
+    model = nn.Linear(2, 2)
+    groups: list[dict[str, Any]] = [
+        {"params": [model.weight], "weight_decay": 0.5, "mine": 1},
+        {"params": [model.bias]},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    optimizer.param_groups[1]["lr"] = 0.3
+    first, second = plain._groups(model, optimizer)
+    assert first == {"params": [("weight", model.weight)], "weight_decay": 0.5, "mine": 1}
+    assert second == {"params": [("bias", model.bias)], "lr": 0.3}
+
+
 class Quiet(torch.optim.SGD):
     def __init__(self, params: Any, secret: int) -> None:  # noqa: ARG002
         super().__init__(params)

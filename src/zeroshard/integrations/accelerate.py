@@ -13,7 +13,7 @@ try:
     import accelerate
     from accelerate.optimizer import AcceleratedOptimizer
 except ImportError as error:
-    raise ImportError("zeroshard.integrations.accelerate needs Accelerate: pip install 'accelerate>=1.10'") from error
+    raise ImportError("zeroshard.integrations.accelerate needs Accelerate: pip install 'accelerate>=1.13'") from error
 
 from ..checkpoint import load
 from ..comm.rows import Within

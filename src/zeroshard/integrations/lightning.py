@@ -12,7 +12,7 @@ try:
     from lightning.fabric.plugins import TorchCheckpointIO
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 except ImportError as error:
-    raise ImportError("zeroshard.integrations.lightning needs Lightning: pip install 'lightning>=2.5'") from error
+    raise ImportError("zeroshard.integrations.lightning needs Lightning: pip install 'lightning>=2.6'") from error
 
 from ..checkpoint import load
 from ..comm.rows import Within

@@ -41,6 +41,9 @@ def sharded(model: torch.nn.Module, optimizer: Optimizer, where: Mapping[str, An
     # Shared, so that whoever has registered a hook can still remove it.
     made._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
     made._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
+    # Schedulers that nobody hands over set the options of the sharded one all the same.
+    optimizer.param_groups = made.param_groups
+    vars(optimizer)["_opt_called"] = True  # they would warn that it makes no steps
     return made
 
 
@@ -103,8 +106,11 @@ def _groups(model: torch.nn.Module, optimizer: Optimizer) -> Iterable[dict[str, 
             f"{type(model).__name__}, the first has the shape {tuple(strangers[0].shape)}. Make the optimizer of the "
             "parameters of the model that is trained with it."
         )
+    known = optimizer.defaults
     for group in optimizer.param_groups:
-        others = {key: value for key, value in group.items() if key != "param_names"}
+        # What a group has by default it gets again; the implementation may become a fused one then.
+        special = {key: it for key, it in group.items() if key not in known or _is_given(it, known[key])}
+        others = {key: value for key, value in special.items() if key != "param_names"}
         yield {**others, "params": [(names[id(param)], param) for param in group["params"]]}
 
 

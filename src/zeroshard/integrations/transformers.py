@@ -7,7 +7,7 @@ try:
     import transformers
 except ImportError as error:
     raise ImportError(
-        "zeroshard.integrations.transformers needs Transformers: pip install 'transformers>=4.56' 'accelerate>=1.10'"
+        "zeroshard.integrations.transformers needs Transformers: pip install 'transformers>=5.22' 'accelerate>=1.13'"
     ) from error
 
 from ..checkpoint import load
@@ -15,7 +15,7 @@ from ..comm.rows import Within
 from ..config import ZeroConfig
 from ..errors import ConfigError
 from .accelerate import FOLDER, Accelerator
-from .plain import save_into
+from .plain import follow, save_into
 
 _OTHER_WAYS = ("fsdp", "deepspeed", "parallelism_config")
 
@@ -56,6 +56,8 @@ class Trainer(transformers.Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Called in each training, when the optimizer is prepared. A scheduler may have been made before that."""
+        follow(self.lr_scheduler, self.optimizer.replaced, self.optimizer.optimizer)
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and (Path(checkpoint) / FOLDER).is_dir():
             load(Path(checkpoint) / FOLDER, optimizer=self.optimizer.optimizer)
