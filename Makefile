@@ -10,7 +10,7 @@ RECORDS := $(VENV)/records
 # Some CPUs advertise AMX without being able to run it; bf16 products then die with SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test lint types unit faults long fuzz table browser docs wheel bench clean
+.PHONY: demo test test-integrations lint types unit faults long fuzz table browser docs wheel bench clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,11 @@ types: $(READY)
 
 unit: $(READY)
 	$(PY) -m pytest
+
+# Lightning, Transformers and Accelerate as they are on PyPI; torch stays what it is. A package that is missing is a failure.
+test-integrations: $(READY)
+	$(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[integrations]"
+	ZEROSHARD_INTEGRATIONS=1 $(PY) -m pytest tests/integrations
 
 # Faults in real jobs, many hundred of them, and docs/faults.md made of what was found: about half an hour on 2 cores.
 faults: $(READY)

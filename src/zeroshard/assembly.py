@@ -9,11 +9,10 @@ import torch
 
 from .comm.collectives import Comm
 from .config import ZeroConfig
-from .dividing import Division
+from .dividing import Division, refuse_differentiable
 from .errors import ConfigError
 from .layout.balance import Balance
 from .layout.layout import Layout
-from .layout.partition import FlatShards, Partitioner
 from .layout.specs import ParamSpec, read_specs
 from .notices import warn_user
 from .params import check_specs
@@ -125,12 +124,11 @@ class Assembly:
                 "optimizers with train() and eval() cannot be used with Offload(...): what they exchange with the "
                 "parameters would be in host memory"
             )
-        _refuse_differentiable([group for member in engine.inner.members for group in member.optimizer.param_groups])
+        refuse_differentiable([group for member in engine.inner.members for group in member.optimizer.param_groups])
 
     def check_options(self) -> None:
         """Refuse an optimizer that cannot be right when it is sharded, and options that do not go together."""
-        for kind, partition in zip(self.kinds, self.division.partitions, strict=True):
-            self._check_kind(kind, partition)
+        self.division.check_kinds()
         if self.overlap and self.division.flat:
             raise ConfigError("overlap_with_ddp=True deals out whole parameters: with FlatShards() use ddp_hook()")
         if self.overlap and self.config.second_copy is not None:
@@ -142,35 +140,6 @@ class Assembly:
         for name in (name for name, it in looking.items() if it is not None and self.overlap):
             raise ConfigError(f"{name}(...) cannot be used with overlap_with_ddp=True: DDP's hook makes the steps")
         self._refuse_what_would_be_ignored()
-
-    def _check_kind(self, kind: Kind, partition: Partitioner) -> None:
-        if kind.traits.couples_params:
-            raise ConfigError(
-                f"{kind.name} cannot be sharded: its update of one parameter depends on the others, "
-                "which live on other ranks. Take one that updates each parameter by itself, or train without sharding."
-            )
-        self._refuse_other_gradients(kind)
-        _refuse_differentiable([kind.recipe.defaults, *kind.recipe.groups])
-        if isinstance(partition, FlatShards):
-            _require_grain(kind, partition)
-        if len(self.kinds) > 1 and kind.traits.keeps_more:
-            raise ConfigError(
-                f"{kind.name} cannot be one of several classes: it has state that belongs to no parameter, so that "
-                "the state of all could not be told apart. Make an optimizer of its own for its part of the model."
-            )
-
-    def _refuse_other_gradients(self, kind: Kind) -> None:
-        """Those that it needs and does not get."""
-        if kind.traits.needs == "sparse" and self.reduces:
-            raise ConfigError(
-                f"{kind.name} takes sparse gradients only, and shard() averages dense ones. Use an optimizer for dense "
-                "gradients, or ZeroRedundancyOptimizer with DistributedDataParallel."
-            )
-        if kind.traits.needs == "graph" and self.division.flat:
-            raise ConfigError(
-                f"{kind.name} differentiates gradients once more, and those that were averaged over ranks have no "
-                "graph. Use an optimizer that needs no Hessian, or train without sharding."
-            )
 
     def _refuse_what_would_be_ignored(self) -> None:
         if self.config.overlap_gather and not self.reduces:
@@ -206,28 +175,6 @@ def _side_by_side(specs: Sequence[ParamSpec]) -> list[ParamSpec]:
     members = [list(group) for _, group in groupby(specs, key=lambda spec: spec.group)]
     place = {it.index: (number + 0.5) / len(group) for group in members for number, it in enumerate(group)}
     return sorted(specs, key=lambda spec: place[spec.index])
-
-
-def _require_grain(kind: Kind, flat: FlatShards) -> None:
-    """Refuse to cut parameters more finely than the optimizer allows."""
-    if kind.cutting is None:
-        kind.require_that_it_can_be_made()
-        raise ConfigError(
-            f"FlatShards() cannot be used with {kind.name}: a self-test found that it updates a parameter "
-            "in another way when it is cut into pieces. Use WholeParams()."
-        )
-    needed = kind.cutting.grain
-    if flat.grain is not None and not flat.grain.suits(needed):
-        raise ConfigError(
-            f"{flat} cuts too finely for {kind.name}: a self-test found that it needs pieces of a multiple of "
-            f"{needed.align} elements, at least {needed.least}. Leave align and least out, or take "
-            f"align={needed.align} and least={needed.least}."
-        )
-
-
-def _refuse_differentiable(groups: Sequence[ParamGroup]) -> None:
-    if any(group.get("differentiable") for group in groups):
-        raise ConfigError("differentiable=True cannot be sharded: the graph of a step would span all ranks")
 
 
 def count_params(groups: Sequence[ParamGroup]) -> str:

@@ -11,6 +11,7 @@ from .layout.grain import Grain
 from .layout.layout import Layout
 from .layout.partition import Cost, FlatShards, Partitioner, SideBySide, WholeParams
 from .layout.specs import ParamSpec
+from .runtime.inner import ParamGroup
 from .runtime.parts import Kind
 from .runtime.work import by_elements, in_operations
 from .units import MIB
@@ -53,6 +54,40 @@ class Division:
     def flat(self) -> bool:
         """Ranks own slices of buckets."""
         return self.reduces or any(isinstance(partition, FlatShards) for partition in self.partitions)
+
+    def check_kinds(self) -> None:
+        """Refuse optimizers that cannot be right when they are sharded in this way."""
+        for kind, partition in zip(self.kinds, self.partitions, strict=True):
+            self._check_kind(kind, partition)
+
+    def _check_kind(self, kind: Kind, partition: Partitioner) -> None:
+        if kind.traits.couples_params:
+            raise ConfigError(
+                f"{kind.name} cannot be sharded: its update of one parameter depends on the others, "
+                "which live on other ranks. Take one that updates each parameter by itself, or train without sharding."
+            )
+        self._refuse_other_gradients(kind)
+        refuse_differentiable([kind.recipe.defaults, *kind.recipe.groups])
+        if isinstance(partition, FlatShards):
+            _require_grain(kind, partition)
+        if len(self.kinds) > 1 and kind.traits.keeps_more:
+            raise ConfigError(
+                f"{kind.name} cannot be one of several classes: it has state that belongs to no parameter, so that "
+                "the state of all could not be told apart. Make an optimizer of its own for its part of the model."
+            )
+
+    def _refuse_other_gradients(self, kind: Kind) -> None:
+        """Those that it needs and does not get."""
+        if kind.traits.needs == "sparse" and self.reduces:
+            raise ConfigError(
+                f"{kind.name} takes sparse gradients only, and shard() averages dense ones. Use an optimizer for dense "
+                "gradients, or ZeroRedundancyOptimizer with DistributedDataParallel."
+            )
+        if kind.traits.needs == "graph" and self.flat:
+            raise ConfigError(
+                f"{kind.name} differentiates gradients once more, and those that were averaged over ranks have no "
+                "graph. Use an optimizer that needs no Hessian, or train without sharding."
+            )
 
     def is_cut(self, kind: int) -> bool:
         """Whether ranks own pieces of parameters of a kind."""
@@ -100,3 +135,25 @@ class Division:
             in_operations(mine, [spec for spec in specs if own[spec.group] is mine], counted) if mine else it
             for mine, it in zip(own, counted, strict=True)
         ]
+
+
+def _require_grain(kind: Kind, flat: FlatShards) -> None:
+    """Refuse to cut parameters more finely than the optimizer allows."""
+    if kind.cutting is None:
+        kind.require_that_it_can_be_made()
+        raise ConfigError(
+            f"FlatShards() cannot be used with {kind.name}: a self-test found that it updates a parameter "
+            "in another way when it is cut into pieces. Use WholeParams()."
+        )
+    needed = kind.cutting.grain
+    if flat.grain is not None and not flat.grain.suits(needed):
+        raise ConfigError(
+            f"{flat} cuts too finely for {kind.name}: a self-test found that it needs pieces of a multiple of "
+            f"{needed.align} elements, at least {needed.least}. Leave align and least out, or take "
+            f"align={needed.align} and least={needed.least}."
+        )
+
+
+def refuse_differentiable(groups: Sequence[ParamGroup]) -> None:
+    if any(group.get("differentiable") for group in groups):
+        raise ConfigError("differentiable=True cannot be sharded: the graph of a step would span all ranks")

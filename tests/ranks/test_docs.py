@@ -27,6 +27,8 @@ RUN = sorted({block.page for block in BLOCKS if block.is_run})
 NOT_RUN = {
     ("docs/from-deepspeed.md", "DeepSpeed is no part of the tests' environment"),
     ("CONTRIBUTING.md", "a sketch of a test"),
+    ("README.md", "the frameworks have tests of their own"),
+    ("docs/frameworks.md", "the frameworks have tests of their own"),
 }
 """All blocks that are not run, and why: none may be added in passing."""
 LANGUAGES = {"python", "diff", "console", "bash", "text", "json"}

@@ -28,6 +28,11 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(PRELOAD)
 
 
+def preload(modules: list[str]) -> None:
+    """Have ranks find these modules loaded, too. Before the first of them is started."""
+    _CONTEXT.set_forkserver_preload([*PRELOAD, *modules])
+
+
 class WorkerHandle:
     """A worker process and the connection to it."""
 

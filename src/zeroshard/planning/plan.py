@@ -141,6 +141,9 @@ def plan(
         activations=round(activations),
     )
     numbers = _checked(ranks)
+    for kind in training.kinds:
+        kind.require_that_it_can_be_made()
+    training.division.check_kinds()
     estimates = [method.estimate(training, number) for number in numbers for method in METHODS]
     precision = _in_words(shape, training.config)
     limit = None if memory is None else round(memory)

@@ -11,8 +11,8 @@ import torch
 
 from ..layout.specs import ParamSpec
 
-_BLOCK = re.compile(r"^(?:\w+\.)*?\d+(?=\.)")
-"""The beginning of a name up to its first number: one of a list of blocks."""
+_BLOCK = re.compile(r"^(?:\w+\.)*?(?:\w+_)?\d+(?=\.)")
+"""The beginning of a name up to its first number, as in `h.3.` and `encoder_layer_3.`: one of a list of blocks."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,81 @@
+"""Train a small GPT with Lightning and a sharded optimizer. Run it again, with any number of ranks, and it goes on.
+
+torchrun --nproc-per-node 2 examples/lightning_gpt.py
+"""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from gpt import GPT  # type: ignore[import-not-found]
+from zeroshard.integrations.lightning import ZeroShardStrategy
+
+TEXT = Path(__file__).parent / "data" / "sonnets.txt"
+CONTEXT = 64
+BATCH = 12  # passages in a step, of all ranks together: 1, 2, 3, 4 and 6 of them can share it
+
+
+class LitGPT(pl.LightningModule):
+    """As for any other strategy: a plain optimizer and a plain scheduler."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.gpt = GPT(vocabulary, CONTEXT, width=width)
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        (ids,) = batch
+        loss = cross_entropy(self.gpt(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        self.log("loss", loss, sync_dist=True, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        loss = self.trainer.callback_metrics["loss"].item()
+        self.print(f"step {self.trainer.global_step}, {self.trainer.world_size} ranks: loss {loss:.4f}")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=2e-3)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def passages(count: int) -> tuple[int, Subset[Any]]:
+    """How many characters there are, and passages of the text."""
+    text = TEXT.read_text(encoding="ascii")
+    vocabulary = sorted(set(text))
+    ids = torch.tensor([vocabulary.index(character) for character in text]).unfold(0, CONTEXT + 1, 7)
+    return len(vocabulary), Subset(TensorDataset(ids), range(count))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train a small GPT with Lightning, and go on where it was stopped.")
+    parser.add_argument("--epochs", type=int, default=5, help="the length of the whole training")
+    parser.add_argument("--steps", type=int, default=20, help="the length of an epoch")
+    parser.add_argument("--width", type=int, default=128)
+    options = parser.parse_args()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    torch.manual_seed(0)
+    vocabulary, data = passages(options.steps * BATCH)
+    trainer = pl.Trainer(
+        strategy=ZeroShardStrategy(),  # the line that is different
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        max_epochs=options.epochs,
+        gradient_clip_val=1.0,
+        callbacks=[ModelCheckpoint("checkpoints", filename="gpt-{epoch}", save_last=True)],
+        logger=False,
+        enable_progress_bar=False,
+    )
+    last = Path("checkpoints", "last.ckpt")
+    loader = DataLoader(data, batch_size=BATCH // ranks)
+    trainer.fit(LitGPT(vocabulary, options.width), loader, ckpt_path=last if last.exists() else None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Lightning: `Trainer(strategy=ZeroShardStrategy())` trains with an optimizer of which every rank holds 1/N."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+try:
+    from lightning.fabric.plugins import TorchCheckpointIO
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+except ImportError as error:
+    raise ImportError("zeroshard.integrations.lightning needs Lightning: pip install 'lightning>=2.6'") from error
+
+from ..checkpoint import load
+from ..comm.rows import Within
+from ..config import ZeroConfig
+from ..errors import CheckpointError, ConfigError
+from ..scaler import GradScaler
+from ..sharded import ShardedOptimizer
+from .plain import follow, save_into, scaled_outside, scaler_like, sharded
+
+_OPTIONS = {
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+    *("process_group_backend", "timeout", "start_method"),
+}
+_APART = ("state_dict", "optimizer_states")
+"""What is saved by all ranks, each its part."""
+
+
+class ZeroShardStrategy(DDPStrategy):
+    """`configure_optimizers` returns a plain optimizer, or one that `zeroshard.shard(self, ...)` has made.
+
+    The module is not wrapped in DDP. Checkpoints are directories to which every rank writes its part; they load at any
+    number of ranks. Files of other strategies load, too.
+
+    Args:
+        zero_config: how to shard.
+        shard_within: "node" or a number of ranks that share the state, as for `zeroshard.shard`.
+        sync_every_pass: when gradients are accumulated, send them after each pass: they never take more than 1/N. By
+            default they add up in full size and are sent once, with the bits that DDP makes.
+        options: those of `DDPStrategy` that have nothing to do with DDP.
+    """
+
+    strategy_name = "zeroshard"
+    model: Any
+    optimizers: list[Any]
+
+    def __init__(
+        self,
+        *,
+        zero_config: ZeroConfig | None = None,
+        shard_within: Within | None = None,
+        sync_every_pass: bool = False,
+        **options: Any,
+    ) -> None:
+        strange = sorted(set(options) - _OPTIONS)
+        if strange:
+            raise ConfigError(f"there is no DDP in a ZeroShardStrategy: it has no use for {', '.join(strange)}")
+        super().__init__(**options)
+        self._where = {"config": zero_config, "shard_within": shard_within}
+        self._sync_every_pass = sync_every_pass
+
+    def configure_ddp(self) -> None:
+        self.model = _Entrance(self.model)
+
+    def setup(self, trainer: Any) -> None:
+        if type(self.checkpoint_io) is not TorchCheckpointIO:
+            raise ConfigError(
+                f"a ZeroShardStrategy writes checkpoints itself, from all ranks: leave out the "
+                f"{type(self.checkpoint_io).__name__}"
+            )
+        super().setup(trainer)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) != 1:
+            raise ConfigError(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers, and a ZeroShardStrategy takes one. "
+                "For several classes in one return zeroshard.shard(self, [Rule(...), Rule(...)])."
+            )
+        (plain,) = self.optimizers
+        made = sharded(self.lightning_module, plain, self._where)
+        for entry in self.lr_scheduler_configs:
+            follow(entry.scheduler, plain, made)
+        self.optimizers = [made]
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        plugin = self.precision_plugin
+        plugin.clip_grad_by_norm = partial(_clip, "clip_grad_norm_")
+        plugin.clip_grad_by_value = partial(_clip, "clip_grad_value_")
+        for optimizer in self.optimizers:
+            scaled_outside(optimizer)
+        scaler = getattr(plugin, "scaler", None)
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            plugin.scaler = scaler_like(scaler, self.root_device.type)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for optimizer in [] if self._sync_every_pass else self.optimizers:
+                stack.enter_context(optimizer.no_sync())
+            yield
+
+    def teardown(self) -> None:
+        self.model = self.lightning_module
+        super().teardown()
+
+    # ---- checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:  # noqa: ARG002
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """On all ranks. What is not the module's or the optimizer's comes from rank 0."""
+        path = self._path(filepath)
+        if storage_options is not None:
+            raise ConfigError("a ZeroShardStrategy writes checkpoints itself: it has no use for storage_options")
+        self._check_state(checkpoint["state_dict"])
+        others = {key: value for key, value in checkpoint.items() if key not in _APART}
+        optimizer = self.optimizers[0] if "optimizer_states" in checkpoint and self.optimizers else None
+        if self.is_global_zero and path.is_file():
+            path.unlink()  # another strategy's
+        save_into(path, self.lightning_module, optimizer, others if self.is_global_zero else None)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = self._path(checkpoint_path)
+        if path.is_file():
+            found: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only)
+            return found
+        optimizer = self.optimizers[0] if self.optimizers else None
+        strict = self.lightning_module.strict_loading
+        loaded = load(path, model=self.lightning_module, optimizer=optimizer, strict=strict)
+        others = loaded.extra_by_rank.get(0)
+        if not isinstance(others, dict) or "loops" not in others:
+            raise CheckpointError(f"{path} was not saved by a Trainer: load it with zeroshard.checkpoint.load")
+        return {**others, "optimizer_states": []}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if "state_dict" in checkpoint:  # else it is loaded
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)
+
+    def _path(self, given: Any) -> Path:
+        if "://" in str(given):
+            raise ConfigError(f"a ZeroShardStrategy saves to and loads from directories, not {given}")
+        return Path(self.broadcast(given))
+
+    def _check_state(self, given: Mapping[str, Any]) -> None:
+        """Raise if a hook has put other values in the place of the module's: these would not be saved."""
+        mine = self.lightning_module.state_dict()
+        changed = [key for key in {**mine, **given} if not _is_same(mine.get(key), given.get(key))]
+        if changed:
+            raise ConfigError(
+                f"on_save_checkpoint has changed the 'state_dict' at {changed[0]}, and a ZeroShardStrategy saves the "
+                "module itself: put such values under a key of their own"
+            )
+
+
+class _Entrance(torch.nn.Module):
+    """Around a module, so that Lightning runs its steps as forward passes: these wait for parameters, share buffers."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        return self.module(*inputs, **options)
+
+
+def _clip(method: str, optimizer: Any, limit: float) -> None:
+    optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper around it
+    assert isinstance(optimizer, ShardedOptimizer)
+    getattr(optimizer, method)(limit)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.data_ptr() == other.data_ptr() and one.shape == other.shape
+    return bool(one == other)
+
+
+StrategyRegistry.register(
+    ZeroShardStrategy.strategy_name, ZeroShardStrategy, description="optimizer state sharded by zeroshard"
+)

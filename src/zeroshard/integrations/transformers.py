@@ -1,0 +1,63 @@
+"""Transformers: a `Trainer` whose optimizer is sharded, and whose model is wrapped in nothing."""
+
+from pathlib import Path
+from typing import Any
+
+try:
+    import transformers
+except ImportError as error:
+    raise ImportError(
+        "zeroshard.integrations.transformers needs Transformers: pip install 'transformers>=5.22' 'accelerate>=1.13'"
+    ) from error
+
+from ..checkpoint import load
+from ..comm.rows import Within
+from ..config import ZeroConfig
+from ..errors import ConfigError
+from .accelerate import FOLDER, Accelerator
+from .plain import follow, save_into
+
+_OTHER_WAYS = ("fsdp", "deepspeed", "parallelism_config")
+
+
+class Trainer(transformers.Trainer):
+    """Takes the arguments of Transformers' `Trainer`, and `TrainingArguments` without FSDP and DeepSpeed.
+
+    Checkpoints have the model as always, and a folder to which every rank writes its part of the optimizer's state;
+    they load at any number of ranks.
+
+    Args:
+        zero_config: how to shard.
+        shard_within: "node" or a number of ranks that share the state, as for `zeroshard.shard`.
+    """
+
+    def __init__(
+        self, *args: Any, zero_config: ZeroConfig | None = None, shard_within: Within | None = None, **options: Any
+    ) -> None:
+        self._zero = (zero_config, shard_within)
+        super().__init__(*args, **options)
+        if self.args.n_gpu > 1:
+            raise ConfigError(
+                f"one process has {self.args.n_gpu} GPUs here, and zeroshard needs one for each: start the script with "
+                "torchrun --nproc-per-node"
+            )
+
+    def create_accelerator_and_postprocess(self) -> None:
+        others = [name for name in _OTHER_WAYS if getattr(self.args, name, None)]
+        if others:
+            raise ConfigError(f"zeroshard shards the optimizer itself: leave {', '.join(others)} out of the arguments")
+        super().create_accelerator_and_postprocess()
+        # Hazard: the base class names the class of its accelerator itself, and has handed out methods of it already.
+        self.accelerator.__class__ = Accelerator
+        self.accelerator.begin_sharding(*self._zero)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_into(Path(output_dir) / FOLDER, None, self.optimizer.optimizer)
+        super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Called in each training, when the optimizer is prepared. A scheduler may have been made before that."""
+        follow(self.lr_scheduler, self.optimizer.replaced, self.optimizer.optimizer)
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and (Path(checkpoint) / FOLDER).is_dir():
+            load(Path(checkpoint) / FOLDER, optimizer=self.optimizer.optimizer)

@@ -1,0 +1,194 @@
+"""Accelerate's loop with our `Accelerator`, beside its own with DDP and the plain optimizer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from torch import nn
+
+from tests.integrations.accelerate_runs import Loop, accelerated, accelerator
+from tests.integrations.closeness import assert_same
+from tests.support import RankContext, RankPool, ranks
+from zeroshard import ConfigError, FlatShards, KeepFull, ShardedOptimizer, ZeroConfig
+from zeroshard.integrations.accelerate import Accelerator
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"gradient_accumulation_steps": 3},
+    "clipped": {},
+    "clipped and all": {"mixed_precision": "bf16", "gradient_accumulation_steps": 2},
+}
+SMALL = ZeroConfig(partition=FlatShards(bucket_bytes=200))
+
+
+@pytest.mark.parametrize("case", CASES)
+@ranks(2)
+def test_the_same_numbers_as_with_ddp(context: RankContext, case: str) -> None:
+    compare_with_ddp(context, case)
+
+
+@ranks(1, 3)
+def test_the_same_numbers_as_with_ddp_on_other_ranks(context: RankContext) -> None:
+    for case in ("plain", "clipped and all"):
+        compare_with_ddp(context, case)
+
+
+def compare_with_ddp(context: RankContext, case: str) -> None:
+    clip = 0.1 if "clipped" in case else None
+    with accelerated(context):
+        ours = Loop(accelerator(Accelerator, zero_config=SMALL, **CASES[case]), context.rank, clip)
+        assert isinstance(ours.optimizer.optimizer, ShardedOptimizer)
+        ours.epoch()
+    with accelerated(context):
+        theirs = Loop(accelerator(accelerate.Accelerator, **CASES[case]), 0, clip)
+        theirs.epoch()
+    assert_same(ours.values(), theirs.values(), exactly=context.world_size <= 2 and clip is None)
+    assert ours.rates == theirs.rates
+    assert len(set(ours.rates)) > 2
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-4)
+    assert bool(ours.norms) == bool(clip)
+    assert ours.norms == pytest.approx(theirs.norms, rel=1e-4)
+
+
+@ranks(4)
+def test_in_rows_with_values_clipped(context: RankContext) -> None:
+    values = []
+    for kind, options in ((Accelerator, {"shard_within": 2}), (accelerate.Accelerator, {})):
+        with accelerated(context):
+            loop = Loop(accelerator(kind, **options), 0)
+            for inputs, targets in loop.loader:
+                loop.accelerator.backward(nn.functional.mse_loss(loop.model(inputs), targets))
+                loop.accelerator.clip_grad_value_(loop.model.parameters(), 0.01)
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+            values.append(loop.values())
+    ours, theirs = values
+    assert_same(ours, theirs)
+
+
+@ranks(1, 2)
+def test_a_scaler_leaves_the_same_steps_out_on_all_ranks(context: RankContext) -> None:
+    """Accelerate has scalers on GPUs only: one is put in its place, in both."""
+    found = []
+    for kind in (Accelerator, accelerate.Accelerator):
+        with accelerated(context):
+            chosen = accelerator(kind)
+            chosen.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+            if isinstance(chosen, Accelerator):
+                chosen.begin_sharding(None, None)
+            loop, rates = Loop(chosen, 0), []
+            for number, (inputs, targets) in enumerate(loop.loader):
+                loss = nn.functional.mse_loss(loop.model(inputs), targets)
+                is_bad = number == 2 and context.rank == context.world_size - 1
+                chosen.backward(loss * float("inf") if is_bad else loss)
+                loop.optimizer.step()
+                loop.schedule.step()
+                loop.optimizer.zero_grad()
+                rates.append(loop.optimizer.param_groups[0]["lr"])
+            found.append((loop.values(), rates, chosen.scaler.get_scale()))
+    (ours, *our_rest), (theirs, *their_rest) = found
+    assert_same(ours, theirs)
+    assert our_rest == their_rest
+    assert our_rest[-1] == 2.0**9
+
+
+def train(context: RankContext, folder: Path, first: int, last: int, plain: bool) -> list[Any]:
+    """Epochs `first` to `last`, from what is there of the one before."""
+    with accelerated(context):
+        loop = Loop(accelerator(accelerate.Accelerator if plain else Accelerator), context.rank, 0.5)
+        if first > 1:
+            loop.accelerator.load_state(str(folder / f"epoch {first - 1}"))
+        for number in range(first, last + 1):
+            loop.epoch()
+            loop.accelerator.save_state(str(folder / f"epoch {number}"))
+            loop.accelerator.save_state(str(folder / f"epoch {number}"))  # in the place of the one before
+        return [loop.values(), loop.losses, loop.rates]
+
+
+@pytest.mark.filterwarnings("ignore:.* was saved by .* ranks")
+def test_who_is_stopped_goes_on_at_another_number_of_ranks(rank_pool: RankPool, tmp_path: Path) -> None:
+    def run(size: int, name: str, first: int, last: int, plain: bool = False) -> list[Any]:
+        arguments = {"folder": tmp_path / name, "first": first, "last": last, "plain": plain}
+        result: list[Any] = rank_pool.run(train, size, 120, arguments)[0]
+        return result
+
+    straight, plain = run(2, "straight", 1, 3), run(2, "plain", 1, 3, plain=True)
+    first, again = run(2, "stopped", 1, 1), run(2, "stopped", 2, 2)
+    assert first[1] + again[1] == straight[1][:16], "on as many ranks to the last bit"
+    second, third = run(3, "stopped", 2, 2), run(1, "stopped", 3, 3)
+    assert first[2] + second[2] + third[2] == straight[2] == plain[2]
+    assert_same(third[0], straight[0])
+    assert_same(third[0], plain[0])
+    assert_same(run(3, "plain", 3, 3)[0], plain[0])  # from what Accelerate itself has saved
+    assert not list((tmp_path / "stopped" / "epoch 1").glob("*.safetensors")), "nothing was written as a whole"
+
+
+@ranks(2)
+def test_mistakes_are_told_on_all_ranks(context: RankContext) -> None:
+    with accelerated(context):
+        chosen, model = accelerator(Accelerator), nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match="the SGD belong to 0 of the 0 models that were prepared"):
+            chosen.prepare(optimizer)
+        model = chosen.prepare(model)
+        with pytest.raises(ConfigError, match="nobody averages the gradients of the Linear: prepare its optimizer"):
+            chosen.backward(model(torch.ones(1, 3)).sum())
+        model.zero_grad()
+        chosen.prepare(optimizer)
+        with pytest.raises(ConfigError, match="the Linear has an optimizer already"):
+            chosen.prepare(torch.optim.SGD([model.bias]))
+        with pytest.raises(ConfigError, match="clipped for all parameters of one optimizer at a time"):
+            chosen.clip_grad_norm_([model.weight], 1.0)
+        foreign = accelerator(accelerate.Accelerator).prepare(torch.optim.SGD(model.parameters()))
+        with pytest.raises(ConfigError, match="was prepared by an Accelerator of Accelerate's own"):
+            chosen.prepare(foreign)
+        os.environ["WORLD_SIZE"] = "7"
+        with pytest.raises(ConfigError, match="7 processes were started, and Accelerate sees 2"):
+            accelerator(Accelerator)
+        plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2)
+        with pytest.raises(ConfigError, match="leave out fsdp_plugin"):
+            accelerator(Accelerator, fsdp_plugin=plugin)
+
+
+class Own(torch.optim.SGD):
+    """Keeps an argument to itself."""
+
+    def __init__(self, params: Any, lr: float, secret: int) -> None:  # noqa: ARG002
+        super().__init__(params, lr)
+
+
+@ranks(2)
+def test_state_hooks_and_options_of_the_plain_optimizer_are_taken_over(context: RankContext) -> None:
+    with accelerated(context):
+        model, chosen, seen = (
+            nn.Linear(3, 3),
+            accelerator(Accelerator, zero_config=ZeroConfig(retention=KeepFull())),
+            [],
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+        handle = optimizer.register_step_post_hook(lambda *_: seen.append(1))
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # which nobody prepares
+        model, made = chosen.prepare(model, optimizer)
+        assert made.param_groups[0]["nesterov"]
+        schedule.step()
+        assert made.param_groups[0]["lr"] == 0.05
+        state = made.optimizer.full_state_dict()
+        if context.rank == 0:
+            assert state is not None
+            assert [entry["momentum_buffer"].unique().item() for entry in state["state"].values()] == [1.0, 1.0]
+        chosen.backward(model(torch.ones(1, 3)).sum())
+        made.step()
+        handle.remove()
+        made.step()
+        assert len(seen) == 2
+        other = nn.Linear(2, 2)
+        with pytest.raises(ConfigError, match="a Own does not say what it was made with as secret"):
+            accelerator(Accelerator).prepare(other, Own(other.parameters(), 0.1, 1))

@@ -1,0 +1,141 @@
+"""Transformers with our `Trainer`, beside its own with DDP and the plain optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.integrations.accelerate_runs import accelerated
+from tests.integrations.closeness import assert_same
+from tests.integrations.transformers_runs import Rows, arguments, gpt, trained
+from tests.support import RankContext, RankPool, ranks
+from zeroshard import ConfigError, FlatShards, MasterWeights, ShardedOptimizer, ZeroConfig, shard
+from zeroshard.integrations.transformers import Trainer
+
+CASES: dict[str, dict[str, Any]] = {
+    "unclipped": {"max_grad_norm": 0.0},
+    "clipped": {"max_grad_norm": 0.1},
+    "all of it": {"gradient_accumulation_steps": 2, "bf16": True, "eval_strategy": "steps", "eval_steps": 4},
+}
+SMALL = ZeroConfig(partition=FlatShards(bucket_bytes=2000))
+
+
+def assert_alike(found: list[dict[str, float]], expected: list[dict[str, float]], rel: float = 1e-4) -> None:
+    assert [list(step) for step in found] == [list(step) for step in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=rel)
+
+
+@pytest.mark.parametrize("case", CASES)
+@ranks(2)
+def test_the_same_numbers_as_with_ddp(context: RankContext, tmp_path: Path, case: str) -> None:
+    compare_with_ddp(context, tmp_path, case)
+
+
+@ranks(1, 3)
+def test_the_same_numbers_as_with_ddp_on_other_ranks(context: RankContext, tmp_path: Path) -> None:
+    for case in ("unclipped", "all of it"):
+        compare_with_ddp(context, tmp_path, case)
+
+
+def compare_with_ddp(context: RankContext, tmp_path: Path, case: str) -> None:
+    models, logs = [gpt(context.rank), gpt(0)], []
+    for kind, model in zip((Trainer, transformers.Trainer), models, strict=True):
+        options = {"zero_config": SMALL} if kind is Trainer else {}
+        with accelerated(context):
+            logs.append(trained(kind, arguments(context, tmp_path, **CASES[case]), model, **options))
+    ours, theirs = (dict(model.state_dict()) for model in models)
+    if "bf16" not in CASES[case]:
+        assert_same(ours, theirs, exactly=case == "unclipped" and context.world_size <= 2)
+    assert_alike(logs[0], logs[1], rel=1e-2 if "bf16" in CASES[case] else 1e-4)
+    assert logs[0][7]["loss"] < logs[0][0]["loss"]
+
+
+@ranks(2)
+def test_a_plain_optimizer_and_scheduler_of_ones_own(context: RankContext, tmp_path: Path) -> None:
+    logs = []
+    for kind in (Trainer, transformers.Trainer):
+        with accelerated(context):
+            model = gpt(0)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizers = (optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+            args = arguments(context, tmp_path, max_steps=4)
+            logs.append(trained(kind, args, model, optimizers=optimizers))
+            assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**4
+    assert_alike(logs[0], logs[1], rel=1e-6)
+
+
+@ranks(4)
+def test_an_optimizer_of_ones_own(context: RankContext, tmp_path: Path) -> None:
+    """And training goes on when `train` is called again."""
+    logs = []
+    for kind in (Trainer, transformers.Trainer):
+        with accelerated(context):
+            model = gpt(0)
+            make = shard if kind is Trainer else lambda model, of, **given: of(model.parameters(), **given)
+            args = arguments(context, tmp_path, max_steps=3, lr_scheduler_type="constant")
+            optimizers = (make(model, torch.optim.SGD, lr=0.1, momentum=0.9), None)
+            trainer = kind(model=model, args=args, train_dataset=Rows(), optimizers=optimizers)
+            losses = [trainer.train().training_loss for _ in range(2)]
+            assert isinstance(trainer.optimizer.optimizer, ShardedOptimizer) == (kind is Trainer)
+            logs.append([{"loss": loss} for loss in losses])
+    assert_alike(logs[0], logs[1])
+
+
+def train(context: RankContext, folder: Path, steps: int, how: Any, config: Any) -> list[Any]:
+    """`how`: whether by the plain Trainer, and from which checkpoint."""
+    plain, resume = how
+    with accelerated(context):
+        dtype = torch.float32 if config is None else torch.bfloat16
+        model = gpt(context.rank).to(dtype)
+        args = arguments(context, folder, max_steps=steps, save_strategy="steps", save_steps=4, save_total_limit=2)
+        args.lr_scheduler_type = transformers.SchedulerType.CONSTANT_WITH_WARMUP  # which knows no last step
+        kind, options = (transformers.Trainer, {}) if plain else (Trainer, {"zero_config": config})
+        logs = trained(kind, args, model, resume, **options)
+        return [{name: value.detach().clone() for name, value in model.named_parameters()}, logs]
+
+
+def without_noise(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Biases of keys change nothing: their gradients are noise, of which AdamW makes much."""
+    return {name: value for name, value in values.items() if not name.endswith("c_attn.bias")}
+
+
+@pytest.mark.parametrize("config", [None, ZeroConfig(masters=MasterWeights(torch.float32))], ids=["", "masters"])
+@pytest.mark.filterwarnings("ignore:.* was saved by .* ranks")
+def test_who_is_stopped_goes_on_at_another_number_of_ranks(rank_pool: RankPool, tmp_path: Path, config: Any) -> None:
+    def run(size: int, name: str, steps: int, plain: bool = False, resume: Any = None) -> list[Any]:
+        given = {"folder": tmp_path / name, "steps": steps, "how": (plain, resume), "config": config}
+        result: list[Any] = rank_pool.run(train, size, 120, given)[0]
+        return result
+
+    straight, first = run(2, "straight", 12), run(2, "stopped", 4)
+    again = run(2, "again", 8, resume=str(tmp_path / "stopped" / "checkpoint-4"))
+    assert first[1] + again[1] == straight[1][:8], "on as many ranks to the last bit"
+    second, third = run(3, "stopped", 8, resume=True), run(1, "stopped", 12, resume=True)
+    assert_alike(first[1] + second[1] + third[1], straight[1], rel=1e-4 if config is None else 0.05)
+    assert sorted(entry.name for entry in (tmp_path / "stopped").iterdir()) == ["checkpoint-12", "checkpoint-8"]
+    if config is None:
+        plain = run(2, "plain", 12, plain=True)
+        ours, theirs, others = map(without_noise, (third[0], plain[0], straight[0]))
+        assert_same(ours, theirs)
+        assert_same(ours, others)
+        moved = run(3, "moved", 12, resume=str(tmp_path / "plain" / "checkpoint-8"))  # of the plain Trainer
+        assert_alike(moved[1], plain[1][8:])
+
+
+@ranks(1)
+def test_mistakes(context: RankContext, tmp_path: Path) -> None:
+    with accelerated(context):
+        args = arguments(context, tmp_path)
+        args.fsdp = True
+        with pytest.raises(ConfigError, match="leave fsdp out of the arguments"):
+            Trainer(model=gpt(0), args=args, train_dataset=Rows())
+    with accelerated(context):
+        args = arguments(context, tmp_path)
+        args._n_gpu = 2
+        with pytest.raises(ConfigError, match="one process has 2 GPUs here"):
+            Trainer(model=gpt(0), args=args, train_dataset=Rows())
