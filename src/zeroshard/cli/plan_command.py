@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..errors import ConfigError
+from ..errors import CheckpointError
 from ..planning.sources import freeze, model_shape
 from ..planning.usage import Network
 from .plan_options import Optimizer, Wish, config_of, options_in
@@ -87,6 +87,8 @@ def _usage_errors() -> Iterator[None]:
     """What is wrong with a word of the command line ends it as a wrong option does."""
     try:
         yield
-    except (ConfigError, TypeError) as error:
+    except CheckpointError:
+        raise  # of a file
+    except (ValueError, TypeError) as error:  # also those that an optimizer raises for its options
         typer.echo(f"Error: {printable(str(error))}", err=True)
         raise typer.Exit(2) from None

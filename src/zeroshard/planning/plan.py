@@ -141,13 +141,10 @@ def plan(
         activations=round(activations),
     )
     numbers = _checked(ranks)
-    for kind in training.kinds:
-        kind.require_that_it_can_be_made()
-    training.division.check_kinds()
-    estimates = [method.estimate(training, number) for number in numbers for method in METHODS]
-    precision = _in_words(shape, training.config)
+    training.check()
     limit = None if memory is None else round(memory)
-    return Plan(shape, training.name, precision, tuple(estimates), training.network, limit)
+    estimates = [method.estimate(training, number) for number in numbers for method in METHODS]
+    return Plan(shape, training.name, _in_words(shape, training.config), tuple(estimates), training.network, limit)
 
 
 def _shape_of(model: Any) -> ModelShape:

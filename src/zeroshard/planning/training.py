@@ -34,6 +34,12 @@ class Training:
     network: Network
     activations: int = 0
 
+    def check(self) -> None:
+        """Raise what making the optimizer would raise."""
+        for kind in self.kinds:
+            kind.require_that_it_can_be_made()
+        self.division.check_kinds()
+
     @cached_property
     def groups(self) -> list[list[ParamShape]]:
         """Parameters by the class that updates them."""
