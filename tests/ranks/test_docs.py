@@ -27,8 +27,6 @@ RUN = sorted({block.page for block in BLOCKS if block.is_run})
 NOT_RUN = {
     ("docs/from-deepspeed.md", "DeepSpeed is no part of the tests' environment"),
     ("CONTRIBUTING.md", "a sketch of a test"),
-    ("README.md", "the frameworks have tests of their own"),
-    ("docs/frameworks.md", "the frameworks have tests of their own"),
 }
 """All blocks that are not run, and why: none may be added in passing."""
 LANGUAGES = {"python", "diff", "console", "bash", "text", "json"}
@@ -132,7 +130,8 @@ def test_few_blocks_are_not_run_and_each_says_why() -> None:
 
 def test_parts_of_examples_are_shown_as_they_are() -> None:
     shown = [block for block in BLOCKS if block.example]
-    assert {block.example for block in shown} == {"examples/train_sharded.py", "examples/recover.py"}
+    names = ("train_sharded", "recover", "lightning_gpt", "transformers_trainer", "accelerate_loop")
+    assert {block.example for block in shown} == {f"examples/{name}.py" for name in names}
     for block in shown:
         assert block.text in (ROOT / str(block.example)).read_text(encoding="utf-8"), str(block)
 
