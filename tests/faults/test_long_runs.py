@@ -37,7 +37,7 @@ SLACK_OBJECTS = 400
 a load is split again where a parameter gets no gradient: into a tensor a parameter, with two moments, a count of steps
 and views of them, for which a few steps have no time. What leaked a tensor a step would leave hundreds."""
 SLACK_LEFT = 3
-"""Tensors without any optimizer: it depends on which parameters train. One that each optimizer left would make dozens."""
+"""Tensors without any optimizer: that depends on which parameters train. One that each optimizer left makes dozens."""
 
 
 def plan_of(timing: int) -> Plan:
