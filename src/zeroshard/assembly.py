@@ -1,4 +1,4 @@
-"""From what the user gave to an engine that runs it. Everything here is local to the rank and changes no parameter."""
+"""From what the user gave to an engine that runs it. Everything here is local to the rank, and no value changes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -10,8 +10,18 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch.autograd.profiler import record_function
+
+try:
+    from torch._C._autograd import _enable_record_function, _profiler_enabled
+except ImportError:  # of another torch: there are no labels then
+
+    def _profiler_enabled() -> bool:
+        return False
+
+    def _enable_record_function(enable: bool) -> None:  # noqa: ARG001
+        pass
+
 
 PREFIX = "zeroshard: "
 

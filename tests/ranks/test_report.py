@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -253,3 +254,26 @@ def test_a_report_is_local(ctx: RankContext) -> None:
             optimizer.report().as_dict()
         assert traffic == []
     iterate(model, optimizer, 0)
+
+
+@ranks(2)
+def test_one_rank_alone_may_ask_before_the_first_step(ctx: RankContext) -> None:
+    """Nothing that ranks must do in the same order may be done for it."""
+    rules = [Rule(matrices(), torch.optim.Muon, lr=0.01), Rule(everything_else, torch.optim.AdamW, lr=0.01)]
+    models = [seeded(mlp, 0) for _ in range(3)]
+    optimizers: list[Any] = []
+    kinds: list[Any] = [rules, torch.optim.AdamW, torch.optim.AdamW]
+    for model, given in zip(models, kinds, strict=True):
+        optimizers.append(shard(model, given))
+        if ctx.rank == 0:
+            optimizers[-1].report()
+    for model, optimizer in [*zip(models, optimizers, strict=True)][::-1]:
+        iterate(model, optimizer, 0)
+    assert_same_on_all_ranks(models)
+
+
+def assert_same_on_all_ranks(models: list[nn.Module]) -> None:
+    mine = torch.cat([param.detach().view(-1) for model in models for param in model.parameters()])
+    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(theirs, mine)
+    assert all(torch.equal(it, mine) for it in theirs)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import email
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import zipfile
 from email.message import Message
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
+from packaging.requirements import Requirement
 
 import zeroshard
 
@@ -60,6 +64,42 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = run(*words, "--target", folder, wheel, cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder
+
+
+@pytest.fixture(scope="module")
+def torch_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with torch and what that needs, and nothing else."""
+    folder, left, found = tmp_path_factory.mktemp("torch"), ["torch"], set[str]()
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            needed = (Requirement(it) for it in metadata.requires(name) or ())
+            left += [it.name for it in needed if it.marker is None or it.marker.evaluate({"extra": ""})]
+    tops = {file.parts[0] for name in found for file in metadata.files(name) or () if ".." not in file.parts}
+    for top in tops:
+        (folder / top).symlink_to(Path(torch.__file__).parents[1] / top)
+    return folder
+
+
+def test_torch_is_all_that_it_needs(installed: Path, torch_alone: Path, tmp_path: Path) -> None:
+    code = """if True:
+        import torch, torch.distributed as dist, zeroshard
+        from zeroshard import checkpoint, ddp_hooks
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model = torch.nn.Linear(2, 1)
+        optimizer = zeroshard.shard(model, torch.optim.AdamW)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.report().as_dict()
+        print(zeroshard.plan(model, torch.optim.AdamW, ranks=[2]).of("zeroshard 2", 2).usage.state > 0)
+        dist.destroy_process_group()
+    """
+    path = os.pathsep.join(map(str, (installed, torch_alone)))
+    words = [sys.executable, "-S", "-W", "ignore", "-c", code]
+    env = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["True"], done.stderr
 
 
 def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
@@ -129,6 +169,8 @@ def test_the_command_is_installed(installed: Path) -> None:
     assert "zeroshard = zeroshard.__main__:main" in file.read_text(encoding="utf-8")
 
 
-def test_the_changelog_has_this_version_or_what_is_to_come() -> None:
+def test_the_changelog_begins_with_this_version_or_what_is_to_come() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert "## [Unreleased]" in text or f"## [{zeroshard.__version__}]" in text
+    heading, first = re.findall(r"^## \[(.*?)\].*\n+(.*)", text, re.MULTILINE)[0]
+    assert heading in ("Unreleased", zeroshard.__version__)
+    assert first.startswith("### "), "it says what has changed"

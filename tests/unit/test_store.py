@@ -169,6 +169,21 @@ def test_those_that_are_not_taken_in_have_memory_of_their_own_again() -> None:
     assert all(map(torch.equal, second, values))
 
 
+def test_what_cannot_be_moved_leaves_the_others_with_memory_of_their_own() -> None:
+    params = [nn.Parameter(filled(100, seed=seed)) for seed in range(4)]
+    values = [param.detach().clone() for param in params]
+    layout = in_buckets(params, 2 * 400)
+    store = FlatStore()
+    with pytest.raises(RuntimeError, match="must match"):
+        store.prepare(layout, [nn.Parameter(filled(99)), *params[1:]])  # it comes last
+    assert params[2].untyped_storage().data_ptr() != 0
+    store.take_back()
+    assert all(map(torch.equal, params, values))
+    store.prepare(layout, params)
+    store.extend(layout, params)
+    assert all(map(torch.equal, params, values))
+
+
 # ---- parameters whose memory was exchanged
 
 

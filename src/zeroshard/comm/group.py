@@ -6,7 +6,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from ..errors import ConfigError
 from ..units import GlobalRank, Rank
@@ -114,7 +113,8 @@ def group_or_alone(process_group: dist.ProcessGroup | None) -> Group:
     return Group(process_group) if dist.is_available() and dist.is_initialized() else Alone()
 
 
-def begin_alone() -> None:
+def begin_alone(timeout: timedelta | None = None) -> None:
     """A job of this process alone, where nobody has begun one: sharding over one rank needs no others."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..errors import ConfigError, RankLostError
-from .group import Group
+from .group import Group, begin_alone
 
 
 def is_started() -> bool:
@@ -35,8 +35,7 @@ def _join(timeout: timedelta) -> None:
     if is_started():
         dist.init_process_group("gloo", timeout=timeout)
     else:
-        alone = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=alone, rank=0, world_size=1, timeout=timeout)
+        begin_alone(timeout)
 
 
 def _unmet(error: RuntimeError, timeout: timedelta) -> str:

@@ -74,10 +74,13 @@ class ShardSync:
             self._under_way[bucket.index] = way.gather(flat, bucket.shards)
 
     def bytes_to_send(self) -> int:
-        """What this rank sends when all buckets go that train."""
-        buckets = [it for it in self.layout.buckets if self._comm.group.size > 1 and self.layout.trains(it.index)]
-        ways = [self._ways.of(it.device, equal=it.has_equal_shards) for it in buckets]
-        return sum(way.bytes_to_gather(it.shards, it.dtype) for it, way in zip(buckets, ways, strict=True))
+        """What this rank sends when all buckets go that train.
+
+        Hazard: no way is asked for. They are made in the same order on all ranks, and one rank may ask this alone.
+        """
+        group = self._comm.group
+        trained = [it for it in self.layout.buckets if self.layout.trains(it.index)]
+        return (group.size - 1) * sum(it.shards[group.rank].length * it.dtype.itemsize for it in trained)
 
     def wait(self, buckets: Iterable[int]) -> None:
         """These buckets have arrived."""

@@ -248,8 +248,8 @@ class FlatStore(Store):
         super().__init__()
         self._buffers: list[torch.Tensor] = []
         self._homes: dict[int, torch.Tensor] = {}
-        self._moved: dict[int, torch.Tensor] = {}
-        """Parameters that were moved here and are not taken in yet."""
+        self._moved: dict[int, dict[int, torch.Tensor]] = {}
+        """By bucket, parameters that were moved here and are not taken in yet."""
 
     def prepare(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
         """Make the buffers that `layout` has beyond the present ones, and move its new parameters there.
@@ -260,18 +260,12 @@ class FlatStore(Store):
             self._make_buffer(bucket, layout, params)
 
     def take_back(self) -> None:
-        for index in [index for index in self._homes if index >= len(self._params)]:
-            self._homes.pop(index)
-            self._leave(self._moved.pop(index))
-        del self._buffers[len(self._layout.buckets) :]
-
-    @staticmethod
-    def _leave(param: torch.Tensor) -> None:
-        """Memory of its own for a parameter. Where there is none left, it stays in the buffer, which lives on."""
-        with suppress(torch.OutOfMemoryError):
-            param.data = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device).copy_(
-                param.detach()
-            )
+        """Bucket by bucket, the last first, so that there is none but one of them twice."""
+        while len(self._buffers) > len(self._layout.buckets):
+            self._buffers.pop()
+            for index, param in self._moved.pop(len(self._buffers), {}).items():
+                del self._homes[index]
+                _leave(param)
 
     def buffers(self) -> list[torch.Tensor]:
         """The memory of all parameters, padding included."""
@@ -283,8 +277,7 @@ class FlatStore(Store):
     def _take_in(self, bucket: Bucket) -> None:
         if bucket.index == len(self._buffers):
             self._make_buffer(bucket, self._layout, self._params)
-        for index in bucket.params:
-            self._moved.pop(index, None)
+        self._moved.pop(bucket.index, None)
 
     def _make_buffer(self, bucket: Bucket, layout: Layout, params: Sequence[torch.Tensor]) -> None:
         buffer = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
@@ -294,10 +287,10 @@ class FlatStore(Store):
             # parameter then writes that one, not the whole bucket.
             memory = from_dlpack(buffer[slice(*span)])
             spec = layout.params[index]
-            self._homes[index] = memory.as_strided(spec.shape, spec.stride)
-            self._homes[index].copy_(params[index].detach())
-            self._moved[index] = params[index]
-            params[index].data = self._homes[index]
+            home = memory.as_strided(spec.shape, spec.stride)
+            home.copy_(params[index].detach())
+            self._moved.setdefault(bucket.index, {})[index] = params[index]
+            params[index].data = self._homes[index] = home
 
     def _rebind(self) -> None:
         away = [i for i, home in self._homes.items() if self._params[i].data_ptr() != home.data_ptr()]
@@ -313,6 +306,13 @@ class FlatStore(Store):
                 members = list(run)
                 wire = self._buffers[bucket.index][members[0].in_bucket.start : members[-1].in_bucket.stop]
                 yield InPlace(owner, wire, [self._params[piece.param] for piece in members])
+
+
+def _leave(param: torch.Tensor) -> None:
+    """Memory of its own for a parameter. Where there is none left, it stays in the buffer, which lives on."""
+    with suppress(RuntimeError):  # also that of a GPU without memory
+        own = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
+        param.data = own.copy_(param.detach())
 
 
 def _in_turns(queues: dict[Rank, list[Parcel]]) -> Iterator[tuple[int, Rank, Parcel]]:
