@@ -19,7 +19,7 @@ except ImportError:  # of another torch: there are no labels then
     def _profiler_enabled() -> bool:
         return False
 
-    def _enable_record_function(enable: bool) -> None:  # noqa: ARG001
+    def _enable_record_function(enable: bool) -> None:
         pass
 
 

@@ -61,7 +61,7 @@ def assumed(plan: Plan) -> str:
     network = plan.network
     return (
         f"Network time: what a step sends, at {in_bytes(network.bandwidth)}/s and {network.latency * 1e6:g} us a "
-        "message, if nothing overlaps."
+        "message, if nothing overlaps; at best, with log2 N messages one after the other in a collective."
     )
 
 

@@ -1,6 +1,7 @@
 """What an optimizer keeps of a tensor, and takes for moments while it steps. Asked by stepping it on tensors without
 memory; one that cannot be stepped so is stepped on small ones that have some."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -41,7 +42,7 @@ class Meter:
         self._known: dict[Shape, int] = {}
         self._moments: dict[tuple[Shape, ...], int] = {}
         self._at_once: bool | None = None
-        self._rate: tuple[float, float] | None = None
+        self._rates: tuple[_Rate, _Rate] | None = None
 
     def state(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Of one tensor."""
@@ -70,18 +71,29 @@ class Meter:
     def _most(self, shapes: tuple[Shape, ...]) -> int:
         if shapes not in self._moments:
             taken = _without_memory(self._recipe, shapes)
-            self._moments[shapes] = taken.temporaries if taken else 0
+            elements = max(math.prod(shape) for shape, _ in shapes)
+            self._moments[shapes] = taken.temporaries if taken else self._rates_of(shapes[0][1])[1].of(elements)
         return self._moments[shapes]
 
     def _state(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         taken = _without_memory(self._recipe, [(shape, dtype)])
         if taken is not None:
             return taken.state
-        fixed, per_element = self._rate = self._rate or _rate(self._recipe, dtype)
-        elements = 1
-        for size in shape:
-            elements *= size
-        return round(fixed + per_element * elements)
+        return self._rates_of(dtype)[0].of(math.prod(shape))
+
+    def _rates_of(self, dtype: torch.dtype) -> "tuple[_Rate, _Rate]":
+        self._rates = self._rates or _rates(self._recipe, dtype)
+        return self._rates
+
+
+class _Rate(NamedTuple):
+    """Bytes for any tensor, and for each of its elements."""
+
+    fixed: float
+    per_element: float
+
+    def of(self, elements: int) -> int:
+        return round(self.fixed + self.per_element * elements)
 
 
 def _without_memory(recipe: Recipe, shapes: Sequence[Shape]) -> Taken | None:
@@ -91,14 +103,18 @@ def _without_memory(recipe: Recipe, shapes: Sequence[Shape]) -> Taken | None:
     return None
 
 
-def _rate(recipe: Recipe, dtype: torch.dtype) -> tuple[float, float]:
-    """What is kept of any tensor, and what for each element. Raises what the optimizer raises."""
+def _rates(recipe: Recipe, dtype: torch.dtype) -> tuple[_Rate, _Rate]:
+    """Of state and of temporaries, from steps on two tensors. Raises what the optimizer raises."""
     with quietly(recipe):
         small, large = (
-            _stepped(recipe, [torch.ones(rows, 1024, dtype=dtype, device="cpu")]).state for rows in (_SMALL, _LARGE)
+            _stepped(recipe, [torch.ones(rows, 1024, dtype=dtype, device="cpu")]) for rows in (_SMALL, _LARGE)
         )
+    return _between(small.state, large.state), _between(small.temporaries, large.temporaries)
+
+
+def _between(small: int, large: int) -> _Rate:
     per_element = (large - small) / (1024 * (_LARGE - _SMALL))
-    return small - per_element * 1024 * _SMALL, per_element
+    return _Rate(small - per_element * 1024 * _SMALL, per_element)
 
 
 def _stepped(recipe: Recipe, values: Sequence[torch.Tensor]) -> Taken:

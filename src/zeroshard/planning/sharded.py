@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 
+import torch
+
 from ..layout.layout import Bucket, Layout, Piece
 from ..layout.specs import ParamSpec
-from ..policies import KeepFull, KeepShard, Retention
+from ..policies import KeepFull, KeepShard, Retention, sum_dtype
 from ..units import Rank
 from .training import Tensor, Training
 from .transit import Transit
@@ -135,13 +137,18 @@ class _Share:
 
     def _traffic(self) -> Traffic:
         """Each bucket of gradients to its owners, each of parameters back."""
-        ranks, reduce = self._layout.world_size, self._training.config.reduce
+        ranks = self._layout.world_size
         if ranks == 1:
             return Traffic(0, 0)
         trained = [it for it in self._layout.buckets if self._trains(it)]
-        away = sum(it.numel * reduce.wire_dtype(it.dtype).itemsize for it in trained)
+        away = sum(it.numel * self._wire_dtype(it).itemsize for it in trained)
         sent = (away + sum(map(_nbytes, trained))) * (ranks - 1) // ranks
         return Traffic(sent, 2 * len(trained), self._training.network.seconds(sent, 2 * len(trained), ranks))
+
+    def _wire_dtype(self, bucket: Bucket) -> torch.dtype:
+        """What gradients travel as: NCCL adds those of whole parameters up on the way, in more precision."""
+        wire = self._training.config.reduce.wire_dtype(bucket.dtype)
+        return sum_dtype(wire) if bucket.is_dealt and self._training.device.type != "cpu" else wire
 
     def _trains(self, bucket: Bucket) -> bool:
         return any(self._layout.params[param].trainable for param in bucket.params)

@@ -7,6 +7,8 @@ small ones wait for their bucket to be full, and no more than two buckets are un
 from collections import deque
 from dataclasses import dataclass, field
 
+import torch
+
 from ..layout.layout import Bucket, Layout
 from ..policies import Reduce, Retention, sum_dtype
 from ..runtime.grad_sync import CROWD, LARGE
@@ -37,7 +39,10 @@ class Transit:
         return [it for it in self._layout.buckets if any(self._layout.params[param].trainable for param in it.params)]
 
     def _wire(self, bucket: Bucket) -> int:
-        return bucket.numel * self._reduce.wire_dtype(bucket.dtype).itemsize
+        return bucket.numel * self._wire_dtype(bucket).itemsize
+
+    def _wire_dtype(self, bucket: Bucket) -> torch.dtype:
+        return self._reduce.wire_dtype(bucket.dtype)
 
     def _play(self) -> None:
         under_way: deque[int] = deque()
@@ -79,13 +84,22 @@ class Transit:
             self._level.rise(copied)
             self._level.drop(waiting)
             return copied
-        own = 0 if self._frees else self._wire(bucket)  # a gradient that stays is copied to be sent
-        self._level.rise(copied + own)
-        return copied + own + waiting
+        if self._goes_as_it_lies(bucket):
+            self._level.rise(copied)
+            return copied + waiting
+        copied += self._wire(bucket)
+        self._level.rise(copied)
+        self._level.drop(waiting)
+        return copied
+
+    def _goes_as_it_lies(self, bucket: Bucket) -> bool:
+        """Whether the only gradient of a bucket is what is sent; else it is copied for that."""
+        (room,) = bucket.rooms
+        return self._frees and room.span.length == bucket.numel and self._wire_dtype(bucket) == bucket.dtype
 
     def _copied(self, bucket: Bucket) -> int:
         """What it takes to add up slices in more precision than they travel in."""
-        wire = self._reduce.wire_dtype(bucket.dtype)
+        wire = self._wire_dtype(bucket)
         if bucket.has_equal_shards:
             exact = sum_dtype(wire) == wire and not self._reduce.fixed_order
             return 0 if exact else self._wire(bucket)

@@ -54,10 +54,10 @@ class Usage:
 
 
 class Traffic(NamedTuple):
-    """Of one step, on one rank."""
+    """Of one step."""
 
     sent: int
-    """Bytes."""
+    """Bytes, by each rank on the average."""
     messages: int
     """Collectives, one after the other."""
     seconds: float = 0.0
