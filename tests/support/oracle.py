@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -77,6 +78,17 @@ class Twins:
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Parameters have the same values afterwards, each in memory of its own."""
+    before = [param.detach().clone() for param in model.parameters()]
+    yield
+    params = list(model.parameters())
+    assert_same([param.detach() for param in params], before)
+    assert [param.untyped_storage().nbytes() for param in params] == [param.nbytes for param in params]
+    assert len({param.untyped_storage().data_ptr() for param in params}) == len(params)
 
 
 def assert_same(found: Any, expected: Any, where: str = "it") -> None:
