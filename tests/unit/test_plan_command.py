@@ -236,6 +236,7 @@ def test_a_picture_without_matplotlib(capsys: pytest.CaptureFixture[str], monkey
         (("gpt2", "--precision", "fp7"), "expected one of fp32"),
         (("gpt2", "--reduce", "fp7"), "expected one of fp32"),
         (("gpt2", "--ranks", "0"), "from 1 to"),
+        (("gpt2", "--memory", "80"), "expected a number and a unit"),
         (("gpt2", "--ranks", "a,b"), "'a'"),
         (("gpt2", "--memory", "80 apples"), "80GB or 80GiB"),
         (("gpt2", "--bandwidth", "0GB/s"), "more than nothing"),

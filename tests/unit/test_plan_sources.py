@@ -311,3 +311,12 @@ def test_hostile_headers_are_refused_in_a_short_sentence(tmp_path: Path, what: s
 def test_the_header_that_is_spoiled_above_is_good_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "good.safetensors").write_bytes(spoiled(entry()))
     assert shapes_of(model_shape(str(tmp_path / "good.safetensors"))) == {"a": (4,)}
+
+
+def test_the_state_of_an_optimizer_in_the_same_file_is_no_parameter(tmp_path: Path) -> None:
+    """As `zeroshard convert` writes it."""
+    shapes = {"model.weight": (4, 3), "optim.state.weight.exp_avg": (4, 3), "optim.state.weight.step": ()}
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "all.safetensors")
+    found = model_shape(str(tmp_path / "all.safetensors"))
+    assert [(it.name, it.shape) for it in found.params] == [("weight", (4, 3))]
+    assert found.buffers == 0

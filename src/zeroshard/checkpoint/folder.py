@@ -55,6 +55,8 @@ class Folder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Nobody else writes here meanwhile. The lock ends with the process that holds it."""
+        if self.path.exists() and not self.path.is_dir():
+            raise CheckpointError(f"{self.path} is a file: checkpoints need a folder. Give another path, or remove it.")
         self.path.mkdir(parents=True, exist_ok=True)
         # What a link leads to is not made, nor changed.
         with open(os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "a") as lock:

@@ -68,6 +68,7 @@ def numbers(wish: Wish, optimizer: Optimizer, precision: str | None) -> dict[str
     return {
         "model": {"name": wish.model.name, "parameters": wish.model.elements, "tensors": len(wish.model.params)},
         "worlds": worlds,
+        "activations": wish.activations,
         "start": wish.ranks[len(wish.ranks) // 2],
         "methods": list(dict.fromkeys(it.method for it in first)),
         "optimizers": list(plans),

@@ -42,7 +42,8 @@ def seconds_in(option: str, text: str) -> float:
 
 def _quantity(option: str, text: str, units: dict[str, Decimal], example: str) -> float:
     match = _QUANTITY.fullmatch(text)
-    if match is None or match[2].lower() not in units:
+    bare = match is not None and not match[2] and float(match[1]) > 0
+    if match is None or bare or match[2].lower() not in units:
         raise ConfigError(f"{option} {text!r} is no quantity: expected a number and a unit, such as {example}")
     return float(Decimal(match[1]) * units[match[2].lower()])
 

@@ -36,7 +36,8 @@ def what_fits(plan: Plan) -> str | None:
         return None
     numbers = sorted({it.ranks for it in plan})
     words = ", ".join(f"{method} {_from(least, numbers)}" for method, least in plan.least_ranks().items())
-    return f"With {in_bytes(plan.memory)} a rank: {words}."
+    before = "" if any(it.usage.activations for it in plan) else ", before activations"
+    return f"With {in_bytes(plan.memory)} a rank{before}: {words}."
 
 
 def _from(least: int | None, numbers: list[int]) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from .shapes import ModelShape, ParamShape
 
 _MOST_BYTES = 100 * 10**6
 """Of a header, as the format itself allows, and of an index."""
+_MODEL, _STATE = "model.", "optim.state."
+"""In files of `zeroshard convert`, which have the state of an optimizer beside the model."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -74,7 +77,10 @@ def _tensors(path: Path) -> list[ParamShape]:
     header.pop("__metadata__", None)
     if not header:
         raise CheckpointError(f"{path} holds no tensors")
-    return [_tensor(path, name, entry, room) for name, entry in header.items()]
+    found = [_tensor(path, name, entry, room) for name, entry in header.items()]
+    if not any(it.name.startswith(_STATE) for it in found):
+        return found
+    return [replace(it, name=it.name.removeprefix(_MODEL)) for it in found if it.name.startswith(_MODEL)]
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:

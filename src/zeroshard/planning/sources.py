@@ -96,6 +96,7 @@ def _of_path(path: Path) -> ModelShape:
         return _of_transformers(path)
     raise ConfigError(
         f"{path} is no source of shapes: expected a config.json, a .safetensors file or an index of those"
+        + (f", or with what is to be called {path}:callable" if path.suffix == ".py" else "")
     )
 
 
