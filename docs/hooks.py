@@ -1,4 +1,4 @@
-"""What mkdocs does for this site beyond its own: pages of files that lie elsewhere, and tables of measurements.
+"""What mkdocs does for this site beyond its own: pages of files that lie elsewhere.
 
 Links and pictures are written as they are right in the repository. Those that lead out of docs/ lead, on the site, to
 pages made of these files.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import posixpath
 import re
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ PAGES = {
 """Files of the repository, and what they are on the site."""
 _FOLDERS = (("examples/**/*.py", "py.md"), ("benchmarks/results/*.md", "md"), ("benchmarks/results/*.png", "png"))
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
-_TABLE = re.compile(r"^<!-- table (.*?) -->$", re.MULTILINE)
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -53,10 +51,10 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The page with tables filled in, and links that lead to pages of the site."""
+    """The page with links that lead to pages of the site."""
     target = page.file.src_uri
     source = next((it for it, made in pages().items() if made == target != "index.md"), f"docs/{target}")
-    return with_links(_TABLE.sub(lambda found: table(found[1]), markdown), source, target)
+    return with_links(markdown, source, target)
 
 
 def with_links(markdown: str, source: str, target: str) -> str:
@@ -88,28 +86,3 @@ def _as_page(source: str) -> str:
     if source.endswith(".py"):
         return f"# {Path(source).name}\n\n```python\n{text}```\n"
     return text if source.endswith(".md") else f"# {Path(source).name.capitalize()}\n\n```text\n{text}```\n"
-
-
-def table(options: str) -> str:
-    """The first table of a file, or of a part of it: some columns, some rows.
-
-    file: its place in the repository. under: the heading before it. columns: from and to, counted without the first.
-    rows: patterns of the first cell, with bars between them.
-    """
-    chosen = dict(re.findall(r'(\w+)="([^"]*)"', options))
-    text = (ROOT / chosen["file"]).read_text(encoding="utf-8")
-    if "under" in chosen:
-        _, heading, text = text.partition(f"\n## {chosen['under']}\n")
-        if not heading:
-            raise ValueError(f"{chosen['file']} has no heading {chosen['under']!r}")
-    first_table = re.search(r"^\|.*(?:\n\|.*)*", text, re.MULTILINE)
-    assert first_table, f"{chosen['file']} has no table there"
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in first_table[0].splitlines()]
-    first, last = map(int, chosen.get("columns", f"1-{len(rows[0])}").split("-"))
-    wanted = [pattern.strip() for pattern in chosen.get("rows", "*").split(" | ")]
-    kept = [row for row in rows[2:] if any(fnmatchcase(row[0], pattern) for pattern in wanted)]
-    if not kept:
-        raise ValueError(f"no row of {chosen['file']} is one of {wanted}")
-    shown = [[row[0], *row[first : last + 1]] for row in [rows[0], *kept]]
-    shown.insert(1, ["---"] * len(shown[0]))
-    return "\n".join(f"| {' | '.join(row)} |" for row in shown)

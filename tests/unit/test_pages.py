@@ -72,7 +72,7 @@ def test_the_readme_is_short() -> None:
 
 def test_the_readme_has_the_numbers_that_were_measured() -> None:
     """Of 2 and 4 ranks, in the order of the columns of the table they come from."""
-    table = load("docs/hooks.py").table
+    table = load("docs/tables.py").table
     measured = table('file="benchmarks/results/peers.md" under="Iteration relative to DDP"').splitlines()[2:]
     cells = {row[0]: row[1:] for row in ([it.strip() for it in line.strip("|").split("|")] for line in measured)}
     rows = re.findall(r"^\| (?:\*\*)?([^|*]*?)(?:\*\*)? ((?:\| [^|]* ){6})", read("README.md"), re.MULTILINE)
@@ -86,8 +86,15 @@ def test_pages_say_how_many_optimizers_were_tried(page: str) -> None:
     assert set(re.findall(r"(\d+) (?:were tried|classes)", read(page))) == {str(tried)}
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda it: it.name)
+def test_tables_are_those_of_the_files_they_come_from(page: Path) -> None:
+    """Written anew by `python docs/tables.py`."""
+    text = page.read_text(encoding="utf-8")
+    assert load("docs/tables.py").filled(text) == text
+
+
 def test_a_table_has_the_rows_and_columns_that_are_asked_for() -> None:
-    table = load("docs/hooks.py").table
+    table = load("docs/tables.py").table
     made = table('file="benchmarks/results/muon.md" under="All" columns="2-3" rows="2 | 4*"').splitlines()
     assert made[0].count("|") == made[1].count("|") == made[2].count("|") == 4
     assert len(made) == 2 + 8
