@@ -1,6 +1,6 @@
 """The planner's estimates against what one GPU has allocated. Needs torch and nothing else.
 
-PYTHONPATH=src python3 benchmarks/gpu_planner.py --out DIR [--device cpu] [--no-fail]
+PYTHONPATH=src python3 benchmarks/gpu_planner.py --out DIR [--device cpu] [--only SECTION ...] [--no-fail]
 """
 
 import argparse
@@ -27,9 +27,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where gpu_planner.json and gpu_planner.md go")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", nargs="+", choices=("usual", "special"))
     parser.add_argument("--no-fail", action="store_true", help="exit with 0 even where a bar is missed")
     options = parser.parse_args()
-    rows = measure({"planner": lambda: against_plan(Machine(options.device))})
+    machine = Machine(options.device)
+    parts = {
+        "usual": lambda: against_plan(machine, special=False),
+        "special": lambda: against_plan(machine, special=True),
+    }
+    rows = measure({name: parts[name] for name in options.only or parts})
     return finish(rows, TITLE, NOTE, options.out and options.out / "gpu_planner", fail=not options.no_fail)
 
 
