@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from tests.integrations.accelerate_runs import Loop, accelerated, accelerator
 from tests.integrations.closeness import assert_same
 from tests.support import RankContext, RankPool, ranks
-from zeroshard import ConfigError, FlatShards, KeepFull, ShardedOptimizer, ZeroConfig
+from zeroshard import CheckpointError, ConfigError, FlatShards, KeepFull, ShardedOptimizer, ZeroConfig
 from zeroshard.integrations.accelerate import Accelerator
 
 CASES: dict[str, dict[str, Any]] = {
@@ -126,6 +127,21 @@ def test_who_is_stopped_goes_on_at_another_number_of_ranks(rank_pool: RankPool, 
     assert_same(third[0], plain[0])
     assert_same(run(3, "plain", 3, 3)[0], plain[0])  # from what Accelerate itself has saved
     assert not list((tmp_path / "stopped" / "epoch 1").glob("*.safetensors")), "nothing was written as a whole"
+
+
+@ranks(1, 2)
+def test_a_checkpoint_without_the_folder_of_the_state_is_refused(context: RankContext, tmp_path: Path) -> None:
+    with accelerated(context):
+        loop = Loop(accelerator(Accelerator), 0)
+        loop.accelerator.save_state(str(tmp_path))
+        if context.rank == 0:
+            shutil.rmtree(tmp_path / "zeroshard_0")
+            loop.accelerator.save_model(loop.model, tmp_path)
+        context.gather(None)
+        with pytest.raises(CheckpointError, match=r"zeroshard_0 is missing.*optimizer\.bin says only that it is there"):
+            loop.accelerator.load_state(str(tmp_path))
+        with pytest.raises(CheckpointError, match=r"this has no state in it.*full_state_dict"):
+            loop.optimizer.load_state_dict(loop.optimizer.state_dict())
 
 
 @ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.integrations.accelerate_runs import accelerated
 from tests.integrations.closeness import assert_same
 from tests.integrations.transformers_runs import Rows, arguments, gpt, trained
 from tests.support import RankContext, RankPool, ranks
-from zeroshard import ConfigError, FlatShards, MasterWeights, ShardedOptimizer, ZeroConfig, shard
+from zeroshard import CheckpointError, ConfigError, FlatShards, MasterWeights, ShardedOptimizer, ZeroConfig, shard
 from zeroshard.integrations.transformers import Trainer
 
 CASES: dict[str, dict[str, Any]] = {
@@ -125,6 +126,35 @@ def test_who_is_stopped_goes_on_at_another_number_of_ranks(rank_pool: RankPool, 
         assert_same(ours, others)
         moved = run(3, "moved", 12, resume=str(tmp_path / "plain" / "checkpoint-8"))  # of the plain Trainer
         assert_alike(moved[1], plain[1][8:])
+
+
+@ranks(1, 2)
+def test_a_checkpoint_without_the_folder_of_the_state_is_refused(context: RankContext, tmp_path: Path) -> None:
+    def train(steps: int, resume: str | None = None) -> None:
+        with accelerated(context):
+            args = arguments(context, tmp_path, max_steps=steps, save_strategy="steps", save_steps=2)
+            trained(Trainer, args, gpt(0), resume)
+
+    train(2)
+    if context.rank == 0:
+        shutil.move(tmp_path / "checkpoint-2" / "zeroshard", tmp_path / "aside")
+    context.gather(None)
+    with pytest.raises(CheckpointError, match=r"zeroshard is missing.*optimizer\.pt says only that it is there"):
+        train(4, str(tmp_path / "checkpoint-2"))
+    context.gather(None)
+    if context.rank == 0:
+        shutil.move(tmp_path / "aside", tmp_path / "checkpoint-2" / "zeroshard")
+    context.gather(None)
+    train(4, str(tmp_path / "checkpoint-2"))
+
+
+@pytest.mark.parametrize("name", ["_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"])
+@ranks(1)
+def test_a_trainer_that_would_not_call_ours_is_refused(context: RankContext, tmp_path: Path, name: str) -> None:
+    with accelerated(context), pytest.MonkeyPatch.context() as patch:
+        patch.delattr(transformers.Trainer, name)
+        with pytest.raises(ConfigError, match=f"has no {name}, in the place of which"):
+            Trainer(model=gpt(0), args=arguments(context, tmp_path), train_dataset=Rows())
 
 
 @ranks(1)

@@ -1,6 +1,6 @@
 """A plain optimizer, as users of a framework make it, becomes a sharded one; so does what belongs to it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from inspect import Parameter, signature
 from pathlib import Path
@@ -80,6 +80,14 @@ def save_into(folder: Path, model: torch.nn.Module | None, optimizer: Optimizer 
 def of_first_rank(value: Any) -> Any:
     """Called on all ranks."""
     return broadcast_object(value, 0) if dist.is_initialized() else value
+
+
+def first_rank_sees(look: Callable[[], bool]) -> bool:
+    """What the first rank finds among files, which others may see later, or not at all. Called on all ranks."""
+    found = False
+    with suppress(OSError):
+        found = look()
+    return bool(of_first_rank(found))
 
 
 class _Watch(LRScheduler):
