@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 from tests.integrations.accelerate_runs import accelerated
 from tests.integrations.closeness import assert_same
-from tests.integrations.transformers_runs import Rows, arguments, gpt, trained
+from tests.integrations.transformers_runs import LENGTH, Rows, arguments, gpt, trained
 from tests.support import RankContext, RankPool, ranks
+from tests.support.traffic import recorded
 from zeroshard import CheckpointError, ConfigError, FlatShards, MasterWeights, ShardedOptimizer, ZeroConfig, shard
 from zeroshard.integrations.transformers import Trainer
 
@@ -85,6 +87,32 @@ def test_an_optimizer_of_ones_own(context: RankContext, tmp_path: Path) -> None:
             assert isinstance(trainer.optimizer.optimizer, ShardedOptimizer) == (kind is Trainer)
             logs.append([{"loss": loss} for loss in losses])
     assert_alike(logs[0], logs[1])
+
+
+class Looking(transformers.TrainerCallback):
+    """The first rank uses the model alone, after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_step_end(self, *_: Any, **given: Any) -> None:
+        model = given["model"]
+        if dist.get_rank() == 0:
+            model.eval()
+            with torch.no_grad(), recorded() as traffic:
+                self.seen.append(model(input_ids=torch.arange(LENGTH)[None]).logits)
+            model.train()
+            assert not traffic
+
+
+@ranks(2)
+def test_one_rank_may_use_the_model_without_gradients(context: RankContext, tmp_path: Path) -> None:
+    with accelerated(context):
+        model, looking = gpt(0), Looking()
+        model.register_buffer("any", torch.zeros(2))
+        args = arguments(context, tmp_path, max_steps=2)
+        Trainer(model=model, args=args, train_dataset=Rows(), callbacks=[looking]).train()
+        assert len(looking.seen) == (2 if context.rank == 0 else 0)
 
 
 def train(context: RankContext, folder: Path, steps: int, how: Any, config: Any) -> list[Any]:
@@ -163,6 +191,10 @@ def test_mistakes(context: RankContext, tmp_path: Path) -> None:
         args = arguments(context, tmp_path)
         args.fsdp = True
         with pytest.raises(ConfigError, match="leave fsdp out of the arguments"):
+            Trainer(model=gpt(0), args=args, train_dataset=Rows())
+    with accelerated(context):
+        args = arguments(context, tmp_path, ddp_broadcast_buffers=False)
+        with pytest.raises(ConfigError, match=r"give ZeroConfig\(sync_buffers=False\)"):
             Trainer(model=gpt(0), args=args, train_dataset=Rows())
     with accelerated(context):
         args = arguments(context, tmp_path)

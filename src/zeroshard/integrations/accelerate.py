@@ -42,6 +42,11 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._is_apart = False
         scaled_outside(optimizer)
 
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        if self.gradient_state.sync_gradients:
+            self.optimizer.sync_buffers()
+
     def state_dict(self) -> dict[str, Any]:
         return dict(_MARK)
 
@@ -85,6 +90,8 @@ class Accelerator(accelerate.Accelerator):
         if others:
             raise ConfigError(f"zeroshard shards the optimizer itself: leave out {', '.join(others)}")
         super().__init__(*args, **options)
+        if self.ddp_handler is not None:
+            raise ConfigError("zeroshard averages gradients without DDP: leave out DistributedDataParallelKwargs")
         self.begin_sharding(zero_config, shard_within)
 
     def begin_sharding(self, zero_config: ZeroConfig | None, shard_within: Within | None) -> None:

@@ -55,6 +55,8 @@ class Trainer(transformers.Trainer):
         others = [name for name in _OTHER_WAYS if getattr(self.args, name, None)]
         if others:
             raise ConfigError(f"zeroshard shards the optimizer itself: leave {', '.join(others)} out of the arguments")
+        if getattr(self.args, "ddp_broadcast_buffers", None) is False:
+            raise ConfigError("there is no DDP: for ddp_broadcast_buffers=False give ZeroConfig(sync_buffers=False)")
         super().create_accelerator_and_postprocess()
         # Hazard: the base class names the class of its accelerator itself, and has handed out methods of it already.
         self.accelerator.__class__ = Accelerator
