@@ -20,6 +20,7 @@ from tests.integrations.lightning_runs import Module, Ranks, Run
 from tests.support import RankContext, RankPool, ranks
 from tests.support.traffic import recorded
 from zeroshard import (
+    CheckpointError,
     ConfigError,
     FlatShards,
     RankFailedError,
@@ -324,6 +325,11 @@ def test_mistakes_are_told_on_all_ranks(context: RankContext, tmp_path: Path) ->
     trainer = Run(ZeroShardStrategy(), options={"limit_train_batches": 1, "callbacks": [Average()]}).fit(Module(0))
     with pytest.raises(ConfigError, match="on_save_checkpoint has changed the 'state_dict' at net"):
         trainer.save_checkpoint(tmp_path / "averaged.ckpt")
+    look = Path.is_file
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "is_file", lambda path: look(path) or (path.name == "nothing" and context.rank == 1))
+        with pytest.raises(CheckpointError, match="nothing"):  # a file that the first rank does not see is none
+            trainer.strategy.load_checkpoint(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="not s3://bucket/file"):
         trainer.save_checkpoint("s3://bucket/file")
     assert not list(tmp_path.iterdir())
