@@ -84,6 +84,8 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
     """
 
     engine: FlatEngine
+    quiet_without_gradients: bool = False
+    """Whether forward passes without gradients send nothing. Who sets it calls `sync_buffers` after steps."""
 
     def __init__(
         self,
@@ -109,7 +111,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         self._attach_to_model(model)
 
     def _attach_to_model(self, model: torch.nn.Module) -> None:
-        self._buffers = EqualBuffers(self._comm.everyone, model, self._keeps_buffers)
+        self._buffers = EqualBuffers(self._comm.everyone, model, self._passes_without_buffers)
         self._buffers.sync(Rank(0))
         others = [param for param in model.parameters() if id(param) not in self.engine.bucket_of]
         make_equal(self._comm.everyone, others, Rank(0))
@@ -221,6 +223,14 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
     def before_uneven_step(self, source: Rank) -> None:
         self._buffers.sync(source)
+
+    def sync_buffers(self) -> None:
+        """Now, on all ranks: buffers become those of rank 0, unless they are to be each rank's own."""
+        if not self._keeps_buffers():
+            self._buffers.sync(Rank(0))
+
+    def _passes_without_buffers(self) -> bool:
+        return self._keeps_buffers() or (self.quiet_without_gradients and not torch.is_grad_enabled())
 
     def _keeps_buffers(self) -> bool:
         replaced = self._hooks.is_replaced  # the ranks of this one need no longer be there

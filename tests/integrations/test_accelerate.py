@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.integrations.accelerate_runs import Loop, accelerated, accelerator
 from tests.integrations.closeness import assert_same
 from tests.support import RankContext, RankPool, ranks
-from zeroshard import ConfigError, FlatShards, KeepFull, ShardedOptimizer, ZeroConfig
+from tests.support.traffic import recorded
+from zeroshard import CheckpointError, ConfigError, FlatShards, KeepFull, ShardedOptimizer, ZeroConfig, shard
 from zeroshard.integrations.accelerate import Accelerator
 
 CASES: dict[str, dict[str, Any]] = {
@@ -97,6 +100,60 @@ def test_a_scaler_leaves_the_same_steps_out_on_all_ranks(context: RankContext) -
     assert our_rest[-1] == 2.0**9
 
 
+@ranks(1, 2, 3)
+def test_one_rank_may_use_the_model_without_gradients(context: RankContext) -> None:
+    """And where all do, they see the buffers of the first, as with DDP."""
+    seen: list[list[torch.Tensor]] = []
+    for kind in (Accelerator, accelerate.Accelerator):
+        with accelerated(context):
+            chosen, found = accelerator(kind), []
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+            model, optimizer = chosen.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            for number in range(3):
+                draw = torch.Generator().manual_seed(10 * number + context.rank)
+                chosen.backward(model.train()(torch.randn(4, 6, generator=draw)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    found.append(model.eval()(torch.ones(1, 6)))
+                    with recorded() as traffic:
+                        if context.rank == 0:
+                            found.append(chosen.unwrap_model(model)(torch.ones(2, 6)))
+                    assert not traffic
+                with recorded() as traffic, chosen.no_sync(model):
+                    if context.rank == 0:
+                        found.append(chosen.unwrap_model(model)(torch.ones(3, 6)).detach())
+                assert not traffic
+            seen.append(found)
+    for ours, theirs in zip(*seen, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@ranks(2)
+def test_two_optimizers_in_one_pass_with_a_group_each(context: RankContext) -> None:
+    values = []
+    for kind in (Accelerator, accelerate.Accelerator):
+        with accelerated(context):
+            chosen = accelerator(kind)
+            torch.manual_seed(0)
+            first, second = nn.Linear(4, 5), nn.Linear(5, 2)
+            plain = torch.optim.AdamW(first.parameters(), lr=0.1)
+            if kind is Accelerator:
+                other: Any = shard(second, torch.optim.AdamW, lr=0.1, process_group=dist.new_group())
+            else:
+                other = torch.optim.AdamW(second.parameters(), lr=0.1)
+            first, second, plain, other = chosen.prepare(first, second, plain, other)
+            for number in range(2):
+                chosen.backward(second(first(torch.full((2, 4), number + context.rank + 1.0))).square().mean())
+                for optimizer in (plain, other):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            values.append([param.detach().clone() for it in (first, second) for param in it.parameters()])
+    for ours, theirs in zip(*values, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def train(context: RankContext, folder: Path, first: int, last: int, plain: bool) -> list[Any]:
     """Epochs `first` to `last`, from what is there of the one before."""
     with accelerated(context):
@@ -128,6 +185,24 @@ def test_who_is_stopped_goes_on_at_another_number_of_ranks(rank_pool: RankPool, 
     assert not list((tmp_path / "stopped" / "epoch 1").glob("*.safetensors")), "nothing was written as a whole"
 
 
+@ranks(1, 2)
+def test_a_checkpoint_without_the_folder_of_the_state_is_refused(context: RankContext, tmp_path: Path) -> None:
+    with accelerated(context):
+        loop = Loop(accelerator(Accelerator), 0)
+        loop.accelerator.save_state(str(tmp_path))
+        if context.rank == 0:
+            shutil.rmtree(tmp_path / "zeroshard_0")
+            loop.accelerator.save_model(loop.model, tmp_path)
+        context.gather(None)
+        with pytest.raises(CheckpointError, match=r"zeroshard_0 is missing.*optimizer\.bin says only that it is there"):
+            loop.accelerator.load_state(str(tmp_path))
+        seen = tmp_path if context.rank == 0 else tmp_path / "not yet here"
+        assert loop.optimizer.finds(seen, tmp_path / "any.bin"), "as the first rank sees it"
+        assert not loop.optimizer.finds(tmp_path / "none" if context.rank == 0 else tmp_path, tmp_path / "any.bin")
+        with pytest.raises(CheckpointError, match=r"this has no state in it.*full_state_dict"):
+            loop.optimizer.load_state_dict(loop.optimizer.state_dict())
+
+
 @ranks(2)
 def test_mistakes_are_told_on_all_ranks(context: RankContext) -> None:
     with accelerated(context):
@@ -153,6 +228,9 @@ def test_mistakes_are_told_on_all_ranks(context: RankContext) -> None:
         plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2)
         with pytest.raises(ConfigError, match="leave out fsdp_plugin"):
             accelerator(Accelerator, fsdp_plugin=plugin)
+        del os.environ["WORLD_SIZE"]
+        with pytest.raises(ConfigError, match="leave out DistributedDataParallelKwargs"):
+            accelerator(Accelerator, kwargs_handlers=[accelerate.DistributedDataParallelKwargs()])
 
 
 class Own(torch.optim.SGD):

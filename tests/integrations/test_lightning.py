@@ -9,13 +9,28 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader
 
 from tests.integrations.closeness import assert_same
 from tests.integrations.lightning_runs import Module, Ranks, Run
 from tests.support import RankContext, RankPool, ranks
-from zeroshard import ConfigError, FlatShards, Rule, ZeroConfig, everything_else, matrices, shard
+from tests.support.traffic import recorded
+from zeroshard import (
+    CheckpointError,
+    ConfigError,
+    FlatShards,
+    RankFailedError,
+    Rule,
+    ZeroConfig,
+    ZeroError,
+    everything_else,
+    matrices,
+    shard,
+)
 from zeroshard.integrations.lightning import ZeroShardStrategy
 
 CASES: dict[str, dict[str, Any]] = {
@@ -73,6 +88,44 @@ def test_buffers_are_those_of_the_first_rank_and_parameters_may_come_late(contex
     Run().fit(theirs)
     assert_same(ours.state_dict(), theirs.state_dict(), exactly=True)
     assert ours.checks == theirs.checks
+
+
+class Looking(Module):
+    """The first rank uses the model alone, after each step."""
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.net(inputs)
+
+    def predict_step(self, batch: Any, _: int) -> Any:
+        return self(batch)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        super().on_train_batch_end()
+        if self.global_rank == 0:
+            self.eval()
+            with torch.no_grad(), recorded() as traffic:
+                self(torch.ones(2, 6))
+            self.train()
+            assert not traffic
+
+
+@ranks(2)
+def test_one_rank_may_use_the_module_without_gradients(context: RankContext) -> None:
+    """As it does where rows for `predict` are not as many on each rank."""
+    found = []
+    for strategy in (ZeroShardStrategy(), DDPStrategy()):
+        module = Looking(0, averaged=True)
+        trainer = Run(strategy).fit(module)
+        rows: Any = torch.linspace(0, 1, 18).view(3, 6)
+        sampler = UnrepeatedDistributedSampler(rows, shuffle=False)
+        predicted = trainer.predict(module, DataLoader(rows, batch_size=1, sampler=sampler))
+        assert predicted is not None
+        assert len(predicted) == 2 - context.rank
+        found.append((dict(module.state_dict()), module.checks, predicted))
+    (ours, our_checks, our_rows), (theirs, their_checks, their_rows) = found
+    assert_same(ours, theirs, exactly=True)
+    assert our_checks == their_checks
+    assert all(map(torch.equal, our_rows, their_rows))
 
 
 class Scaled(Module):
@@ -187,6 +240,60 @@ def test_files_of_ddp_load_and_weights_alone_are_saved(context: RankContext, tmp
         Run(ZeroShardStrategy(), options={"max_epochs": 3}).fit(fresh, str(tmp_path / "weights.ckpt"))
 
 
+@pytest.mark.parametrize("weights", [True, False])
+@ranks(1, 2)
+def test_looking_at_a_checkpoint_after_training_leaves_the_optimizer(
+    context: RankContext, tmp_path: Path, weights: bool
+) -> None:
+    saves = ModelCheckpoint(tmp_path, save_weights_only=weights, save_top_k=-1)
+    module, run = Module(0), Run(ZeroShardStrategy(), tmp_path, options={"max_epochs": 2, "callbacks": [saves]})
+    trainer = run.fit(module)
+    steps = {float(entry["step"]) for entry in trainer.optimizers[0].state.values() if "step" in entry}
+    trainer.validate(module, run.loader(), ckpt_path=str(tmp_path / "epoch=0-step=4.ckpt"), verbose=False)
+    fresh, looking = Module(7), Run(ZeroShardStrategy())
+    looking.trainer().validate(fresh, run.loader(), ckpt_path=str(tmp_path / "epoch=0-step=4.ckpt"), verbose=False)
+    assert_same(module.state_dict(), fresh.state_dict(), exactly=True)
+    assert steps == {8.0}
+    assert {float(entry["step"]) for entry in trainer.optimizers[0].state.values() if "step" in entry} == steps
+
+
+class Odd(pl.Callback):
+    """Puts something into checkpoints that one rank, or nobody, can save."""
+
+    def __init__(self) -> None:
+        self.rank: int | None = None
+        self.others: dict[str, Any] = {}
+
+    def on_save_checkpoint(self, trainer: Any, _: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint.update(self.others)
+        if trainer.global_rank == self.rank:
+            checkpoint["state_dict"]["net.0.bias"] = torch.zeros(12)
+
+
+@ranks(1, 2)
+def test_a_file_stays_until_the_directory_in_its_place_is_complete(context: RankContext, tmp_path: Path) -> None:
+    path, odd, last = tmp_path / "a.ckpt", Odd(), context.world_size - 1
+    trainer = Run(ZeroShardStrategy(), options={"limit_train_batches": 1, "callbacks": [odd]}).fit(Module(0))
+    if context.rank == 0:
+        path.write_bytes(b"another strategy's")
+    context.gather(None)
+    for odd.rank in (0, last):
+        kind = ConfigError if context.rank == odd.rank else RankFailedError
+        with pytest.raises(kind, match=r"on_save_checkpoint has changed the 'state_dict' at net\.0\.bias"):
+            trainer.save_checkpoint(path)
+        assert context.gather([it.name for it in tmp_path.iterdir()])[0] == ["a.ckpt"]
+    odd.rank, odd.others = None, {"strange": Odd}
+    with pytest.raises(ZeroError):
+        trainer.save_checkpoint(path)
+    context.gather(None)
+    assert path.read_bytes() == b"another strategy's"
+    odd.others = {}
+    trainer.save_checkpoint(path)
+    context.gather(None)
+    assert path.is_dir()
+    assert [it.name for it in tmp_path.iterdir()] == ["a.ckpt"]
+
+
 class Two(Module):
     automatic_optimization = False
 
@@ -218,6 +325,11 @@ def test_mistakes_are_told_on_all_ranks(context: RankContext, tmp_path: Path) ->
     trainer = Run(ZeroShardStrategy(), options={"limit_train_batches": 1, "callbacks": [Average()]}).fit(Module(0))
     with pytest.raises(ConfigError, match="on_save_checkpoint has changed the 'state_dict' at net"):
         trainer.save_checkpoint(tmp_path / "averaged.ckpt")
+    look = Path.is_file
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "is_file", lambda path: look(path) or (path.name == "nothing" and context.rank == 1))
+        with pytest.raises(CheckpointError, match="nothing"):  # a file that the first rank does not see is none
+            trainer.strategy.load_checkpoint(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="not s3://bucket/file"):
         trainer.save_checkpoint("s3://bucket/file")
     assert not list(tmp_path.iterdir())

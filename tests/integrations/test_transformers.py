@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 from tests.integrations.accelerate_runs import accelerated
 from tests.integrations.closeness import assert_same
-from tests.integrations.transformers_runs import Rows, arguments, gpt, trained
+from tests.integrations.transformers_runs import LENGTH, Rows, arguments, gpt, trained
 from tests.support import RankContext, RankPool, ranks
-from zeroshard import ConfigError, FlatShards, MasterWeights, ShardedOptimizer, ZeroConfig, shard
+from tests.support.traffic import recorded
+from zeroshard import CheckpointError, ConfigError, FlatShards, MasterWeights, ShardedOptimizer, ZeroConfig, shard
 from zeroshard.integrations.transformers import Trainer
 
 CASES: dict[str, dict[str, Any]] = {
@@ -86,6 +89,32 @@ def test_an_optimizer_of_ones_own(context: RankContext, tmp_path: Path) -> None:
     assert_alike(logs[0], logs[1])
 
 
+class Looking(transformers.TrainerCallback):
+    """The first rank uses the model alone, after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_step_end(self, *_: Any, **given: Any) -> None:
+        model = given["model"]
+        if dist.get_rank() == 0:
+            model.eval()
+            with torch.no_grad(), recorded() as traffic:
+                self.seen.append(model(input_ids=torch.arange(LENGTH)[None]).logits)
+            model.train()
+            assert not traffic
+
+
+@ranks(2)
+def test_one_rank_may_use_the_model_without_gradients(context: RankContext, tmp_path: Path) -> None:
+    with accelerated(context):
+        model, looking = gpt(0), Looking()
+        model.register_buffer("any", torch.zeros(2))
+        args = arguments(context, tmp_path, max_steps=2)
+        Trainer(model=model, args=args, train_dataset=Rows(), callbacks=[looking]).train()
+        assert len(looking.seen) == (2 if context.rank == 0 else 0)
+
+
 def train(context: RankContext, folder: Path, steps: int, how: Any, config: Any) -> list[Any]:
     """`how`: whether by the plain Trainer, and from which checkpoint."""
     plain, resume = how
@@ -127,12 +156,45 @@ def test_who_is_stopped_goes_on_at_another_number_of_ranks(rank_pool: RankPool, 
         assert_alike(moved[1], plain[1][8:])
 
 
+@ranks(1, 2)
+def test_a_checkpoint_without_the_folder_of_the_state_is_refused(context: RankContext, tmp_path: Path) -> None:
+    def train(steps: int, resume: str | None = None) -> None:
+        with accelerated(context):
+            args = arguments(context, tmp_path, max_steps=steps, save_strategy="steps", save_steps=2)
+            trained(Trainer, args, gpt(0), resume)
+
+    train(2)
+    if context.rank == 0:
+        shutil.move(tmp_path / "checkpoint-2" / "zeroshard", tmp_path / "aside")
+    context.gather(None)
+    with pytest.raises(CheckpointError, match=r"zeroshard is missing.*optimizer\.pt says only that it is there"):
+        train(4, str(tmp_path / "checkpoint-2"))
+    context.gather(None)
+    if context.rank == 0:
+        shutil.move(tmp_path / "aside", tmp_path / "checkpoint-2" / "zeroshard")
+    context.gather(None)
+    train(4, str(tmp_path / "checkpoint-2"))
+
+
+@pytest.mark.parametrize("name", ["_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"])
+@ranks(1)
+def test_a_trainer_that_would_not_call_ours_is_refused(context: RankContext, tmp_path: Path, name: str) -> None:
+    with accelerated(context), pytest.MonkeyPatch.context() as patch:
+        patch.delattr(transformers.Trainer, name)
+        with pytest.raises(ConfigError, match=f"has no {name}, in the place of which"):
+            Trainer(model=gpt(0), args=arguments(context, tmp_path), train_dataset=Rows())
+
+
 @ranks(1)
 def test_mistakes(context: RankContext, tmp_path: Path) -> None:
     with accelerated(context):
         args = arguments(context, tmp_path)
         args.fsdp = True
         with pytest.raises(ConfigError, match="leave fsdp out of the arguments"):
+            Trainer(model=gpt(0), args=args, train_dataset=Rows())
+    with accelerated(context):
+        args = arguments(context, tmp_path, ddp_broadcast_buffers=False)
+        with pytest.raises(ConfigError, match=r"give ZeroConfig\(sync_buffers=False\)"):
             Trainer(model=gpt(0), args=args, train_dataset=Rows())
     with accelerated(context):
         args = arguments(context, tmp_path)

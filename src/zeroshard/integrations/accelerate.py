@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,22 @@ from torch.optim import Optimizer
 try:
     import accelerate
     from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import OPTIMIZER_NAME
 except ImportError as error:
     raise ImportError("zeroshard.integrations.accelerate needs Accelerate: pip install 'accelerate>=1.13'") from error
 
 from ..checkpoint import load
 from ..comm.rows import Within
 from ..config import ZeroConfig
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..scaler import GradScaler
 from ..sharded import ShardedOptimizer
-from .plain import follow, of_first_rank, save_into, scaled_outside, scaler_like, sharded
+from .plain import first_rank_sees, follow, of_first_rank, save_into, scaled_outside, scaler_like, sharded
 
 FOLDER = "zeroshard"
 """Of a checkpoint: what all ranks have written."""
+_MARK = {"saved in": FOLDER}
+"""What a file says that would else have the optimizer's state."""
 _OTHER_WAYS = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "parallelism_config")
 
 
@@ -36,14 +39,35 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def __init__(self, optimizer: ShardedOptimizer, model: torch.nn.Module, replaced: Optimizer, scaler: Any) -> None:
         super().__init__(optimizer, device_placement=False, scaler=scaler)
         self.model, self.replaced = model, replaced
+        self._is_apart = False
         scaled_outside(optimizer)
 
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        if self.gradient_state.sync_gradients:
+            self.optimizer.sync_buffers()
+
     def state_dict(self) -> dict[str, Any]:
-        return {"saved in": FOLDER}
+        return dict(_MARK)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict != self.state_dict():  # else it is loaded by all ranks, each its part
+        if state_dict != _MARK:
             super().load_state_dict(state_dict)
+        elif not self._is_apart:  # else it is loaded by all ranks, each its part
+            raise CheckpointError(
+                f"this has no state in it, but says that all ranks have saved theirs in a folder {FOLDER} beside it: "
+                "load the whole checkpoint as it was saved, or take optimizer.optimizer.full_state_dict()"
+            )
+
+    def finds(self, folder: Path, file: Path) -> bool:
+        """Whether the ranks have saved the state in `folder`, or it is all in `file`. Called on all ranks."""
+        self._is_apart = first_rank_sees(folder.is_dir)
+        if not self._is_apart and first_rank_sees(lambda: _has_mark(file)):
+            raise CheckpointError(
+                f"{folder} is missing, into which all ranks have saved the optimizer's state: {file.name} says only "
+                "that it is there. Copy the checkpoint with all of its folders, or go on from another one."
+            )
+        return self._is_apart
 
 
 class Accelerator(accelerate.Accelerator):
@@ -66,6 +90,8 @@ class Accelerator(accelerate.Accelerator):
         if others:
             raise ConfigError(f"zeroshard shards the optimizer itself: leave out {', '.join(others)}")
         super().__init__(*args, **options)
+        if self.ddp_handler is not None:
+            raise ConfigError("zeroshard averages gradients without DDP: leave out DistributedDataParallelKwargs")
         self.begin_sharding(zero_config, shard_within)
 
     def begin_sharding(self, zero_config: ZeroConfig | None, shard_within: Within | None) -> None:
@@ -212,9 +238,16 @@ class Accelerator(accelerate.Accelerator):
     def _load_shards(self, models: list[torch.nn.Module], input_dir: str) -> None:
         for number, prepared in enumerate(self._optimizers):
             folder = Path(input_dir) / f"{FOLDER}_{number}"
-            if folder.is_dir():  # else it is a checkpoint of Accelerate's own
+            file = Path(input_dir) / f"{OPTIMIZER_NAME}{f'_{number}' if number else ''}.bin"
+            if prepared.finds(folder, file):  # else it is a checkpoint of Accelerate's own
                 load(folder, model=prepared.model, optimizer=prepared.optimizer)
                 models[:] = [model for model in models if prepared not in self._of(model)]
+
+
+def _has_mark(file: Path) -> bool:
+    with suppress(Exception):  # what cannot be read is not ours, and is told by who reads it next
+        return bool(torch.load(file, map_location="cpu", weights_only=True, mmap=True) == _MARK)
+    return False
 
 
 def _listed(parameters: Any) -> list[torch.Tensor]:

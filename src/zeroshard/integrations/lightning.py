@@ -1,5 +1,6 @@
 """Lightning: `Trainer(strategy=ZeroShardStrategy())` trains with an optimizer of which every rank holds 1/N."""
 
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -11,16 +12,20 @@ import torch
 try:
     from lightning.fabric.plugins import TorchCheckpointIO
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
     raise ImportError("zeroshard.integrations.lightning needs Lightning: pip install 'lightning>=2.6'") from error
 
 from ..checkpoint import load
+from ..comm.agreement import Proposal, agreed
+from ..comm.collectives import Comm
+from ..comm.group import Group
 from ..comm.rows import Within
 from ..config import ZeroConfig
 from ..errors import CheckpointError, ConfigError
 from ..scaler import GradScaler
 from ..sharded import ShardedOptimizer
-from .plain import follow, save_into, scaled_outside, scaler_like, sharded
+from .plain import first_rank_sees, follow, save_into, scaled_outside, scaler_like, sharded
 
 _OPTIONS = {
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
@@ -98,6 +103,12 @@ class ZeroShardStrategy(DDPStrategy):
         if scaler is not None and not isinstance(scaler, GradScaler):
             plugin.scaler = scaler_like(scaler, self.root_device.type)
 
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **options: Any) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **options)
+        for made in self.optimizers:
+            made.sync_buffers()
+        return result
+
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         with ExitStack() as stack:
@@ -121,21 +132,33 @@ class ZeroShardStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """On all ranks. What is not the module's or the optimizer's comes from rank 0."""
         path = self._path(filepath)
-        if storage_options is not None:
-            raise ConfigError("a ZeroShardStrategy writes checkpoints itself: it has no use for storage_options")
-        self._check_state(checkpoint["state_dict"])
         others = {key: value for key, value in checkpoint.items() if key not in _APART}
         optimizer = self.optimizers[0] if "optimizer_states" in checkpoint and self.optimizers else None
-        if self.is_global_zero and path.is_file():
-            path.unlink()  # another strategy's
-        save_into(path, self.lightning_module, optimizer, others if self.is_global_zero else None)
+
+        def propose() -> Proposal[_Former]:
+            if storage_options is not None:
+                raise ConfigError("a ZeroShardStrategy writes checkpoints itself: it has no use for storage_options")
+            self._check_state(checkpoint["state_dict"])
+            former = _Former(path)
+            if self.is_global_zero:
+                former.put_aside()
+            return Proposal(former, undo=former.put_back)
+
+        former = agreed(Comm(Group()), "save_checkpoint", propose)
+        try:
+            save_into(path, self.lightning_module, optimizer, others if self.is_global_zero else None)
+        except BaseException:
+            former.put_back()
+            raise
+        former.remove()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = self._path(checkpoint_path)
-        if path.is_file():
+        if first_rank_sees(path.is_file):
             found: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only)
             return found
-        optimizer = self.optimizers[0] if self.optimizers else None
+        is_training = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        optimizer = self.optimizers[0] if is_training else None  # else it is one of a training that is over
         strict = self.lightning_module.strict_loading
         loaded = load(path, model=self.lightning_module, optimizer=optimizer, strict=strict)
         others = loaded.extra_by_rank.get(0)
@@ -152,9 +175,10 @@ class ZeroShardStrategy(DDPStrategy):
             optimizer.load_state_dict(state)
 
     def _path(self, given: Any) -> Path:
-        if "://" in str(given):
-            raise ConfigError(f"a ZeroShardStrategy saves to and loads from directories, not {given}")
-        return Path(self.broadcast(given))
+        path = self.broadcast(given)
+        if "://" in str(path):
+            raise ConfigError(f"a ZeroShardStrategy saves to and loads from directories, not {path}")
+        return Path(path)
 
     def _check_state(self, given: Mapping[str, Any]) -> None:
         """Raise if a hook has put other values in the place of the module's: these would not be saved."""
@@ -165,6 +189,28 @@ class ZeroShardStrategy(DDPStrategy):
                 f"on_save_checkpoint has changed the 'state_dict' at {changed[0]}, and a ZeroShardStrategy saves the "
                 "module itself: put such values under a key of their own"
             )
+
+
+class _Former:
+    """The file of another strategy, where a directory is about to be: it goes when that is complete."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._aside = path, path.with_name(f"{path.name}.former")
+        self._is_aside = False
+
+    def put_aside(self) -> None:
+        if self._path.is_file():
+            self._path.replace(self._aside)
+            self._is_aside = True
+
+    def put_back(self) -> None:
+        if self._is_aside:
+            shutil.rmtree(self._path, ignore_errors=True)  # what there is of the directory
+            self._aside.replace(self._path)
+
+    def remove(self) -> None:
+        if self._is_aside:
+            self._aside.unlink()
 
 
 class _Entrance(torch.nn.Module):

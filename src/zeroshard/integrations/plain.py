@@ -1,6 +1,6 @@
 """A plain optimizer, as users of a framework make it, becomes a sharded one; so does what belongs to it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from inspect import Parameter, signature
 from pathlib import Path
@@ -28,13 +28,16 @@ def sharded(model: torch.nn.Module, optimizer: Optimizer, where: Mapping[str, An
     """One that goes on in the place of `optimizer`, which is not used any more. Called on all ranks.
 
     Its class, groups, options, state and hooks are taken over. `where` is what else `shard` is to know. One that
-    `shard` has made stays as it is.
+    `shard` has made stays as it is. Buffers do not travel where a model is used without gradients, since frameworks let
+    one rank do that alone: `sync_buffers` is to be called after each step.
     """
     if isinstance(optimizer, ShardedOptimizer):
+        optimizer.quiet_without_gradients = True
         return optimizer
     begin_alone()  # some frameworks begin no job where there is one process
     taken = agreed(Comm(Group()), "taking over an optimizer", lambda: _taken_over(optimizer))
     made = shard(model, type(optimizer), params=_groups(model, optimizer), **taken, **where)
+    made.quiet_without_gradients = True
     if optimizer.state:
         saved = optimizer.state_dict()
         made.load_state_dict({**saved, "param_groups": _saved_groups(made, saved)})
@@ -80,6 +83,14 @@ def save_into(folder: Path, model: torch.nn.Module | None, optimizer: Optimizer 
 def of_first_rank(value: Any) -> Any:
     """Called on all ranks."""
     return broadcast_object(value, 0) if dist.is_initialized() else value
+
+
+def first_rank_sees(look: Callable[[], bool]) -> bool:
+    """What the first rank finds among files, which others may see later, or not at all. Called on all ranks."""
+    found = False
+    with suppress(OSError):
+        found = look()
+    return bool(of_first_rank(found))
 
 
 class _Watch(LRScheduler):

@@ -5,6 +5,7 @@ from typing import Any
 
 try:
     import transformers
+    from transformers.trainer import OPTIMIZER_NAME
 except ImportError as error:
     raise ImportError(
         "zeroshard.integrations.transformers needs Transformers: pip install 'transformers>=5.22' 'accelerate>=1.13'"
@@ -18,6 +19,8 @@ from .accelerate import FOLDER, Accelerator
 from .plain import follow, save_into
 
 _OTHER_WAYS = ("fsdp", "deepspeed", "parallelism_config")
+_REPLACED = ("create_accelerator_and_postprocess", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")
+"""Methods that a base class without them would never call."""
 
 
 class Trainer(transformers.Trainer):
@@ -34,6 +37,12 @@ class Trainer(transformers.Trainer):
     def __init__(
         self, *args: Any, zero_config: ZeroConfig | None = None, shard_within: Within | None = None, **options: Any
     ) -> None:
+        missing = [name for name in _REPLACED if not hasattr(transformers.Trainer, name)]
+        if missing:
+            raise ConfigError(
+                f"the Trainer of Transformers {transformers.__version__} has no {', '.join(missing)}, in the place of "
+                "which zeroshard shards, saves and loads. Take a version that its page on frameworks names."
+            )
         self._zero = (zero_config, shard_within)
         super().__init__(*args, **options)
         if self.args.n_gpu > 1:
@@ -46,6 +55,8 @@ class Trainer(transformers.Trainer):
         others = [name for name in _OTHER_WAYS if getattr(self.args, name, None)]
         if others:
             raise ConfigError(f"zeroshard shards the optimizer itself: leave {', '.join(others)} out of the arguments")
+        if getattr(self.args, "ddp_broadcast_buffers", None) is False:
+            raise ConfigError("there is no DDP: for ddp_broadcast_buffers=False give ZeroConfig(sync_buffers=False)")
         super().create_accelerator_and_postprocess()
         # Hazard: the base class names the class of its accelerator itself, and has handed out methods of it already.
         self.accelerator.__class__ = Accelerator
@@ -58,6 +69,8 @@ class Trainer(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Called in each training, when the optimizer is prepared. A scheduler may have been made before that."""
         follow(self.lr_scheduler, self.optimizer.replaced, self.optimizer.optimizer)
+        folder = Path(checkpoint or "") / FOLDER
+        is_apart = checkpoint is not None and self.optimizer.finds(folder, folder.with_name(OPTIMIZER_NAME))
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and (Path(checkpoint) / FOLDER).is_dir():
-            load(Path(checkpoint) / FOLDER, optimizer=self.optimizer.optimizer)
+        if is_apart:
+            load(folder, optimizer=self.optimizer.optimizer)
