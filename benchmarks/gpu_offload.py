@@ -1,9 +1,8 @@
 """State in host memory on one GPU: time of a step and memory, against resident state. Needs torch and nothing else.
 
-PYTHONPATH=src python3 benchmarks/gpu_offload.py --out DIR [--device cpu] [--no-fail]
+PYTHONPATH=src python3 benchmarks/gpu_offload.py --out DIR [--device cpu] [--only SECTION ...] [--no-fail]
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -12,7 +11,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.cases.gpu_offload import against_resident  # noqa: E402
 from benchmarks.cases.gpu_speed import Machine  # noqa: E402
-from benchmarks.harness.report import finish, measure  # noqa: E402
+from benchmarks.harness.gpu import run  # noqa: E402
+from benchmarks.harness.report import Section  # noqa: E402
 
 TITLE = "State in host memory, on one GPU"
 NOTE = (
@@ -22,16 +22,10 @@ NOTE = (
 )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="where gpu_offload.json and gpu_offload.md go")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--no-fail", action="store_true", help="exit with 0 even where a bar is missed")
-    options = parser.parse_args()
-    rounds = 10 if options.device == "cuda" else 3
-    rows = measure({"offload": lambda: against_resident(Machine(options.device), rounds)})
-    return finish(rows, TITLE, NOTE, options.out and options.out / "gpu_offload", fail=not options.no_fail)
+def sections(machine: Machine) -> dict[str, Section]:
+    rounds = 10 if machine.device == "cuda" else 3
+    return {"offload": lambda: against_resident(machine, rounds)}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("gpu_offload", __doc__, TITLE, NOTE, lambda device: sections(Machine(device))))

@@ -3,7 +3,6 @@
 PYTHONPATH=src python3 benchmarks/gpu_planner.py --out DIR [--device cpu] [--only SECTION ...] [--no-fail]
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -12,7 +11,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.cases.gpu_planner import against_plan  # noqa: E402
 from benchmarks.cases.gpu_speed import Machine  # noqa: E402
-from benchmarks.harness.report import finish, measure  # noqa: E402
+from benchmarks.harness.gpu import run  # noqa: E402
+from benchmarks.harness.report import Section  # noqa: E402
 
 TITLE = "The planner against one GPU"
 NOTE = (
@@ -23,21 +23,12 @@ NOTE = (
 )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="where gpu_planner.json and gpu_planner.md go")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", nargs="+", choices=("usual", "special"))
-    parser.add_argument("--no-fail", action="store_true", help="exit with 0 even where a bar is missed")
-    options = parser.parse_args()
-    machine = Machine(options.device)
-    parts = {
+def sections(machine: Machine) -> dict[str, Section]:
+    return {
         "usual": lambda: against_plan(machine, special=False),
         "special": lambda: against_plan(machine, special=True),
     }
-    rows = measure({name: parts[name] for name in options.only or parts})
-    return finish(rows, TITLE, NOTE, options.out and options.out / "gpu_planner", fail=not options.no_fail)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("gpu_planner", __doc__, TITLE, NOTE, lambda device: sections(Machine(device))))

@@ -3,7 +3,6 @@
 PYTHONPATH=src python3 benchmarks/gpu_sharded.py --out DIR [--device cpu] [--only SECTION ...] [--no-fail]
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -12,7 +11,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.cases import gpu_flat  # noqa: E402
 from benchmarks.cases.gpu_speed import Machine  # noqa: E402
-from benchmarks.harness.report import Section, finish, measure  # noqa: E402
+from benchmarks.harness.gpu import run  # noqa: E402
+from benchmarks.harness.report import Section  # noqa: E402
 
 TITLE = "zeroshard.shard on one GPU"
 NOTE = (
@@ -33,17 +33,5 @@ def sections(machine: Machine) -> dict[str, Section]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="where gpu_sharded.json and gpu_sharded.md go")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", nargs="+", choices=sorted(sections(Machine("cpu"))))
-    parser.add_argument("--no-fail", action="store_true", help="exit with 0 even where a bar is missed")
-    options = parser.parse_args()
-    available = sections(Machine(options.device))
-    rows = measure({name: available[name] for name in options.only or available})
-    return finish(rows, TITLE, NOTE, options.out and options.out / "gpu_sharded", fail=not options.no_fail)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("gpu_sharded", __doc__, TITLE, NOTE, lambda device: sections(Machine(device))))
