@@ -129,33 +129,33 @@ class _Loading:
 
     def run(self, model: torch.nn.Module | None, optimizer: Optimizer | None, scheduler: Any) -> Loaded:
         with self._comm.clock.part(Label.LOAD_LOOK):
-            todo = agreed(self._comm, "checkpoint.load", lambda: self._prepare(model, optimizer, scheduler))
+            prepared = agreed(self._comm, "checkpoint.load", lambda: self._prepare(model, optimizer, scheduler))
         with all_or_nothing() as undo:
-            if scheduler is not None and todo.scheduler is not None:
-                self._all(lambda: load_scheduler(scheduler, todo.scheduler, undo))
-            if optimizer is not None and todo.restoring is not None and not todo.restoring.in_place:
-                self._load_beside(optimizer, todo.restoring, self._read(todo.state), undo)
-            if model is not None and todo.weights is not None and not todo.weights.in_place:
-                weights = todo.weights.by_name(self._read(todo.values))
+            if scheduler is not None and prepared.scheduler is not None:
+                self._all(lambda: load_scheduler(scheduler, prepared.scheduler, undo))
+            if optimizer is not None and prepared.restoring is not None and not prepared.restoring.in_place:
+                self._load_beside(optimizer, prepared.restoring, self._read(prepared.state), undo)
+            if model is not None and prepared.weights is not None and not prepared.weights.in_place:
+                weights = prepared.weights.by_name(self._read(prepared.values))
                 self._all(lambda: load_model(model, weights, undo, strict=self._strict))
-                todo.weights.renew_copies()
-            self._overwrite(todo, optimizer)
-        return self._finish(todo.by_rank)
+                prepared.weights.renew_copies()
+            self._overwrite(prepared, optimizer)
+        return self._finish(prepared.by_rank)
 
     def _load_beside(self, optimizer: Optimizer, restoring: Restoring, values: dict[str, Any], undo: ExitStack) -> None:
         state = self._all(lambda: restoring.state_dict(values))
         before = self._all(lambda: saved_for_undo(optimizer))  # apart: who fails here must not miss a collective call
         self._all(lambda: load_optimizer(optimizer, state, before, undo))
 
-    def _overwrite(self, todo: _Prepared, optimizer: Optimizer | None) -> None:
+    def _overwrite(self, prepared: _Prepared, optimizer: Optimizer | None) -> None:
         with told_as_a_mixture(), ExitStack() as arriving:
-            if todo.weights is not None and todo.weights.in_place:
-                self._read(todo.values)
-                arriving.callback(todo.weights.spread())
-            if todo.restoring is not None and todo.restoring.in_place:
+            if prepared.weights is not None and prepared.weights.in_place:
+                self._read(prepared.values)
+                arriving.callback(prepared.weights.spread())
+            if prepared.restoring is not None and prepared.restoring.in_place:
                 assert isinstance(optimizer, ZeroRedundancyOptimizer)
-                optimizer.engine.learn(todo.restoring.param_shaped)
-                optimizer.adopt_state_dict(todo.restoring.state_dict(self._read(todo.state)))
+                optimizer.engine.learn(prepared.restoring.param_shaped)
+                optimizer.adopt_state_dict(prepared.restoring.state_dict(self._read(prepared.state)))
 
     def _open(self) -> Proposal[tuple[Archive, Manifest | None]]:
         archive, manifest = Archive(self._directory), read_manifest(self._directory)
@@ -172,9 +172,9 @@ class _Loading:
             self._manifest.check_sums(self._directory, share, self._progress)
         return Proposal(None)
 
-    def _read(self, todo: Reading) -> dict[str, Any]:
+    def _read(self, prepared: Reading) -> dict[str, Any]:
         with self._comm.clock.part(Label.LOAD_READ):
-            return self._all(lambda: todo.run(self._progress))
+            return self._all(lambda: prepared.run(self._progress))
 
     def _all(self, action: Callable[[], T]) -> T:
         """What it returns, once it has succeeded on all ranks."""
