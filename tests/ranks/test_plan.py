@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,9 +15,12 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, RMSprop
 
 from tests.support import RankContext, ranks
 from zeroshard import (
+    ConfigError,
     FlatShards,
     KeepFull,
     MasterWeights,
+    Network,
+    Offload,
     Plan,
     Rule,
     SecondCopy,
@@ -197,3 +202,20 @@ def test_fsdp2_is_what_is_there(ctx: RankContext) -> None:
     moments = [value for state in optimizer.state.values() for value in state.values()]
     inside = [it.to_local() if isinstance(it, DTensor) else it for it in moments]
     assert usage.state == pytest.approx(most(Found(sum(it.nbytes for it in inside), 0, 0)).state, rel=0.01)
+
+
+def test_a_second_copy_is_as_large_where_state_rests_in_host_memory() -> None:
+    model = net(torch.bfloat16)
+    copied = ZeroConfig(second_copy=SecondCopy(), masters=MASTERS)
+    here, away = (
+        plan(model, AdamW, ranks=[4], config=it).of("zeroshard 2", 4)
+        for it in (copied, dataclasses.replace(copied, offload=Offload()))
+    )
+    assert away.copies == here.copies == here.usage.state + here.usage.masters
+    assert away.usage.host == here.usage.host + here.usage.state + here.usage.masters
+
+
+@pytest.mark.parametrize("given", [{"bandwidth": 0}, {"bandwidth": math.nan}, {"latency": -1e-6}])
+def test_a_network_that_cannot_be(given: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="a bandwidth above 0 and a latency"):
+        Network(**given)

@@ -46,12 +46,14 @@ class _Share:
         self._balance = max(states) * ranks / sum(states) if any(states) else 1.0
 
     def estimate(self, name: str) -> Estimate:
-        usage = self._usage()
-        second = self._training.config.second_copy
-        share = (usage.state + usage.host + (usage.masters or self._owned_bytes())) if second else 0
+        usage, share = self._usage(), self._copied_share() if self._training.config.second_copy else 0
         usage = replace(usage, host=usage.host + 4 * share)  # its own and its partner's, of this copy and the next
-        traffic = self._traffic()
-        return Estimate(name, self._layout.world_size, usage, traffic, self._balance, share)
+        return Estimate(name, self._layout.world_size, usage, self._traffic(), self._balance, share)
+
+    def _copied_share(self) -> int:
+        """What a second copy has of this rank: state, and parameters in the precision of their update."""
+        masters = sum(map(self._masters, self._layout.buckets))
+        return self._state() + (masters or self._owned_bytes())
 
     def _usage(self) -> Usage:
         training, transit = self._training, Transit(self._layout, self._retention, self._training.config.reduce)
@@ -97,13 +99,12 @@ class _Share:
         """In the dtype of the parameters: all of them, or this rank's slices."""
         if not self._frees:
             return sum(it.nbytes for it in self._training.model.trained)
-        trained = [it for it in self._layout.buckets if self._trains(it)]
-        return sum(it.shards[self._rank].length * it.dtype.itemsize for it in trained)
+        return sum(it.shards[self._rank].length * it.dtype.itemsize for it in self._trained)
 
     def _slice(self, bucket: Bucket) -> int:
         """Of averaged gradients, in the dtype of the update."""
         itemsize = self._training.dtype_of_update(bucket.dtype).itemsize
-        return bucket.shards[self._rank].length * itemsize if self._trains(bucket) else 0
+        return bucket.shards[self._rank].length * itemsize if self._layout.trains(bucket.index) else 0
 
     def _masters(self, bucket: Bucket) -> int:
         updated = self._training.dtype_of_update(bucket.dtype)
@@ -140,18 +141,19 @@ class _Share:
         ranks = self._layout.world_size
         if ranks == 1:
             return Traffic(0, 0)
-        trained = [it for it in self._layout.buckets if self._trains(it)]
-        away = sum(it.numel * self._wire_dtype(it).itemsize for it in trained)
-        sent = (away + sum(map(_nbytes, trained))) * (ranks - 1) // ranks
-        return Traffic(sent, 2 * len(trained), self._training.network.seconds(sent, 2 * len(trained), ranks))
+        away = sum(it.numel * self._wire_dtype(it).itemsize for it in self._trained)
+        sent = (away + sum(map(_nbytes, self._trained))) * (ranks - 1) // ranks
+        messages = 2 * len(self._trained)
+        return Traffic(sent, messages, self._training.network.seconds(sent, messages, ranks))
 
     def _wire_dtype(self, bucket: Bucket) -> torch.dtype:
         """What gradients travel as: NCCL adds those of whole parameters up on the way, in more precision."""
         wire = self._training.config.reduce.wire_dtype(bucket.dtype)
         return sum_dtype(wire) if bucket.is_dealt and self._training.device.type != "cpu" else wire
 
-    def _trains(self, bucket: Bucket) -> bool:
-        return any(self._layout.params[param].trainable for param in bucket.params)
+    @property
+    def _trained(self) -> list[Bucket]:
+        return [it for it in self._layout.buckets if self._layout.trains(it.index)]
 
 
 def _nbytes(bucket: Bucket) -> int:

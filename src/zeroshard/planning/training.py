@@ -61,7 +61,7 @@ class Training:
 
     @property
     def _rules(self) -> list[Rule]:
-        """None if there is one class for all."""
+        """Empty if there is one class for all."""
         return list(self.optimizer_class) if isinstance(self.optimizer_class, (list, tuple)) else []
 
     @cached_property

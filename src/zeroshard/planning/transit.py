@@ -5,7 +5,7 @@ small ones wait for their bucket to be full, and no more than two buckets are un
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -36,7 +36,7 @@ class Transit:
 
     @property
     def _trained(self) -> list[Bucket]:
-        return [it for it in self._layout.buckets if any(self._layout.params[param].trainable for param in it.params)]
+        return [it for it in self._layout.buckets if self._layout.trains(it.index)]
 
     def _wire(self, bucket: Bucket) -> int:
         return bucket.numel * self._wire_dtype(bucket).itemsize
@@ -111,7 +111,7 @@ class _Level:
     """Of water, in bytes."""
 
     now: int = 0
-    most: int = field(default=0)
+    most: int = 0
 
     def rise(self, nbytes: int) -> None:
         self.now += nbytes

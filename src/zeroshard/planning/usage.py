@@ -1,7 +1,10 @@
 """Answers of a planner: bytes on one rank, and what travels."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from ..errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,13 @@ class Network:
 
     bandwidth: float = 50e9
     latency: float = 10e-6
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bandwidth < math.inf or not 0 <= self.latency < math.inf:
+            raise ConfigError(
+                f"Network(...) takes a bandwidth above 0 and a latency of 0 or more, not {self.bandwidth!r} and "
+                f"{self.latency!r}: bytes a second, and seconds"
+            )
 
     def seconds(self, sent: float, messages: int, ranks: int) -> float:
         """Collectives of the best kind: each takes log2 N messages one after the other, and all links are busy.
