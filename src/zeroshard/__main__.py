@@ -25,6 +25,8 @@ def main() -> None:
 
 def _plain(name: str) -> Callable[[Sequence[str]], int] | None:
     """A command that needs torch alone."""
+    if name == "--version":
+        return _version
     if name == "run":
         from .running import main as run
 
@@ -34,6 +36,13 @@ def _plain(name: str) -> Callable[[Sequence[str]], int] | None:
 
         return doctor
     return None
+
+
+def _version(_: Sequence[str]) -> int:
+    from . import __version__
+
+    sys.stdout.write(f"zeroshard {__version__}\n")
+    return 0
 
 
 if __name__ == "__main__":

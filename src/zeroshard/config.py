@@ -1,7 +1,8 @@
 """Options beyond torch's signature, in one frozen object."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from inspect import Parameter, signature
 
 from .errors import ConfigError
 from .layout.partition import FlatShards, Partitioner, WholeParams
@@ -69,13 +70,28 @@ _POLICIES = (
     *(MasterWeights, Offload, Drift, NonFinite, SecondCopy),
 )
 
+_OURS = {it.name for it in fields(ZeroConfig)}
 
-def refuse_policies(options: Mapping[str, object]) -> None:
-    """Options of an optimizer class among which one of ours has got."""
+
+def refuse_policies(factory: Callable[..., object], options: Mapping[str, object]) -> None:
+    """Options of an optimizer class among which one of ours has got, or one of another library."""
     for name, value in options.items():
-        if isinstance(value, (ZeroConfig, *_POLICIES)):
+        if isinstance(value, (ZeroConfig, *_POLICIES)) or (name in _OURS and not _takes(factory, name)):
             right = "config=..." if isinstance(value, ZeroConfig) else f"config=ZeroConfig({name}=...)"
             raise ConfigError(f"{name}={value!r} is no option of an optimizer class: give {right} to the sharded one")
+        if name == "stage" and not _takes(factory, name):
+            raise ConfigError(
+                f"stage={value!r} is no option of an optimizer class: zeroshard.shard is ZeRO-2, and ZeRO-1 with "
+                "config=ZeroConfig(retention=KeepFull())"
+            )
+
+
+def _takes(factory: Callable[..., object], name: str) -> bool:
+    try:
+        params = signature(factory).parameters
+    except (TypeError, ValueError):  # it does not say
+        return True
+    return name in params or any(it.kind is Parameter.VAR_KEYWORD for it in params.values())
 
 
 def _describe(value: object) -> str:

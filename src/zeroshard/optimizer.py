@@ -349,7 +349,7 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
                 f"optimizer_class must be a class such as torch.optim.AdamW, not a {type(optimizer_class).__name__}. "
                 "A list of Rule(...)s, and not an empty one, is for zeroshard.shard."
             )
-        refuse_policies(defaults)
+        refuse_policies(optimizer_class, defaults)
         recipe = Recipe(plain_class(optimizer_class, overlap=overlap), self.param_groups, given.plain, defaults)
         return [Kind(recipe.name, recipe)]
 

@@ -249,7 +249,7 @@ def _check_rules(rules: Sequence[Rule]) -> None:
     if strange:
         raise TypeError(f"a list for shard() holds Rule(...)s only, not {strange[0]!r}")
     for rule in rules:
-        refuse_policies(rule.options)
+        refuse_policies(rule.optimizer_class, rule.options)
 
 
 def _params_and_rules() -> Iterator[Any]:

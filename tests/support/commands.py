@@ -16,8 +16,8 @@ def status_of(*arguments: str | Path) -> int:
     return int(ended.value.code or 0)
 
 
-def convert(source: Path, target: Path, to: str) -> Path:
+def convert(source: Path, target: Path, to: str, *options: str) -> Path:
     """The target, which must come to be."""
-    assert status_of("convert", source, target, "--to", to) == 0
+    assert status_of("convert", source, target, "--to", to, *options) == 0
     assert not [entry for entry in target.parent.iterdir() if "converting" in entry.name]
     return target

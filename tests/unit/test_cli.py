@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.support.checkpoints import assert_same_state, by_name, net, plain, train
 from tests.support.commands import convert, status_of
-from zeroshard import checkpoint
+from zeroshard import __version__, checkpoint
 from zeroshard.cli import stored
 from zeroshard.errors import CheckpointError
 
@@ -356,6 +356,45 @@ def test_an_unknown_format(saved: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert all(word in error for word in ("--to", "onnx", *KINDS))
 
 
+# ---- weights alone
+
+
+def test_weights_alone_are_what_the_model_takes(saved: Path, tmp_path: Path) -> None:
+    expected = net(seed=3)
+    checkpoint.load(saved, model=expected)
+    for kind in KINDS:
+        convert(saved, tmp_path / kind, kind, "--weights-only")
+    in_rooms = net(seed=4).state_dict()
+    dcp_load(in_rooms, checkpoint_id=tmp_path / "dcp")
+    found = [torch.load(tmp_path / "torch", weights_only=True), load_file(tmp_path / "safetensors"), in_rooms]
+    for weights in found:
+        again = net(seed=5)
+        again.load_state_dict(weights)
+        assert all(torch.equal(it, expected.state_dict()[name]) for name, it in again.state_dict().items())
+
+
+@every_kind
+def test_names_of_weights_are_the_models_own(tmp_path: Path, kind: str) -> None:
+    """Also those by which a checkpoint calls its parts."""
+    weights = {name: torch.arange(3.0) + at for at, name in enumerate(("model", "optim", "scheduler", "ranks.0"))}
+    torch.save({"model": weights, "scheduler": {"last_epoch": 3}}, tmp_path / "it.pt")
+    convert(tmp_path / "it.pt", tmp_path / "target", kind, "--weights-only")
+    found: Any = {name: torch.zeros(3) for name in weights}
+    if kind == "dcp":
+        dcp_load(found, checkpoint_id=tmp_path / "target")
+    else:
+        found = torch.load(tmp_path / "target") if kind == "torch" else load_file(tmp_path / "target")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_a_checkpoint_without_a_model_has_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint.save(tmp_path / "saved", step=1, optimizer=plain(net()))
+    error = refusal(capsys, "convert", tmp_path / "saved", tmp_path / "it.pt", "--to", "torch", "--weights-only")
+    assert f"{tmp_path / 'saved'} has nothing under 'model': it was saved without model=..." in error
+    assert not (tmp_path / "it.pt").exists()
+
+
 # ---- the program
 
 
@@ -385,8 +424,8 @@ def test_what_works_without_the_extra() -> None:
         import sys
         from zeroshard.__main__ import main
         sys.modules["typer"] = sys.modules["rich"] = None
-        for command in ("run", "doctor"):
-            sys.argv = ["zeroshard", command, "--help"]
+        for command in (("run", "--help"), ("doctor", "--help"), ("--version",)):
+            sys.argv = ["zeroshard", *command]
             try:
                 main()
             except SystemExit as ended:
@@ -396,12 +435,13 @@ def test_what_works_without_the_extra() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage: python -m zeroshard run script.py" in done.stdout
     assert "usage: zeroshard doctor" in done.stdout
+    assert done.stdout.endswith(f"zeroshard {__version__}\n")
 
 
 def test_all_commands_are_listed_and_read_their_own_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("--help") == 0
     listed = capsys.readouterr().out
-    assert all(f" {name} " in listed for name in ("inspect", "convert", "run", "doctor"))
+    assert all(f" {name} " in listed for name in ("inspect", "convert", "run", "doctor", "--version"))
     assert status_of("doctor", "--backend", "mpi") == 2
     assert "usage: zeroshard doctor" in capsys.readouterr().err
     assert status_of("run", "--help") == 0

@@ -141,4 +141,18 @@ def test_looking_is_off_unless_asked_for() -> None:
 @pytest.mark.parametrize("policy", [Drift(), NonFinite("raise")])
 def test_they_are_no_options_of_an_optimizer_class(policy: Any) -> None:
     with pytest.raises(ConfigError, match=r"is no option of an optimizer class: give config=ZeroConfig\(it=\.\.\.\)"):
-        refuse_policies({"it": policy})
+        refuse_policies(torch.optim.AdamW, {"it": policy})
+
+
+def test_what_is_given_beside_the_config_is_sent_there() -> None:
+    with pytest.raises(ConfigError, match=r"overlap_gather=True is no option .* config=ZeroConfig\(overlap_gather="):
+        refuse_policies(torch.optim.AdamW, {"lr": 1e-3, "overlap_gather": True})
+    with pytest.raises(ConfigError, match=r"stage=1 is no option .* ZeRO-1 with config=ZeroConfig\(retention=KeepFull"):
+        refuse_policies(torch.optim.AdamW, {"stage": 1})
+
+
+def test_a_class_may_have_options_of_these_names() -> None:
+    def makes(params: Any, offload: bool, **others: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=float(offload), **others)
+
+    refuse_policies(makes, {"offload": True, "stage": 1})

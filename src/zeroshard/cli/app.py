@@ -23,7 +23,7 @@ from .files import beside
 from .formats import FORMATS
 from .plan_command import plan
 from .show import printable, show
-from .sources import open_source, told_of
+from .sources import open_source, told_of, weights_of
 
 _WIDTH = 160
 """Of tables that are not shown in a terminal."""
@@ -38,12 +38,19 @@ class To(str, Enum):
 
 
 app = typer.Typer(
-    help="Plan memory and traffic; look at jobs and at checkpoints, convert these, run scripts.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(plan)
+
+
+@app.callback()
+def every(
+    version: Annotated[bool, typer.Option("--version", help="Say which zeroshard this is.")] = False,
+) -> None:
+    """Plan memory and traffic; look at jobs and at checkpoints, convert these, run scripts."""
+    del version  # is answered before: that needs no extra
 
 
 @app.command()
@@ -65,10 +72,15 @@ def convert(
     source: Annotated[Path, typer.Argument(help="a folder of checkpoints, one checkpoint, or a file of torch.save")],
     target: Annotated[Path, typer.Argument(help="the file or directory to write, which must not exist")],
     to: Annotated[To, typer.Option("--to", help="the format to write")],
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="the model alone, as model.load_state_dict takes it")
+    ] = False,
 ) -> None:
     """Write a checkpoint in another format, a few MiB at a time. TARGET appears when it is complete."""
     with beside(target) as hidden, _bar(to.value) as progress:
         contents = open_source(source, progress)
+        if weights_only:
+            contents = weights_of(source, contents)
         progress.expect(contents.nbytes)
         with told_of(source, reading=False):
             FORMATS[to.value](contents, hidden, progress)

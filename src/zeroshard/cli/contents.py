@@ -47,6 +47,10 @@ class Contents:
         return {it: leaf for it, leaf in self.leaves.items() if it[0] != MODEL and it[:2] != (OPTIM, STATE)}
 
 
+class Weights(Contents):
+    """Parameters and buffers alone, by the names that the model has for them."""
+
+
 def flattened(path: Place, value: Any) -> Iterator[tuple[Place, Leaf]]:
     """Tensors and other values in nested dicts."""
     if isinstance(value, dict) and value:

@@ -31,7 +31,7 @@ from ..checkpoint.saved_optimizer import GROUPS, STATE, put
 from ..errors import CheckpointError
 from ..state.trees import map_tensors
 from ..units import align_up
-from .contents import MANIFEST, Contents, is_packed, opened
+from .contents import MANIFEST, Contents, Weights, is_packed, opened
 from .files import Slot, fill
 from .stored import Stored, held
 
@@ -74,6 +74,8 @@ def write_torch(contents: Contents, file: Path, progress: Progress) -> None:
 
 
 def _tree(contents: Contents) -> dict[str, Any]:
+    if isinstance(contents, Weights):
+        return {name: leaf for (name,), leaf in contents.leaves.items()}
     tree: dict[str, Any] = {MODEL: {name: leaf for (name,), leaf in contents.below(MODEL).items()}}
     if contents.groups is not None:
         tree[OPTIM] = {STATE: _numbered_state(contents), GROUPS: _numbered_groups(contents.groups)}

@@ -18,7 +18,7 @@ from ..checkpoint.saved_optimizer import GROUPS, STATE, SavedOptimizer, groups_i
 from ..checkpoint.showing import shown
 from ..errors import CheckpointError, ZeroError
 from ..state.compat import describe_options
-from .contents import MANIFEST, Contents, Leaf, flattened, is_packed
+from .contents import MANIFEST, Contents, Leaf, Weights, flattened, is_packed
 from .stored import Held, held, in_archive
 
 _OPTIMIZERS = (OPTIM, "optimizer")
@@ -28,6 +28,14 @@ def open_source(path: Path, progress: Progress) -> Contents:
     """Of a directory with check sums all files are read once, so that no damage goes on to other formats unseen."""
     with told_of(path):
         return _from_file(path) if path.is_file() else _from_directory(find(path), progress)
+
+
+def weights_of(path: Path, contents: Contents) -> Weights:
+    """What `model.load_state_dict` takes. Raises if there is none of it."""
+    weights = Weights(contents.below(MODEL))
+    if not weights.leaves:
+        raise CheckpointError(f"{path} has nothing under '{MODEL}': it was saved without model=..., and has no weights")
+    return weights
 
 
 @contextmanager

@@ -21,6 +21,14 @@ from .collectives import Comm, encoded
 
 T = TypeVar("T")
 
+_SAME_CALLS = (
+    "All ranks are to make the same calls in the same order: look for one under a condition that is not the same on "
+    "all of them, as `if rank == 0:`."
+)
+_SAME_FACTS = (
+    "This is to be the same on all ranks: look for what depends on the rank, as an option, a file or an order."
+)
+
 
 class Trouble(IntEnum):
     """How bad it is, for a rank or for all of them."""
@@ -50,7 +58,7 @@ def compare(comm: Comm, call: str, plan: bytes, trouble: Trouble = Trouble.NONE,
     with comm.clock.part(Label.AGREE):
         worst, *most = comm.everyone.maximum([trouble, *(signed for mark in marks for signed in (mark, -mark))])
     if most[0] != -most[1]:
-        _raise_mismatch(comm, "the ranks are in different calls.", call)
+        _raise_mismatch(comm, "the ranks are in different calls.", call, _SAME_CALLS)
     verdict = Verdict(Trouble(worst), most[2] == -most[3], most[4] == -most[5])
     log(logging.DEBUG, comm.everyone.group.rank, "all ranks are in %s: %s", call, verdict)
     return verdict
@@ -134,11 +142,11 @@ def raise_first_difference(comm: Comm, call: str, facts: Sequence[str], counts: 
     mine = facts[different - 1] if different <= len(facts) else "nothing more"
     counted = _sides(comm, counts)
     lead = f" {_in_words(counted)}. The first difference:" if len(counted) > 1 else ""
-    _raise_mismatch(comm, f"{call}: the ranks disagree.{lead}", mine)
+    _raise_mismatch(comm, f"{call}: the ranks disagree.{lead}", mine, _SAME_FACTS)
 
 
-def _raise_mismatch(comm: Comm, problem: str, mine: str) -> NoReturn:
-    raise RankMismatchError(f"{problem} {_in_words(_sides(comm, mine))}")
+def _raise_mismatch(comm: Comm, problem: str, mine: str, remedy: str) -> NoReturn:
+    raise RankMismatchError(f"{problem} {_in_words(_sides(comm, mine))}. {remedy}")
 
 
 def _sides(comm: Comm, mine: str) -> dict[str, list[int]]:

@@ -146,7 +146,8 @@ class ZeroShardStrategy(DDPStrategy):
 
         former = agreed(Comm(Group()), "save_checkpoint", propose)
         try:
-            save_into(path, self.lightning_module, optimizer, others if self.is_global_zero else None)
+            extra, step = others if self.is_global_zero else None, checkpoint["global_step"]
+            save_into(path, self.lightning_module, optimizer, extra, step=step)
         except BaseException:
             former.put_back()
             raise

@@ -74,10 +74,15 @@ def scaled_outside(optimizer: ShardedOptimizer) -> None:
     optimizer._step_supports_amp_scaling = False
 
 
-def save_into(folder: Path, model: torch.nn.Module | None, optimizer: Optimizer | None, extra: Any = None) -> Path:
-    """Save in the place of what the folder has, which is there until this is complete. Called on all ranks."""
-    step = of_first_rank(_next_step(folder))
-    return save(folder, step=step, model=model, optimizer=optimizer, extra=extra, keep=1).wait()
+def save_into(
+    folder: Path, model: torch.nn.Module | None, optimizer: Optimizer | None, extra: Any = None, *, step: int = 0
+) -> Path:
+    """Save in the place of what the folder has, which is there until this is complete. Called on all ranks.
+
+    What is saved for the same step again counts as one of the next.
+    """
+    number = of_first_rank(max(step, _next_step(folder)))
+    return save(folder, step=number, model=model, optimizer=optimizer, extra=extra, keep=1).wait()
 
 
 def of_first_rank(value: Any) -> Any:

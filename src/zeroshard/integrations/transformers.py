@@ -63,7 +63,7 @@ class Trainer(transformers.Trainer):
         self.accelerator.begin_sharding(*self._zero)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_into(Path(output_dir) / FOLDER, None, self.optimizer.optimizer)
+        save_into(Path(output_dir) / FOLDER, None, self.optimizer.optimizer, step=self.state.global_step)
         super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
