@@ -103,6 +103,23 @@ def check(model: nn.Module, classes: Any, config: ZeroConfig, **options: Any) ->
     assert before.of(f"zeroshard {stage}", dist.get_world_size()).copies == pytest.approx(found.copies, rel=0.01)
 
 
+@ranks(2, 4)
+def test_rows_of_ranks(ctx: RankContext) -> None:
+    """Memory to the byte; what is sent, by everyone on the average, to a percent: parts of a sum start at multiples."""
+    for config in (ZeroConfig(), ZeroConfig(masters=MASTERS)):
+        for row in (1, 2):
+            model = net(torch.bfloat16 if config.masters else torch.float32)
+            estimate = planned(model, AdamW, config, shard_within=row).of("zeroshard 2", ctx.world_size)
+            optimizer = shard(model, AdamW, config=config, shard_within=row)
+            train(model, optimizer)
+            state = sum(state_bytes(it.state) for it in optimizer.optims)
+            assert estimate.usage.state == pytest.approx(state, rel=0.01)
+            assert estimate.usage.gradients == gradient_bytes(optimizer, 2)
+            sent = torch.tensor(float(sum(it or 0 for it in optimizer.report().wire)))
+            dist.all_reduce(sent)
+            assert estimate.traffic.sent == pytest.approx(float(sent) / ctx.world_size, rel=0.01)
+
+
 def gradient_bytes(optimizer: ShardedOptimizer, stage: int) -> int:
     """In the dtype of the parameters."""
     if stage == 1:
@@ -215,7 +232,7 @@ def test_a_second_copy_is_as_large_where_state_rests_in_host_memory() -> None:
     assert away.usage.host == here.usage.host + here.usage.state + here.usage.masters
 
 
-@pytest.mark.parametrize("given", [{"bandwidth": 0}, {"bandwidth": math.nan}, {"latency": -1e-6}])
+@pytest.mark.parametrize("given", [{"bandwidth": 0}, {"bandwidth": math.nan}, {"within": 0}, {"latency": -1e-6}])
 def test_a_network_that_cannot_be(given: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="a bandwidth above 0 and a latency"):
+    with pytest.raises(ConfigError, match="bandwidths above 0 and a latency"):
         Network(**given)

@@ -69,6 +69,27 @@ def test_json_is_what_plan_returns(tmp_path: Path, capsys: pytest.CaptureFixture
     assert set(found["least_ranks"]) == set(NAMES)
 
 
+def test_rows_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, slow, row = write_module(tmp_path), ("--bandwidth", "1GB/s"), ("--shard-within", "8")
+    one, rows, fast = (
+        said(capsys, source, "--ranks", "8,64", *slow, *options)
+        for options in ((), row, (*row, "--bandwidth-within", "100GB/s"))
+    )
+    assert (one["shard_within"], rows["shard_within"]) == (None, 8)
+    for at in (2, 3):  # zeroshard on 8 ranks
+        assert rows["estimates"][at] == one["estimates"][at]
+        on_many = rows["estimates"][at + 5]
+        assert on_many["state"] == one["estimates"][at]["state"] > one["estimates"][at + 5]["state"]
+        assert on_many["sent"] > one["estimates"][at]["sent"]
+        assert fast["estimates"][at + 5]["seconds"] < on_many["seconds"]
+    assert all(rows["estimates"][at] == one["estimates"][at] for at in (0, 1, 4, 5, 6, 9)), "others have no rows"
+    assert status_of("plan", source, "--ranks", "64", *row) == 0
+    assert "zeroshard in rows of 8 ranks" in capsys.readouterr().out
+    for wrong, told in (("7", "shard_within=7 does not divide 64 ranks"), ("0", "from 1 on, not 0")):
+        assert status_of("plan", source, "--ranks", "64", "--shard-within", wrong) == 2
+        assert told in capsys.readouterr().err
+
+
 def test_the_case_of_the_zero_paper(capsys: pytest.CaptureFixture[str]) -> None:
     """7.5 billion parameters, Adam in mixed precision, 64 ranks: 120, 31.4 and 16.6 GB."""
     found = said(capsys, "7.5B", "--optimizer", "Adam", "--precision", "bf16+fp32", "--ranks", "64")

@@ -39,6 +39,10 @@ def plan(
     activations: Annotated[str, typer.Option(help="what they take on a rank: 10GB")] = "0",
     bandwidth: Annotated[str, typer.Option(help="what a rank sends: 50GB/s, 400Gbit/s")] = "50GB/s",
     latency: Annotated[str, typer.Option(help="of a message: 10us")] = "10us",
+    shard_within: Annotated[
+        int | None, typer.Option(help="rows of so many ranks share the state, as in shard()")
+    ] = None,
+    bandwidth_within: Annotated[str | None, typer.Option(help="what a rank sends inside such a row: 450GB/s")] = None,
     second_copy: Annotated[bool, typer.Option("--second-copy", help="with SecondCopy()")] = False,
     offload: Annotated[bool, typer.Option("--offload", help="with Offload()")] = False,
     bucket: Annotated[str | None, typer.Option(help="of FlatShards(): 128MiB")] = None,
@@ -61,7 +65,12 @@ def plan(
             ),
             None if memory is None else bytes_in("--memory", memory),
             bytes_in("--activations", activations),
-            Network(bandwidth_in("--bandwidth", bandwidth), seconds_in("--latency", latency)),
+            Network(
+                bandwidth_in("--bandwidth", bandwidth),
+                seconds_in("--latency", latency),
+                None if bandwidth_within is None else bandwidth_in("--bandwidth-within", bandwidth_within),
+            ),
+            shard_within,
         )
         asked = Optimizer(optimizer, options_in(options))
         _answer(wish, asked, precision, as_json=as_json, picture=picture, html=html)

@@ -57,6 +57,7 @@ class Wish:
     memory: int | None
     activations: int
     network: Network
+    shard_within: int | None = None
 
     def planned(self, optimizer: Optimizer, precision: str | None, ranks: Sequence[int] | None = None) -> Plan:
         """`precision`: None leaves the model as it is."""
@@ -72,6 +73,7 @@ class Wish:
             "config": config,
             "memory": self.memory,
             "network": self.network,
+            "shard_within": self.shard_within,
         }
         made = optimizer.made_for(model)
         try:

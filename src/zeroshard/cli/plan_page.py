@@ -56,7 +56,8 @@ def page(wish: Wish, optimizer: Optimizer, precision: str | None) -> str:
 
 def numbers(wish: Wish, optimizer: Optimizer, precision: str | None) -> dict[str, Any]:
     """All that the page shows. A usual class that cannot be planned for this model is left out."""
-    worlds = sorted({*WORLDS, *wish.ranks})
+    row = wish.shard_within or 1
+    worlds = sorted({*(it for it in WORLDS if it < row or it % row == 0), *wish.ranks})
     plans: dict[str, dict[str, Plan]] = {}
     for kind in _optimizers(optimizer):
         try:
@@ -74,6 +75,7 @@ def numbers(wish: Wish, optimizer: Optimizer, precision: str | None) -> dict[str
         "optimizers": list(plans),
         "precisions": [it.label for it in _precisions(precision)],
         "memory": wish.memory,
+        "shard_within": wish.shard_within,
         "unit": unit_of(first),
         "network": asdict(wish.network),
         "colours": COLOURS,

@@ -27,7 +27,8 @@ def headline(plan: Plan) -> str:
     buffers = f", {in_bytes(plan.model.buffers)} of buffers" if plan.model.buffers else ""
     frozen = sum(it.numel for it in plan.model.params if not it.trainable)
     still = f", {frozen:,} of them frozen" if frozen else ""
-    return f"{plan.model.elements:,} parameters{still}{buffers}, {plan.optimizer}, {plan.precision}"
+    rows = "" if plan.shard_within is None else f"; zeroshard in rows of {plan.shard_within} ranks"
+    return f"{plan.model.elements:,} parameters{still}{buffers}, {plan.optimizer}, {plan.precision}{rows}"
 
 
 def what_fits(plan: Plan) -> str | None:
@@ -60,8 +61,9 @@ def not_counted(plan: Plan) -> str:
 
 def assumed(plan: Plan) -> str:
     network = plan.network
+    within = "" if network.within is None else f" ({in_bytes(network.within)}/s inside a row)"
     return (
-        f"Network time: what a step sends, at {in_bytes(network.bandwidth)}/s and {network.latency * 1e6:g} us a "
+        f"Network time: what a step sends, at {in_bytes(network.bandwidth)}/s{within} and {network.latency * 1e6:g} us a "
         "message, if nothing overlaps; at best, with log2 N messages one after the other in a collective."
     )
 

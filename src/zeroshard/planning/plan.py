@@ -44,6 +44,8 @@ class Plan:
     network: Network
     memory: int | None = None
     """Bytes that a GPU has, if that was said."""
+    shard_within: int | None = None
+    """Ranks of a row that shares the state, where zeroshard is to have rows."""
 
     def __iter__(self) -> Iterator[Estimate]:
         return iter(self.estimates)
@@ -84,6 +86,7 @@ class Plan:
             "precision": self.precision,
             "network": asdict(self.network),
             "memory": self.memory,
+            "shard_within": self.shard_within,
             "estimates": [self._row(it) for it in self.estimates],
             "least_ranks": self.least_ranks() if self.memory is not None else None,
         }
@@ -115,6 +118,7 @@ def plan(
     activations: float = 0,
     device: str = "cuda",
     network: Network | None = None,
+    shard_within: int | None = None,
     **defaults: Any,
 ) -> Plan:
     """How much memory a rank needs, by part, and what travels, for DDP, torch's ZeRO, zeroshard and FSDP2.
@@ -131,6 +135,8 @@ def plan(
         activations: bytes that they take on a rank, which no planner can know.
         device: where the model is to be, "cuda" or "cpu".
         network: bandwidth and latency between ranks.
+        shard_within: as for `shard`, for zeroshard: rows of so many ranks share the state, and every row has all of it.
+            Where there are fewer ranks they are one row.
         defaults: everything else goes to `optimizer_class`.
     """
     shape = model if isinstance(model, ModelShape) else _shape_of(model)
@@ -139,12 +145,14 @@ def plan(
         device=torch.device(device),
         network=network or Network(),
         activations=round(activations),
+        shard_within=shard_within,
     )
     numbers = _checked(ranks)
     training.check()
     limit = None if memory is None else round(memory)
     estimates = [method.estimate(training, number) for number in numbers for method in METHODS]
-    return Plan(shape, training.name, _in_words(shape, training.config), tuple(estimates), training.network, limit)
+    words = _in_words(shape, training.config)
+    return Plan(shape, training.name, words, tuple(estimates), training.network, limit, shard_within)
 
 
 def _shape_of(model: Any) -> ModelShape:

@@ -6,6 +6,7 @@ from itertools import chain, groupby
 
 import torch
 
+from ..comm.shards import bytes_of_all_reduce
 from ..layout.layout import Bucket, Layout, Piece
 from ..layout.specs import ParamSpec
 from ..policies import KeepFull, KeepShard, Retention, sum_dtype
@@ -26,16 +27,18 @@ class Sharded:
         return f"zeroshard {2 if self.retention.frees else 1}"
 
     def estimate(self, training: Training, ranks: int) -> Estimate:
-        return _Share(training, self.retention, ranks).estimate(self.name)
+        row = training.row_of(ranks)
+        return _Share(training, self.retention, row, ranks // row).estimate(self.name)
 
 
 ZERO1, ZERO2 = Sharded(KeepFull()), Sharded(KeepShard())
 
 
 class _Share:
-    """That of the rank with most."""
+    """That of the rank with most, in one of several rows of ranks that hold the same."""
 
-    def __init__(self, training: Training, retention: Retention, ranks: int) -> None:
+    def __init__(self, training: Training, retention: Retention, ranks: int, rows: int) -> None:
+        self._rows = rows
         self._training, self._retention, self._frees = training, retention, retention.frees
         order = {it.name: place for place, it in enumerate(training.model.params)}
         specs = sorted(training.specs, key=lambda spec: order[spec.name or ""])
@@ -48,7 +51,7 @@ class _Share:
     def estimate(self, name: str) -> Estimate:
         usage, share = self._usage(), self._copied_share() if self._training.config.second_copy else 0
         usage = replace(usage, host=usage.host + 4 * share)  # its own and its partner's, of this copy and the next
-        return Estimate(name, self._layout.world_size, usage, self._traffic(), self._balance, share)
+        return Estimate(name, self._layout.world_size * self._rows, usage, self._traffic(), self._balance, share)
 
     def _copied_share(self) -> int:
         """What a second copy has of this rank: state, and parameters in the precision of their update."""
@@ -56,7 +59,7 @@ class _Share:
         return self._state() + (masters or self._owned_bytes())
 
     def _usage(self) -> Usage:
-        training, transit = self._training, Transit(self._layout, self._retention, self._training.config.reduce)
+        training, transit = self._training, self._transit()
         parameters = sum(map(_nbytes, self._layout.buckets))
         gradients, slices = self._gradients(), sum(map(self._slice, self._layout.buckets))
         masters, more = sum(map(self._masters, self._layout.buckets)), slices - (gradients if self._frees else 0)
@@ -71,6 +74,10 @@ class _Share:
             activations=training.activations,
         )
         return self._offloaded(taken) if training.offloads else taken
+
+    def _transit(self) -> Transit:
+        training = self._training
+        return Transit(self._layout, self._retention, training.config.reduce, training.dtype_of_update, self._rows)
 
     def _largest_bucket(self) -> int:
         """Parameters move into buckets one after the other; then masters are made."""
@@ -138,13 +145,29 @@ class _Share:
 
     def _traffic(self) -> Traffic:
         """Each bucket of gradients to its owners, each of parameters back."""
+        inside, across = self._inside_a_row(), self._across_rows()
+        return Traffic(*map(sum, zip(inside, across, strict=True)))
+
+    def _inside_a_row(self) -> Traffic:
         ranks = self._layout.world_size
         if ranks == 1:
             return Traffic(0, 0)
         away = sum(it.numel * self._wire_dtype(it).itemsize for it in self._trained)
         sent = (away + sum(map(_nbytes, self._trained))) * (ranks - 1) // ranks
         messages = 2 * len(self._trained)
-        return Traffic(sent, messages, self._training.network.seconds(sent, messages, ranks))
+        return Traffic(sent, messages, self._training.network.of_a_row.seconds(sent, messages, ranks))
+
+    def _across_rows(self) -> Traffic:
+        """Sums of a row's slices meet those of the other rows: an all-reduce, or everybody's to everybody."""
+        if self._rows == 1:
+            return Traffic(0, 0)
+        exact = [sum_dtype(self._training.config.reduce.wire_dtype(it.dtype)) for it in self._trained]
+        slices = sum(it.numel * dtype.itemsize for it, dtype in zip(self._trained, exact, strict=True))
+        mean = slices // self._layout.world_size
+        gathers = self._training.config.reduce.fixed_order
+        sent = (self._rows - 1) * mean if gathers else bytes_of_all_reduce(mean, self._rows)
+        messages = (1 if gathers else 2) * len(self._trained)
+        return Traffic(sent, messages, self._training.network.seconds(sent, messages, self._rows))
 
     def _wire_dtype(self, bucket: Bucket) -> torch.dtype:
         """What gradients travel as: NCCL adds those of whole parameters up on the way, in more precision."""

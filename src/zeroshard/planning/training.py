@@ -9,6 +9,7 @@ import torch
 
 from ..config import ZeroConfig
 from ..dividing import Division
+from ..errors import ConfigError
 from ..layout.specs import ParamSpec
 from ..rules import Rule, class_names, divide
 from ..runtime.fused import leaves_open
@@ -33,9 +34,12 @@ class Training:
     device: torch.device
     network: Network
     activations: int = 0
+    shard_within: int | None = None
 
     def check(self) -> None:
         """Raise what making the optimizer would raise."""
+        if self.shard_within is not None and (type(self.shard_within) is not int or self.shard_within < 1):
+            raise ConfigError(f"plan(shard_within=...) takes a number of ranks from 1 on, not {self.shard_within!r}")
         for kind in self.kinds:
             kind.require_that_it_can_be_made()
         self.division.check_kinds()
@@ -75,6 +79,13 @@ class Training:
     @cached_property
     def specs(self) -> list[ParamSpec]:
         return specs_of(self.groups, self.device)
+
+    def row_of(self, ranks: int) -> int:
+        """How many of so many ranks share the state."""
+        row = min(self.shard_within or ranks, ranks)
+        if ranks % row:
+            raise ConfigError(f"shard_within={row} does not divide {ranks} ranks: plan for multiples of {row}")
+        return row
 
     @property
     def offloads(self) -> bool:

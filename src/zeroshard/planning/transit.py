@@ -5,6 +5,7 @@ small ones wait for their bucket to be full, and no more than two buckets are un
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +18,18 @@ from ..runtime.grad_sync import CROWD, LARGE
 class Transit:
     """What `in_backward` takes at most, and what `stays` for the next pass."""
 
-    def __init__(self, layout: Layout, retention: Retention, reduce: Reduce) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        retention: Retention,
+        reduce: Reduce,
+        updated_in: Callable[[torch.dtype], torch.dtype],
+        rows: int,
+    ) -> None:
+        """`updated_in`: what parameters of a dtype are updated in. `rows` of ranks hold the same."""
         self._layout, self._frees, self._reduce = layout, retention.frees, reduce
-        self._alone = layout.world_size == 1
+        self._updated_in, self._rows = updated_in, rows
+        self._alone = layout.world_size * rows == 1
         self._size = max((self._wire(it) for it in self._trained if len(it.rooms) > 1), default=0)
         """Bytes of a buffer that all buckets of several parameters take turns in."""
         self._level = _Level()
@@ -79,7 +89,7 @@ class Transit:
 
     def _send(self, bucket: Bucket, waiting: int) -> int:
         """Bytes that are let go when it has arrived."""
-        copied = self._copied(bucket)
+        copied = self._copied(bucket) + self._between_rows(bucket)
         if len(bucket.rooms) > 1:
             self._level.rise(copied)
             self._level.drop(waiting)
@@ -104,6 +114,14 @@ class Transit:
             exact = sum_dtype(wire) == wire and not self._reduce.fixed_order
             return 0 if exact else self._wire(bucket)
         return 0 if sum_dtype(wire) == wire else bucket.numel * sum_dtype(wire).itemsize
+
+    def _between_rows(self, bucket: Bucket) -> int:
+        """A sum of this row, and in a fixed order those of all rows."""
+        exact, length = sum_dtype(self._wire_dtype(bucket)), max(it.length for _, it in bucket.shards.filled())
+        if self._rows == 1:
+            return 0
+        apart = (self._updated_in(bucket.dtype) != exact) + self._rows * self._reduce.fixed_order
+        return apart * length * exact.itemsize
 
 
 @dataclass

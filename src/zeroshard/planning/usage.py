@@ -72,17 +72,25 @@ class Network:
 
     bandwidth: bytes that a rank sends in a second.
     latency: seconds until a message of no length has arrived.
+    within: the bandwidth inside a row of ranks that share the state, if it is another.
     """
 
     bandwidth: float = 50e9
     latency: float = 10e-6
+    within: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.bandwidth < math.inf or not 0 <= self.latency < math.inf:
+        bandwidths = (self.bandwidth, self.bandwidth if self.within is None else self.within)
+        if not all(0 < it < math.inf for it in bandwidths) or not 0 <= self.latency < math.inf:
             raise ConfigError(
-                f"Network(...) takes a bandwidth above 0 and a latency of 0 or more, not {self.bandwidth!r} and "
+                f"Network(...) takes bandwidths above 0 and a latency of 0 or more, not {bandwidths} and "
                 f"{self.latency!r}: bytes a second, and seconds"
             )
+
+    @property
+    def of_a_row(self) -> "Network":
+        """That among the ranks of one row."""
+        return self if self.within is None else Network(self.within, self.latency)
 
     def seconds(self, sent: float, messages: int, ranks: int) -> float:
         """Collectives of the best kind: each takes log2 N messages one after the other, and all links are busy.
