@@ -21,7 +21,7 @@ def test_all_options_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert status_of("plan", "--help") == 0
     words = capsys.readouterr().out.replace("│", " ").split()
     options = {word for word in words if word.startswith("--") and word.lstrip("-") and word != "--help"}
-    assert len(options) == 16
+    assert len(options) == 18
     assert [option for option in sorted(options) if f"`{option}" not in PAGE] == []
 
 

@@ -38,7 +38,8 @@ CODE = """if True:
         config = ZeroConfig(partition=FlatShards(bucket_bytes=2**20), reduce=reduce, retention=retention)
         model = torch.nn.ParameterList([torch.zeros(shape, dtype=getattr(torch, dtype)) for shape in shapes])
         within = row[0] if row else None
-        made = plan(model, torch.optim.SGD, ranks=[8], config=config, lr=0.1, shard_within=within).of(f"zeroshard {stage}", 8)
+        planned = plan(model, torch.optim.SGD, ranks=[8], config=config, lr=0.1, shard_within=within)
+        made = planned.of(f"zeroshard {stage}", 8)
         optimizer = shard(model, torch.optim.SGD, config=config, lr=0.1, shard_within=within)
         loss = sum(Ones.apply(param) for param in model)
         watch = _Watch()

@@ -12,11 +12,10 @@ from rich.console import Console
 
 from ..errors import CheckpointError
 from ..planning.sources import freeze, model_shape
-from ..planning.usage import Network
-from .plan_options import Optimizer, Wish, config_of, options_in
+from .plan_options import Optimizer, Wish, config_of, network_of, options_in
 from .plan_page import write_page
 from .plan_picture import draw
-from .plan_quantities import bandwidth_in, bytes_in, ranks_in, seconds_in
+from .plan_quantities import bytes_in, ranks_in
 from .plan_table import show_plan
 from .show import printable
 
@@ -39,9 +38,7 @@ def plan(
     activations: Annotated[str, typer.Option(help="what they take on a rank: 10GB")] = "0",
     bandwidth: Annotated[str, typer.Option(help="what a rank sends: 50GB/s, 400Gbit/s")] = "50GB/s",
     latency: Annotated[str, typer.Option(help="of a message: 10us")] = "10us",
-    shard_within: Annotated[
-        int | None, typer.Option(help="rows of so many ranks share the state, as in shard()")
-    ] = None,
+    shard_within: Annotated[int | None, typer.Option(help="ranks of a row that shares the state: 8")] = None,
     bandwidth_within: Annotated[str | None, typer.Option(help="what a rank sends inside such a row: 450GB/s")] = None,
     second_copy: Annotated[bool, typer.Option("--second-copy", help="with SecondCopy()")] = False,
     offload: Annotated[bool, typer.Option("--offload", help="with Offload()")] = False,
@@ -57,19 +54,10 @@ def plan(
         wish = Wish(
             freeze(model_shape(model), frozen or ()),
             ranks_in(ranks),
-            config_of(
-                second_copy=second_copy,
-                offload=offload,
-                bucket=None if bucket is None else bytes_in("--bucket", bucket),
-                reduce=reduce,
-            ),
+            config_of(second_copy=second_copy, offload=offload, bucket=bucket, reduce=reduce),
             None if memory is None else bytes_in("--memory", memory),
             bytes_in("--activations", activations),
-            Network(
-                bandwidth_in("--bandwidth", bandwidth),
-                seconds_in("--latency", latency),
-                None if bandwidth_within is None else bandwidth_in("--bandwidth-within", bandwidth_within),
-            ),
+            network_of(bandwidth, latency, bandwidth_within),
             shard_within,
         )
         asked = Optimizer(optimizer, options_in(options))

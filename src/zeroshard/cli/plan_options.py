@@ -16,6 +16,7 @@ from ..planning.shapes import ModelShape
 from ..planning.usage import Network
 from ..policies import MasterWeights, Offload, Reduce, SecondCopy
 from ..rules import Rule, everything_else, matrices
+from .plan_quantities import bandwidth_in, bytes_in, seconds_in
 
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "fp32": (torch.float32, None),
@@ -120,15 +121,20 @@ def options_in(text: str | None) -> dict[str, Any]:
         ) from error
 
 
-def config_of(*, second_copy: bool, offload: bool, bucket: int | None, reduce: str | None) -> ZeroConfig:
+def config_of(*, second_copy: bool, offload: bool, bucket: str | None, reduce: str | None) -> ZeroConfig:
     if reduce is not None and reduce not in REDUCED:
         raise ConfigError(f"--reduce {reduce!r}: expected one of {', '.join(REDUCED)}")
     return ZeroConfig(
-        partition=None if bucket is None else FlatShards(bucket_bytes=bucket),
+        partition=None if bucket is None else FlatShards(bucket_bytes=bytes_in("--bucket", bucket)),
         reduce=Reduce(REDUCED[reduce] if reduce else None),
         offload=Offload() if offload else None,
         second_copy=SecondCopy() if second_copy else None,
     )
+
+
+def network_of(bandwidth: str, latency: str, within: str | None) -> Network:
+    row = None if within is None else bandwidth_in("--bandwidth-within", within)
+    return Network(bandwidth_in("--bandwidth", bandwidth), seconds_in("--latency", latency), row)
 
 
 def _precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:

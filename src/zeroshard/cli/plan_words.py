@@ -61,9 +61,9 @@ def not_counted(plan: Plan) -> str:
 
 def assumed(plan: Plan) -> str:
     network = plan.network
-    within = "" if network.within is None else f" ({in_bytes(network.within)}/s inside a row)"
+    row = "" if network.within is None else f" ({in_bytes(network.within)}/s inside a row)"
     return (
-        f"Network time: what a step sends, at {in_bytes(network.bandwidth)}/s{within} and {network.latency * 1e6:g} us a "
+        f"Network time: what a step sends, at {in_bytes(network.bandwidth)}/s{row} and {network.latency * 1e6:g} us a "
         "message, if nothing overlaps; at best, with log2 N messages one after the other in a collective."
     )
 

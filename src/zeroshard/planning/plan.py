@@ -139,14 +139,8 @@ def plan(
             Where there are fewer ranks they are one row.
         defaults: everything else goes to `optimizer_class`.
     """
-    shape = model if isinstance(model, ModelShape) else _shape_of(model)
-    training = Training(
-        *(shape, optimizer_class, defaults, config or ZeroConfig()),
-        device=torch.device(device),
-        network=network or Network(),
-        activations=round(activations),
-        shard_within=shard_within,
-    )
+    shape, where = _shape_of(model), (torch.device(device), network or Network(), round(activations), shard_within)
+    training = Training(shape, optimizer_class, defaults, config or ZeroConfig(), *where)
     numbers = _checked(ranks)
     training.check()
     limit = None if memory is None else round(memory)
@@ -156,6 +150,8 @@ def plan(
 
 
 def _shape_of(model: Any) -> ModelShape:
+    if isinstance(model, ModelShape):
+        return model
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"plan() takes a torch.nn.Module, not a {type(model).__name__}")
     return ModelShape.of(model)

@@ -6,7 +6,6 @@ from itertools import chain, groupby
 
 import torch
 
-from ..comm.shards import bytes_of_all_reduce
 from ..layout.layout import Bucket, Layout, Piece
 from ..layout.specs import ParamSpec
 from ..policies import KeepFull, KeepShard, Retention, sum_dtype
@@ -146,7 +145,8 @@ class _Share:
     def _traffic(self) -> Traffic:
         """Each bucket of gradients to its owners, each of parameters back."""
         inside, across = self._inside_a_row(), self._across_rows()
-        return Traffic(*map(sum, zip(inside, across, strict=True)))
+        sent, messages = inside.sent + across.sent, inside.messages + across.messages
+        return Traffic(sent, messages, inside.seconds + across.seconds)
 
     def _inside_a_row(self) -> Traffic:
         ranks = self._layout.world_size
@@ -165,7 +165,7 @@ class _Share:
         slices = sum(it.numel * dtype.itemsize for it, dtype in zip(self._trained, exact, strict=True))
         mean = slices // self._layout.world_size
         gathers = self._training.config.reduce.fixed_order
-        sent = (self._rows - 1) * mean if gathers else bytes_of_all_reduce(mean, self._rows)
+        sent = (self._rows - 1) * mean if gathers else 2 * mean * (self._rows - 1) // self._rows
         messages = (1 if gathers else 2) * len(self._trained)
         return Traffic(sent, messages, self._training.network.seconds(sent, messages, self._rows))
 
