@@ -59,16 +59,23 @@ class Case(NamedTuple):
         )
 
     @property
+    def shard_within(self) -> int | None:
+        return ROW if self.special == ROWS else None
+
+    @property
     def is_padded(self) -> bool:
         return self.special == "embeddings that are padded"
 
 
+ROW = 8
+ROWS = f"in rows of {ROW}"
 SPECIAL = {
+    ROWS: ("float32", "bfloat16", "bfloat16 with masters"),
     "Offload()": ("float32", "bfloat16 with masters"),
     "Reduce(bfloat16)": ("float32",),
     "embeddings that are padded": ("float32", "bfloat16", "bfloat16 with masters"),
 }
-"""What is tried on rank 0 of 8 beside the rest, and with what precision."""
+"""What is tried beside the rest, and with what precision: on rank 0 of 8, and of 64 in rows."""
 
 
 def against_plan(machine: Machine, *, special: bool) -> list[Row]:
@@ -92,7 +99,11 @@ def cases() -> list[Case]:
         for precision in ("float32", "bfloat16")
         for world in WORLDS
     ]
-    special = [Case("zeroshard 2", precision, 8, it) for it, tried in SPECIAL.items() for precision in tried]
+    special = [
+        Case("zeroshard 2", precision, 64 if it == ROWS else 8, it)
+        for it, tried in SPECIAL.items()
+        for precision in tried
+    ]
     return [*ours, *special, *peers]
 
 
@@ -115,7 +126,8 @@ def _row(what: str, said: int, found: int, bar: float | None) -> Row:
 def _plan(machine: Machine, case: Case) -> Plan:
     with torch.device("meta"):
         model = _model(machine, case).to(PRECISIONS[case.precision][0])
-    return plan(model, AdamW, ranks=[case.world], config=case.config, device=machine.device, lr=1e-4)
+    ranks, row = [case.world], case.shard_within
+    return plan(model, AdamW, ranks=ranks, config=case.config, device=machine.device, shard_within=row, lr=1e-4)
 
 
 def _model(machine: Machine, case: Case) -> nn.Sequential:
@@ -144,7 +156,7 @@ def _measured(machine: Machine, case: Case) -> Found:
 
 
 def _sharded(model: nn.Module, case: Case) -> tuple[nn.Module, Optimizer]:
-    return model, shard(model, AdamW, lr=1e-4, config=case.config)
+    return model, shard(model, AdamW, lr=1e-4, config=case.config, shard_within=case.shard_within)
 
 
 def _ddp(model: nn.Module, _: Case) -> tuple[nn.Module, Optimizer]:
