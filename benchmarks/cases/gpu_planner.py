@@ -22,8 +22,8 @@ GB = 1e9
 TOKENS = 32
 """So few that activations do not count."""
 BAR = 0.03
-BAR_PADDED = 0.05
-"""A plan allows for two buckets under way, and messages that arrive at once leave one there: here these are large."""
+BAR_LARGE = 0.05
+"""A plan allows for two buckets under way, and messages that arrive at once leave one there: where that is much."""
 WORLDS = (1, 8, 64)
 PRECISIONS: dict[str, tuple[torch.dtype, MasterWeights | None]] = {
     "float32": (torch.float32, None),
@@ -110,7 +110,7 @@ def cases() -> list[Case]:
 def _rows(machine: Machine, case: Case, found: Found) -> list[Row]:
     usage = _plan(machine, case).of(case.method, case.world).usage
     training = max(usage.phases["backward"], usage.phases["step"])
-    strict = BAR_PADDED if case.is_padded else BAR
+    strict = BAR_LARGE if case.is_padded or case.shard_within else BAR
     bar = strict if case.method.startswith("zeroshard") and machine.device == "cuda" else None
     rows = [_row(f"training: {case}", training, found.training, bar)]
     if case.method.startswith("zeroshard"):
