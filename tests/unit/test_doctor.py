@@ -253,8 +253,8 @@ def made(call: str) -> tuple[zeroshard.ZeroConfig, str | None]:
             given.update(options)
 
     exec(call, {"zeroshard": Zeroshard(), "torch": torch, "model": "model"})
-    assert given.keys() - {"shard_within"} == {"config", "lr"}
-    return given["config"], given.get("shard_within")
+    assert given.keys() - {"shard_within", "config"} == {"lr"}
+    return given.get("config", zeroshard.ZeroConfig()), given.get("shard_within")
 
 
 def config(**changes: Any) -> zeroshard.ZeroConfig:
@@ -267,24 +267,22 @@ NET = Situation("nccl", 16, 2, latency=1e-4, rate=1e10)
 @pytest.mark.parametrize(
     ("it", "mib", "overlap", "within"),
     [
-        (Situation("gloo", 1, 1, 1e-5, 1e12), 25, False, None),
-        (Situation("gloo", 4, 1, 1e-3, 1e9), 25, False, None),
+        (Situation("gloo", 1, 1, 1e-5, 1e12), None, False, None),
+        (Situation("gloo", 4, 1, 1e-3, 1e9), None, False, None),
         (Situation("gloo", 4, 1, 5e-3, 1e9), 128, False, None),
-        (Situation("gloo", 4, 2, 1e-3, 1e8), 25, True, None),
-        (NET, 128, True, None),
+        (Situation("gloo", 4, 2, 1e-3, 1e8), None, True, None),
+        (NET, None, True, None),
         (replace(NET, latency=1e-3), 256, True, None),
         (replace(NET, latency=1.0), 512, True, None),
-        (replace(NET, within=1e11, between=1e10), 128, True, "node"),
-        (replace(NET, within=1e10, between=1e10), 128, True, None),
+        (replace(NET, within=1e11, between=1e10), None, True, "node"),
+        (replace(NET, within=1e10, between=1e10), None, True, None),
     ],
 )
-def test_advice(it: Situation, mib: int, overlap: bool, within: str | None) -> None:
+def test_advice(it: Situation, mib: int | None, overlap: bool, within: str | None) -> None:
+    """Only what differs from the defaults."""
     advice = advise(it)
-    expected = config(
-        partition=zeroshard.FlatShards(bucket_bytes=mib * 2**20),
-        retention=zeroshard.KeepShard(),
-        overlap_gather=overlap,
-    )
+    partition = None if mib is None else zeroshard.FlatShards(bucket_bytes=mib * 2**20)
+    expected = config(partition=partition, overlap_gather=overlap)
     assert made(advice.call) == (expected, within)
     assert eval(advice.config) == expected
     assert advice.reasons

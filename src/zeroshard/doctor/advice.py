@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import torch
+
+from ..layout.partition import default_bucket_bytes
 from ..units import MIB
 from .checkup import Checkup
 from .measure import Timing
@@ -12,7 +15,6 @@ from .places import nodes
 _LATENCY_SHARE = 0.05
 """Of the time of a bucket's message."""
 _MOST_MIB = 512
-_DEFAULT_MIB = {"gloo": 25, "nccl": 128}
 _SLOWER = 0.5
 """Between hosts as a part of within: from there on it pays to share within a host."""
 
@@ -64,8 +66,8 @@ def worst(checkup: Checkup, verb: str) -> Timing:
 def advise(it: Situation) -> Advice:
     size, reasons = _bucket(it)
     overlap = it.backend == "nccl" or it.nodes > 1
-    options = [f"partition=zeroshard.FlatShards(bucket_bytes={size} * 2**20)", "retention=zeroshard.KeepShard()"]
-    reasons.append("KeepShard(): gradients take 1/N of their size, at the traffic of KeepFull()")
+    options = [] if size is None else [f"partition=zeroshard.FlatShards(bucket_bytes={size} * 2**20)"]
+    reasons.append("KeepShard(), the default: gradients take 1/N of their size, at the traffic of KeepFull()")
     if overlap and it.ranks > 1:
         options.append("overlap_gather=True")
         reasons.append("overlap_gather: parameters travel while the next forward pass runs")
@@ -75,21 +77,24 @@ def advise(it: Situation) -> Advice:
         more = ', shard_within="node"' if pays else ""
         compared = f"{it.between / 1e9:.2f} GB/s between hosts, {it.within / 1e9:.2f} GB/s within"
         reasons.append(f"{'shard_within' if pays else 'no shard_within'}: {compared}")
-    call = f"optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=3e-4, config={config}{more})"
+    given = f", config={config}" if options else ""
+    call = f"optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=3e-4{given}{more})"
     return Advice(config, call, tuple(reasons))
 
 
-def _bucket(it: Situation) -> tuple[int, list[str]]:
-    """In MiB: no less than the default, and so large that latency is a small part of a message's time."""
-    default = _DEFAULT_MIB[it.backend]
+def _bucket(it: Situation) -> tuple[int | None, list[str]]:
+    """In MiB, so large that latency is a small part of a message's time; None where the default is."""
     if it.ranks == 1:
-        return default, ["one rank: nothing travels, and buckets of any size will do"]
+        return None, ["one rank: nothing travels, and buckets of any size will do"]
+    device = torch.device("cuda" if it.backend == "nccl" else "cpu")
+    default = default_bucket_bytes(device, it.ranks) // MIB
     needed = it.latency * it.rate / _LATENCY_SHARE / MIB
     size = default if needed <= default else min(_power_of_two(needed), _MOST_MIB)
     share = it.latency / (it.latency + size * MIB / it.rate)
     measured = f"latency {it.latency * 1e3:.2f} ms, {it.rate / 1e9:.2f} GB/s of a bucket"
     kind = "the default" if size == default else "more than the default"
-    return size, [f"buckets of {size} MiB, {kind}: {measured}, so that {share:.1%} of a message's time is latency"]
+    reason = f"buckets of {size} MiB, {kind}: {measured}, so that {share:.1%} of a message's time is latency"
+    return None if size == default else size, [reason]
 
 
 def _power_of_two(value: float) -> int:

@@ -166,7 +166,7 @@ class SideBySide:
         for spec in reversed(specs):
             kind = (self._is_whole(spec), self._grain(spec), spec.trainable, spec.dtype, spec.device)
             nbytes = spec.extent * spec.dtype.itemsize
-            size = self.bucket_bytes or _bucket_bytes(spec.device, world_size)
+            size = self.bucket_bytes or default_bucket_bytes(spec.device, world_size)
             if nbytes >= size:
                 yield [spec]
                 continue
@@ -251,7 +251,8 @@ def _bucket(index: int, specs: Sequence[ParamSpec], owners: Mapping[int, Rank], 
     return Bucket(index, specs[0].dtype, specs[0].device, end, DealtShards(shards, world_size), tuple(rooms))
 
 
-def _bucket_bytes(device: torch.device, world_size: int) -> int:
+def default_bucket_bytes(device: torch.device, world_size: int) -> int:
+    """Of buckets, where nobody says how large they shall be."""
     size = 25 * MIB if device.type == "cpu" else 128 * MIB
     return size if world_size > 1 else 8 * size
 
