@@ -86,17 +86,16 @@ class Assembly:
         params, last = all_params(groups), len(self.order)
         return sorted(specs, key=lambda spec: self.order.get(id(params[spec.index]), last))
 
-    def engine(self, layout: Layout, groups: Sequence[ParamGroup]) -> Engine:
-        """An engine for this rank, which is to `extend` to `layout` next."""
+    def engine(self) -> Engine:
+        """One for this rank, which is to `prepare` next."""
         engine = self._engine()
         engine.looks = Looks(self.comm, self.config.drift, self.config.nonfinite)
-        try:
-            engine.prepare(layout, groups)
-            self.check(engine)
-        except BaseException:
-            engine.store.take_back()
-            raise
         return engine
+
+    def prepare(self, engine: Engine, layout: Layout, groups: Sequence[ParamGroup]) -> None:
+        """It is to `extend` to `layout` next, or to take back what it has got ready for that."""
+        engine.prepare(layout, groups)
+        self._check(engine)
 
     def warn_of_whole_params(self) -> None:
         """Say so where parameters would be cut if the optimizer allowed it. After one was made, and so can be made."""
@@ -117,7 +116,7 @@ class Assembly:
         if self.config.offload is not None and not self._offloads:
             warn_user("Offload(...) has no effect: no parameter is on a GPU, so that state is in host memory anyway")
 
-    def check(self, engine: Engine) -> None:
+    def _check(self, engine: Engine) -> None:
         """Refuse options of an optimizer that cannot be right when it is sharded."""
         if self._offloads and any(member.has_mode("train") for member in engine.inner.members):
             raise ConfigError(

@@ -12,7 +12,7 @@ from .adapters.ddp import CommHook, Overlap, plain_class
 from .adapters.ddp_grads import hand_over
 from .adapters.join import ShadowStep
 from .assembly import Assembly, count_params
-from .comm.agreement import Proposal, agreed
+from .comm.agreement import Proposal, agreed, undone_on_failure
 from .comm.collectives import Comm
 from .comm.group import Group
 from .config import ZeroConfig, refuse_policies
@@ -298,17 +298,15 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         self._assembly = self._assembly_of(self._kinds(optimizer_class, defaults, given, overlap=overlap), overlap)
         self._assembly.check_options()
         layout = self._assembly.extend(Layout.empty(self.world_size), self.param_groups)
-        self.engine = self._assembly.engine(layout, self.param_groups)
+        self.engine = self._assembly.engine()
         undo = self.engine.store.take_back
-        try:
+        with undone_on_failure(undo):
+            self._assembly.prepare(self.engine, layout, self.param_groups)
             self._assembly.warn_of_whole_params()
             self._assembly.warn_of_offload()
             self.engine.inner.pull(self.param_groups)
             self.defaults = self.optim.defaults if len(self.optims) == 1 else {}
             return Proposal(layout, self._facts(layout), undo, count_params(self.param_groups))
-        except BaseException:
-            undo()
-            raise
 
     def _facts(self, layout: Layout) -> list[str]:
         """What must be equal on all ranks that make one."""
@@ -322,17 +320,13 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
             del self.param_groups[known:]
             engine.take_back(known)
 
-        try:
+        with undone_on_failure(undo):
             super().add_param_group(group)
             layout = self._assembly.extend(self.layout, self.param_groups, known)
-            engine.prepare(layout, self.param_groups)
-            self._assembly.check(engine)
+            self._assembly.prepare(engine, layout, self.param_groups)
             engine.inner.pull(self.param_groups)
             facts = self._assembly.facts(layout, self.param_groups)
             return Proposal(layout, facts, undo, count_params(self.param_groups))
-        except BaseException:
-            undo()
-            raise
 
     def _comm_of(self, process_group: dist.ProcessGroup | None) -> Comm:
         return Comm(Group(process_group))
@@ -359,8 +353,10 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
     def _repartition(self, partition: Partitioner) -> WholeEngine:
         """Start afresh with other owners, before there is any state."""
         layout = partition.extend(Layout.empty(self.world_size), read_specs(self.param_groups))
-        self.engine = engine = self._assembly.engine(layout, self.param_groups)
+        engine = self._assembly.engine()
         assert isinstance(engine, WholeEngine), "overlap_with_ddp is refused with anything else"
+        self._assembly.prepare(engine, layout, self.param_groups)
+        self.engine = engine
         engine.extend(layout, self.param_groups)
         return engine
 

@@ -8,7 +8,8 @@ statements have the same length, so that ranks in different calls still understa
 import hashlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic, NamedTuple, NoReturn, TypeVar
@@ -80,15 +81,29 @@ def agree(
         raise_first_difference(comm, call, facts, counts)
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Proposal(Generic[T]):
     """What a rank has prepared and could still take back."""
 
     value: T
     facts: Sequence[str] = ()
-    undo: Callable[[], object] = lambda: None
+    undo: Callable[[], object] = _nothing
     counts: str = ""
     """How much there is of what the facts are about: one missing on a rank shifts all that follow."""
+
+
+@contextmanager
+def undone_on_failure(undo: Callable[[], object]) -> Iterator[None]:
+    """What is prepared inside is taken back if it cannot be completed."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
 
 
 def agreed(comm: Comm, call: str, propose: Callable[[], Proposal[T]]) -> T:
@@ -101,13 +116,9 @@ def agreed(comm: Comm, call: str, propose: Callable[[], Proposal[T]]) -> T:
         proposal = propose()
     except Exception as error:
         failure = error
-    try:
+    with undone_on_failure(_nothing if proposal is None else proposal.undo):
         facts, counts = ((), "") if proposal is None else (proposal.facts, proposal.counts)
         agree(comm, call, facts, failure, counts=counts)
-    except BaseException:
-        if proposal is not None:
-            proposal.undo()
-        raise
     assert proposal is not None
     return proposal.value
 
