@@ -184,10 +184,13 @@ def _equal(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-@lru_cache(maxsize=16)
 def _slope(shape: tuple[int, ...], start: float, stop: float, phase: int) -> torch.Tensor:
-    """Values that are not of one size: a piece must not be like the whole. To be copied, and not to be changed: they
-    are kept, since to make them took half of what it takes to make an optimizer."""
+    """Values that are not of one size: a piece must not be like the whole. To be copied, and not to be changed."""
+    return _flat_slope(math.prod(shape), start, stop, phase).reshape(shape)
+
+
+@lru_cache(maxsize=16)
+def _flat_slope(numel: int, start: float, stop: float, phase: int) -> torch.Tensor:
+    """They are kept for all shapes of a size: to make them took half of what it takes to make an optimizer."""
     with torch.inference_mode(False):  # its tensors could not be used outside
-        rise = torch.linspace(start, stop, math.prod(shape), dtype=torch.float32, device="cpu")
-        return wave(shape, phase) * rise.reshape(shape)
+        return wave((numel,), phase) * torch.linspace(start, stop, numel, dtype=torch.float32, device="cpu")
