@@ -23,6 +23,7 @@ from zeroshard import (
     FlatShards,
     GradScaler,
     MasterWeights,
+    Offload,
     RankFailedError,
     Rule,
     SecondCopy,
@@ -117,19 +118,31 @@ def everything(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Any:
 @ranks(2, 3, 4)
 @pytest.mark.parametrize("way", WAYS)
 def test_without_one_rank_training_goes_on_as_from_a_checkpoint(ctx: RankContext, way: str) -> None:
-    lost = len(way) % ctx.world_size  # now this one, now that
-    group, model = without(lost), net()
-    optimizer = WAYS[way](model, None)
+    lose_a_rank(ctx, WAYS[way], lost=len(way) % ctx.world_size)  # now this one, now that
+
+
+@ranks(2, 3)
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", [None, Offload()])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_on_a_gpu(ctx: RankContext, offload: Offload | None, overlap: bool) -> None:
+    config = replace(COPIED, offload=offload, overlap_gather=overlap)
+    lose_a_rank(ctx, sharded(config), lost=ctx.world_size - 1, device="cuda")
+
+
+def lose_a_rank(ctx: RankContext, way: Way, *, lost: int, device: str = "cpu") -> None:
+    group, model = without(lost), net().to(device)
+    optimizer = way(model, None)
     train(model, optimizer, 2 * EVERY)
     weights, state = saved(model, optimizer)
     train(model, optimizer, 2, first=2 * EVERY)
     held = settled(optimizer)
     if ctx.rank == lost:
         return
-    optimizer = WAYS[way](model, group)
+    optimizer = way(model, group)
     assert restore(optimizer, held) == 2 * EVERY
-    oracle = net(seed=5)
-    expected = WAYS[way](oracle, group)
+    oracle = net(seed=5).to(device)
+    expected = way(oracle, group)
     oracle.load_state_dict(weights)
     expected.load_state_dict(state)
     for first in (2 * EVERY, 2 * EVERY + 2):

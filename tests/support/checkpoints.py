@@ -74,10 +74,11 @@ def plain(model: nn.Module) -> Optimizer:
 
 def train(model: nn.Module, optimizer: Optimizer, steps: int, *, first: int = 0) -> None:
     """On the same data on all ranks: means over a power of two of them are exact."""
+    device = next(model.parameters()).device
     for number in range(first, first + steps):
         draw = torch.Generator().manual_seed(number)
-        out = model(torch.randn(4, 5, generator=draw))
-        torch.autograd.backward((out - torch.randn(4, 3, generator=draw)).square().mean())
+        out = model(torch.randn(4, 5, generator=draw).to(device))
+        torch.autograd.backward((out - torch.randn(4, 3, generator=draw).to(device)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
 
