@@ -69,11 +69,11 @@ def make_model(*_: Any) -> nn.Module:
 
 
 class Names(dict[str, Any]):
-    """The names of a page. Those that it uses without defining them are there, or are made when they are first read."""
+    """The names of a page. What it uses without defining it is there, or is made when it is first read; what is in
+    `zeroshard` it must import, or call by that name."""
 
     def __init__(self) -> None:
-        super().__init__({name: getattr(zeroshard, name) for name in zeroshard.__all__})
-        self |= {"torch": torch, "nn": nn, "dist": dist, "zeroshard": zeroshard, "nullcontext": nullcontext}
+        super().__init__({"torch": torch, "nn": nn, "dist": dist, "zeroshard": zeroshard, "nullcontext": nullcontext})
         self |= {"DistributedDataParallel": DistributedDataParallel, "device": torch.device("cpu"), "GPT": make_model}
         self |= {
             "loss_function": nn.functional.mse_loss,
