@@ -18,7 +18,7 @@ def main() -> None:
             raise
         sys.exit(
             f"The command line needs {missing}, which is not installed: pip install zeroshard[cli]\n"
-            "Without it there are: zeroshard run, zeroshard doctor (each with --help)"
+            "Without it there are: zeroshard run, zeroshard doctor (each with --help), zeroshard --version"
         )
     run()
 

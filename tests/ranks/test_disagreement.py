@@ -143,7 +143,8 @@ def test_of_many_settings_only_the_one_that_differs_is_told(ctx: RankContext) ->
     expected = "rank 0: ZeroConfig(mixed_dtypes=False); rank 1: ZeroConfig(mixed_dtypes=True)"
     assert str(caught.value) == (
         f"making a ZeroRedundancyOptimizer: the ranks disagree. {expected}. This is to be the same on all ranks: look "
-        "for what depends on the rank, as an option, a file or an order."
+        "for what depends on the rank, such as an option, a file, an order, or a learning rate that one has changed by "
+        "itself."
     )
 
 
@@ -292,6 +293,6 @@ def test_closures_called_more_often_on_one_rank(ctx: RankContext) -> None:
         torch.autograd.backward(loss)
         return loss
 
-    with pytest.raises(RankMismatchError, match=r"different calls.*look for one under a condition .*`if rank == 0:`"):
+    with pytest.raises(RankMismatchError, match=r"different calls.*look for a condition such as `if rank == 0:`"):
         optimizer.step(closure)
     assert not optimizer.engine.sync.under_way

@@ -22,6 +22,7 @@ from zeroshard import (
     Network,
     Offload,
     Plan,
+    Reduce,
     Rule,
     SecondCopy,
     ShardedOptimizer,
@@ -84,7 +85,7 @@ def planned(model: nn.Module, classes: Any, config: ZeroConfig, **options: Any) 
     return plan(model, classes, ranks=[dist.get_world_size()], config=config, device="cpu", **options)
 
 
-def check(model: nn.Module, classes: Any, config: ZeroConfig, **options: Any) -> None:
+def check(model: nn.Module, classes: Any, config: ZeroConfig, **options: Any) -> ShardedOptimizer:
     """Each part on the rank that has most, within 1 %; parameters, slices and masters to the byte."""
     before = planned(model, classes, config, **options)
     stage = 2 if config.retention.frees else 1
@@ -101,23 +102,35 @@ def check(model: nn.Module, classes: Any, config: ZeroConfig, **options: Any) ->
     assert (usage.gradients, usage.masters) == (found.gradients, found.masters)
     assert usage.state == pytest.approx(found.state, rel=0.01)
     assert before.of(f"zeroshard {stage}", dist.get_world_size()).copies == pytest.approx(found.copies, rel=0.01)
+    return optimizer
 
 
-@ranks(2, 4)
-def test_rows_of_ranks(ctx: RankContext) -> None:
-    """Memory to the byte; what is sent, by everyone on the average, to a percent: parts of a sum start at multiples."""
-    for config in (ZeroConfig(), ZeroConfig(masters=MASTERS)):
-        for row in (1, 2):
-            model = net(torch.bfloat16 if config.masters else torch.float32)
-            estimate = planned(model, AdamW, config, shard_within=row).of("zeroshard 2", ctx.world_size)
-            optimizer = shard(model, AdamW, config=config, shard_within=row)
-            train(model, optimizer)
-            state = sum(state_bytes(it.state) for it in optimizer.optims)
-            assert estimate.usage.state == pytest.approx(state, rel=0.01)
-            assert estimate.usage.gradients == gradient_bytes(optimizer, 2)
-            sent = torch.tensor(float(sum(it or 0 for it in optimizer.report().wire)))
-            dist.all_reduce(sent)
-            assert estimate.traffic.sent == pytest.approx(float(sent) / ctx.world_size, rel=0.01)
+ROWS: dict[str, tuple[torch.dtype, ZeroConfig]] = {
+    "float32": (torch.float32, ZeroConfig()),
+    "16 bits": (torch.bfloat16, ZeroConfig()),
+    "masters": (torch.bfloat16, ZeroConfig(masters=MASTERS)),
+    "in order": (torch.float32, ZeroConfig(reduce=Reduce(fixed_order=True), retention=KeepFull())),
+    "whole": (torch.float32, ZeroConfig(partition=WholeParams())),
+}
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("case", ROWS)
+def test_rows_of_ranks(ctx: RankContext, case: str) -> None:
+    dtype, config = ROWS[case]
+    for row in (it for it in (1, 2, 3) if ctx.world_size % it == 0):
+        model = net(dtype)
+        model[4].requires_grad_(False)
+        estimate = planned(model, AdamW, config, shard_within=row).of(method(config), ctx.world_size)
+        optimizer = check(model, AdamW, config, shard_within=row)
+        sent = torch.tensor(float(sum(it or 0 for it in optimizer.report().wire)))
+        dist.all_reduce(sent)
+        # On the average of all ranks. Parts of a sum start at multiples, so that these are not to the byte.
+        assert estimate.traffic.sent == pytest.approx(float(sent) / ctx.world_size, rel=0.01)
+
+
+def method(config: ZeroConfig) -> str:
+    return "zeroshard 2" if config.retention.frees else "zeroshard 1"
 
 
 def gradient_bytes(optimizer: ShardedOptimizer, stage: int) -> int:
@@ -230,6 +243,32 @@ def test_a_second_copy_is_as_large_where_state_rests_in_host_memory() -> None:
     )
     assert away.copies == here.copies == here.usage.state + here.usage.masters
     assert away.usage.host == here.usage.host + here.usage.state + here.usage.masters
+
+
+def test_parameters_without_elements() -> None:
+    model = nn.ParameterList([torch.zeros(64, 64), torch.zeros(0, dtype=torch.float64)])
+    for row in (None, 2):
+        assert plan(model, AdamW, ranks=[4], shard_within=row).of("zeroshard 2", 4).usage.peak > 0
+
+
+def test_a_bandwidth_inside_of_rows() -> None:
+    """It is that of everybody, where all ranks are in one row; and of nobody without rows."""
+    fast, slow = Network(50e9, 0, within=500e9), Network(50e9, 0)
+    model = nn.Linear(1000, 1000)
+    with pytest.raises(ConfigError, match="inside of rows was given, and no rows"):
+        plan(model, AdamW, ranks=[8], network=fast)
+    rows = plan(model, AdamW, ranks=[8, 64], network=fast, shard_within=8)
+    plain = plan(model, AdamW, ranks=[8, 64], network=slow, shard_within=8)
+    for one, other in zip(rows, plain, strict=True):
+        quick = one.ranks == 8
+        ratio = other.traffic.seconds / one.traffic.seconds
+        assert ratio == pytest.approx(10) if quick else 1 <= ratio < 10
+        assert quick or one.method.startswith("zeroshard") or ratio == 1
+
+
+def test_options_that_belong_elsewhere() -> None:
+    with pytest.raises(ConfigError, match="overlap_gather=True is no option of an optimizer class"):
+        plan(nn.Linear(2, 2), AdamW, overlap_gather=True)
 
 
 @pytest.mark.parametrize("given", [{"bandwidth": 0}, {"bandwidth": math.nan}, {"within": 0}, {"latency": -1e-6}])

@@ -391,8 +391,15 @@ def test_names_of_weights_are_the_models_own(tmp_path: Path, kind: str) -> None:
 def test_a_checkpoint_without_a_model_has_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint.save(tmp_path / "saved", step=1, optimizer=plain(net()))
     error = refusal(capsys, "convert", tmp_path / "saved", tmp_path / "it.pt", "--to", "torch", "--weights-only")
-    assert f"{tmp_path / 'saved'} has nothing under 'model': it was saved without model=..." in error
+    assert f"{tmp_path / 'saved'} has no weights: they are expected under 'model'" in error
+    assert "there are ['optim', 'ranks']" in error
     assert not (tmp_path / "it.pt").exists()
+    torch.save({"model": torch.ones(2), "optim": {}}, tmp_path / "odd.pt")
+    dcp_save({"model": torch.ones(2)}, checkpoint_id=tmp_path / "odd", no_dist=True)
+    for source in ("odd.pt", "odd"):
+        for kind in KINDS:
+            refusal(capsys, "convert", tmp_path / source, tmp_path / "target", "--to", kind, "--weights-only")
+            assert not (tmp_path / "target").exists()
 
 
 # ---- the program
@@ -415,7 +422,7 @@ def test_without_the_extra_it_says_how_to_get_it(missing: str) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         f"The command line needs {missing}, which is not installed: pip install zeroshard[cli]\n"
-        "Without it there are: zeroshard run, zeroshard doctor (each with --help)\n"
+        "Without it there are: zeroshard run, zeroshard doctor (each with --help), zeroshard --version\n"
     )
 
 

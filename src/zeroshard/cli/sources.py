@@ -32,9 +32,13 @@ def open_source(path: Path, progress: Progress) -> Contents:
 
 def weights_of(path: Path, contents: Contents) -> Weights:
     """What `model.load_state_dict` takes. Raises if there is none of it."""
-    weights = Weights(contents.below(MODEL))
+    weights = Weights({place: leaf for place, leaf in contents.below(MODEL).items() if place})
     if not weights.leaves:
-        raise CheckpointError(f"{path} has nothing under '{MODEL}': it was saved without model=..., and has no weights")
+        found = sorted({str(place[0]) for place in contents.leaves} | ({OPTIM} if contents.groups else set()))
+        raise CheckpointError(
+            f"{path} has no weights: they are expected under '{MODEL}', where checkpoint.save(model=...) puts them, "
+            f"and there are {shown(found)}"
+        )
     return weights
 
 

@@ -23,11 +23,12 @@ from .collectives import Comm, encoded
 T = TypeVar("T")
 
 _SAME_CALLS = (
-    "All ranks are to make the same calls in the same order: look for one under a condition that is not the same on "
-    "all of them, as `if rank == 0:`."
+    "All ranks are to make the same calls in the same order: look for a condition such as `if rank == 0:`, for a loop "
+    "that is longer on some ranks (Join is for those), or for an error that one rank has caught."
 )
 _SAME_FACTS = (
-    "This is to be the same on all ranks: look for what depends on the rank, as an option, a file or an order."
+    "This is to be the same on all ranks: look for what depends on the rank, such as an option, a file, an order, or a "
+    "learning rate that one has changed by itself."
 )
 
 

@@ -133,7 +133,7 @@ def _timing(it: Timing) -> tuple[str, ...]:
         f"{it.small * 1e3:.3f} ms",
         f"{it.nbytes / 2**20:.1f} MiB",
         f"{it.large * 1e3:.2f} ms",
-        f"{it.rate / 1e9:.2f} GB/s",
+        f"{it.rate / 1e9:.2f} GB/s" if it.crossing else "-",
     )
 
 

@@ -17,7 +17,7 @@ except ImportError as error:
     raise ImportError("zeroshard.integrations.lightning needs Lightning: pip install 'lightning>=2.6'") from error
 
 from ..checkpoint import load
-from ..comm.agreement import Proposal, agreed
+from ..comm.agreement import Proposal, agreed, undone_on_failure
 from ..comm.collectives import Comm
 from ..comm.group import Group
 from ..comm.rows import Within
@@ -144,13 +144,10 @@ class ZeroShardStrategy(DDPStrategy):
                 former.put_aside()
             return Proposal(former, undo=former.put_back)
 
+        extra, step = others if self.is_global_zero else None, checkpoint.get("global_step", 0)
         former = agreed(Comm(Group()), "save_checkpoint", propose)
-        try:
-            extra, step = others if self.is_global_zero else None, checkpoint["global_step"]
+        with undone_on_failure(former.put_back):
             save_into(path, self.lightning_module, optimizer, extra, step=step)
-        except BaseException:
-            former.put_back()
-            raise
         former.remove()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

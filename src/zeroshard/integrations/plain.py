@@ -79,7 +79,7 @@ def save_into(
 ) -> Path:
     """Save in the place of what the folder has, which is there until this is complete. Called on all ranks.
 
-    What is saved for the same step again counts as one of the next.
+    A folder counts upwards: what is saved for the same step again, or for an earlier one, has the next number.
     """
     number = of_first_rank(max(step, _next_step(folder)))
     return save(folder, step=number, model=model, optimizer=optimizer, extra=extra, keep=1).wait()

@@ -47,7 +47,7 @@ class TorchZero:
             return reduced
         sent = reduced.sent + sum(it.nbytes for it in trained) * (ranks - 1) // ranks
         messages = reduced.messages + len(trained)
-        return Traffic(sent, messages, training.network.seconds(sent, messages, ranks))
+        return Traffic(sent, messages, training.network_of(ranks).seconds(sent, messages, ranks))
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class FullySharded:
         gathered = _nbytes(root) + 2 * sum(map(_nbytes, blocks))
         reduced = sum(it.nbytes for it in training.model.trained)
         sent, messages = (gathered + reduced) * (ranks - 1) // ranks, 2 + 3 * len(blocks)
-        return Traffic(sent, messages, training.network.seconds(sent, messages, ranks))
+        return Traffic(sent, messages, training.network_of(ranks).seconds(sent, messages, ranks))
 
 
 def _under_ddp(training: Training, updated: Sequence[ParamSpec]) -> Usage:
@@ -110,7 +110,7 @@ def _ddp_traffic(training: Training, ranks: int) -> Traffic:
         return Traffic(0, 0)
     gradients = sum(it.nbytes for it in training.model.trained)
     sent, messages = 2 * gradients * (ranks - 1) // ranks, 2 * -(-gradients // _DDP_BUCKET)
-    return Traffic(sent, messages, training.network.seconds(sent, messages, ranks))
+    return Traffic(sent, messages, training.network_of(ranks).seconds(sent, messages, ranks))
 
 
 def _unsharded(training: Training) -> int:

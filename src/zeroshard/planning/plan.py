@@ -55,7 +55,8 @@ class Plan:
 
     @property
     def title(self) -> str:
-        return f"{self.model.name}: {self.model.elements:,} parameters, {self.optimizer}, {self.precision}"
+        rows = "" if self.shard_within is None else f", in rows of {self.shard_within} ranks"
+        return f"{self.model.name}: {self.model.elements:,} parameters, {self.optimizer}, {self.precision}{rows}"
 
     def of(self, method: str, ranks: int) -> Estimate:
         """The one of a method, such as "zeroshard 2"."""
@@ -135,8 +136,8 @@ def plan(
         activations: bytes that they take on a rank, which no planner can know.
         device: where the model is to be, "cuda" or "cpu".
         network: bandwidth and latency between ranks.
-        shard_within: as for `shard`, for zeroshard: rows of so many ranks share the state, and every row has all of it.
-            Where there are fewer ranks they are one row.
+        shard_within: rows of so many ranks share the state, and every row has all of it, where zeroshard is planned.
+            Fewer ranks are planned as one row; `shard` refuses the option there.
         defaults: everything else goes to `optimizer_class`.
     """
     shape, where = _shape_of(model), (torch.device(device), network or Network(), round(activations), shard_within)

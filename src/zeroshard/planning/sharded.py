@@ -75,8 +75,8 @@ class _Share:
         return self._offloaded(taken) if training.offloads else taken
 
     def _transit(self) -> Transit:
-        training = self._training
-        return Transit(self._layout, self._retention, training.config.reduce, training.dtype_of_update, self._rows)
+        reduce, updated_in = self._training.config.reduce, self._training.dtype_of_update
+        return Transit(self._layout, self._retention, reduce, updated_in, rank=self._rank, rows=self._rows)
 
     def _largest_bucket(self) -> int:
         """Parameters move into buckets one after the other; then masters are made."""
@@ -155,24 +155,37 @@ class _Share:
         away = sum(it.numel * self._wire_dtype(it).itemsize for it in self._trained)
         sent = (away + sum(map(_nbytes, self._trained))) * (ranks - 1) // ranks
         messages = 2 * len(self._trained)
-        return Traffic(sent, messages, self._training.network.of_a_row.seconds(sent, messages, ranks))
+        return Traffic(sent, messages, self._training.network_of(ranks).seconds(sent, messages, ranks))
 
     def _across_rows(self) -> Traffic:
-        """Sums of a row's slices meet those of the other rows: an all-reduce, or everybody's to everybody."""
+        """Sums of a row's slices meet those of the other rows."""
         if self._rows == 1:
             return Traffic(0, 0)
-        exact = [sum_dtype(self._training.config.reduce.wire_dtype(it.dtype)) for it in self._trained]
-        slices = sum(it.numel * dtype.itemsize for it, dtype in zip(self._trained, exact, strict=True))
-        mean = slices // self._layout.world_size
-        gathers = self._training.config.reduce.fixed_order
-        sent = (self._rows - 1) * mean if gathers else 2 * mean * (self._rows - 1) // self._rows
-        messages = (1 if gathers else 2) * len(self._trained)
+        sent = sum(map(self._sent_across, self._trained)) * (self._rows - 1) // self._layout.world_size
+        messages = (1 if self._gathers_sums else 2) * len(self._trained)
         return Traffic(sent, messages, self._training.network.seconds(sent, messages, self._rows))
 
+    def _sent_across(self, bucket: Bucket) -> int:
+        """To each other row, of all slices of this one: all of them, or a part to be added up and the sums back."""
+        exact = sum_dtype(self._training.config.reduce.wire_dtype(bucket.dtype)).itemsize
+        if self._gathers_sums:
+            return bucket.numel * exact
+        back = self._training.dtype_of_update(bucket.dtype).itemsize if self._on_cpu else exact
+        return bucket.numel * (exact + back) // self._rows
+
+    @property
+    def _gathers_sums(self) -> bool:
+        """NCCL adds them up in an order of its own, unless everybody gets all of them; gloo in that of rows."""
+        return self._training.config.reduce.fixed_order and not self._on_cpu
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self._training.device.type == "cpu"
+
     def _wire_dtype(self, bucket: Bucket) -> torch.dtype:
-        """What gradients travel as: NCCL adds those of whole parameters up on the way, in more precision."""
+        """What gradients travel as: NCCL adds slices that differ in length up on the way, in more precision."""
         wire = self._training.config.reduce.wire_dtype(bucket.dtype)
-        return sum_dtype(wire) if bucket.is_dealt and self._training.device.type != "cpu" else wire
+        return wire if bucket.has_equal_shards or self._on_cpu else sum_dtype(wire)
 
     @property
     def _trained(self) -> list[Bucket]:

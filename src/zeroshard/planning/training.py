@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..config import ZeroConfig
+from ..config import ZeroConfig, refuse_policies
 from ..dividing import Division
 from ..errors import ConfigError
 from ..layout.specs import ParamSpec
@@ -40,6 +40,12 @@ class Training:
         """Raise what making the optimizer would raise."""
         if self.shard_within is not None and (type(self.shard_within) is not int or self.shard_within < 1):
             raise ConfigError(f"plan(shard_within=...) takes a number of ranks from 1 on, not {self.shard_within!r}")
+        if self.shard_within is None and self.network.within is not None:
+            raise ConfigError(
+                "a bandwidth inside of rows was given, and no rows: say with shard_within how long they are"
+            )
+        for kind in self.kinds:
+            refuse_policies(kind.recipe.factory, kind.recipe.defaults)
         for kind in self.kinds:
             kind.require_that_it_can_be_made()
         self.division.check_kinds()
@@ -86,6 +92,10 @@ class Training:
         if ranks % row:
             raise ConfigError(f"shard_within={row} does not divide {ranks} ranks: plan for multiples of {row}")
         return row
+
+    def network_of(self, ranks: int) -> Network:
+        """That among so many ranks, which may be those of one row."""
+        return self.network.of_a_row if ranks <= (self.shard_within or 0) else self.network
 
     @property
     def offloads(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from ..layout.layout import Bucket, Layout
 from ..policies import Reduce, Retention, sum_dtype
 from ..runtime.grad_sync import CROWD, LARGE
+from ..units import Rank
 
 
 class Transit:
@@ -24,11 +25,13 @@ class Transit:
         retention: Retention,
         reduce: Reduce,
         updated_in: Callable[[torch.dtype], torch.dtype],
+        *,
+        rank: Rank,
         rows: int,
     ) -> None:
         """`updated_in`: what parameters of a dtype are updated in. `rows` of ranks hold the same."""
         self._layout, self._frees, self._reduce = layout, retention.frees, reduce
-        self._updated_in, self._rows = updated_in, rows
+        self._updated_in, self._rank, self._rows = updated_in, rank, rows
         self._alone = layout.world_size * rows == 1
         self._size = max((self._wire(it) for it in self._trained if len(it.rooms) > 1), default=0)
         """Bytes of a buffer that all buckets of several parameters take turns in."""
@@ -91,8 +94,8 @@ class Transit:
         """Bytes that are let go when it has arrived."""
         copied = self._copied(bucket) + self._between_rows(bucket)
         if len(bucket.rooms) > 1:
-            self._level.rise(copied)
             self._level.drop(waiting)
+            self._level.rise(copied)
             return copied
         if self._goes_as_it_lies(bucket):
             self._level.rise(copied)
@@ -117,11 +120,14 @@ class Transit:
 
     def _between_rows(self, bucket: Bucket) -> int:
         """A sum of this row, and in a fixed order those of all rows."""
-        exact, length = sum_dtype(self._wire_dtype(bucket)), max(it.length for _, it in bucket.shards.filled())
         if self._rows == 1:
             return 0
-        apart = (self._updated_in(bucket.dtype) != exact) + self._rows * self._reduce.fixed_order
-        return apart * length * exact.itemsize
+        exact = sum_dtype(self._wire_dtype(bucket))
+        counted = (
+            not bucket.has_equal_shards or self._updated_in(bucket.dtype) == exact
+        )  # it is among `_copied`, or stays
+        apart = (not counted) + self._rows * self._reduce.fixed_order
+        return apart * bucket.shards[self._rank].length * exact.itemsize
 
 
 @dataclass

@@ -90,7 +90,7 @@ class Network:
     @property
     def of_a_row(self) -> "Network":
         """That among the ranks of one row."""
-        return self if self.within is None else Network(self.within, self.latency)
+        return Network(self.within or self.bandwidth, self.latency)
 
     def seconds(self, sent: float, messages: int, ranks: int) -> float:
         """Collectives of the best kind: each takes log2 N messages one after the other, and all links are busy.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..comm.agreement import undone_on_failure
 from ..state.compat import StateDict
 from ..state.dcp import CutTensor
 from ..state.trees import clone, copy_mutable, map_tensors
@@ -27,13 +28,10 @@ def load(optimizer: Optimizer, local: StateDict, foreign: Any, *, on_host: bool 
         vars(optimizer).clear()
         vars(optimizer).update(before)
 
-    try:
+    with undone_on_failure(undo):
         with _types_kept(optimizer, on_host=on_host):
             optimizer.load_state_dict(copy_mutable(local))
         _disown(optimizer, _storages(foreign))
-    except BaseException:
-        undo()
-        raise
     return undo
 
 

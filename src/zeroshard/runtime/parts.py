@@ -17,7 +17,6 @@ from .cut_state import CutState
 from .cutting import Cutting, how_to_cut
 from .inner import ParamGroup, Recipe, ShardOptimizer
 from .masters import ShardMemory
-from .remembering import remembered
 from .segments import Holdings, Segment
 from .selftest import Traits, examine
 from .work import CountedWork
@@ -35,12 +34,12 @@ class Kind:
 
     @cached_property
     def traits(self) -> Traits:
-        return remembered(examine, self.recipe)
+        return examine(self.recipe)
 
     @cached_property
     def cutting(self) -> Cutting | None:
         """How it updates pieces of a parameter as it would update the whole; None if it does not."""
-        return None if self.traits.couples_params else remembered(how_to_cut, self.recipe)
+        return None if self.traits.couples_params else how_to_cut(self.recipe)
 
     @cached_property
     def work(self) -> CountedWork:
