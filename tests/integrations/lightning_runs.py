@@ -91,13 +91,14 @@ class Run:
     folder: Path | None = None
     batch: int = 12
     options: dict[str, Any] = field(default_factory=dict)
+    accelerator: str = "cpu"
 
     def trainer(self) -> pl.Trainer:
         saves = ModelCheckpoint(self.folder, save_top_k=-1, save_last=True) if self.folder else None
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         options = {"max_epochs": 1, "callbacks": [saves] if saves else [], "plugins": [Ranks()], **self.options}
         return pl.Trainer(
-            accelerator="cpu",
+            accelerator=self.accelerator,
             devices=dist.get_world_size(),
             strategy=self.strategy or DDPStrategy(),
             enable_checkpointing=saves is not None,

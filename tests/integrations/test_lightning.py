@@ -241,6 +241,27 @@ def test_files_of_ddp_load_and_weights_alone_are_saved(context: RankContext, tmp
         Run(ZeroShardStrategy(), options={"max_epochs": 3}).fit(fresh, str(tmp_path / "weights.ckpt"))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+@ranks(1)
+def test_on_a_gpu(context: RankContext, tmp_path: Path, precision: str) -> None:
+    """Lightning has moved the module to the CPU when it saves after training."""
+
+    def fit(strategy: Any, epochs: int, path: Path | None = None) -> tuple[Module, pl.Trainer]:
+        options = {"max_epochs": epochs, "precision": precision, "gradient_clip_val": 0.2}
+        module = Module(0)
+        return module, Run(strategy, options=options, accelerator="gpu").fit(module, path)
+
+    plain, _ = fit(DDPStrategy(), 2)
+    half, trainer = fit(ZeroShardStrategy(), 1)
+    before = {name: value.clone() for name, value in half.state_dict().items()}
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    assert_same(half.state_dict(), before, exactly=True)
+    assert {param.device.type for param in half.parameters()} == {"cpu"}
+    ours, _ = fit(ZeroShardStrategy(), 2, tmp_path / "half.ckpt")
+    assert_same(ours.state_dict(), plain.state_dict())
+
+
 @pytest.mark.parametrize("weights", [True, False])
 @ranks(1, 2)
 def test_looking_at_a_checkpoint_after_training_leaves_the_optimizer(

@@ -146,9 +146,20 @@ class ZeroShardStrategy(DDPStrategy):
 
         extra, step = others if self.is_global_zero else None, checkpoint.get("global_step", 0)
         former = agreed(Comm(Group()), "save_checkpoint", propose)
-        with undone_on_failure(former.put_back):
+        with undone_on_failure(former.put_back), self._where_it_trains():
             save_into(path, self.lightning_module, optimizer, extra, step=step)
         former.remove()
+
+    @contextmanager
+    def _where_it_trains(self) -> Iterator[None]:
+        """After training Lightning moves the module to the CPU, and the optimizer has its shares on the GPU."""
+        module = self.lightning_module
+        found = next((param.device for param in module.parameters()), self.root_device)
+        module.to(self.root_device)
+        try:
+            yield
+        finally:
+            module.to(found)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = self._path(checkpoint_path)
