@@ -210,7 +210,7 @@ def test_whole_matrices_travel_while_backward_runs(ctx: RankContext) -> None:
     sent: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grad_sync, "PATIENCE", 30.0)
-        patch.setattr(partition, "_bucket_bytes", lambda *_: 300)  # two matrices
+        patch.setattr(partition, "default_bucket_bytes", lambda *_: 300)  # two matrices
         model = seeded(stairs)
         zero = shard(model, Muon, **MUON)
         assert [sorted(bucket.params) for bucket in zero.layout.buckets] == [[4, 5], [2, 3], [0, 1]]
