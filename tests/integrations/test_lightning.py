@@ -219,7 +219,7 @@ def test_who_is_stopped_goes_on_at_another_number_of_ranks(rank_pool: RankPool, 
     assert sorted(entry.name for entry in (tmp_path / "stopped").iterdir()) == [
         *("epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt", "epoch=2-step=12.ckpt", "last.ckpt")
     ]
-    assert [path.name for path in (tmp_path / "stopped").glob("epoch=1*/*")] == ["step-000000008"]
+    assert [path.name for path in (tmp_path / "stopped").glob("epoch=1*/step-*")] == ["step-000000008"]
 
 
 @ranks(2)
