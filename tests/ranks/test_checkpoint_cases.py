@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +279,23 @@ def test_a_line_tells_how_far_it_is(ctx: RankContext, tmp_path: Path) -> None:
     lines = "".join(told).splitlines()
     assert all(line.startswith("saving step 2: ") for line in lines)
     assert lines[-1:] == (["saving step 2: 100 % of 0 MiB"] if ctx.rank == 0 else [])
+
+
+@ranks(1, 2)
+def test_groups_that_were_one_are_told_of(ctx: RankContext, tmp_path: Path) -> None:
+    """Their options become those that were saved, and differences that are lost are named."""
+    model = net()
+    checkpoint.save(tmp_path, step=1, model=model, optimizer=shard(model, torch.optim.AdamW, lr=0.1, weight_decay=0.01))
+    again = net()
+    matrices = [param for param in again.parameters() if param.dim() > 1]
+    others = [param for param in again.parameters() if param.dim() <= 1]
+    groups = [{"params": matrices, "lr": 0.5}, {"params": others, "weight_decay": 0.0}]
+    optimizer = shard(again, torch.optim.AdamW, params=groups, lr=0.1, weight_decay=0.01)
+    with pytest.warns(UserWarning, match=r"groups 0 and 1 have different options .* weight_decay is 0\.01 in both now"):
+        checkpoint.load(tmp_path, model=again, optimizer=optimizer)
+    optimizer.param_groups[1]["weight_decay"] = 0.0
+    checkpoint.save(tmp_path, step=2, model=again, optimizer=optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.load(tmp_path, model=again, optimizer=optimizer)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]

@@ -194,7 +194,7 @@ def test_what_fits_in_a_sentence(planned: Plan) -> None:
     expected = {it.method: it.ranks for it in reversed(planned.estimates) if planned.fits(it)}
     sentence = what_fits(planned)
     assert sentence is not None
-    assert sentence.startswith("With 600 kB a rank: DDP ")
+    assert sentence.startswith("With 600 kB a rank, on 2 and 4 ranks: DDP ")
     for method in NAMES:
         least = expected.get(method)
         assert f"{method} {'never' if least is None else 'always' if least == 2 else 'from 4 ranks'}" in sentence

@@ -5,6 +5,7 @@ Names decide which state goes where, whatever the order, the groups and the rank
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
+from ..notices import warn_user
 from ..optimizer import ZeroRedundancyOptimizer
 from ..runtime.wrapping import put_together
 from ..state.compat import StateDict, describe_options
@@ -100,7 +102,22 @@ class Restoring:
             kept = {key: value for key, value in group.items() if key != "params"}
             groups.append({**kept, **self._options_of(numbers), "params": numbers})
             number += len(numbers)
+        self._warn_of_what_becomes_the_same(groups)
         return groups
+
+    def _warn_of_what_becomes_the_same(self, merged: Sequence[dict[str, Any]]) -> None:
+        """Groups that differ here, and were one when they were saved. Rates may have met on their way."""
+        running = self._optimizer.param_groups
+        for (one, ours), (other, theirs) in pairwise(enumerate(running)):
+            keys = [key for key in ours.keys() & theirs.keys() if key not in ("params", "param_names", "lr")]
+            lost = [key for key in sorted(keys) if _differ(ours[key], theirs[key])]
+            lost = [key for key in lost if not _differ(merged[one].get(key), merged[other].get(key))]
+            if lost:
+                warn_user(
+                    f"groups {one} and {other} have different options here, and had the same when "
+                    f"{self._saved.directory} was saved: {lost[0]} is {merged[one][lost[0]]!r} in both now. Set it "
+                    "again after loading, if they shall differ."
+                )
 
     def _holds(self, index: int, it: StateEntry) -> bool:
         """Whether this rank needs it."""
@@ -135,6 +152,10 @@ class Restoring:
                     f"{self._saved.directory} was saved: {told} and {describe_options(other)}"
                 )
         return first
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return describe_options({"it": one}) != describe_options({"it": other})
 
 
 def _plain_room(entry: Entry, param: torch.Tensor) -> torch.Tensor | None:

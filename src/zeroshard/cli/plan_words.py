@@ -32,13 +32,14 @@ def headline(plan: Plan) -> str:
 
 
 def what_fits(plan: Plan) -> str | None:
-    """With 80 GB a rank: DDP never, torch ZeRO from 64 ranks, ..."""
+    """With 80 GB a rank, on the planned ranks: DDP never, torch ZeRO from 64 ranks, ..."""
     if plan.memory is None:
         return None
     numbers = sorted({it.ranks for it in plan})
     words = ", ".join(f"{method} {_from(least, numbers)}" for method, least in plan.least_ranks().items())
     before = "" if any(it.usage.activations for it in plan) else ", before activations"
-    return f"With {in_bytes(plan.memory)} a rank{before}: {words}."
+    where = f", on {' and '.join(f'{it:,}' for it in numbers)} ranks" if len(numbers) < 4 else ", of the planned ranks"
+    return f"With {in_bytes(plan.memory)} a rank{where}{before}: {words}."
 
 
 def _from(least: int | None, numbers: list[int]) -> str:

@@ -89,7 +89,7 @@ def _bucket(it: Situation) -> tuple[int | None, list[str]]:
     device = torch.device("cuda" if it.backend == "nccl" else "cpu")
     default = default_bucket_bytes(device, it.ranks) // MIB
     needed = it.latency * it.rate / _LATENCY_SHARE / MIB
-    size = default if needed <= default else min(_power_of_two(needed), _MOST_MIB)
+    size = default if needed <= 2 * default else min(_power_of_two(needed), _MOST_MIB)
     share = it.latency / (it.latency + size * MIB / it.rate)
     measured = f"latency {it.latency * 1e3:.2f} ms, {it.rate / 1e9:.2f} GB/s of a bucket"
     kind = "the default" if size == default else "more than the default"

@@ -136,8 +136,7 @@ def plan(
         activations: bytes that they take on a rank, which no planner can know.
         device: where the model is to be, "cuda" or "cpu".
         network: bandwidth and latency between ranks.
-        shard_within: rows of so many ranks share the state, and every row has all of it, where zeroshard is planned.
-            Fewer ranks are planned as one row; `shard` refuses the option there.
+        shard_within: as for `shard`: rows of so many ranks share the state, and every row has all of it.
         defaults: everything else goes to `optimizer_class`.
     """
     shape, where = _shape_of(model), (torch.device(device), network or Network(), round(activations), shard_within)

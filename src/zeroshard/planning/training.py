@@ -88,14 +88,14 @@ class Training:
 
     def row_of(self, ranks: int) -> int:
         """How many of so many ranks share the state."""
-        row = min(self.shard_within or ranks, ranks)
+        row = self.shard_within or ranks
         if ranks % row:
             raise ConfigError(f"shard_within={row} does not divide {ranks} ranks: plan for multiples of {row}")
         return row
 
     def network_of(self, ranks: int) -> Network:
         """That among so many ranks, which may be those of one row."""
-        return self.network.of_a_row if ranks <= (self.shard_within or 0) else self.network
+        return self.network.of_a_row if ranks == self.shard_within else self.network
 
     @property
     def offloads(self) -> bool:

@@ -205,7 +205,7 @@ class GradSync(Gradients):
         if self._comm.everyone.maximum([conflict])[0]:
             self._failure = self._failure or RankMismatchError(
                 "zero_grad() was called between different backward passes on different ranks, so that gradients of one "
-                "pass would meet those of another. They are cleared now."
+                "pass would meet those of another. They are cleared now. Where one rank leaves a step out, all must."
             )
         while rounds.sent < goal:
             self._send_surely(rounds.next, wanted=rounds.sent >= void)
