@@ -92,6 +92,21 @@ def test_a_rank_that_does_not_come_is_silent(ctx: RankContext) -> None:
     dist.barrier()
 
 
+@ranks(2)
+def test_who_evaluates_alone_is_told_how(ctx: RankContext) -> None:
+    """A model with buffers brings them to all ranks before a forward pass, and the others make a step."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = shard(model, torch.optim.SGD, process_group=group, lr=0.1)
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(RankLostError) as caught:
+        model(torch.ones(2, 3)) if ctx.rank == 0 else optimizer.step()
+    assert "rank 0: bringing buffers to all; who evaluates alone does so inside optimizer.no_sync()" in str(
+        caught.value
+    )
+    dist.barrier()
+
+
 @ranks(3)
 def test_a_store_that_does_not_answer_keeps_nobody_waiting(ctx: RankContext) -> None:
     comm = a_comm()

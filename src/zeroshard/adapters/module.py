@@ -94,6 +94,7 @@ class EqualBuffers:
 
     def __init__(self, comm: Comm, model: Module, is_off: Callable[[], bool]) -> None:
         self._sync, self._is_off, self._clock = BufferSync(comm, model), is_off, comm.clock
+        self._line = comm.group.line
         if comm.group.size > 1 and next(model.buffers(), None) is not None:
             Before(self._before_forward).hang_on(model)
 
@@ -104,7 +105,9 @@ class EqualBuffers:
 
     def _before_forward(self, _: Module, __: bool) -> None:
         if not self._is_off():
+            self._line.at("bringing buffers to all; who evaluates alone does so inside optimizer.no_sync()")
             self.sync(Rank(0))
+            self._line.at("between steps")
 
 
 class Guarded(dict[str, Any]):

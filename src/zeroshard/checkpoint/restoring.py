@@ -106,7 +106,7 @@ class Restoring:
         return groups
 
     def _warn_of_what_becomes_the_same(self, merged: Sequence[dict[str, Any]]) -> None:
-        """Groups that differ here, and were one when they were saved. Rates may have met on their way."""
+        """The first neighbours that differ here, and did not when they were saved. Rates may have met on their way."""
         running = self._optimizer.param_groups
         for (one, ours), (other, theirs) in pairwise(enumerate(running)):
             keys = [key for key in ours.keys() & theirs.keys() if key not in ("params", "param_names", "lr")]
@@ -118,6 +118,7 @@ class Restoring:
                     f"{self._saved.directory} was saved: {lost[0]} is {merged[one][lost[0]]!r} in both now. Set it "
                     "again after loading, if they shall differ."
                 )
+                return
 
     def _holds(self, index: int, it: StateEntry) -> bool:
         """Whether this rank needs it."""

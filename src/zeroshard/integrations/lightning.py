@@ -155,8 +155,8 @@ class ZeroShardStrategy(DDPStrategy):
         """After training Lightning moves the module to the CPU, and the optimizer has its shares on the GPU."""
         module = self.lightning_module
         found = next((param.device for param in module.parameters()), self.root_device)
-        module.to(self.root_device)
-        try:
+        try:  # a GPU may be full on one rank alone
+            agreed(Comm(Group()), "save_checkpoint", lambda: Proposal(module.to(self.root_device)))
             yield
         finally:
             module.to(found)

@@ -46,7 +46,6 @@ class Training:
             )
         for kind in self.kinds:
             refuse_policies(kind.recipe.factory, kind.recipe.defaults)
-        for kind in self.kinds:
             kind.require_that_it_can_be_made()
         self.division.check_kinds()
 

@@ -9,8 +9,6 @@ from ..comm.collectives import Comm
 from ..errors import ConfigError
 from ..units import Rank
 
-_WHERE = "making buffers equal before a forward pass; a rank that evaluates alone does so inside optimizer.no_sync()"
-
 
 class BufferSync:
     """Brings one rank's buffers to all others."""
@@ -22,7 +20,6 @@ class BufferSync:
 
     def sync(self, source: Rank) -> None:
         """On all ranks, which must have buffers of the same shapes."""
-        self._comm.group.line.at(_WHERE)
         make_equal(self._comm, self._buffers(), source)
 
     def _buffers(self) -> Iterator[torch.Tensor]:
