@@ -31,10 +31,10 @@ def main() -> None:
             print(f"step {step}: loss {loss.item():.4f}")
     held = sum(value.numel() for state in optimizer.state.values() for value in state.values() if value.dim())
     whole = 2 * sum(param.numel() for param in model.parameters())
-    print(f"rank {dist.get_rank()} holds {held:,} of {whole:,} elements of state\n", end="")
     state = optimizer.full_state_dict(to=0)  # on all ranks; the unsharded optimizer's own dict on rank 0
     if state is not None:
         torch.optim.AdamW(model.parameters()).load_state_dict(state)
+    print(f"rank {dist.get_rank()} holds {held:,} of {whole:,} elements of state\n", end="")
     dist.destroy_process_group()
 
 
