@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from .adapters.autograd import GradHooks, hooked_params
-from .adapters.module import EqualBuffers, Gates, ZeroGrad, let_go
+from .adapters.module import AveragedOnce, EqualBuffers, Gates, ZeroGrad, let_go
 from .assembly import Assembly
 from .comm.collectives import Comm
 from .comm.rows import Within, comm_of
@@ -115,6 +115,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         self._buffers.sync(Rank(0))
         others = [param for param in model.parameters() if id(param) not in self.engine.bucket_of]
         make_equal(self._comm.everyone, others, Rank(0))
+        self._averaged_once = AveragedOnce(model, self.engine, self._hooks)
         self._gates = Gates(model, self.engine) if self._config.overlap_gather else None
         vars(model)["zero_grad"] = ZeroGrad(model, self._clear_grads)
 

@@ -5,6 +5,7 @@
   `state_dict()`, loading, copying, saving and moving the model all go through it. Another optimizer's step waits, too.
 - Buffers are made equal before each forward pass of the model.
 - `model.zero_grad()` clears what the optimizer keeps of gradients, too.
+- A forward pass through `DistributedDataParallel`, which would average gradients a second time, is refused.
 
 A copy of the model, deep or saved, has none of this. Nothing here keeps the optimizer alive.
 """
@@ -17,13 +18,16 @@ from weakref import WeakMethod, WeakValueDictionary
 
 import torch
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..comm.collectives import Comm
+from ..errors import ConfigError
 from ..labels import Label
 from ..runtime.buffers import BufferSync
 from ..runtime.flat import FlatEngine
 from ..units import Rank
+from .autograd import GradHooks
 
 
 class Before:
@@ -108,6 +112,28 @@ class EqualBuffers:
             self._line.at("bringing buffers to all; who evaluates alone does so inside optimizer.no_sync()")
             self.sync(Rank(0))
             self._line.at("between steps")
+
+
+class AveragedOnce:
+    """Refuses forward passes through DDP, which knows neither that gradients leave nor what they have become."""
+
+    def __init__(self, model: Module, engine: FlatEngine, hooks: GradHooks) -> None:
+        self._engine, self._hooks = engine, hooks
+        BeforeInner(self._before_forward).hang_on(model)
+
+    def _before_forward(self, _: Module, __: bool) -> None:
+        ddp = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+        if ddp is None or self._hooks.is_replaced or not torch.is_grad_enabled():
+            return
+        averaged = ((name, param) for name, param in ddp.module.named_parameters() if param.requires_grad)
+        ours = [name for name, param in averaged if id(param) in self._engine.bucket_of]
+        twice = [name for name in ours if name not in ddp.parameters_to_ignore]
+        if twice:
+            raise ConfigError(
+                f"DistributedDataParallel and shard() would both average the gradients of {len(twice)} parameters, "
+                f"{twice[0]} among them. Call the model itself, not what wraps it. To keep DistributedDataParallel, "
+                "use ZeroRedundancyOptimizer(..., config=ZeroConfig(partition=FlatShards())) and its ddp_hook()."
+            )
 
 
 class Guarded(dict[str, Any]):

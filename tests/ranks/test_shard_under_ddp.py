@@ -1,0 +1,65 @@
+"""DDP around a model that `shard` has: both would average, so a forward pass through it is refused on all ranks."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support import RankContext, ranks
+from tests.support.overlap import WIDTH, batch, mlp
+from tests.support.sharded import ShardTwins, seeded, some_configs
+from zeroshard import ConfigError, ZeroConfig, shard
+
+TWICE = r"both average the gradients of \d+ parameters, .*\.weight among them\. Call the model itself"
+
+
+def some_loss(model: nn.Module) -> torch.Tensor:
+    result: torch.Tensor = model(batch(0)).square().mean()
+    return result
+
+
+@some_configs
+@ranks(1, 2, 3)
+def test_what_was_wrapped_later_is_refused_and_the_model_itself_trains(ctx: RankContext, config: ZeroConfig) -> None:
+    twins = ShardTwins(config)
+    twins.train(1)
+    wrapped = DistributedDataParallel(twins.model)
+    with pytest.raises(ConfigError, match=TWICE):
+        some_loss(wrapped)
+    with torch.no_grad():
+        assert torch.equal(some_loss(wrapped), some_loss(twins.model))
+    twins.train(2)
+
+
+@ranks(2)
+def test_what_was_wrapped_before_is_refused(ctx: RankContext) -> None:
+    model = mlp()
+    wrapped = DistributedDataParallel(model)
+    shard(model, torch.optim.SGD, lr=0.1)
+    with pytest.raises(ConfigError, match=TWICE):
+        some_loss(wrapped)
+    gc.collect()  # nobody has kept the optimizer, so that DDP is alone again
+    assert some_loss(wrapped).requires_grad
+
+
+@ranks(2)
+def test_parts_that_one_of_both_averages_train(ctx: RankContext) -> None:
+    """A head that DDP leaves alone, or in which DDP finds nothing of ours, is averaged once."""
+    whole = nn.ModuleDict({"trunk": nn.Linear(WIDTH, WIDTH), "head": nn.Linear(WIDTH, 1)})
+    both = seeded(lambda: nn.Sequential(whole["trunk"], whole["head"]), ctx.rank)
+    names = [f"1.{name}" for name, _ in whole["head"].named_parameters()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(both, names)  # type: ignore[no-untyped-call]
+    wrapped = DistributedDataParallel(both)
+    zero = shard(whole["head"], torch.optim.SGD, lr=0.1)
+    plain = torch.optim.SGD(whole["trunk"].parameters(), lr=0.1)
+    before = some_loss(both).item()
+    for _ in range(2):
+        torch.autograd.backward(some_loss(wrapped))
+        for optimizer in (zero, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert some_loss(both).item() < before
