@@ -1,5 +1,7 @@
 """Process groups: which ranks take part, and what they are called."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,7 @@ from torch import nn
 from tests.support import RankContext, ranks
 from tests.support.oracle import Twins, assert_same, small_model
 from tests.support.overlap import DdpTwins, mlp, setups
-from zeroshard import ConfigError, ZeroRedundancyOptimizer
+from zeroshard import ConfigError, ZeroRedundancyOptimizer, shard
 from zeroshard.ddp_hooks import hook_with_zero_step
 
 
@@ -84,6 +86,15 @@ def test_a_rank_outside_of_the_group(ctx: RankContext) -> None:
             ZeroRedundancyOptimizer(small_model().parameters(), torch.optim.SGD, process_group=group, lr=0.1)
     else:
         Twins(torch.optim.SGD, zero_only={"process_group": group}, lr=0.1).train(2)
+
+
+@pytest.mark.parametrize("given", [torch.ones(2), "gloo", [0, 1], 0], ids=repr)
+@ranks(2, timeout=20)
+def test_what_is_no_process_group(ctx: RankContext, given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"is what torch\.distributed\.new_group"):
+        ZeroRedundancyOptimizer(small_model().parameters(), torch.optim.SGD, process_group=given, lr=0.1)
+    with pytest.raises(ConfigError, match=r"is what torch\.distributed\.new_group"):
+        shard(small_model(), torch.optim.SGD, process_group=given, lr=0.1)
 
 
 def test_without_a_process_group() -> None:

@@ -87,7 +87,17 @@ def test_a_directory_of_somebody_else(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_the_tables_name_everything(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("inspect", saved) == 0
     out = capsys.readouterr().out
-    for word in ("step 2", "saved by 1 rank", *net().state_dict(), "6 x 5", "scalar", "float32", "exp_avg", "ranks.0"):
+    for word in (
+        "step 2",
+        "saved by 1 rank",
+        *net().state_dict(),
+        "6 x 5",
+        "scalar",
+        "float32",
+        "exp_avg",
+        "ranks.0",
+        "random states",
+    ):
         assert word in out
 
 

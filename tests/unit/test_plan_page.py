@@ -96,6 +96,7 @@ def test_the_command_writes_it(
     monkeypatch.setattr(plan_page, "USUAL", (ADAMW,))
     arguments = ("plan", write_module(tmp_path), "--ranks", "2,3", "--options", "lr=0.1", "--memory", "1MB", "--html")
     assert status_of(*arguments, tmp_path / "plan.html") == 0
+    assert capsys.readouterr().err.endswith(f"Written: {tmp_path / 'plan.html'}\n")
     data = embedded((tmp_path / "plan.html").read_text(encoding="utf-8"))
     assert data["optimizers"] == ["AdamW (lr=0.1)", "AdamW"]
     assert (data["worlds"], data["memory"], data["start"]) == ([1, 2, 3], 10**6, 3)

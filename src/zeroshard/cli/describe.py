@@ -76,7 +76,7 @@ def describe(path: Path) -> Description:
         saved = SavedOptimizer(archive, {entry.key: () for entry in groups_in(archive)})
         for name, items in saved.state.items():
             state[name] = {".".join(map(str, keys)): _value(entry) for keys, entry in items}
-    other = {entry.key: _value(entry) for entry in archive.entries if _is_other(entry)}
+    other = {entry.key: _value(entry) for entry in sorted(archive.entries, key=lambda it: it.key) if _is_other(entry)}
     values = [value for items in state.values() for value in items.values()]
     return Description(
         path=str(directory),

@@ -77,6 +77,8 @@ def _answer(
     if html is not None:
         with Console(stderr=True).status("The page has numbers for many choices: half a minute"):
             write_page(wish, optimizer, precision, html)
+    for file in filter(None, (picture, html)):
+        typer.echo(f"Written: {printable(str(file))}", err=True)
 
 
 @contextmanager

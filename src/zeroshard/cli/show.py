@@ -7,7 +7,10 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from ..checkpoint.contents import RANKS, SCHEDULER
 from .describe import Description, Share, Value
+
+_MEANING = {RANKS: "random states of that rank, and its extra", SCHEDULER: "state of the scheduler"}
 
 
 def show(description: Description, console: Console) -> None:
@@ -36,9 +39,9 @@ def _parameters(it: Description) -> Table:
 
 
 def _others(others: Mapping[str, Value]) -> Table:
-    table = _table("other contents", "key", "shape", "dtype", "size")
+    table = _table("other contents", "key", "shape", "dtype", "size", "what it is")
     for key, value in others.items():
-        table.add_row(_plain(key), *_cells(value))
+        table.add_row(_plain(key), *_cells(value), _MEANING.get(key.partition(".")[0], ""))
     return table
 
 

@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,15 +28,15 @@ class Group:
                 "the default process group is not initialized: call torch.distributed.init_process_group() first"
             )
         end_in_order()
-        chosen = process_group or dist.group.WORLD
-        assert chosen is not None, "an initialized job has a world"
-        self.process_group = chosen
+        chosen: Any = dist.group.WORLD if process_group is None else process_group
         self.global_rank = GlobalRank(dist.get_rank())
-        rank = dist.get_rank(self.process_group)
-        if rank < 0:
+        if chosen is dist.GroupMember.NON_GROUP_MEMBER:
             raise ConfigError(f"global rank {self.global_rank} is not a member of the given process group")
+        if not isinstance(chosen, dist.ProcessGroup):
+            raise ConfigError(f"a process group is what torch.distributed.new_group() returns, not {chosen!r:.200}")
+        self.process_group = chosen
         self.line = line_of(chosen)
-        self.rank = Rank(rank)
+        self.rank = Rank(dist.get_rank(chosen))
         self.size: int = self.process_group.size()
         members = [GlobalRank(member) for member in dist.get_process_group_ranks(self.process_group)]
         self._members = {Rank(dist.get_group_rank(self.process_group, member)): member for member in members}
