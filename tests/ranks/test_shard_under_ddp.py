@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,9 +18,8 @@ from zeroshard import ConfigError, ZeroConfig, shard
 TWICE = r"both average the gradients of \d+ parameters, .*\.weight among them\. Call the model itself"
 
 
-def some_loss(model: nn.Module) -> torch.Tensor:
-    result: torch.Tensor = model(batch(0)).square().mean()
-    return result
+def some_loss(model: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    return model(batch(0)).square().mean()
 
 
 @some_configs
@@ -44,6 +44,21 @@ def test_what_was_wrapped_before_is_refused(ctx: RankContext) -> None:
         some_loss(wrapped)
     gc.collect()  # nobody has kept the optimizer, so that DDP is alone again
     assert some_loss(wrapped).requires_grad
+
+
+@ranks(2)
+def test_compiled_models_are_refused_too_and_stay_whole_without_it(ctx: RankContext) -> None:
+    model = mlp()
+    zero = shard(model, torch.optim.SGD, lr=0.1)
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(some_loss(whole), some_loss(model))
+    for wrapped in (DistributedDataParallel(torch.compile(model, backend="eager")), DistributedDataParallel(whole)):
+        with pytest.raises(ConfigError, match=TWICE):
+            some_loss(wrapped)
+    with pytest.raises(ConfigError, match=TWICE):
+        some_loss(torch.compile(DistributedDataParallel(model), backend="eager"))
+    assert torch.equal(some_loss(whole), some_loss(model))
+    del zero  # which had to live until here
 
 
 @ranks(2)

@@ -67,6 +67,18 @@ class BeforeInner(Before):
             self._run(module, False)
 
 
+class BeforeUnderDdp(Before):
+    """The same, but only inside a forward pass of DDP. Anything else that is compiled stays whole."""
+
+    def __call__(self, module: Module, _: Any) -> None:
+        if _active_ddp() is not None:
+            self._run_outside(module, torch.compiler.is_compiling())
+
+
+def _active_ddp() -> DistributedDataParallel | None:
+    return getattr(DistributedDataParallel, "_active_ddp_module", None)
+
+
 class ZeroGrad:
     """`model.zero_grad`, and `also` after it."""
 
@@ -119,10 +131,10 @@ class AveragedOnce:
 
     def __init__(self, model: Module, engine: FlatEngine, hooks: GradHooks) -> None:
         self._engine, self._hooks = engine, hooks
-        BeforeInner(self._before_forward).hang_on(model)
+        BeforeUnderDdp(self._before_forward).hang_on(model)
 
     def _before_forward(self, _: Module, __: bool) -> None:
-        ddp = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+        ddp = _active_ddp()
         if ddp is None or self._hooks.is_replaced or not torch.is_grad_enabled():
             return
         averaged = ((name, param) for name, param in ddp.module.named_parameters() if param.requires_grad)
