@@ -219,7 +219,7 @@ def test_the_picture_is_a_png_of_the_expected_size(tmp_path: Path, capsys: pytes
     start = target.read_bytes()[:24]
     assert start[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", start[16:]) == (1500, round((1.3 + 1.55 * 2) * 150))
-    assert "picture" not in capsys.readouterr().err
+    assert capsys.readouterr().err == f"Written: {target}\n"
 
 
 def test_a_picture_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
