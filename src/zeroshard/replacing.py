@@ -109,7 +109,7 @@ def _swaps() -> dict[int, Swap]:
 
 def _found(swaps: Mapping[int, Swap]) -> Iterator[Place]:
     """Where torch's objects are. Modules are looked at by their dicts: asked for a name they may import more."""
-    for module in list(sys.modules.values()):
+    for module in {id(it): it for it in list(sys.modules.values())}.values():  # a script is there by two names
         if issubclass(type(module), ModuleType):
             for name, value in list(vars(module).items()):
                 if id(value) in swaps:

@@ -289,7 +289,8 @@ def test_quantities() -> None:
         80 * 2**30,
         1500,
     )
-    assert (bandwidth_in("--bandwidth", "400Gbit/s"), bandwidth_in("--bandwidth", "50GB/s")) == (50e9, 50e9)
+    for text in ("50GB/s", "50 GB", "400Gbit/s", "400Gbps", "400Gb/s", "400 gb/s", "400Gb"):
+        assert bandwidth_in("--bandwidth", text) == 50e9
     assert seconds_in("--latency", "10us") == pytest.approx(1e-5)
     assert (in_bytes(80e9), in_bytes(31_412_000_000), in_bytes(12), in_bytes(1.5e15)) == (
         "80 GB",

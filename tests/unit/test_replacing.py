@@ -110,6 +110,15 @@ def test_what_was_set_to_something_else_meanwhile_is_left_alone(user: ModuleType
     assert caught[0].filename == __file__
 
 
+def test_a_module_that_is_there_by_two_names(user: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a script is after it has started processes: `__main__` and `__mp_main__`."""
+    monkeypatch.setitem(sys.modules, "by_another_name", user)
+    done = zeroshard.replace_torch()
+    assert done.places.count("a_user_of_torchs.ZeRO") == 1
+    assert done.undo() == ()
+    assert vars(user)["ZeRO"] is THEIRS[NAME]
+
+
 def test_modules_that_import_more_when_they_are_asked_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     class Lazy(ModuleType):
         def __getattr__(self, name: str) -> Any:

@@ -20,9 +20,11 @@ from ..optimizer import ZeroRedundancyOptimizer
 from ..state.codec import pack, unpack
 from ..state.compat import StateDict
 from ..state.dcp import CutTensor
+from ..state.records import MASTER
 from ..state.trees import map_tensors
 from ..state.wrapped import apart
 from .archive import why
+from .expecting import knows
 from .naming import by_name, names_of
 from .owned import written
 
@@ -36,10 +38,10 @@ def collect(
     """All of it, with the tensors themselves and not copies."""
     contents: dict[str, Any] = {RANKS: {str(rank): packed({"random": random_states(), "extra": extra})}}
     if model is not None:
-        contents[MODEL] = written(model, optimizer)
+        contents[MODEL] = written(rank, model, optimizer)
     if optimizer is not None:
         contents[OPTIM] = by_name(part_of(optimizer), names_of(optimizer, model))
-    if scheduler is not None:
+    if scheduler is not None and rank == 0:
         contents[SCHEDULER] = packed(scheduler.state_dict())
     return {key: readable(value, key) for key, value in contents.items()}
 
@@ -72,7 +74,19 @@ def part_of(optimizer: Optimizer) -> StateDict:
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         return optimizer.sharded_state_dict()
     saved = optimizer.state_dict()
-    return {**saved, "state": {key: apart(state) for key, state in saved["state"].items()}}
+    state = _without_old_copies(optimizer, saved["state"])
+    return {**saved, "state": {key: apart(values) for key, values in state.items()}}
+
+
+def _without_old_copies(optimizer: Optimizer, state: dict[Any, Any]) -> dict[Any, Any]:
+    """A plain optimizer that was given state of ours keeps master weights as they were, while the model goes on."""
+    params = enumerate((group, param) for group in optimizer.param_groups for param in group["params"])
+    old = [i for i, it in params if MASTER in state.get(i, ()) and not knows(optimizer, _options(it[0]), it[1], MASTER)]
+    return {**state, **{i: {key: value for key, value in state[i].items() if key != MASTER} for i in old}}
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def staged(contents: dict[str, Any]) -> dict[str, Any]:

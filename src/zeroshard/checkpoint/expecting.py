@@ -34,6 +34,14 @@ def expected_state(optimizer: Optimizer, options: Mapping[str, Any], param: torc
     return {}
 
 
+def knows(optimizer: Optimizer, options: Mapping[str, Any], param: torch.Tensor, key: str) -> bool:
+    """Whether it would use that state of a parameter; also if it cannot be asked."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return True
+    expected = expected_state(optimizer, options, param)
+    return not expected or key in expected
+
+
 def recipe_of(optimizer: Optimizer, options: Mapping[str, Any]) -> Recipe:
     """How to make another one of that class."""
     return Recipe(type(optimizer), [], True, _needed(type(optimizer), options))

@@ -10,13 +10,24 @@ from ..comm.group import Group
 from ..errors import ConfigError
 from ..optimizer import ZeroRedundancyOptimizer
 from ..runtime.step import Engine
+from ..state.trees import plain_tensors
 
 
-def written(model: torch.nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """What a rank writes of a model: its parts of what is divided, and everything else."""
+def written(rank: int, model: torch.nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    """What a rank writes of a model: its parts of what is divided, and parameters that all have.
+
+    Buffers, and what modules add, may differ between ranks: those of the first one count, as they do in training.
+    """
     owned = Owned(optimizer)
     found = get_model_state_dict(model)
+    if rank:
+        params = {place_of(param) for param in model.parameters()}
+        found = {name: it for name, it in found.items() if place_of(it) in params or _is_divided(it)}
     return {name: owned.engine.part(i) if (i := owned.find(it)) is not None else it for name, it in found.items()}
+
+
+def _is_divided(value: Any) -> bool:
+    return any(hasattr(tensor, "to_local") for tensor in plain_tensors(value))
 
 
 class Owned:

@@ -17,12 +17,13 @@ from ..notices import warn_user
 from ..optimizer import ZeroRedundancyOptimizer
 from ..runtime.wrapping import put_together
 from ..state.compat import StateDict, describe_options
-from ..state.records import shaped_keys
+from ..state.records import MASTER, shaped_keys
 from .archive import Entry
 from .changing import loads_its_own_way
 from .contents import part_of
 from .expecting import recipe_of
 from .fitting import Fit
+from .owned import place_of
 from .saved_optimizer import GROUPS, STATE, Options, SavedOptimizer, StateEntry
 
 
@@ -44,6 +45,7 @@ class Restoring:
         for index, it in self._wanted:
             fit.check_shape(index, it)
         self._keys = fit.keys()
+        self._wanted = [(index, it) for index, it in self._wanted if self._uses(index, it)]
         self._groups = self._merged_groups()
 
     @cached_property
@@ -66,10 +68,15 @@ class Restoring:
         if isinstance(self._optimizer, ZeroRedundancyOptimizer):
             self._optimizer.check_state_dict(self.state_dict(values))
 
-    def entry(self, index: int, key: str) -> Entry | None:
-        """What the checkpoint has in the state of a parameter."""
-        found = self._saved.state.get(self._names[index], ())
-        return next((it.entry for it in found if it.keys == (key,)), None)
+    def master(self, name: str, param: torch.Tensor) -> Entry | None:
+        """The saved master weights of a parameter, which may have other names in the model, too."""
+        mine = name if name in self._saved.state else self._names_by_place.get(place_of(param), name)
+        found = self._saved.state.get(mine, ())
+        return next((it.entry for it in found if it.keys == (MASTER,)), None)
+
+    @cached_property
+    def _names_by_place(self) -> dict[object, str]:
+        return {place_of(param): name for param, name in zip(self._params, self._names, strict=True)}
 
     def state_dict(self, values: Mapping[str, Any]) -> StateDict:
         """In the order and the groups of the running optimizer, for it to load."""
@@ -120,6 +127,11 @@ class Restoring:
                 )
                 return
 
+    def _uses(self, index: int, it: StateEntry) -> bool:
+        """Not master weights of ours, in an optimizer that would keep them for ever as they are."""
+        ours = isinstance(self._optimizer, ZeroRedundancyOptimizer)
+        return ours or it.keys != (MASTER,) or MASTER in (self._keys.get(index) or (MASTER,))
+
     def _holds(self, index: int, it: StateEntry) -> bool:
         """Whether this rank needs it."""
         if not isinstance(self._optimizer, ZeroRedundancyOptimizer):
@@ -161,6 +173,6 @@ def _differ(one: Any, other: Any) -> bool:
 
 def _plain_room(entry: Entry, param: torch.Tensor) -> torch.Tensor | None:
     saved = entry.tensor
-    if saved is not None and saved.size == param.shape and param.numel() > 1:  # divided and laid out alike
+    if saved is not None and saved.size == param.shape and param.dim():  # divided and laid out alike
         return torch.empty_like(param, dtype=saved.properties.dtype, requires_grad=False)
     return entry.room()

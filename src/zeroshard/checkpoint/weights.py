@@ -10,7 +10,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
-from ..state.records import MASTER
 from .archive import Archive, Entry
 from .changing import is_empty, loads_its_own_way
 from .contents import MODEL
@@ -35,6 +34,8 @@ class Weights:
         self._wanted = [entry for entry in self._entries() if entry.path[1] in self._mine]
         for entry in self._wanted:
             self._check_shape(entry, self._mine[entry.path[1]])
+        self._sources: dict[str, str] = {}
+        """What is read in the place of values that are less precise, by their keys."""
         self._rounded: set[int] = set()
         """Parameters of which only the more precise copy is read."""
         self._renewed: set[int] = set()
@@ -48,7 +49,7 @@ class Weights:
         """As the model has them, of values by keys of the archive, which takes containers apart."""
         found: dict[str, Any] = {}
         for entry in self._wanted:
-            set_element(found, entry.path[1:], values[entry.key])
+            set_element(found, entry.path[1:], values[self._sources.get(entry.key, entry.key)])
         return found
 
     @torch.no_grad()
@@ -98,26 +99,38 @@ class Weights:
             return entry.key, entry.room()
         index = self._owned.find(mine)
         if self.in_place and index is not None:
-            return self._part(entry, index, restoring)
-        if index is not None and self._needs_copy(index, restoring):
+            return self._part(entry, mine, index, restoring)
+        if index is not None and self._needs_copy(entry, mine, index, restoring):
             self._renewed.add(index)
-        return entry.key, mine if self.in_place else torch.empty_like(mine, requires_grad=False)
+        master = self._master(entry, mine, restoring)
+        if master is not None and entry.tensor is not None and entry.tensor.properties.dtype != mine.dtype:
+            self._sources[entry.key] = master.key
+        room = mine if self.in_place else torch.empty_like(mine, requires_grad=False)
+        return self._sources.get(entry.key, entry.key), room
 
-    def _part(self, entry: Entry, index: int, restoring: Restoring | None) -> tuple[str, torch.Tensor]:
+    def _part(
+        self, entry: Entry, mine: torch.Tensor, index: int, restoring: Restoring | None
+    ) -> tuple[str, torch.Tensor]:
         """This rank's part of a parameter, read from the most precise copy there is to the most precise one here."""
         assert entry.tensor is not None
         engine = self._owned.engine
         part, copy = engine.part(index), engine.precise_part(index)
-        saved = None if restoring is None else restoring.entry(index, MASTER)
+        saved = self._master(entry, mine, restoring)
         is_rounded = entry.tensor.properties.dtype != part.dtype
         if copy is not None and saved is None:
             (self._rounded if is_rounded else self._renewed).add(index)
             return entry.key, copy if is_rounded else part
         return (saved.key, part) if copy is None and saved is not None and is_rounded else (entry.key, part)
 
-    def _needs_copy(self, index: int, restoring: Restoring | None) -> bool:
-        there = restoring is not None and restoring.entry(index, MASTER) is not None
-        return self._owned.engine.precise_part(index) is not None and not there
+    def _needs_copy(self, entry: Entry, mine: torch.Tensor, index: int, restoring: Restoring | None) -> bool:
+        return self._owned.engine.precise_part(index) is not None and self._master(entry, mine, restoring) is None
+
+    def _master(self, entry: Entry, mine: torch.Tensor, restoring: Restoring | None) -> Entry | None:
+        """The saved master weights, if they are more precise than what the saved model has itself."""
+        found = None if restoring is None else restoring.master(str(entry.path[1]), mine)
+        if found is None or found.tensor is None or entry.tensor is None or found.tensor.size != entry.tensor.size:
+            return None
+        return found if found.tensor.properties.dtype.itemsize > entry.tensor.properties.dtype.itemsize else None
 
     def _check_shape(self, entry: Entry, mine: Any) -> None:
         if not isinstance(mine, torch.Tensor) and (entry.tensor is None or len(entry.path) > 2):

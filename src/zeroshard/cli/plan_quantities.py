@@ -14,6 +14,8 @@ _BYTES = {
 _BITS = {
     f"{letter}{word}": Decimal(1000) ** power / 8 for power, letter in enumerate("kmgt", 1) for word in ("bit", "bps")
 }
+_BITS_FOR_SHORT = re.compile(r"(?<=\d)(\s*[KkMmGgTt])b(?=\s*(/s)?\s*$)")
+"""400Gb/s are bits: there a small b is no slip of the hand."""
 _SECONDS = {
     "s": Decimal(1),
     **{f"{letter}s": Decimal(1000) ** -power for letter, power in zip("muµn", (1, 2, 2, 3), strict=True)},
@@ -28,7 +30,8 @@ def bytes_in(option: str, text: str) -> int:
 
 
 def bandwidth_in(option: str, text: str) -> float:
-    """Bytes a second: 50GB/s, 400Gbit/s."""
+    """Bytes a second: 50GB/s, 400Gbit/s, 400Gb/s."""
+    text = _BITS_FOR_SHORT.sub(r"\1bit", text)
     found = _quantity(option, text.removesuffix("/s"), {**_BYTES, **_BITS}, "50GB/s or 400Gbit/s")
     if not found:
         raise ConfigError(f"{option} {text}: expected more than nothing, such as 50GB/s")
@@ -58,7 +61,8 @@ def ranks_in(text: str) -> list[int]:
         found |= _powers(int(first), int(last)) if dash else {int(first)}
     if not found or min(found) < 1 or max(found) > _MOST_RANKS:
         raise ConfigError(
-            f"--ranks {text!r}: expected numbers from 1 to {_MOST_RANKS:,}, in a range the smaller one first"
+            f"--ranks {text!r}: expected numbers from 1 to {_MOST_RANKS:,}; a range such as 1-4096 stands for the "
+            "powers of two in it, of which there must be one"
         )
     return sorted(found)
 

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 from ..comm.joining import is_started, joined
@@ -70,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"takes a number of seconds above 0, not {text}")
-    return value
+    with suppress(ValueError):
+        value = float(text)
+        if 0 < value < 1e6:
+            return value
+    raise argparse.ArgumentTypeError(f"takes a number of seconds above 0, not {text}")
