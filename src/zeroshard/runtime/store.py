@@ -247,8 +247,7 @@ class FlatStore(Store):
     def __init__(self) -> None:
         super().__init__()
         self._buffers: list[torch.Tensor] = []
-        self._homes: dict[int, torch.Tensor] = {}
-        self._moved: dict[int, dict[int, torch.Tensor]] = {}
+        self._moved: dict[int, list[torch.Tensor]] = {}
         """By bucket, parameters that were moved here and are not taken in yet."""
 
     def prepare(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
@@ -263,8 +262,7 @@ class FlatStore(Store):
         """Bucket by bucket, the last first, so that there is none but one of them twice."""
         while len(self._buffers) > len(self._layout.buckets):
             self._buffers.pop()
-            for index, param in self._moved.pop(len(self._buffers), {}).items():
-                del self._homes[index]
+            for param in self._moved.pop(len(self._buffers), []):
                 _leave(param)
 
     def buffers(self) -> list[torch.Tensor]:
@@ -283,22 +281,22 @@ class FlatStore(Store):
         buffer = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         self._buffers.append(buffer)
         for index, span in bucket.rooms:
-            # Through DLPack each parameter gets a storage of its own over the shared memory: saving one
-            # parameter then writes that one, not the whole bucket.
-            memory = from_dlpack(buffer[slice(*span)])
-            spec = layout.params[index]
-            home = memory.as_strided(spec.shape, spec.stride)
-            home.copy_(params[index].detach())
-            self._moved.setdefault(bucket.index, {})[index] = params[index]
-            params[index].data = self._homes[index] = home
+            self._moved.setdefault(bucket.index, []).append(params[index])
+            _settle(params[index], params[index].detach(), buffer[slice(*span)], layout.params[index])
 
     def _rebind(self) -> None:
-        away = [i for i, home in self._homes.items() if self._params[i].data_ptr() != home.data_ptr()]
-        # Hazard: one may lie in the home of another, so all are read before any is written.
-        values = [self._params[i].detach().clone() for i in away]
-        for index, value in zip(away, values, strict=True):
-            self._homes[index].copy_(value)
-            self._params[index].data = self._homes[index]
+        away = [(index, room) for index, room in self._rooms() if self._params[index].data_ptr() != room.data_ptr()]
+        # Hazard: one may lie in the room of another, so all are read before any is written.
+        values = [self._params[index].detach().clone() for index, _ in away]
+        for (index, room), value in zip(away, values, strict=True):
+            _settle(self._params[index], value, room, self._layout.params[index])
+
+    def _rooms(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Where parameters belong. Hazard: `share_memory_` takes along all that has a parameter's storage, so buckets
+        alone know it."""
+        for bucket in self._layout.buckets:
+            for index, span in bucket.rooms:
+                yield index, self._buffers[bucket.index][slice(*span)]
 
     def _parcels_of(self, bucket: Bucket, owner: Rank, pieces: list[Piece], moving: bytes) -> Iterator[Parcel]:
         for moves, run in groupby(pieces, key=lambda piece: moving[piece.param]):
@@ -306,6 +304,14 @@ class FlatStore(Store):
                 members = list(run)
                 wire = self._buffers[bucket.index][members[0].in_bucket.start : members[-1].in_bucket.stop]
                 yield InPlace(owner, wire, [self._params[piece.param] for piece in members])
+
+
+def _settle(param: torch.Tensor, value: torch.Tensor, room: torch.Tensor, spec: ParamSpec) -> None:
+    """Move a parameter into its room, with a value that does not lie there."""
+    # Through DLPack each parameter gets a storage of its own over the shared memory: saving one
+    # parameter then writes that one, not the whole bucket.
+    home = from_dlpack(room).as_strided(spec.shape, spec.stride)
+    param.data = home.copy_(value)
 
 
 def _leave(param: torch.Tensor) -> None:

@@ -1,0 +1,91 @@
+"""Parameters that were put into shared memory, for another process to read, train on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import nn, optim
+
+from tests.support import RankContext, ranks
+from tests.support.oracle import Twins, assert_same
+from tests.support.sharded import ShardTwins, Side, some_configs, values_of
+from zeroshard import FlatShards, ZeroConfig
+
+
+def by_sharing(model: nn.Module) -> None:
+    model.share_memory()
+
+
+def by_sharing_one(model: nn.Module) -> None:
+    next(model.parameters()).data.share_memory_()  # type: ignore[no-untyped-call]
+
+
+def by_queue(model: nn.Module) -> None:
+    """As a script does that evaluates in another process."""
+    queue = mp.get_context("spawn").SimpleQueue()
+    queue.put(model.state_dict())
+    assert_same(queue.get(), model.state_dict())
+
+
+WAYS: list[Callable[[nn.Module], None]] = [by_sharing, by_sharing_one, by_queue]
+
+
+@some_configs
+@ranks(1, 2, 3)
+def test_a_sharded_model(ctx: RankContext, config: ZeroConfig) -> None:
+    """Between steps, and between backward and step, where gradients are shared, too."""
+
+    def iterate(share: Callable[[nn.Module], None], side: Side, number: int) -> None:
+        side.backward(number)
+        share(side.model)
+        side.update()
+        share(side.model)
+
+    for share in WAYS:
+        ShardTwins(config).run(3, partial(iterate, share))
+
+
+@ranks(2, 3)
+def test_on_one_rank_only(ctx: RankContext) -> None:
+    for share in WAYS:
+        twins = ShardTwins()
+        for rank in range(ctx.world_size):
+            twins.train(1)
+            if ctx.rank == rank:
+                share(twins.model)
+        twins.train(1)
+
+
+FLAT: list[dict[str, Any]] = [
+    {"config": ZeroConfig(partition=FlatShards())},
+    {"parameters_as_bucket_view": True},
+    {"parameters_as_bucket_view": False},
+]
+
+
+@pytest.mark.parametrize("zero_only", FLAT, ids=["flat", "view", "loose"])
+@ranks(1, 2, 3)
+def test_the_drop_in(ctx: RankContext, zero_only: dict[str, Any]) -> None:
+    for share in WAYS:
+        twins = Twins(optim.SGD, zero_only=zero_only, lr=0.1, momentum=0.9)
+        for _ in range(2):
+            twins.train(1)
+            share(twins.model)
+        twins.train(1)
+
+
+@ranks(1, 2)
+def test_what_was_shared_keeps_its_values(ctx: RankContext) -> None:
+    """The next step moves parameters back into flat memory."""
+    twins = ShardTwins()
+    twins.train(1)
+    twins.model.share_memory()
+    shared, before = [param.data for param in twins.model.parameters()], values_of(twins.model)
+    twins.train(1)
+    assert_same(shared, before)
+    assert not any(torch.equal(param, old) for param, old in zip(twins.model.parameters(), before, strict=True))
