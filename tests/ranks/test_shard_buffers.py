@@ -83,6 +83,24 @@ def test_buffers_are_those_of_ddp(ctx: RankContext, config: ZeroConfig) -> None:
     assert different == (ctx.world_size > 1)
 
 
+def between_two_passes(model: nn.Module, number: int) -> torch.Tensor:
+    """A loss of two forward passes, as a contrastive one."""
+    result: torch.Tensor = (model(batch(2 * number)) - model(batch(2 * number + 1))).square().mean()
+    return result
+
+
+@some_configs
+@ranks(1, 2, 3)
+def test_two_forward_passes_before_one_backward(ctx: RankContext, config: ZeroConfig) -> None:
+    """Also with statistics that are frozen, which the backward pass reads."""
+    for trains in (True, False):
+        twins = ShardTwins(config, Normed)
+        for model in (twins.model, twins.plain_model):
+            model.norm.train(trains)  # type: ignore[operator, union-attr]
+        twins.train(3, between_two_passes)
+        compare_buffers(twins)
+
+
 @ranks(2, 3)
 def test_evaluation_sees_the_buffers_of_rank_0(ctx: RankContext) -> None:
     twins = ShardTwins(ZERO2, Normed)

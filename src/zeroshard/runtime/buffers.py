@@ -49,4 +49,5 @@ def make_equal(comm: Comm, tensors: Iterable[torch.Tensor], source: Rank) -> Non
         if comm.group.rank != source:
             parts = torch.split(flat, [tensor.numel() for tensor in alike])
             for tensor, part in zip(alike, parts, strict=True):
-                tensor.copy_(part.view(tensor.shape))
+                # As in DDP autograd does not count it: a pass whose backward is yet to come has used the tensor.
+                tensor.data.copy_(part.view(tensor.shape))
