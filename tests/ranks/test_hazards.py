@@ -17,8 +17,17 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.support import RankContext, ranks
 from tests.support.oracle import Twins, assert_same, set_grads, small_model
-from tests.support.overlap import DdpTwins, Setup, batch, mlp
-from zeroshard import BindingError, ConfigError, RankFailedError, RankMismatchError, ZeroError, ZeroRedundancyOptimizer
+from tests.support.overlap import WIDTH, DdpTwins, Setup, batch, mlp
+from tests.support.sharded import ShardTwins
+from zeroshard import (
+    BindingError,
+    ConfigError,
+    RankFailedError,
+    RankMismatchError,
+    ZeroError,
+    ZeroRedundancyOptimizer,
+    shard,
+)
 
 
 def assert_alike(ctx: RankContext, model: nn.Module) -> None:
@@ -323,6 +332,30 @@ def test_couplings_are_found(ctx: RankContext) -> None:
             with pytest.raises(ConfigError):
                 ZeroRedundancyOptimizer([{"params": params, **chosen}], factory)
     ZeroRedundancyOptimizer(small_model().bfloat16().parameters(), Adam, lr=0.0)
+
+
+class Quantised(nn.Module):
+    """Its first parameter is frozen, and of integers, which can have no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.ones(WIDTH, WIDTH, dtype=torch.int8), requires_grad=False)
+        self.layers = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x @ self.codes.float())
+        return out
+
+
+@ranks(1, 2, 3)
+def test_optimizers_are_known_beside_frozen_integers(ctx: RankContext) -> None:
+    with pytest.raises(ConfigError, match="GlobalClip cannot be sharded: its update of one parameter depends on"):
+        shard(Quantised(), GlobalClip)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        twins = ShardTwins(None, Quantised)
+    assert twins.zero.balance.fullest < 1.1
+    twins.train(3)
 
 
 # ---- overlap

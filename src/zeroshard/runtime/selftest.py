@@ -167,12 +167,14 @@ def _typical(params: Sequence[torch.Tensor]) -> torch.Tensor:
 def probe_like(like: torch.Tensor, number: int) -> torch.Tensor:
     # A scalar's state does not show its shape.
     shape = tuple(_SIZES[i % len(_SIZES)] for i in range(max(like.dim(), 1)))
-    # In low precision a coupling could vanish in the rounding.
     return torch.nn.Parameter(wave(shape, phase=number).to(like.device, precise(like.dtype)))
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    """What probes are made in. In low precision a coupling could vanish in the rounding, and integers have no gradients
+    to step with."""
+    differentiable = dtype.is_complex or dtype.is_floating_point
+    return dtype if differentiable and dtype.itemsize >= torch.float32.itemsize else torch.float32
 
 
 def wave(shape: tuple[int, ...], phase: int) -> torch.Tensor:
