@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, SGD, Adam, Optimizer
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.support import RankContext, ranks
@@ -394,6 +394,67 @@ def test_a_learning_rate_that_differs_is_named_in_the_step(ctx: RankContext) -> 
     twins.zero.param_groups[0]["lr"] = 0.1
     twins.zero.step()
     assert_same(ctx.gather(twins.model.state_dict()), [twins.model.state_dict()] * ctx.world_size)
+
+
+def scaled(model: nn.Module) -> list[dict[str, Any]]:
+    """An option that is none of the class's own."""
+    return [{"params": list(model.parameters()), "lr_scale": 1.0}]
+
+
+def dropped_in() -> tuple[nn.Module, Optimizer]:
+    model = mlp()
+    return model, ZeroRedundancyOptimizer(scaled(model), AdamW, lr=torch.tensor(0.1))
+
+
+def with_shard() -> tuple[nn.Module, Optimizer]:
+    model = mlp()
+    return model, shard(model, AdamW, params=scaled(model), lr=torch.tensor(0.1))
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("make", [dropped_in, with_shard])
+def test_every_kind_of_number_that_differs_is_named_in_the_step(
+    ctx: RankContext, make: Callable[[], tuple[nn.Module, Optimizer]]
+) -> None:
+    cases: list[tuple[str, Any, str]] = [
+        ("lr", torch.tensor(0.5), r"lr=tensor\(0\.1[^;]*; rank 1: group 0 has lr=tensor\(0\.5"),
+        ("betas", (0.9, 0.5), r"betas=tuple\(0\.9, 0\.999\); rank 1: group 0 has betas=tuple\(0\.9, 0\.5\)"),
+        ("betas", (0.9, torch.tensor(0.5)), r"betas=tuple\(0\.9, 0\.999\); rank 1: .*tensor\(0\.5"),
+        ("lr_scale", 2.0, r"lr_scale=1\.0; rank 1: group 0 has lr_scale=2\.0"),
+    ]
+    for key, other, said in cases:
+        torch.manual_seed(0)
+        model, optimizer = make()
+        (group,) = optimizer.param_groups
+        right = group[key]
+        torch.autograd.backward(model(batch(0)).sum())
+        group[key] = other if ctx.rank == 1 else right
+        with pytest.raises(RankMismatchError, match=rf"group 0 has {said}"):
+            optimizer.step()
+        group[key] = right
+        optimizer.step()
+        assert_alike(ctx, model)
+
+
+class Noting(SGD):
+    """Writes into a group what it found, where it has found something."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            norms = [float(param.grad.norm()) for param in group["params"] if param.grad is not None]
+            group.update(dict(zip(["norm", "number"], [sum(norms), len(norms)], strict=True)) if norms else {})
+
+
+@ranks(2, 3)
+def test_what_optimizers_note_in_their_groups_may_differ(ctx: RankContext) -> None:
+    twins = Twins(Noting, lr=0.1)
+    twins.zero.param_groups[0]["label"] = f"of rank {ctx.rank}"
+    for step in range(3):
+        for model, optimizer in twins.sides:
+            set_grads(model.parameters(), step)
+            optimizer.step()
+        assert_same(twins.model.state_dict(), twins.plain_model.state_dict())
 
 
 @ranks(1, 2)

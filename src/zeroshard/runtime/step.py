@@ -4,6 +4,7 @@ import logging
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ class Engine(ABC):
         self._members: list[list[torch.Tensor]] = []
         self._small: list[tuple[int, int, torch.Tensor]] = []
         """Members of less than two elements, by group and place."""
+        self._compared: list[list[str]] = []
+        """Of each group, the options that it came with, in an order that is the same on all ranks."""
 
     @abstractmethod
     def prepare(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
@@ -67,6 +70,7 @@ class Engine(ABC):
         params = [param for group in groups for param in group["params"]][len(self.params) :]
         self.layout = layout
         self.params.extend(params)
+        self._compared.extend(sorted(set(group) - {"params", "param_names"}) for group in groups[len(self._compared) :])
         self._members = [list(group["params"]) for group in groups]
         placed = ((g, place, param) for g, group in enumerate(self._members) for place, param in enumerate(group))
         self._small = [it for it in placed if it[2].numel() < 2]
@@ -234,14 +238,30 @@ class Engine(ABC):
         self.inner.pull(groups)
 
     def _hyper_parameters(self, groups: Sequence[ParamGroup]) -> bytes:
-        """The numbers among the options, cheap to compare in every step."""
-        keys = {key: None for member in self.inner.members for key in member.optimizer.defaults}
-        values = (value for group in groups for value in map(group.get, keys))
-        return array("d", [value for value in values if isinstance(value, (int, float))]).tobytes()
+        """The numbers among the options, cheap to compare in every step. Not of what optimizers add to their groups:
+        one that has nothing to update may not."""
+        found: list[float] = []
+        for group, keys in zip(groups, self._compared, strict=False):
+            for value in map(group.get, keys):
+                if isinstance(value, (int, float)):
+                    found.append(value)
+                elif value is not None:
+                    found.extend(_numbers(value))
+        return array("d", found).tobytes()
 
     def _require_same_options(self, call: str, verdict: Verdict, groups: Sequence[ParamGroup]) -> None:
         if not verdict.same_options and not verdict.trouble:
             raise_first_difference(self.comm, call, describe_groups(groups))
+
+
+def _numbers(value: Any) -> Iterable[float]:
+    """Those in an option. To read a tensor on a GPU would be to wait for it."""
+    if isinstance(value, (int, float)):
+        return (value,)
+    if isinstance(value, tuple):
+        return chain.from_iterable(map(_numbers, value))
+    is_near = isinstance(value, torch.Tensor) and value.device.type == "cpu"
+    return (value.item(),) if is_near and value.numel() == 1 and not value.is_complex() else ()
 
 
 class Attempt:
