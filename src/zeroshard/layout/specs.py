@@ -10,6 +10,9 @@ import torch
 
 from .boxes import extent
 
+Marks = tuple[tuple[str, float], ...]
+"""Names and values."""
+
 
 @dataclass(frozen=True)
 class ParamSpec:
@@ -23,6 +26,7 @@ class ParamSpec:
     device: torch.device
     group: int
     trainable: bool
+    marks: Marks = ()
 
     @cached_property
     def numel(self) -> int:
@@ -72,4 +76,14 @@ def read_specs(
 def _spec(index: int, name: str | None, param: torch.Tensor, group: int) -> ParamSpec:
     # Sparse tensors have no strides; they are numbered like the others, so that a refusal can name them.
     stride = param.stride() if param.layout == torch.strided else ()
-    return ParamSpec(index, name, tuple(param.shape), stride, param.dtype, param.device, group, param.requires_grad)
+    shape, trains = tuple(param.shape), param.requires_grad
+    return ParamSpec(index, name, shape, stride, param.dtype, param.device, group, trains, marks_of(param))
+
+
+def marks_of(param: torch.Tensor) -> Marks:
+    """Numbers and flags that its user has put on it, such as `param.lr_mul = 10.0`: an optimizer may look for them.
+
+    Private names are those of frameworks, and other values may keep a model alive.
+    """
+    found = ((name, value) for name, value in vars(param).items() if type(value) in (bool, int, float))
+    return tuple(sorted((name, value) for name, value in found if not name.startswith("_")))

@@ -14,7 +14,7 @@ import torch
 
 from ..state.trees import clone, copy_mutable, map_tensors
 from .inner import ParamGroup, Recipe, ShardOptimizer
-from .selftest import lively, made_ready, probe_like, quietly, step_once, wave
+from .selftest import lively, made_ready, marked, probe_like, quietly, step_once, wave
 
 State = dict[Any, Any]
 _STEPS = 3
@@ -22,7 +22,7 @@ _STEPS = 3
 
 def first_state(recipe: Recipe, options: ParamGroup, params: Sequence[torch.Tensor]) -> list[State]:
     """What the optimizer keeps of each parameter at the beginning of its first step; `params` stay as they are."""
-    probes = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    probes = [marked(param.detach().clone(), param) for param in params]
     trial = _Trial(recipe, options, probes)
     return [dict(trial.first(probe)) for probe in probes]
 

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..layout.grain import Grain
+from ..layout.specs import marks_of
 from ..state.wrapped import insides, is_wrapped, joined
 from ..units import align_up
 from .inner import ParamGroup, Recipe
-from .selftest import SCALES, lively, made_ready, precise, quietly, step_once, wave
+from .selftest import SCALES, lively, made_ready, marked, precise, quietly, step_once, wave
 
 _ODD = 15
 """Probes are multiples of it, too: blocks need not have a power of two of elements."""
@@ -68,12 +69,12 @@ class _NotSeparable(Exception):  # noqa: N818 (an answer)
 
 
 def _different(groups: Sequence[ParamGroup]) -> Iterable[tuple[ParamGroup, torch.Tensor]]:
-    """A parameter of each number of dimensions, dtype and device, in each kind of group: many differ in lr only."""
+    """A parameter of each number of dimensions, dtype, device and marks, in each kind of group: many differ in lr."""
     found: dict[str, tuple[ParamGroup, torch.Tensor]] = {}
     for group in groups:
         kind = repr({key: value for key, value in group.items() if key not in ("params", "param_names", "lr")})
         for param in group["params"]:
-            found.setdefault(f"{kind} {param.dim()} {param.dtype} {param.device}", (group, param))
+            found.setdefault(f"{kind} {param.dim()} {param.dtype} {param.device} {marks_of(param)}", (group, param))
     return found.values()
 
 
@@ -128,7 +129,7 @@ class _CutTrial:
         return _common(whole, cut) if same else None
 
     def _run(self, whole: torch.Tensor, values: Sequence[torch.Tensor]) -> _Outcome:
-        probes = [torch.nn.Parameter(value.clone()) for value in values]
+        probes = [marked(value.clone(), self._like) for value in values]
         options = {k: v for k, v in self._group.items() if k not in ("params", "param_names")}
         names = {"param_names": [str(i) for i in range(len(probes))]} if "param_names" in self._group else {}
         group = {**lively(options), **names, "params": probes}

@@ -1,8 +1,8 @@
 """What the inner optimizer holds of flat buckets: few long tensors instead of one a parameter.
 
-A segment is a run of this rank's pieces of one group in one bucket. As long as all parameters in it get gradients it
-is updated as one tensor. When some do not, it is split, so that those keep their momenta, their step counts and
-themselves, as the unsharded optimizer leaves them.
+A segment is a run of this rank's pieces of one group in one bucket, all with the same marks. As long as all
+parameters in it get gradients it is updated as one tensor. When some do not, it is split, so that those keep their
+momenta, their step counts and themselves, as the unsharded optimizer leaves them.
 """
 
 import math
@@ -164,7 +164,8 @@ class Holdings:
     def _runs(self, pieces: Iterable[Piece], key: Callable[[Piece], object]) -> Iterator[tuple[Piece, ...]]:
         if not self._joins:
             return ((piece,) for piece in pieces)
-        return (tuple(run) for _, run in groupby(pieces, key=key))
+        specs = self._layout.params
+        return (tuple(run) for _, run in groupby(pieces, key=lambda piece: (specs[piece.param].marks, key(piece))))
 
     def _segment(self, pieces: tuple[Piece, ...]) -> Segment:
         first, last = pieces[0], pieces[-1]
@@ -173,7 +174,9 @@ class Holdings:
         span = Span(first.in_bucket.start - base, last.in_bucket.stop - base)
         shape, stride = (spec.shape, spec.stride) if self.is_whole(first) else ((span.length,), (1,))
         memory = self._memory(first.bucket, span, shape, stride)
-        return Segment(pieces, spec.group, span, torch.nn.Parameter(memory, requires_grad=_differentiable(memory)))
+        param = torch.nn.Parameter(memory, requires_grad=_differentiable(memory))
+        vars(param).update(spec.marks)
+        return Segment(pieces, spec.group, span, param)
 
     def _parts(self, segment: Segment, present: bytes, optimizer: Optimizer) -> list[Segment]:
         if _uniform(segment, present):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import optimizer
 
+from ..layout.specs import marks_of
 from .inner import ParamGroup, Recipe, ShardOptimizer
 
 _SIZES = (2, 3, 4, 5)
@@ -167,7 +168,15 @@ def _typical(params: Sequence[torch.Tensor]) -> torch.Tensor:
 def probe_like(like: torch.Tensor, number: int) -> torch.Tensor:
     # A scalar's state does not show its shape.
     shape = tuple(_SIZES[i % len(_SIZES)] for i in range(max(like.dim(), 1)))
+    # Without its marks: a multiplier of 0 would hide what a step does.
     return torch.nn.Parameter(wave(shape, phase=number).to(like.device, precise(like.dtype)))
+
+
+def marked(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A parameter of this value, to an optimizer like the other one."""
+    probe = torch.nn.Parameter(value)
+    vars(probe).update(marks_of(like))
+    return probe
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
