@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.support import RankContext, ranks
@@ -18,7 +20,7 @@ from tests.support.hybrid import Grid, assert_replicas_are_equal, grids, launche
 from tests.support.oracle import left_as_it_was
 from tests.support.overlap import mlp, regression
 from tests.support.sharded import ZERO1, ZERO2, ShardTwins, both_stages, seeded
-from zeroshard import ConfigError, RankFailedError, RankMismatchError, ZeroConfig, shard
+from zeroshard import ConfigError, DriftError, RankFailedError, RankMismatchError, ZeroConfig, broadcast_object, shard
 from zeroshard.comm import pairs
 from zeroshard.comm.ways import add_in_order
 from zeroshard.runtime import grad_sync
@@ -241,13 +243,26 @@ class Broken(torch.optim.SGD):
         return super().step(closure)
 
 
-@ranks(2, 4, timeout=40)
-def test_an_update_that_fails_on_one_rank(ctx: RankContext) -> None:
-    """All hear of it, also in other rows."""
+@both_stages
+@ranks(2, 4, timeout=60)
+def test_an_update_that_fails_on_one_rank(ctx: RankContext, config: ZeroConfig) -> None:
+    """All hear of it, also in other rows. No step is made before rows are the same again."""
     for grid in real_grids(ctx):
-        model: nn.Module = seeded(mlp, 0)
-        optimizer = shard(model, Broken, lr=0.1, config=ZERO2, **within(grid))
-        torch.autograd.backward(regression(model, 0))
+        twins = ShardTwins(config, optimizer_class=Broken, where=within(grid), lr=0.1, momentum=0.9)
+        twins.train(2)
+        optimizer, values = twins.zero, copy.deepcopy(twins.model.state_dict())
+        state = broadcast_object(optimizer.full_state_dict(), 0)
+        twins.sides[0].backward(7)
         optimizer.param_groups[0]["broken"] = fails(ctx)
         with raised_on_all(ctx):
             optimizer.step()
+        optimizer.param_groups[0]["broken"] = False
+        for call in (optimizer.step, partial(optimizer.clip_grad_norm_, 1.0)):
+            with pytest.raises(DriftError, match=r"step 3 failed on a rank.*Load a checkpoint"):
+                call()
+        optimizer.load_state_dict(state)
+        with pytest.raises(DriftError, match="parameters are not the same on all ranks"):
+            optimizer.step()
+        twins.model.load_state_dict(values)
+        optimizer.zero_grad()
+        go_on(ctx, twins, grid)

@@ -28,6 +28,7 @@ from .nonfinite import Lot
 from .offload import Offloading
 from .param_sync import ShardSync
 from .parts import Kind, Part
+from .rows import Rows
 from .segments import Segment
 from .step import Attempt, Closure, Engine, Room, SharedClosure
 from .store import FlatStore
@@ -60,6 +61,7 @@ class FlatEngine(Engine):
         self.inner: Inner = Team(self.parts, comm.clock)
         self.grads: Gradients = LocalGrads(comm, masters)
         self.sync = ShardSync(comm)
+        self._rows = Rows(comm)
         self.waits = True
         """A step ends when all parameters have arrived; else they are waited for where they are needed."""
         self.bucket_of: dict[int, int] = {}
@@ -130,6 +132,7 @@ class FlatEngine(Engine):
 
     def load(self, saved: SavedState, *, adopt: bool = False) -> Callable[[], None]:
         with ExitStack() as undo:  # also where the second fails
+            undo.callback(self._rows.load())
             for part in self.parts:
                 undo.callback(part.load(saved, self.layout.params, adopt=adopt))
             return undo.pop_all().close
@@ -208,6 +211,7 @@ class FlatEngine(Engine):
         attempt = Attempt()
         attempt.require(lambda: self.check_groups(groups))
         attempt.require(lambda: self.store.refresh(shapes=not self.reduces))
+        attempt.require(lambda: self._rows.require_equal_state(self.steps + 1))
         # Hazard: a rank that alone has called `ddp_hook()` would settle by other messages than the rest.
         stated = f"{call}, with gradients of {self.grads.origin}"
         verdict = compare(
@@ -216,6 +220,9 @@ class FlatEngine(Engine):
         if verdict.trouble:
             raise_failure(self.comm, call, attempt.failure)
         self._require_same_options(call, verdict, groups)
+        if self._rows.in_doubt:
+            self.check_drift(call, self.steps + 1)
+            self._rows.in_doubt = False
         return self.grads.settle(same=verdict.same_plan)
 
     def _run(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
@@ -246,6 +253,7 @@ class FlatEngine(Engine):
         if self.waits or verdict.trouble:
             self.sync.finish()
         if verdict.trouble:
+            self._rows.part(call)
             raise_failure(self.comm, call, attempt.failure)
         self.grads.spend()
         return attempt.result
