@@ -21,7 +21,11 @@ class KeepShard:
 
 @dataclass(frozen=True)
 class KeepFull:
-    """ZeRO-1: `param.grad` stays, and holds what this rank's own backward passes have added up: not the average."""
+    """ZeRO-1: `param.grad` stays, and holds what this rank's own backward passes have added up: not the average.
+
+    What you write there before the step, in place or not, is averaged instead; on all ranks the step raises if that
+    was after the average had been clipped or unscaled, which would be undone.
+    """
 
     frees: ClassVar[bool] = False
 

@@ -20,7 +20,6 @@ from functools import partial
 from operator import attrgetter
 from struct import pack
 from threading import RLock
-from weakref import ReferenceType, ref
 
 import torch
 
@@ -35,6 +34,7 @@ from ..policies import MasterWeights, Reduce, Retention
 from .grads import Gradients
 from .packing import Grads, Pool
 from .rounds import Rounds
+from .sent import CHANGED_AFTER_SCALING, SentGrads
 from .slots import Sending, Slot, Target
 
 _GRAD = attrgetter("grad")
@@ -67,8 +67,7 @@ class GradSync(Gradients):
         self._offered: dict[int, torch.Tensor] = {}
         self._unsent = bytearray()
         self._late: list[int] = []
-        self._sent_grads: dict[int, ReferenceType[torch.Tensor] | None] = {}
-        """Of those that stay in `param.grad`, to notice when another one takes its place."""
+        self._sent = SentGrads()
         self._under_way: deque[Sending] = deque()
         self._pools: dict[tuple[torch.dtype, torch.device], Pool] = {}
         self._ways = Ways(comm, reduce)
@@ -156,6 +155,7 @@ class GradSync(Gradients):
 
     def statement(self) -> bytes:
         self._take_in_in_time()
+        self._refuse_changes_after_scaling()
         have, self._late = bytearray(self._present_flags()), self._find_late()
         if self._late and self._spent:
             self._warn_of_old_grads()
@@ -237,10 +237,13 @@ class GradSync(Gradients):
                 self._shards[slot.bucket].zero_()
         if to_none:
             self._present[:] = bytes(len(self._present))
+        else:
+            self._sent.note_zeros(self._params)
         self._rounds.cleared = self._rounds.sent
-        self._spent = False
+        self._spent = self._sent.scaled = False
 
     def tensors(self) -> list[torch.Tensor]:
+        self._sent.scaled = not self._retention.frees  # which is what they are asked for
         # Hazard: not their padding. Nothing writes there, so what is multiplied by NaN once would stay NaN.
         return [self._filled(slot) for slot in self._rounds.slots if slot.holds]
 
@@ -258,7 +261,7 @@ class GradSync(Gradients):
 
     def spend(self) -> None:
         """A later backward pass adds to them unless they are cleared."""
-        self._spent = self._retention.frees
+        self._spent, self._sent.scaled = self._retention.frees, False
 
     @property
     def _is_eager(self) -> bool:
@@ -278,8 +281,12 @@ class GradSync(Gradients):
         return waiting + [i for i, grad in have if self._retention.frees or self._is_unsent(i, grad)]
 
     def _is_unsent(self, index: int, grad: torch.Tensor) -> bool:
-        sent = self._sent_grads.get(index)
-        return bool(self._unsent[index]) or not self._present[index] or (sent is not None and sent() is not grad)
+        return bool(self._unsent[index]) or not self._present[index] or self._sent.is_changed(index, grad)
+
+    def _refuse_changes_after_scaling(self) -> None:
+        index = self._sent.changed_after_scaling(self._params, self._unsent)
+        if index is not None:
+            self._fail(RuntimeError(f"the gradient of {self._layout.params[index].label} {CHANGED_AFTER_SCALING}"))
 
     def _late_buckets(self) -> bytes:
         late = {self._rounds.slot_of[index].bucket for index in self._late}
@@ -352,7 +359,7 @@ class GradSync(Gradients):
         if self._retention.frees:
             param.grad = None
         else:
-            self._sent_grads[index] = ref(grad) if grad is not None and offered is None else None
+            self._sent.note(index, grad if offered is None else None)
         return grad
 
     def _keep(self, slot: Slot, grads: Grads) -> None:
