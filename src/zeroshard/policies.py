@@ -37,8 +37,8 @@ Retention = KeepShard | KeepFull
 class Reduce:
     """How gradients of all ranks become their average.
 
-    dtype: what travels, and is rounded to for that; sums are made in float32 at least. By default that of the gradient.
-        Sums that meet those of replicas travel as they were made.
+    dtype: what travels, and is rounded to for that; sums are made in float32 at least. By default that of the
+        parameter, whatever its `grad_dtype`. Sums that meet those of replicas travel as they were made.
     fixed_order: always add in the order of ranks, so that results do not depend on timing or on the backend's
         algorithms. On CPU tensors this is so in any case; with NCCL it costs the memory of another bucket. Backends
         that can only reduce whole buckets (gloo with CUDA tensors), and NCCL for whole parameters, add in an order of
