@@ -182,7 +182,7 @@ class FlatEngine(Engine):
         self.memory.after_update(self.segments)
 
     def spread(self) -> Callable[[], None]:
-        self._send(b"\1" * len(self.params))
+        self.send(b"\1" * len(self.params))
         self.memory.doubt()
         return self.sync.finish
 
@@ -228,9 +228,7 @@ class FlatEngine(Engine):
     def _run(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
         call = f"step {self.steps + 1}"
         update, attempt = _Update(self, call, groups), Attempt()
-        # Also where it failed: ranks that had gradients by then have sent them, and others have yet to follow.
-        then, otherwise = update.settle_and_fill, update.settle
-        shared = None if closure is None else SharedClosure(self.comm, call, closure, then, otherwise)
+        shared = None if closure is None else update.shared(closure)
         if shared is None:
             update.settle()
         attempt.update(lambda: self._foreseen(shared))
@@ -246,10 +244,10 @@ class FlatEngine(Engine):
         attempt.require(update.end)
         self.steps += 1
         if closure is None:
-            self._send(update.moving)  # whatever the verdict: ranks where it failed must not part from the others
+            self.send(update.moving)  # whatever the verdict: ranks where it failed must not part from the others
         verdict = compare(self.comm, f"the end of {call}", b"", attempt.trouble)
         if closure is not None:
-            self._send(update.moving)  # only now: a rank whose optimizer calls its closure once more is not here yet
+            self.send(update.moving)  # only now: a rank whose optimizer calls its closure once more is not here yet
         if self.waits or verdict.trouble:
             self.sync.finish()
         if verdict.trouble:
@@ -284,7 +282,7 @@ class FlatEngine(Engine):
         self.inner.pull(groups)
         return results[0] if closure is None else loss
 
-    def _send(self, moving: bytes) -> None:
+    def send(self, moving: bytes) -> None:
         """Start bringing the flagged parameters to everyone, those that a forward pass needs first at the head."""
         with self.comm.group.line.relied_on():
             for bucket in reversed(self.layout.buckets):
@@ -302,10 +300,26 @@ class _Update:
         self._engine, self._call, self._groups = engine, call, groups
         self.moving = self._present = bytes(len(engine.params))
 
+    def shared(self, closure: Closure) -> SharedClosure:
+        # Settles also where it failed: ranks that had gradients by then have sent them, and others have yet to follow.
+        then, otherwise = self.settle_and_fill, self.settle
+        return SharedClosure(self._engine.comm, self._call, closure, then, otherwise, again=self.bring)
+
     def settle(self) -> None:
         """Gradients are there. Raises on all ranks alike."""
         self._present = self._engine.settle(self._call, self._groups)
-        self.moving = self._engine.moving(self._present)
+        moving = self._engine.moving(self._present)
+        # What a closure has moved stays moving where the next one has no gradient of it: others have to get it back.
+        self.moving = bytes(map(max, moving, self.moving)) if any(self.moving) else moving
+
+    def bring(self) -> None:
+        """What an optimizer has moved since its last closure is where the next one looks for it: on all ranks."""
+        engine, call, attempt = self._engine, f"another closure of {self._call}", Attempt()
+        attempt.require(self._write_back)
+        if compare(engine.comm, call, b"", attempt.trouble).trouble:
+            raise_failure(engine.comm, call, attempt.failure)
+        engine.send(self.moving)
+        engine.sync.finish()
 
     def fill(self) -> None:
         """The inner optimizer has them."""
@@ -350,9 +364,12 @@ class _Update:
 
     def end(self) -> None:
         """Also after an update that failed."""
-        engine = self._engine
-        engine.memory.after_update(segment for segment in engine.segments if self.moving[segment.pieces[0].param])
+        self._write_back()
         self._empty()
+
+    def _write_back(self) -> None:
+        segments = self._engine.segments
+        self._engine.memory.after_update(it for it in segments if self.moving[it.pieces[0].param])
 
     def _empty(self) -> None:
         for segment in self._engine.segments:

@@ -302,15 +302,21 @@ class SharedClosure:
         closure: Closure,
         then: Callable[[], object],
         otherwise: Callable[[], object] = lambda: None,
+        *,
+        again: Callable[[], object] = lambda: None,
     ) -> None:
-        """`then` is called on all ranks after each call of the closure that succeeded on all, `otherwise` if not."""
+        """`then` is called on all ranks after each call of the closure that succeeded on all, `otherwise` if not,
+        `again` before each but the first. What that raises it must raise on all ranks alike."""
         self._comm, self._call, self._closure, self._then = comm, call, closure, then
-        self._otherwise = otherwise
+        self._otherwise, self._again = otherwise, again
         self._calls = 0
         self.failed = False
 
     def __call__(self) -> Any:
         self._calls += 1
+        self.failed = True
+        if self._calls > 1:
+            self._again()
         failure: Exception | None = None
         loss = None
         try:
@@ -320,7 +326,6 @@ class SharedClosure:
             # Hazard: the other ranks may be in a collective of the closure, where our agreement never reaches them.
             log(logging.ERROR, self._comm.everyone.group.rank, "the closure failed: %r", error)
             failure = error
-        self.failed = True
         self._share(f"closure {self._calls} of {self._call}", failure)
         self.failed = False
         self._then()
