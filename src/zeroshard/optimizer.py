@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo  # as torch's own optimizers: the compiler is not imported before it is used
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
@@ -23,6 +24,7 @@ from .layout.layout import Layout
 from .layout.partition import Partitioner
 from .layout.specs import read_specs
 from .modes import Modes
+from .notices import warn_user
 from .params import GivenParams, read_group, read_params
 from .policies import KeepFull
 from .reporting.announcing import announce
@@ -183,8 +185,9 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         settled = self._overlap is None or self._overlap.settled
         return report_of(self._assembly, self.engine, self.param_groups, self.second_copy, settled=settled)
 
-    # ---- training
+    # ---- training (who compiles a training loop leaves the graph here: messages to other ranks are in none)
 
+    @_disable_dynamo
     def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:
         """Update this rank's parameters and bring everyone's updates to all ranks.
 
@@ -196,7 +199,7 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
                 raise RuntimeError(
                     "GradScaler cannot be used with overlap_with_ddp=True: the hook steps before gradients are unscaled"
                 )
-            warnings.warn("step() does nothing with overlap_with_ddp=True: the DDP hook makes the steps", stacklevel=3)
+            warn_user("step() does nothing with overlap_with_ddp=True: the DDP hook makes the steps")
             return None
         Join.notify_join_context(self)
         return self._step(closure, kwargs, joined=False)
@@ -207,6 +210,7 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         super().zero_grad(set_to_none)
         self.engine.clear_grads(to_none=set_to_none)
 
+    @_disable_dynamo
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -219,6 +223,7 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
                 grads, float(max_norm), float(norm_type), self._comm, error_if_nonfinite=error_if_nonfinite
             )
 
+    @_disable_dynamo
     def clip_grad_value_(self, clip_value: float) -> None:
         """As `torch.nn.utils.clip_grad_value_` on all parameters, wherever their gradients are. Called on all ranks."""
         with self._comm.clock.part(Label.CLIP):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import RankContext, ranks
+from tests.support.oracle import Twins, assert_same, set_grads
 from tests.support.overlap import WIDTH, batch, mlp, regression
 from tests.support.sharded import (
     ADAMW,
@@ -238,3 +240,46 @@ def test_a_model_is_compiled_once(ctx: RankContext) -> None:
             optimizer.zero_grad()
             counts.append(len(graphs))
         assert counts[0] == counts[-1] > 0, counts
+
+
+@some_configs
+@ranks(1, 2, timeout=60)
+def test_a_compiled_update(ctx: RankContext, config: ZeroConfig) -> None:
+    """What updates the model may be compiled; the optimizer's own part runs as it is."""
+    torch._dynamo.reset()
+    twins = ShardTwins(config)
+
+    @torch.compile(backend="eager")
+    def update() -> None:
+        twins.zero.clip_grad_norm_(0.1, math.inf)
+        twins.zero.clip_grad_value_(0.05)
+        twins.zero.step()
+        twins.zero.zero_grad()
+
+    def iterate(side: Side, number: int) -> None:
+        side.backward(number)
+        if side.model is twins.model:
+            update()
+            return
+        nn.utils.clip_grad_norm_(side.model.parameters(), 0.1, math.inf)
+        nn.utils.clip_grad_value_(side.model.parameters(), 0.05)
+        side.update()
+
+    twins.run(3, iterate)
+
+
+@pytest.mark.parametrize(
+    "zero_only",
+    [{}, {"parameters_as_bucket_view": True}, {"config": ZeroConfig(partition=FlatShards())}],
+    ids=["whole", "view", "flat"],
+)
+@ranks(1, 2, timeout=60)
+def test_a_compiled_step_of_the_drop_in(ctx: RankContext, zero_only: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    twins = Twins(torch.optim.AdamW, zero_only=zero_only, **ADAMW)
+    step = torch.compile(twins.zero.step, backend="eager")
+    for number in range(3):
+        for model, optimizer in twins.sides:
+            set_grads(model.parameters(), number)
+            step() if optimizer is twins.zero else optimizer.step()
+        assert_same(twins.model.state_dict(), twins.plain_model.state_dict(), f"the model after step {number + 1}")
