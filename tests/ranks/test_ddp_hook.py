@@ -127,6 +127,34 @@ def test_unused_parameters(ctx: RankContext) -> None:
         hooked.check_state()
 
 
+def with_sparse_table() -> nn.Module:
+    return nn.Sequential(nn.Embedding(9, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH))
+
+
+def of_some_rows(net: nn.Module, number: int) -> Tensor:
+    """Other rows on each rank, one of them twice."""
+    rows = torch.tensor([1, 1, 2 + torch.distributed.get_rank(), number])
+    loss: Tensor = net(rows).square().mean()
+    return loss
+
+
+@ranks(1, 2, 3)
+def test_sparse_gradients(ctx: RankContext) -> None:
+    """They are averaged as dense ones. DDP with its own average is the oracle, up to rounding."""
+    for config in (ZeroConfig(partition=TINY), ZeroConfig(partition=FlatShards())):
+        plain_net, net = (DistributedDataParallel(seeded(with_sparse_table)) for _ in range(2))
+        plain = optim.SGD(plain_net.parameters(), lr=0.5)
+        zero = ZeroRedundancyOptimizer(net.parameters(), optim.SGD, lr=0.5, config=config)
+        net.register_comm_hook(None, zero.ddp_hook())
+        for number in range(3):
+            for each, optimizer in ((net, zero), (plain_net, plain)):
+                torch.autograd.backward(of_some_rows(each, number))
+                optimizer.step()
+                optimizer.zero_grad()
+            for ours, theirs in zip(net.parameters(), plain_net.parameters(), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 @ranks(1, 2, 3, 4)
 def test_passes_that_add_up_locally(ctx: RankContext) -> None:
     for view in (False, True):

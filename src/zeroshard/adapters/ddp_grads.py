@@ -16,7 +16,7 @@ def hand_over(sync: GradSync, params: Sequence[torch.Tensor]) -> CommHook:
     index = {id(param): i for i, param in enumerate(params)}
 
     def hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        for param, grad in zip(bucket.parameters(), _gradients(bucket), strict=True):
             if id(param) not in index:
                 raise ConfigError(f"DDP reduces a parameter of shape {tuple(param.shape)} that the optimizer has not")
             # Hazard: inside Join a rank without inputs is given zeros here, while old gradients are in `param.grad`.
@@ -28,3 +28,9 @@ def hand_over(sync: GradSync, params: Sequence[torch.Tensor]) -> CommHook:
         return done
 
     return hook
+
+
+def _gradients(bucket: GradBucket) -> list[torch.Tensor]:
+    """DDP gives every sparse gradient a bucket of its own, which is that gradient."""
+    buffer = bucket.buffer()
+    return bucket.gradients() if buffer.layout == torch.strided else [buffer]
