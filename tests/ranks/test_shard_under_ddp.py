@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import RankContext, ranks
+from tests.support.oracle import TORCH
 from tests.support.overlap import WIDTH, batch, mlp
 from tests.support.sharded import ShardTwins, seeded, some_configs
 from zeroshard import ConfigError, ZeroConfig, shard
 
-TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 TWICE = r"both average the gradients of \d+ parameters, .*\.weight among them\. Call the model itself"
 
 

@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 
 from zeroshard import ZeroRedundancyOptimizer
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+"""Its version, for what older ones do not do."""
+
 
 def small_model(seed: int = 0, width: int = 7) -> nn.Sequential:
     """Six parameters of several sizes."""
