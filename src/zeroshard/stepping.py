@@ -73,13 +73,15 @@ class Stepping:
             self._engine.check_drift(f"before step {self._steps}", self._steps)
 
     def spread_grads(self, call: str, *, uneven: bool) -> list[torch.Tensor] | None:
-        """This rank's part of gradients that are spread over ranks; None if all of them are in `param.grad`."""
+        """This rank's part of gradients that are spread over ranks, to be clipped or unscaled; None if all of them are
+        in `param.grad`."""
         engine = self._engine
         if not isinstance(engine, FlatEngine) or not engine.reduces:
             return None
         if uneven:
             raise RuntimeError(f"{call} cannot be used inside Join where gradients are spread over ranks")
         engine.settle(call, self._outer.param_groups)
+        engine.grads.note_scaling()
         return engine.grads.tensors()
 
     def unscale(self, grads: list[torch.Tensor], inverse_scale: torch.Tensor) -> dict[torch.device, torch.Tensor]:

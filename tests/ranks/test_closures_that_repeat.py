@@ -16,7 +16,7 @@ from tests.support import RankContext, ranks
 from tests.support.overlap import Loss, batch, mlp, regression
 from tests.support.pair import from_all_ranks
 from tests.support.sharded import TINY, ZERO2, ShardTwins, Side, all_equal, assert_equal_sums, seeded, some_configs
-from zeroshard import MasterWeights, WholeParams, ZeroConfig, ZeroRedundancyOptimizer, shard
+from zeroshard import MasterWeights, RankMismatchError, WholeParams, ZeroConfig, ZeroRedundancyOptimizer, shard
 
 Closure = Callable[[], Any]
 
@@ -136,3 +136,34 @@ def test_flat_shards_under_ddp(ctx: RankContext, rank: int) -> None:
             iterate(side, number)
     for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
         assert_equal_sums(mine, theirs, f"after three steps from seed {rank}")
+
+
+class Failing(ExtraGradient):
+    """Once, on one rank, between its closures."""
+
+    fails = False
+
+    def step(self, closure: Closure | None = None) -> Any:
+        calls = count()
+
+        def between() -> Any:
+            if next(calls) and self.fails:
+                self.fails = False
+                raise ArithmeticError("between closures")
+            return None if closure is None else closure()
+
+        return super().step(between)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@ranks(2, 3)
+def test_who_fails_between_closures_is_known_to_all(ctx: RankContext, rank: int) -> None:
+    """Some have moved what others have not, so that no later step is made either."""
+    twins = ShardTwins(ZERO2, optimizer_class=Failing, lr=0.5)
+    twins.run(1, iterate)
+    for member in twins.zero.engine.inner.members:
+        vars(member.optimizer)["fails"] = ctx.rank == rank
+    for number in (1, 2):
+        with pytest.raises(RankMismatchError, match="different calls"):
+            iterate(twins.sides[0], number)
+        twins.zero.zero_grad()

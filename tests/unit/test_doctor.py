@@ -368,7 +368,9 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit) as ended:
         command.main(arguments)
     assert ended.value.code == 2
-    assert "usage: zeroshard doctor" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "usage: zeroshard doctor" in told
+    assert ("a number of seconds above 0" in told) == ("--timeout" in arguments)
 
 
 def test_an_environment_that_does_not_say_enough(

@@ -81,12 +81,8 @@ def part_of(optimizer: Optimizer) -> StateDict:
 def _without_old_copies(optimizer: Optimizer, state: dict[Any, Any]) -> dict[Any, Any]:
     """A plain optimizer that was given state of ours keeps master weights as they were, while the model goes on."""
     params = enumerate((group, param) for group in optimizer.param_groups for param in group["params"])
-    old = [i for i, it in params if MASTER in state.get(i, ()) and not knows(optimizer, _options(it[0]), it[1], MASTER)]
+    old = [i for i, it in params if MASTER in state.get(i, ()) and not knows(optimizer, *it, MASTER)]
     return {**state, **{i: {key: value for key, value in state[i].items() if key != MASTER} for i in old}}
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def staged(contents: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def kinds_of(optimizer: Optimizer) -> list[Optimizer]:
 def expected_state(optimizer: Optimizer, options: Mapping[str, Any], param: torch.Tensor) -> dict[Any, Any]:
     """What it keeps, as tensors of the right shapes; empty if it keeps nothing or cannot be asked."""
     probe = torch.empty(tuple(param.shape), dtype=param.dtype, device="meta")
-    plainly = {key: False if key in _WAYS else value for key, value in options.items()}
+    plainly = {key: False if key in _WAYS else value for key, value in options.items() if key != "params"}
     recipe = recipe_of(optimizer, plainly)
     with quietly(recipe), suppress(Exception):
         return first_state(recipe, plainly, [probe])[0]
@@ -35,9 +35,7 @@ def expected_state(optimizer: Optimizer, options: Mapping[str, Any], param: torc
 
 
 def knows(optimizer: Optimizer, options: Mapping[str, Any], param: torch.Tensor, key: str) -> bool:
-    """Whether it would use that state of a parameter; also if it cannot be asked."""
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        return True
+    """Whether a plain one would use that state of a parameter; also if it cannot be asked."""
     expected = expected_state(optimizer, options, param)
     return not expected or key in expected
 

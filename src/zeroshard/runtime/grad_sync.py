@@ -243,7 +243,6 @@ class GradSync(Gradients):
         self._spent = self._sent.scaled = False
 
     def tensors(self) -> list[torch.Tensor]:
-        self._sent.scaled = not self._retention.frees  # which is what they are asked for
         # Hazard: not their padding. Nothing writes there, so what is multiplied by NaN once would stay NaN.
         return [self._filled(slot) for slot in self._rounds.slots if slot.holds]
 
@@ -258,6 +257,9 @@ class GradSync(Gradients):
         slots = [] if self._comm.is_alone else self._rounds.slots
         trained = [slot for slot in slots if self._layout.trains(slot.bucket)]
         return sum(slot.bytes_to_send(self._dtype(self._layout.buckets[slot.bucket])) for slot in trained)
+
+    def note_scaling(self) -> None:
+        self._sent.scaled = not self._retention.frees
 
     def spend(self) -> None:
         """A later backward pass adds to them unless they are cleared."""
