@@ -321,3 +321,62 @@ def test_options_are_literals() -> None:
 def test_classes_of_anywhere() -> None:
     assert optimizer_class("SGD") is torch.optim.SGD
     assert optimizer_class("torch.optim.adamw:AdamW") is torch.optim.AdamW
+    with pytest.raises(ConfigError, match="such as AdamW"):
+        optimizer_class("adamw")
+
+
+@pytest.mark.parametrize("place", ["mine_of_a_test", "mine_of_a_test.py"])
+def test_a_class_next_to_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    (tmp_path / "mine_of_a_test.py").write_text("import torch\nclass Mine(torch.optim.SGD):\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    options = ("--optimizer", f"{place}:Mine", "--options", "momentum=0.9", "--ranks", "1")
+    found = said(capsys, write_module(tmp_path), *options)
+    assert found["optimizer"] == "Mine"
+    assert found["estimates"][0]["state"] == 4 * 40_320
+
+
+# ---- what Python hands over
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"memory": "80GB"}, ConfigError, "such as 80e9, not '80GB'"),
+    ({"memory": -1}, ConfigError, "such as 80e9, not -1"),
+    ({"memory": float("nan")}, ConfigError, "such as 80e9, not nan"),
+    ({"activations": -1e9}, ConfigError, "plan\\(activations=...\\) takes"),
+    ({"activations": True}, ConfigError, "not True"),
+    ({"ranks": 0}, ConfigError, "numbers of 1 or more, not 0"),
+    ({"ranks": "8"}, ConfigError, "not '8'"),
+    ({"ranks": ()}, ConfigError, "not 'none'"),
+    ({"ranks": None}, ConfigError, "not None"),
+    ({"network": "fast"}, TypeError, "takes a Network, not a str"),
+    ({"config": {}}, TypeError, "takes a ZeroConfig, not a dict"),
+    ({"shard_within": "node"}, ConfigError, "not 'node'"),
+]
+
+
+@pytest.mark.parametrize(("given", "kind", "words"), WRONG)
+def test_values_that_no_plan_can_be_made_of(given: dict[str, Any], kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        zeroshard.plan(small_model(), torch.optim.AdamW, **given)
+
+
+def test_one_number_of_ranks() -> None:
+    alone, listed = (zeroshard.plan(small_model(), torch.optim.AdamW, ranks=it) for it in (8, [8]))
+    assert alone == listed
+
+
+def test_a_model_that_is_frozen_as_a_whole_is_balanced(capsys: pytest.CaptureFixture[str]) -> None:
+    found = said(capsys, "1M", "--frozen", "*", "--ranks", "8")
+    assert {row["balance"] for row in found["estimates"]} == {1.0}
+    assert {row["state"] for row in found["estimates"]} == {0}
+
+
+def test_time_on_the_network_by_hand() -> None:
+    """Each of 4 collectives takes log2 of 4,096 messages of 10 us; a gigabyte at a gigabyte a second takes one."""
+    network = zeroshard.Network(1e9, 1e-5)
+    assert network.seconds(1e9, 4, 4096) == pytest.approx(1 + 4 * 12 * 1e-5)
+    assert network.seconds(0, 1, 5) == pytest.approx(3e-5)
+    seconds = [zeroshard.plan(small_model(), torch.optim.AdamW, ranks=it).of("zeroshard 2", it) for it in (2, 64, 4096)]
+    assert [it.traffic.seconds for it in seconds] == sorted(it.traffic.seconds for it in seconds)

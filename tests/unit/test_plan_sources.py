@@ -112,8 +112,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "    raise RuntimeError('not today')\n"
         "def other():\n"
         "    return 3\n"
+        "def leaves():\n"
+        "    raise SystemExit(3)\n"
+        "def empty():\n"
+        "    return nn.ReLU()\n"
         "number = 4\n"
     )
+    (tmp_path / "program_of_a_test.py").write_text("import argparse\nargparse.ArgumentParser().parse_args(['--no'])\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "models_of_a_test", raising=False)
     return tmp_path
@@ -134,6 +139,10 @@ def test_code_is_called_without_memory(here: Path, place: str) -> None:
         ("models_of_a_test:other", "returned a int"),
         ("models_of_a_test:number", "is a int"),
         ("models_of_a_test:nothing", "has no 'nothing'"),
+        ("models_of_a_test:leaves", "SystemExit: 3"),
+        ("models_of_a_test:empty", "empty has no parameters"),
+        ("program_of_a_test:make", "cannot be imported: SystemExit: 2"),
+        ("program_of_a_test.py:make", "cannot be imported: SystemExit: 2"),
         ("no_such_module_at_all:make", "cannot be imported"),
         ("no_such_file.py:make", "no file"),
     ],
@@ -142,6 +151,37 @@ def test_code_is_called_without_memory(here: Path, place: str) -> None:
 def test_code_that_makes_no_model(source: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         model_shape(source)
+
+
+def test_a_file_is_run_as_a_script_next_to_it_would_be(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the module of its classes, its neighbours, and none of the words that we were called with."""
+    (here / "sub").mkdir()
+    (here / "sub" / "neighbour_of_a_test.py").write_text("width = 3\n")
+    (here / "sub" / "model.py").write_text(
+        "from __future__ import annotations\n"
+        "import argparse\n"
+        "from dataclasses import dataclass\n"
+        "from torch import nn\n"
+        "from neighbour_of_a_test import width\n"
+        "argparse.ArgumentParser().parse_args()\n"
+        "@dataclass\n"
+        "class Options:\n"
+        "    width: int = width\n"
+        "def make():\n"
+        "    return nn.Linear(Options().width, 2)\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["zeroshard", "plan", "--ranks", "8"])
+    before = list(sys.path)
+    assert shapes_of(model_shape("sub/model.py:make")) == {"weight": (2, 3), "bias": (2,)}
+    assert (sys.path, sys.argv) == (before, ["zeroshard", "plan", "--ranks", "8"])
+    assert "model" not in sys.modules
+
+
+def test_what_fails_leaves_no_module_behind(here: Path) -> None:
+    before = set(sys.modules)
+    with pytest.raises(ConfigError):
+        model_shape("program_of_a_test.py:make")
+    assert not {name for name in set(sys.modules) - before if "program_of_a_test" in name}
 
 
 # ---- configurations of Transformers, which need not be installed for this
@@ -233,6 +273,12 @@ def index_of(folder: Path, listed: dict[str, Any]) -> Path:
     path = folder / "model.safetensors.index.json"
     path.write_text(json.dumps({"metadata": {}, "weight_map": listed}))
     return path
+
+
+def test_a_file_without_anything_that_trains(tmp_path: Path) -> None:
+    save_file({"count": torch.zeros(6, dtype=torch.int64)}, str(tmp_path / "it.safetensors"))
+    with pytest.raises(ConfigError, match="it has no parameters"):
+        model_shape(str(tmp_path / "it.safetensors"))
 
 
 def test_an_index_and_its_files(tmp_path: Path) -> None:

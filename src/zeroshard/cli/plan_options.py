@@ -3,7 +3,6 @@
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from ..config import ZeroConfig
 from ..errors import ConfigError, ZeroError
 from ..layout.partition import FlatShards
+from ..planning.code import named
 from ..planning.plan import Plan, plan
 from ..planning.shapes import ModelShape
 from ..planning.usage import Network
@@ -88,16 +88,14 @@ class Wish:
 
 
 def optimizer_class(name: str) -> Any:
-    """`AdamW`, or `package.module:Class`."""
-    place, colon, label = name.rpartition(":")
-    try:
-        found = getattr(import_module(place) if colon else torch.optim, label)
-    except (ImportError, AttributeError) as error:
-        reason = f": {error}" if colon else ""
+    """`AdamW`, `package.module:Class` or `file.py:Class`."""
+    found = named(name, "a class of optimizers") if ":" in name else getattr(torch.optim, name, None)
+    if found is None:
+        alike = [it for it in dir(torch.optim) if it.lower() == name.lower()]
         raise ConfigError(
-            f"--optimizer {name!r} is no class{reason}. Expected one of torch.optim, such as AdamW, {PAIR}, or "
-            "package.module:Class"
-        ) from error
+            f"--optimizer {name!r} is no class of torch.optim, such as {(alike or ['AdamW'])[0]}. Expected one of "
+            f"these, {PAIR}, package.module:Class or file.py:Class"
+        )
     if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer) or found is torch.optim.Optimizer:
         raise ConfigError(f"--optimizer {name!r} is {found!r}: expected a class of optimizers, such as AdamW")
     return found

@@ -71,8 +71,8 @@ class FullySharded:
             in_step=training.temporaries(tensors, fuses=False),
             activations=training.activations,
         )
-        most = sum(elements[spec.index] for spec in trained) * ranks
-        balance = most / max(1, sum(spec.numel for spec in trained))
+        most, mean = sum(elements[it.index] for it in trained), sum(it.numel for it in trained) / ranks
+        balance = most / mean if mean else 1.0
         return Estimate(self.name, ranks, usage, self._traffic(training, ranks), balance)
 
     def _traffic(self, training: Training, ranks: int) -> Traffic:

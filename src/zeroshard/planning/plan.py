@@ -1,8 +1,9 @@
 """`plan`: every way of training, on every number of ranks, side by side."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -16,6 +17,7 @@ from .sharded import ZERO1, ZERO2
 from .training import Training
 from .usage import Estimate, Network
 
+Option = TypeVar("Option", Network, ZeroConfig)
 RANKS = (1, 8, 64, 512)
 PARTS = ("parameters", "gradients", "state", "masters", "total", "buffers", "activations", "peak", "host")
 """Of `Usage`, as programs read them."""
@@ -113,7 +115,7 @@ def plan(
     model: torch.nn.Module | ModelShape,
     optimizer_class: Factory | Sequence[Rule],
     *,
-    ranks: Iterable[int] = RANKS,
+    ranks: int | Iterable[int] = RANKS,
     config: ZeroConfig | None = None,
     memory: float | None = None,
     activations: float = 0,
@@ -130,7 +132,7 @@ def plan(
     Args:
         model: what is to be trained, in the dtype that it is to be trained in.
         optimizer_class: as for `shard`; also a list of `Rule`s.
-        ranks: numbers of them.
+        ranks: a number of them, or several.
         config: as for `shard`. Its `masters` count for all methods, its other options for zeroshard.
         memory: bytes that a GPU has, to say what fits.
         activations: bytes that they take on a rank, which no planner can know.
@@ -139,14 +141,14 @@ def plan(
         shard_within: as for `shard`: rows of so many ranks share the state, and every row has all of it.
         defaults: everything else goes to `optimizer_class`.
     """
-    shape, where = _shape_of(model), (torch.device(device), network or Network(), round(activations), shard_within)
-    training = Training(shape, optimizer_class, defaults, config or ZeroConfig(), *where)
-    numbers = _checked(ranks)
+    where = (torch.device(device), _given("network", network, Network()), _bytes("activations", activations))
+    settings = _given("config", config, ZeroConfig())
+    training = Training(_shape_of(model), optimizer_class, defaults, settings, *where, shard_within)
+    numbers, limit = _checked(ranks), None if memory is None else _bytes("memory", memory)
     training.check()
-    limit = None if memory is None else round(memory)
     estimates = [method.estimate(training, number) for number in numbers for method in METHODS]
-    words = _in_words(shape, training.config)
-    return Plan(shape, training.name, words, tuple(estimates), training.network, limit, shard_within)
+    words = _in_words(training.model, settings)
+    return Plan(training.model, training.name, words, tuple(estimates), training.network, limit, shard_within)
 
 
 def _shape_of(model: Any) -> ModelShape:
@@ -157,8 +159,20 @@ def _shape_of(model: Any) -> ModelShape:
     return ModelShape.of(model)
 
 
-def _checked(ranks: Iterable[int]) -> list[int]:
-    numbers = list(ranks)
+def _given(name: str, value: Any, default: Option) -> Option:
+    if value is not None and not isinstance(value, type(default)):
+        raise TypeError(f"plan({name}=...) takes a {type(default).__name__}, not a {type(value).__name__}")
+    return default if value is None else value
+
+
+def _bytes(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ConfigError(f"plan({name}=...) takes a number of bytes, such as 80e9, not {value!r}")
+    return round(value)
+
+
+def _checked(ranks: Any) -> list[int]:
+    numbers = list(ranks) if isinstance(ranks, Iterable) else [ranks]
     wrong = [it for it in numbers if isinstance(it, bool) or not isinstance(it, int) or it < 1]
     if wrong or not numbers:
         raise ConfigError(f"plan(ranks=...) takes numbers of 1 or more, not {wrong[0] if wrong else 'none'!r}")

@@ -9,6 +9,7 @@ from functools import cached_property
 
 import torch
 
+from ..errors import ConfigError
 from ..layout.specs import ParamSpec
 
 _BLOCK = re.compile(r"^(?:\w+\.)*?(?:\w+_)?\d+(?=\.)")
@@ -42,6 +43,10 @@ class ModelShape:
     name: str
     params: tuple[ParamShape, ...]
     buffers: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.params:
+            raise ConfigError(f"{self.name} has no parameters of floating-point numbers: there is nothing to train")
 
     @classmethod
     def of(cls, module: torch.nn.Module, name: str | None = None) -> "ModelShape":

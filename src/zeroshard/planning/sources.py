@@ -1,14 +1,11 @@
 """Where the shapes of a model come from: code, a configuration, files of weights, a well-known name, a number."""
 
 import re
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
+from .code import ENDINGS, at_home, named
 from .headers import read_file, read_index
 from .presets import PRESETS, preset
 from .shapes import ModelShape, ParamShape
@@ -130,58 +128,23 @@ def _built(transformers: Any, config: Any) -> Any:
 
 
 def _of_code(source: str) -> ModelShape:
-    place, _, name = source.rpartition(":")
-    with _importable():
-        make: Any = _module(place)
-        for part in name.split("."):
-            if not hasattr(make, part):
-                raise ConfigError(f"{place} has no {name!r}: expected a callable that returns a torch.nn.Module")
-            make = getattr(make, part)
-        if not callable(make):
-            raise ConfigError(
-                f"{source} is a {type(make).__name__}: expected a callable that returns a torch.nn.Module"
-            )
-        with torch.device("meta"):
-            made = _called(source, make)
+    make = named(source, "a callable that returns a torch.nn.Module")
+    if not callable(make):
+        raise ConfigError(f"{source} is a {type(make).__name__}: expected a callable that returns a torch.nn.Module")
+    with at_home(source), torch.device("meta"):
+        made = _called(source, make)
     if isinstance(made, ModelShape):
         return made
     if not isinstance(made, torch.nn.Module):
         raise ConfigError(f"{source}() returned a {type(made).__name__}: expected a torch.nn.Module")
-    return ModelShape.of(made, name)
+    return ModelShape.of(made, source.rpartition(":")[2])
 
 
 def _called(source: str, make: Any) -> Any:
     try:
         return make()
-    except Exception as error:
+    except ENDINGS as error:
         raise ConfigError(
             f"{source}() failed on the meta device, without arguments: {type(error).__name__}: {error}. "
             "Give a function that takes none and only makes the model."
         ) from error
-
-
-def _module(place: str) -> Any:
-    try:
-        if not place.endswith(".py"):
-            return import_module(place)
-        spec = spec_from_file_location(Path(place).stem, place)
-        if spec is None or spec.loader is None or not Path(place).is_file():
-            raise ConfigError(f"{place} is no file: expected file.py:callable or package.module:callable")
-        module = module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def _importable() -> Iterator[None]:
-    """The current directory, as for a script in it."""
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)

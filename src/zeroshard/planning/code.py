@@ -1,0 +1,67 @@
+"""What `package.module:name` and `file.py:name` stand for: code of the user's, run as a script next to it would be."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+
+ENDINGS = (Exception, SystemExit)
+"""How such code may end: also as a program does."""
+
+
+def named(source: str, expected: str) -> Any:
+    """What the name stands for. `expected` says, for errors, what it should be."""
+    place, _, name = source.rpartition(":")
+    with at_home(source):
+        found = _module(place)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{place} has no {name!r}: expected {expected}")
+        found = getattr(found, part)
+    return found
+
+
+@contextmanager
+def at_home(source: str) -> Iterator[None]:
+    """The current directory and that of the file can be imported from; words of our own command line are not seen."""
+    place = source.rpartition(":")[0]
+    folders, words = [str(Path.cwd())], sys.argv
+    if place.endswith(".py"):
+        folders.insert(0, str(Path(place).resolve().parent))
+    sys.path[:0], sys.argv = folders, [place]
+    try:
+        yield
+    finally:
+        sys.argv = words
+        for folder in folders:
+            with suppress(ValueError):
+                sys.path.remove(folder)
+
+
+def _module(place: str) -> Any:
+    if place.endswith(".py") and not Path(place).is_file():
+        raise ConfigError(f"{place} is no file: expected file.py:name or package.module:name")
+    try:
+        return _of_file(place) if place.endswith(".py") else import_module(place)
+    except ENDINGS as error:
+        raise ConfigError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _of_file(place: str) -> Any:
+    """Under a name that no other module has, where classes find the module that they are of."""
+    name = f"zeroshard_plans_{Path(place).stem}"
+    spec = spec_from_file_location(name, place)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{place} is no Python file")
+    module = sys.modules[name] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
