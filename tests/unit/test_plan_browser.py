@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from tests.support.plans import ADAMW, EVIL, SGD, small_wish
 from zeroshard.cli import plan_page
 from zeroshard.planning.plan import Plan
+from zeroshard.planning.sources import freeze
 
 playwright: Any = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make browser")
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -167,3 +169,20 @@ def test_it_fits_the_window(browser: Any, file: Path, name: str, width: int, sch
     if folder := os.environ.get("ZEROSHARD_SCREENSHOTS"):
         made.screenshot(path=Path(folder) / f"plan-{name}.png", full_page=True)
     made.close()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_single_number_of_ranks_is_drawn(browser: Any, tmp_path: Path, frozen: bool) -> None:
+    """Also of a model that sends nothing, since nothing in it trains."""
+    path, wish = tmp_path / "plan.html", replace(small_wish(), ranks=[96], shard_within=96)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_page, "WORLDS", WORLDS[:3])
+        patch.setattr(plan_page, "USUAL", ())
+        plan_page.write_page(replace(wish, model=freeze(wish.model, ["*"] if frozen else [])), ADAMW, "fp32", path)
+    page, wrong = browser.new_page(), []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.goto(path.as_uri())
+    assert "NaN" not in page.content()
+    assert page.locator("svg path").count() > 0
+    page.close()
+    assert not wrong

@@ -183,6 +183,9 @@ def test_tables_of_large_numbers_with_all_columns(capsys: pytest.CaptureFixture[
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
     assert "host" in text
+    assert f"for each a rank sends {in_bytes(large.of('zeroshard 2', 2048).copies)} on 2,048 ranks" in " ".join(
+        text.split()
+    )
 
 
 def test_names_do_not_reach_the_terminal_as_commands() -> None:
@@ -222,6 +225,13 @@ def test_the_picture_is_a_png_of_the_expected_size(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().err == f"Written: {target}\n"
 
 
+def test_a_picture_without_an_ending_is_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    assert status_of("plan", "1M", "--ranks", "2", "--picture", tmp_path / "plan") == 0
+    assert capsys.readouterr().err == f"Written: {tmp_path / 'plan.png'}\n"
+    assert [it.name for it in tmp_path.iterdir()] == ["plan.png"]
+
+
 def test_a_picture_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     arguments = ("1M", "--ranks", "1", "--picture")
@@ -233,7 +243,7 @@ def test_a_picture_without_matplotlib(capsys: pytest.CaptureFixture[str], monkey
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "pip install zeroshard[plot]" in refused(capsys, "1M", "--ranks", "1", "--picture", "x.png")
+    assert "pip install 'zeroshard[plot]'" in refused(capsys, "1M", "--ranks", "1", "--picture", "x.png")
 
 
 # ---- what is refused

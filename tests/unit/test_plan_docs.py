@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 
 from tests.support.commands import status_of
+from zeroshard import MasterWeights, ZeroConfig, plan
+from zeroshard.cli.plan_table import show_plan
 from zeroshard.planning.presets import PRESETS
+from zeroshard.planning.sources import model_shape
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
 
@@ -23,6 +29,16 @@ def test_all_options_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch:
     options = {word for word in words if word.startswith("--") and word.lstrip("-") and word != "--help"}
     assert len(options) == 18
     assert [option for option in sorted(options) if f"`{option}" not in PAGE] == []
+
+
+def test_the_case_of_the_paper_is_shown_as_it_is_printed() -> None:
+    command, printed = PAGE.split("## The case of the ZeRO paper")[1].split("```")[1:4:2]
+    assert command == "console\nzeroshard plan 7.5B --optimizer Adam --precision bf16+fp32 --ranks 64\n"
+    model, config = model_shape("7.5B").cast(torch.bfloat16), ZeroConfig(masters=MasterWeights())
+    console = Console(width=95, file=StringIO(), color_system=None)
+    show_plan(plan(model, torch.optim.Adam, ranks=64, config=config), console)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert printed.removeprefix("text\n").splitlines() == lines[: len(printed.splitlines()) - 1]
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,14 @@ def test_numbers_are_those_of_plan(page: str) -> None:
                 assert row["phase"] == expected["peak_phase"]
                 kept = sum(row[name] for name in ("parameters", "gradients", "state", "masters", "on_top", "at_peak"))
                 assert kept == row["peak"]
+
+
+@pytest.mark.parametrize(("row", "worlds"), [(None, [1, 2, 4, 64]), (3, [3, 6, 12]), (32, [32, 64]), (96, [96])])
+def test_numbers_of_ranks_are_whole_rows(monkeypatch: pytest.MonkeyPatch, row: int | None, worlds: list[int]) -> None:
+    monkeypatch.setattr(plan_page, "WORLDS", (1, 2, 4, 64))
+    monkeypatch.setattr(plan_page, "USUAL", ())
+    wish = replace(small_wish(), ranks=worlds[-1:], shard_within=row)
+    assert plan_page.numbers(wish, ADAMW, "fp32")["worlds"] == worlds
 
 
 def test_what_cannot_be_planned_is_left_out_unless_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,15 @@ def test_pictures_are_drawn(made: Report, tmp_path: Path) -> None:
     assert "<svg" in path.read_text(encoding="utf-8")
 
 
+def test_names_of_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    made = report(2, 3, WholeParams())
+    assert made.picture(tmp_path / "x") == tmp_path / "x.png"
+    assert (tmp_path / "x.png").stat().st_size > 1000
+    with pytest.raises(ConfigError, match="could not be written"):
+        made.picture(tmp_path / "x.strange")
+
+
 def test_a_picture_without_matplotlib_says_which_extra(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)

@@ -42,9 +42,10 @@ ROOMS["stepping"] = {"labels", "adapters", "comm", "runtime", "units"}
 ROOMS["stateful"] = {"labels", "state_dicts", "adapters", "comm", "runtime", "state"}
 ROOMS["modes"] = {"comm", "state", "runtime"}
 ROOMS["second_copy"] = {"labels", "notices", "layout", "policies", "comm", "state", "runtime", "units", "errors"}
+ROOMS["pictures"] = {"errors"}
 ROOMS["reporting"] = {
     *("labels", "notices", "layout", "config", "policies", "assembly", "state", "runtime", "second_copy", "units"),
-    "errors",
+    *("pictures", "errors"),
 }
 ROOMS["optimizer"] = set(ROOMS) - {"objects", "rules", "measuring"}
 ROOMS["sharded"] = set(ROOMS) - {"objects", "measuring"}
@@ -63,7 +64,7 @@ ROOMS["running"] = {"replacing"}
 ROOMS["doctor"] = {"__init__", "comm", "layout", "policies", "config", "sharded", "units", "errors"}
 ROOMS["cli"] = {
     *("checkpoint", "planning", "config", "policies", "rules", "layout", "state", "running", "doctor", "units"),
-    "errors",
+    *("pictures", "errors"),
 }
 ROOMS["__main__"] = {"cli", "running", "doctor", "__init__"}
 

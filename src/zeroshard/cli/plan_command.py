@@ -30,7 +30,9 @@ _MODEL = (
 def plan(
     *,
     model: Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)],
-    optimizer: Annotated[str, typer.Option(help="of torch.optim, package.module:Class, or muon+adamw")] = "AdamW",
+    optimizer: Annotated[
+        str, typer.Option(help="of torch.optim, package.module:Class, file.py:Class, or muon+adamw")
+    ] = "AdamW",
     options: Annotated[str | None, typer.Option(help="of the optimizer: lr=1e-3,momentum=0.9")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16, bf16+fp32: with masters in fp32")] = None,
     ranks: Annotated[str, typer.Option(help="8,64,512; 1-4096 are powers of two")] = "1,8,64,512",
@@ -72,12 +74,11 @@ def _answer(
         typer.echo(json.dumps(found.as_dict(), indent=2))
     else:
         show_plan(found, Console() if sys.stdout.isatty() else Console(width=_WIDTH))
-    if picture is not None:
-        draw(found, picture)
+    drawn = None if picture is None else draw(found, picture)
     if html is not None:
         with Console(stderr=True).status("The page has numbers for many choices: half a minute"):
             write_page(wish, optimizer, precision, html)
-    for file in filter(None, (picture, html)):
+    for file in filter(None, (drawn, html)):
         typer.echo(f"Written: {printable(str(file))}", err=True)
 
 

@@ -57,7 +57,7 @@ def page(wish: Wish, optimizer: Optimizer, precision: str | None) -> str:
 def numbers(wish: Wish, optimizer: Optimizer, precision: str | None) -> dict[str, Any]:
     """All that the page shows. A usual class that cannot be planned for this model is left out."""
     row = wish.shard_within or 1
-    worlds = sorted({*(it for it in WORLDS if it % row == 0), *wish.ranks})
+    worlds = sorted({*(row * it for it in WORLDS if row * it <= WORLDS[-1]), *wish.ranks})
     plans: dict[str, dict[str, Plan]] = {}
     for kind in _optimizers(optimizer):
         try:

@@ -1,10 +1,9 @@
 """A plan as a picture: a panel a number of ranks, a bar a method, and a line where the memory ends."""
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..pictures import new_figure, save
 from ..planning.plan import Plan
 from .plan_quantities import in_bytes
 from .plan_words import COLOURS, at_the_peak, unit_of
@@ -13,14 +12,10 @@ from .show import printable
 _DPI = 150
 
 
-def draw(plan: Plan, target: Path) -> None:
-    """A PNG, or what the ending of the name says."""
-    try:
-        made: Any = import_module("matplotlib.figure").Figure
-    except ImportError as error:
-        raise ConfigError("--picture needs matplotlib: pip install zeroshard[plot]") from error
+def draw(plan: Plan, target: Path) -> Path:
+    """The file that was written."""
     numbers = sorted({it.ranks for it in plan})
-    figure = made(figsize=(10, 1.3 + 1.55 * len(numbers)), dpi=_DPI, layout="constrained")
+    figure = new_figure("--picture", figsize=(10, 1.3 + 1.55 * len(numbers)), dpi=_DPI)
     panels = figure.subplots(len(numbers), 1, sharex=True, squeeze=False)[:, 0]
     unit = unit_of(plan)
     for panel, number in zip(panels, numbers, strict=True):
@@ -30,10 +25,7 @@ def draw(plan: Plan, target: Path) -> None:
     figure.suptitle(f"{name}: {plan.model.elements:,} parameters, {plan.optimizer}, {plan.precision}", fontsize=12)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
-    try:
-        figure.savefig(target)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{target} could not be written: {error}") from error
+    return save(figure, target)
 
 
 def _fill(panel: Any, plan: Plan, number: int, unit: tuple[str, float]) -> None:

@@ -11,7 +11,7 @@ from rich.text import Text
 from ..planning.plan import Plan
 from ..planning.usage import Estimate
 from .plan_quantities import in_bytes, in_seconds
-from .plan_words import COLOURS, PHASES, assumed, at_the_peak, headline, not_counted, unit_of, what_fits
+from .plan_words import COLOURS, PHASES, assumed, at_the_peak, copies, headline, not_counted, unit_of, what_fits
 from .show import printable
 
 _WIDE = 140
@@ -36,7 +36,7 @@ def show_plan(plan: Plan, console: Console) -> None:
     console.print(_table(plan, unit, wide))
     if wide:
         console.print(_legend(plan))
-    for sentence in (what_fits(plan), assumed(plan), not_counted(plan)):
+    for sentence in (what_fits(plan), copies(plan), assumed(plan), not_counted(plan)):
         if sentence:
             console.print(Text(sentence, style="bold" if sentence.startswith("With") else "dim"))
 

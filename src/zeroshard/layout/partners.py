@@ -1,6 +1,6 @@
 """Which rank keeps the second copy of which: one in another failure domain, wherever there is one."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 
 
@@ -29,6 +29,14 @@ def keepers(domains: Sequence[Hashable]) -> list[int]:
 def wards(keepers: Sequence[int], rank: int) -> list[int]:
     """The other ranks whose copies a rank keeps."""
     return [other for other, keeper in enumerate(keepers) if keeper == rank != other]
+
+
+def most_shares(ranks: int, apart: int | None) -> int:
+    """How many shares a rank holds at most, its own among them. `apart` consecutive ranks fail together; None is
+    unknown, and then each keeps one for another."""
+    found = keepers([rank // (apart or 1) for rank in range(ranks)])
+    kept = Counter(keeper for rank, keeper in enumerate(found) if keeper != rank)
+    return 1 + max(kept.values(), default=0)
 
 
 def _around(ring: Sequence[int], steps: int) -> list[int]:

@@ -7,6 +7,7 @@ from itertools import chain, groupby
 import torch
 
 from ..layout.layout import Bucket, Layout, Piece
+from ..layout.partners import most_shares
 from ..layout.specs import ParamSpec
 from ..policies import KeepFull, KeepShard, Retention, sum_dtype
 from ..units import Rank
@@ -48,9 +49,12 @@ class _Share:
         self._balance = max(states) * ranks / sum(states) if any(states) else 1.0
 
     def estimate(self, name: str) -> Estimate:
-        usage, share = self._usage(), self._copied_share() if self._training.config.second_copy else 0
-        usage = replace(usage, host=usage.host + 4 * share)  # its own and its partner's, of this copy and the next
-        return Estimate(name, self._layout.world_size * self._rows, usage, self._traffic(), self._balance, share)
+        policy, ranks = self._training.config.second_copy, self._layout.world_size * self._rows
+        share = self._copied_share() if policy else 0
+        held = most_shares(ranks, policy.apart) if policy else 0
+        usage = self._usage()
+        usage = replace(usage, host=usage.host + 2 * held * share)  # of this copy and of the next, which is under way
+        return Estimate(name, ranks, usage, self._traffic(), self._balance, share if ranks > 1 else 0)
 
     def _copied_share(self) -> int:
         """What a second copy has of this rank: state, and parameters in the precision of their update."""

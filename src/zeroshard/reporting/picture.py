@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
 from ..labels import Label
+from ..pictures import new_figure, save
 from ..units import MIB
 from .text import count, in_bytes, in_seconds
 from .values import BucketShare, Facts
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 """Of Okabe and Ito: told apart by those who see few colours, too."""
+_DPI = 120
 MOST_BUCKETS = 16
 MOST_SLICES = 256
 MOST_NAMED = 16
@@ -19,28 +20,16 @@ MOST_NAMED = 16
 
 
 def draw(facts: Facts, path: Path) -> Path:
-    figures = _matplotlib()
     buckets = _chosen(facts.buckets)
     rows = max(len(facts.times.parts), len(facts.memory) + 1, 3)
     tall = 1.6 + 0.34 * len(buckets)
-    figure = figures(figsize=(12, tall + 1.6 + 0.3 * rows), layout="constrained")
+    figure = new_figure("picture()", figsize=(12, tall + 1.6 + 0.3 * rows), dpi=_DPI)
     upper, lower = figure.subfigures(2, 1, height_ratios=(tall, 1.6 + 0.3 * rows))
     _draw_owners(upper.subplots(), facts, buckets)
     memory, times = lower.subplots(1, 2, width_ratios=(1, 1.6))
     _draw_memory(memory, facts, rows)
     _draw_times(times, facts, rows)
-    figure.savefig(path, dpi=120)
-    return path
-
-
-def _matplotlib() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "picture() draws with matplotlib, which is not installed: pip install 'zeroshard[plot]'"
-        ) from error
-    return Figure
+    return save(figure, path)
 
 
 def _chosen(buckets: list[BucketShare]) -> list[BucketShare | None]:

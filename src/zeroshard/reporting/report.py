@@ -21,5 +21,8 @@ class Report(Facts):
         return written(self)
 
     def picture(self, path: str | os.PathLike[str]) -> Path:
-        """Draw it into a file; the ending says which kind, as `.png` or `.svg`. Needs matplotlib: `zeroshard[plot]`."""
+        """Draw it into a file, and return its path. The ending says which kind, as `.svg`; without one it is a PNG.
+
+        Needs matplotlib: `zeroshard[plot]`.
+        """
         return draw(self, Path(path))
