@@ -34,7 +34,7 @@ from .sharded import ShardedOptimizer, shard
 if TYPE_CHECKING:
     from . import checkpoint
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"
 
 __all__ = [
     "BindingError",

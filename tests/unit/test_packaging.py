@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from email.message import Message
 from importlib import metadata
@@ -103,8 +104,7 @@ def test_torch_is_all_that_it_needs(installed: Path, torch_alone: Path, tmp_path
 
 
 def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
+    names = names_in(wheel)
     folder = f"zeroshard-{zeroshard.__version__}.dist-info"
     assert {name.partition("/")[0] for name in names} == {"zeroshard", folder}
     sources = {it.relative_to(ROOT / "src").as_posix() for it in (ROOT / "src").rglob("*.py")}
@@ -112,10 +112,53 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     assert f"{folder}/licenses/LICENSE" in names
 
 
-def test_the_sdist_has_all_that_makes_and_tests_it(dist: Path) -> None:
-    (file,) = dist.glob("*.tar.gz")
+@pytest.fixture(scope="module")
+def sdist(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Unpacked."""
+    (file,), folder = dist.glob("*.tar.gz"), tmp_path_factory.mktemp("sdist")
     with tarfile.open(file) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
+        archive.extractall(folder, filter="data")
+    (unpacked,) = folder.iterdir()
+    return unpacked
+
+
+@pytest.mark.parametrize("source", ["wheel", "sdist"])
+@pytest.mark.timeout(300)
+def test_an_empty_environment_has_it_and_its_command(
+    wheel: Path, sdist: Path, torch_alone: Path, tmp_path: Path, source: str
+) -> None:
+    """With torch and nothing else. An sdist is made a wheel there, as pip does."""
+    if source == "sdist":
+        done = run("-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path, cwd=sdist)
+        assert done.returncode == 0, done.stderr
+        (made,) = tmp_path.glob("*.whl")
+        assert names_in(made) == names_in(wheel)
+        wheel = made
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    words = [python, "-m", "pip", "install", "--quiet", "--no-index", "--disable-pip-version-check", "--no-deps", wheel]
+    (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    (site / "torch_alone.pth").write_text(f"{torch_alone}\n")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run(words, cwd=tmp_path, env=env, check=True)
+    said = {
+        word: subprocess.run(
+            [python.with_name("zeroshard"), word], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
+        for word in ("--version", "--help")
+    }
+    assert said["--version"].stdout.split()[1] == zeroshard.__version__
+    assert said["--help"].returncode == 1
+    assert "pip install zeroshard[cli]" in said["--help"].stderr
+
+
+def names_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_the_sdist_has_all_that_makes_and_tests_it(sdist: Path) -> None:
+    names = {it.relative_to(sdist).as_posix() for it in sdist.rglob("*")}
     wanted = {"pyproject.toml", "LICENSE", "README.md", "Makefile", "mkdocs.yml", "src/zeroshard/py.typed"}
     wanted |= {"docs/index.md", "docs/hooks.py", "examples/demo.py", "benchmarks/peers.py", "tests/conftest.py"}
     assert wanted <= names
@@ -169,8 +212,8 @@ def test_the_command_is_installed(installed: Path) -> None:
     assert "zeroshard = zeroshard.__main__:main" in file.read_text(encoding="utf-8")
 
 
-def test_the_changelog_begins_with_this_version_or_what_is_to_come() -> None:
+def test_the_changelog_begins_with_this_version_or_if_it_is_none_yet_with_what_is_to_come() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     heading, first = re.findall(r"^## \[(.*?)\].*\n+(.*)", text, re.MULTILINE)[0]
-    assert heading in ("Unreleased", zeroshard.__version__)
+    assert heading == ("Unreleased" if "dev" in zeroshard.__version__ else zeroshard.__version__)
     assert first.startswith("### "), "it says what has changed"
