@@ -57,7 +57,7 @@ fuzz: $(READY)
 # The page of `zeroshard plan --html` in chromium, which must be there: apt-get install chromium, or brew install chromium.
 browser: $(READY)
 	$(PY) -m pip install --quiet --disable-pip-version-check "playwright>=1.49"
-	$(PY) -m pytest tests/unit/test_plan_browser.py
+	ZEROSHARD_BROWSER=1 $(PY) -m pytest tests/unit/test_plan_browser.py
 
 # Writes docs/optimizers.md anew: about a minute.
 table: $(READY)

@@ -48,7 +48,8 @@ def _run_script(script: str, arguments: list[str]) -> int:
         with io.open_code(os.path.abspath(script)) as file:
             source = file.read()
     except OSError as error:
-        sys.stderr.write(f"{script} cannot be run: {error.strerror}\n")
+        hint = f": try {os.path.join(script, '__main__.py')}" if os.path.isdir(script) else ""
+        sys.stderr.write(f"{script} cannot be run: {error.strerror}{hint}\n")
         return 2
     replace_torch()
     sys.argv[:] = [script, *arguments]

@@ -120,3 +120,5 @@ def test_a_script_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtur
     missing = str(tmp_path / "missing.py")
     assert running.main([missing]) == 2
     assert capsys.readouterr() == ("", f"{missing} cannot be run: No such file or directory\n")
+    assert running.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"{tmp_path} cannot be run: Is a directory: try {tmp_path / '__main__.py'}\n"

@@ -58,7 +58,10 @@ class Report:
             self._headline(),
             _versions(self.checkup.facts[0]),
             *_titled("ranks", _ranks(self.checkup)),
-            *_titled("collectives, as the slowest rank has timed them (medians)", _collectives(self.checkup)),
+            *_titled(
+                "collectives, as the slowest rank has timed them (a few bytes: the quickest; else medians)",
+                _collectives(self.checkup),
+            ),
             *_titled("sharded steps", _trial(self.checkup)),
             *_titled("findings", _findings(self.findings)),
             *_titled("advice", [self.advice.call, *(f"- {reason}" for reason in self.advice.reasons)]),

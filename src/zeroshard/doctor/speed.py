@@ -31,8 +31,10 @@ def speed_of(device: torch.device) -> Speed:
     return Speed(2 * size**3 / multiply, 2 * nbytes / copy)
 
 
-def timed(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The median of seconds, after one that does not count."""
+def timed(
+    call: Callable[[], object], device: torch.device, repeats: int, of: Callable[[list[float]], float] = median
+) -> float:
+    """Seconds: the median, or what `of` makes of them, after one that does not count."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -40,4 +42,4 @@ def timed(call: Callable[[], object], device: torch.device, repeats: int) -> flo
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
-    return median(times[1:])
+    return of(times[1:])
