@@ -79,7 +79,7 @@ $(PEERS): $(READY)
 	touch $(PEERS)
 
 bench: $(PEERS)
-	status=0; for part in dropin checkpoint muon mesh scaling peers; do $(PY) benchmarks/$$part.py || status=1; done; exit $$status
+	status=0; for part in dropin checkpoint muon mesh scaling labels peers; do $(PY) benchmarks/$$part.py || status=1; done; exit $$status
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis site dist
