@@ -57,7 +57,7 @@ def _rows() -> list[Row]:
 
 
 def _iterate(params: list[nn.Parameter], optimizer: Any) -> None:
-    torch.autograd.backward(torch.cat(params).sum())
+    torch.autograd.backward(torch.cat([*params]).sum())
     optimizer.step()
     optimizer.zero_grad()
 

@@ -20,11 +20,14 @@ from tests.support import RankContext
 
 
 @contextmanager
-def accelerated(context: RankContext) -> Iterator[None]:
-    """As torchrun has its processes find their place. Accelerate keeps it, for the life of a process."""
-    place = {"RANK": context.rank, "LOCAL_RANK": context.rank, "WORLD_SIZE": context.world_size}
+def accelerated(context: RankContext, *, cpu: bool = True) -> Iterator[None]:
+    """As torchrun has its processes find their place. Accelerate keeps it, for the life of a process.
+
+    On a GPU it finds none, and is alone: where there are others, it waits for them as only NCCL does, not gloo.
+    """
+    place = {"RANK": context.rank, "LOCAL_RANK": context.rank, "WORLD_SIZE": context.world_size} if cpu else {}
     before = dict(os.environ)
-    os.environ.update({**{key: str(value) for key, value in place.items()}, "ACCELERATE_USE_CPU": "true"})
+    os.environ.update({key: str(value) for key, value in place.items()}, ACCELERATE_USE_CPU=str(cpu).lower())
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", OMP_NUM_THREADS="1")
     _forget()
     try:
@@ -85,4 +88,4 @@ class Loop:
 
 
 def accelerator(kind: type[accelerate.Accelerator], **options: Any) -> accelerate.Accelerator:
-    return kind(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True), **options)
+    return kind(dataloader_config=DataLoaderConfiguration(split_batches=True), **{"cpu": True, **options})

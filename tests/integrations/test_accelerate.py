@@ -154,10 +154,13 @@ def test_two_optimizers_in_one_pass_with_a_group_each(context: RankContext) -> N
         assert torch.equal(ours, theirs)
 
 
-def train(context: RankContext, folder: Path, first: int, last: int, plain: bool) -> list[Any]:
+def train(
+    context: RankContext, folder: Path, first: int, last: int, plain: bool, *, cpu: bool = True, precision: str = "no"
+) -> list[Any]:
     """Epochs `first` to `last`, from what is there of the one before."""
-    with accelerated(context):
-        loop = Loop(accelerator(accelerate.Accelerator if plain else Accelerator), context.rank, 0.5)
+    kind = accelerate.Accelerator if plain else Accelerator
+    with accelerated(context, cpu=cpu):
+        loop = Loop(accelerator(kind, cpu=cpu, mixed_precision=precision), context.rank, 0.5)
         if first > 1:
             loop.accelerator.load_state(str(folder / f"epoch {first - 1}"))
         for number in range(first, last + 1):
@@ -183,6 +186,23 @@ def test_who_is_stopped_goes_on_at_another_number_of_ranks(rank_pool: RankPool, 
     assert_same(third[0], plain[0])
     assert_same(run(3, "plain", 3, 3)[0], plain[0])  # from what Accelerate itself has saved
     assert not list((tmp_path / "stopped" / "epoch 1").glob("*.safetensors")), "nothing was written as a whole"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
+@ranks(1)
+def test_on_a_gpu(context: RankContext, tmp_path: Path, precision: str) -> None:
+    """Stopped and gone on, beside Accelerate's own without a stop."""
+
+    def run(first: int, last: int, plain: bool = False) -> list[Any]:
+        folder = tmp_path / ("plain" if plain else "ours")
+        return train(context, folder, first, last, plain, cpu=False, precision=precision)
+
+    plain, first, second = run(1, 2, plain=True), run(1, 1), run(2, 2)
+    assert {value.device.type for value in second[0].values()} == {"cuda"}
+    assert_same(second[0], plain[0])
+    assert first[2] + second[2] == plain[2]
+    assert first[1] + second[1] == pytest.approx(plain[1], rel=1e-4)
 
 
 @ranks(1, 2)

@@ -157,6 +157,32 @@ def test_who_is_stopped_goes_on_at_another_number_of_ranks(rank_pool: RankPool, 
         assert_alike(moved[1], plain[1][8:])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@ranks(1)
+def test_on_a_gpu(context: RankContext, tmp_path: Path, precision: str) -> None:
+    """Stopped and gone on, beside the plain Trainer without a stop."""
+    mixed = {} if precision == "fp32" else {precision: True}
+
+    def run(kind: type[transformers.Trainer], steps: int, resume: Any = None) -> tuple[dict[str, Any], list[float]]:
+        options = {"use_cpu": False, "save_strategy": "steps", "save_steps": 4, **mixed}
+        with accelerated(context, cpu=False):
+            model = gpt(0)
+            args = arguments(context, tmp_path / kind.__module__, max_steps=steps, **options)
+            args.lr_scheduler_type = transformers.SchedulerType.CONSTANT_WITH_WARMUP  # which knows no last step
+            args._n_gpu = 1  # also where there are more
+            logs = trained(kind, args, model, resume)
+        return dict(model.named_parameters()), [step["loss"] for step in logs]
+
+    plain, expected = run(transformers.Trainer, 8)
+    _, first = run(Trainer, 4)
+    ours, second = run(Trainer, 8, resume=True)
+    assert {value.device.type for value in ours.values()} == {"cuda"}
+    assert first + second == pytest.approx(expected, rel=1e-4 if precision == "fp32" else 1e-2)
+    if precision == "fp32":
+        assert_same(without_noise(ours), without_noise(plain))
+
+
 @ranks(1, 2)
 def test_a_checkpoint_without_the_folder_of_the_state_is_refused(context: RankContext, tmp_path: Path) -> None:
     def train(steps: int, resume: str | None = None) -> None:

@@ -136,7 +136,17 @@ def test_an_empty_environment_has_it_and_its_command(
         wheel = made
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
-    words = [python, "-m", "pip", "install", "--quiet", "--no-index", "--disable-pip-version-check", "--no-deps", wheel]
+    words = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--disable-pip-version-check",
+        "--no-deps",
+        str(wheel),
+    ]
     (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
     (site / "torch_alone.pth").write_text(f"{torch_alone}\n")
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

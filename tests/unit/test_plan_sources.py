@@ -187,19 +187,33 @@ def test_what_fails_leaves_no_module_behind(here: Path) -> None:
 # ---- configurations of Transformers, which need not be installed for this
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, **classes: Any) -> list[str]:
+class Pretended:
+    """In the place of transformers.PreTrainedModel."""
+
+    config_class: Any = None
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, *fails: str) -> list[str]:
     """A package that makes `small` models; which of its classes were asked."""
     asked: list[str] = []
 
-    def made(name: str, fails: bool) -> Any:
-        def from_config(config: Any) -> nn.Module:
-            assert config.width == 5
+    def made(name: str) -> Any:
+        def from_config(config: Any, *, attn_implementation: str, trust_remote_code: bool) -> nn.Module:
+            assert (config.width, attn_implementation, trust_remote_code) == (5, "eager", False)
             asked.append(name)
-            if fails:
+            if name in fails:
                 raise ValueError("not of this kind")
             return small()
 
         return SimpleNamespace(from_config=from_config)
+
+    def named(name: str, kind: type) -> type:
+        def build(config: Any, *, attn_implementation: str) -> nn.Module:
+            assert (config.width, attn_implementation) == (5, "eager")
+            asked.append(name)
+            return small()
+
+        return type(name, (Pretended,), {"config_class": kind, "_from_config": staticmethod(build)})
 
     def from_pretrained(path: str, *, local_files_only: bool, trust_remote_code: bool) -> Any:
         assert (local_files_only, trust_remote_code) == (True, False)
@@ -207,8 +221,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **classes: Any) -> list[str]:
 
     package: Any = ModuleType("transformers")
     package.AutoConfig = SimpleNamespace(from_pretrained=from_pretrained)
-    package.AutoModelForCausalLM = made("causal", classes.get("causal_fails", False))
-    package.AutoModel = made("plain", classes.get("plain_fails", False))
+    package.AutoModelForCausalLM = made("causal")
+    package.AutoModelForSeq2SeqLM = made("seq2seq")
+    package.AutoModel = made("plain")
+    package.PreTrainedModel = Pretended
+    package.Sorter, package.Other = named("Sorter", SimpleNamespace), named("Other", int)
     monkeypatch.setitem(sys.modules, "transformers", package)
     return asked
 
@@ -221,15 +238,27 @@ def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_dir
     assert (found.name, found.elements, asked) == (tmp_path.name, 30, ["causal"])
 
 
-def test_a_configuration_of_a_model_that_writes_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = pretend(monkeypatch, causal_fails=True)
-    (tmp_path / "config.json").write_text('{"width": 5}')
+@pytest.mark.parametrize("name", ["Sorter", "Other", "AutoModel", "PreTrainedModel", "json", "NoSuchModel", None, 3])
+def test_a_configuration_names_its_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any) -> None:
+    """Which counts if it is a model of the package's own, for configurations of this kind."""
+    asked = pretend(monkeypatch)
+    (tmp_path / "config.json").write_text(json.dumps({"width": 5, "architectures": name and [name]}))
     assert model_shape(str(tmp_path)).elements == 30
-    assert asked == ["causal", "plain"]
+    assert asked == ["Sorter" if name == "Sorter" else "causal"]
+
+
+@pytest.mark.parametrize(("both", "first"), [(True, "seq2seq"), (False, "causal")])
+def test_a_configuration_of_a_model_that_writes_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, both: bool, first: str
+) -> None:
+    asked = pretend(monkeypatch, first)
+    (tmp_path / "config.json").write_text(json.dumps({"width": 5, "is_encoder_decoder": both}))
+    assert model_shape(str(tmp_path)).elements == 30
+    assert asked == [first, "plain"]
 
 
 def test_a_configuration_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, causal_fails=True, plain_fails=True)
+    pretend(monkeypatch, "causal", "plain")
     (tmp_path / "config.json").write_text('{"width": 5}')
     with pytest.raises(ConfigError, match="describes no model"):
         model_shape(str(tmp_path))

@@ -118,10 +118,26 @@ def _of_transformers(path: Path) -> ModelShape:
 
 
 def _built(transformers: Any, config: Any) -> Any:
+    # A configuration may ask for a kernel for attention, which would be fetched and run. Parameters are the same.
+    plain: dict[str, Any] = {"attn_implementation": "eager"}
+    if kind := _class_of(transformers, config):
+        return kind._from_config(config, **plain)
+    # Of an encoder and a decoder some have a class for the decoder alone, which would be taken for all of it.
+    both = getattr(config, "is_encoder_decoder", False)
+    writer = transformers.AutoModelForSeq2SeqLM if both else transformers.AutoModelForCausalLM
+    plain["trust_remote_code"] = False  # left out, the terminal is asked whether to run code that comes with it
     try:
-        return transformers.AutoModelForCausalLM.from_config(config)
+        return writer.from_config(config, **plain)
     except ValueError:  # not one that writes text
-        return transformers.AutoModel.from_config(config)
+        return transformers.AutoModel.from_config(config, **plain)
+
+
+def _class_of(transformers: Any, config: Any) -> Any:
+    """The class that the configuration names, if it is one of transformers' models for such a configuration."""
+    names = getattr(config, "architectures", None) or [None]
+    found: Any = getattr(transformers, str(names[0]), None)
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    return found if is_model and isinstance(config, found.config_class or ()) else None
 
 
 # ---- code
