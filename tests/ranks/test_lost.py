@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import pickle
+import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.support import RankContext, ranks
 from zeroshard import FlatShards, RankLostError, ZeroConfig, shard
@@ -107,21 +109,43 @@ def test_who_evaluates_alone_is_told_how(ctx: RankContext) -> None:
     dist.barrier()
 
 
+class Unsteady:
+    """A store that answers so many times, and then hangs or is gone."""
+
+    def __init__(self, answers: int, *, hangs: bool) -> None:
+        self._answers, self._hangs, self._store = answers, hangs, _get_default_store()
+        self.over = threading.Event()
+
+    def append(self, key: str, value: str) -> None:
+        self._store.append(key, value)  # type: ignore[attr-defined]
+
+    def get(self, key: str) -> bytes:
+        self._answers -= 1
+        if self._answers < 0 and self._hangs:
+            self.over.wait()
+        if self._answers < 0:
+            raise ConnectionError("the store is gone")
+        return self._store.get(key)
+
+
 @ranks(3)
-def test_a_store_that_does_not_answer_keeps_nobody_waiting(ctx: RankContext) -> None:
-    comm = a_comm()
-    if ctx.rank == LOST:
-        comm.group.line.hang_up()
-        return
-
-    def unreachable() -> Any:
-        raise ConnectionError("the store is gone")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(words, "_store", unreachable)
-        error = lost_in(comm)
-    assert LOST in error.gone
-    assert f"\nrank {ctx.rank}: " in str(error)
+def test_a_store_that_does_not_answer_keeps_nobody_waiting_and_accuses_nobody(ctx: RankContext) -> None:
+    for answers, hangs in ((0, False), (0, True), (1, False)):
+        comm, store = a_comm(), Unsteady(answers, hangs=hangs)
+        dist.barrier()
+        if ctx.rank == LOST:
+            comm.group.line.hang_up()
+            continue
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(words, "_store", lambda it=store: it)
+            with pytest.raises(RankLostError) as caught:
+                comm.maximum([0])
+            store.over.set()
+        error = caught.value
+        assert (error.failed, error.gone, error.silent) == ((), (), ()), "ranks that live have hung up, too"
+        assert str(error).startswith("the store of the job does not answer")
+        assert re.search(rf"closed are connections to ranks? [\d, ]*\b{LOST}\b", str(error))
+        assert re.search(rf"\nranks? [\d, ]*\b{ctx.rank}\b", str(error)), "what this rank knows itself"
 
 
 @ranks(2)
