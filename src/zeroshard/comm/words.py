@@ -130,5 +130,5 @@ def _in_time(seconds: float, action: Callable[[], object]) -> None:
 
     thread = threading.Thread(target=attempt, name="zeroshard-words", daemon=True)
     thread.start()
-    wait_at_exit_for(thread)
+    wait_at_exit_for(thread, ANSWER)
     thread.join(seconds)
