@@ -21,6 +21,7 @@ from zeroshard import FlatShards, RankLostError, ZeroConfig, shard
 from zeroshard.comm import words
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.group import Group
+from zeroshard.units import name_ranks
 
 LOST = 1
 """The rank that is lost."""
@@ -84,6 +85,9 @@ def test_a_rank_that_does_not_come_is_silent(ctx: RankContext) -> None:
         dist.barrier()
         error = lost_in(comm)
         assert (error.gone, error.silent) == ((), ()), "all others have left a word"
+        others = [rank for rank in range(ctx.world_size) if rank != LOST]
+        told = f"{name_ranks(others)} of {ctx.world_size} waited for this rank in vain: stopped, stuck"
+        assert str(error).startswith(told), "what the others have said of it"
         assert "the end of step 3, 2 steps done" in str(error)
         assert "no answer within the timeout of the process group" in str(error)
         return

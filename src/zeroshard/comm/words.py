@@ -40,6 +40,8 @@ class Words:
         self._word, self._key = f"{place}: {error}"[:_LONGEST], f"zeroshard/lost/{group.group_name}"
         self._heard: dict[int, str] = {self._me: self._word}
         self._failed = {self._me: error[:_LONGEST]} if own else {}
+        self._missed_by: set[int] = set()
+        """Ranks that have given up waiting for this one."""
         self._is_told = False
         """The store has answered to the end: whoever was not heard has said nothing."""
 
@@ -56,7 +58,7 @@ class Words:
         silent = [rank for rank in missing if rank not in self._closed]
         parts = _failures(self._failed, self._size)
         if is_told:
-            parts += _losses(gone, silent, self._size)
+            parts += [*_losses(gone, silent, self._size), *self._missed()]
         else:
             parts += self._unknown(missing, gone)
             gone = silent = []
@@ -82,17 +84,24 @@ class Words:
                 break
             time.sleep(pause)
         self._is_told = True
+        if missing:  # who was only stopped shall know when it wakes up
+            self._say(missed=missing)
 
-    def _hear(self, rank: int, word: str = "", error: str = "", closed: Ranks = ()) -> None:
+    def _hear(self, rank: int, word: str = "", error: str = "", closed: Ranks = (), missed: Ranks = ()) -> None:
         self._heard |= {rank: word} if word else {}
         self._failed |= {rank: error} if error else {}
         self._closed.update(closed)
+        self._missed_by.update([rank] if self._me in missed else [])
 
     def _unknown(self, missing: Ranks, closed: Ranks) -> list[str]:
         """A closed connection alone says little: ranks that live have hung up, too."""
         whose = f"; closed are connections to {name_ranks(closed)}, which ended, or live and hung up" if closed else ""
         where = "the store of the job does not answer (rank 0 serves it, unless torchrun or you do)"
         return [f"{where}, so nothing is known of {name_ranks(missing)} of {self._size}{whose}"] if missing else []
+
+    def _missed(self) -> list[str]:
+        by = sorted(self._missed_by)
+        return [f"{name_ranks(by)} of {self._size} waited for this rank in vain: {_WHY_SILENT}"] if by else []
 
     def _told(self) -> list[str]:
         """What this rank says first, and what several say once."""
