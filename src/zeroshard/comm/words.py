@@ -22,7 +22,7 @@ ANSWER = 1.0
 """Seconds that the store has to answer: whoever serves it may be the one that is gone."""
 _WHY_SILENT = "stopped, stuck, cut off, or busy with something else"
 _SHOWN = 8
-_LONGEST = 400
+_LONGEST = 600
 
 Ranks = Sequence[int]
 
