@@ -30,6 +30,7 @@ QUICK = [
     (Kind.RAISES, Place.GATHER, "shard"),
     (Kind.RAISES, Place.CONSOLIDATION, "shard"),
     (Kind.MISSHAPEN, Place.REDUCTION, "shard"),
+    (Kind.MISSHAPEN, Place.LOAD, "shard"),
     (Kind.SLOW, Place.GATHER, "overlapped"),
 ]
 
@@ -53,6 +54,8 @@ def drawn(kind: Kind, place: Place, mode: str, turn: int) -> Fault:
 def test_a_fault(matrix: Matrix, kind: Kind, place: Place, mode: str) -> None:
     outcome = matrix.inject(drawn(kind, place, mode, 0), mode)
     assert outcome.restarted or kind in (Kind.RAISES, Kind.MISSHAPEN, Kind.SLOW), "a job cannot go on without a rank"
+    if kind is Kind.MISSHAPEN:
+        assert not outcome.restarted, "all were told, and could go on"
 
 
 @pytest.mark.timeout(120 + 60 * ROUNDS * len(cells()))

@@ -218,7 +218,7 @@ def _insist(work: _Work, tell: Callable[..., None]) -> None:
     """Begin anew from the last checkpoint after what all ranks have been told of: once."""
     try:
         work.run()
-    except (ZeroError, InjectedError, RuntimeError) as error:
+    except (ZeroError, InjectedError, RuntimeError, ValueError) as error:
         if isinstance(error, RankLostError) or work.is_users_own:
             raise
         tell("error", error=error)
@@ -246,6 +246,8 @@ class _Work:
             self._train(forward, optimizer, step)
             trap.step = step = step + 1
             if step == CONSOLIDATED:
+                if trap.misshapes(Place.CONSOLIDATION):
+                    trap.inner.spoil()
                 optimizer.full_state_dict(to=0)
             if step % SAVED_EVERY == 0:
                 checkpoint.save(post.folder, step=step, model=model, optimizer=optimizer, keep=2).wait()
@@ -273,10 +275,16 @@ class _Work:
 def _fragile(trap: Trap) -> type[torch.optim.Optimizer]:
     class Fragile(torch.optim.AdamW):
         def step(self, *arguments: Any, **options: Any) -> Any:
-            if trap.is_armed and trap.spring(Place.INNER_STEP):
-                state = next(iter(self.state.values()))
-                state["exp_avg"] = state["exp_avg"][1:]
+            if trap.is_armed:
+                trap.inner = self
+                if trap.spring(Place.INNER_STEP):
+                    self.spoil()
             return super().step(*arguments, **options)
+
+        def spoil(self) -> None:
+            """State that has a wrong shape."""
+            state = next(iter(self.state.values()))
+            state["exp_avg"] = state["exp_avg"][1:]
 
     return Fragile
 
