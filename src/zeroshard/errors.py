@@ -49,6 +49,7 @@ class RankLostError(ZeroError, RuntimeError):
     failed: ranks that have said by which error of their own they ended.
     gone: ranks that have no connection any more and have left no word.
     silent: ranks that have a connection, or had one until time was up, and have not said a word.
+    Both are empty where the store through which ranks hear of each other does not answer: nothing is known then.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ import pytest
 from tests.support.fault_matrix import Matrix, Outcome, cells
 from tests.support.fault_page import keep_outcomes
 from tests.support.faults import Fault, Kind, Place
-from tests.support.jobs import STEPS
+from tests.support.jobs import STEPS, STORE_ON_RANK_0
 
 ROUNDS = int(os.environ.get("ZEROSHARD_FAULTS", "0"))
 AT_ONCE = max(1, (os.cpu_count() or 2) // 2)
@@ -24,10 +24,13 @@ QUICK = [
     (Kind.KILLED, Place.BACKWARD, "hybrid"),
     (Kind.KILLED, Place.BACKWARD, "overlapped"),
     (Kind.STOPPED, Place.BACKWARD, "shard"),
+    (Kind.KILLED, Place.BACKWARD, STORE_ON_RANK_0),
+    (Kind.STOPPED, Place.INNER_STEP, STORE_ON_RANK_0),
     (Kind.CUT, Place.REDUCTION, "shard"),
     (Kind.RAISES, Place.GATHER, "shard"),
     (Kind.RAISES, Place.CONSOLIDATION, "shard"),
     (Kind.MISSHAPEN, Place.REDUCTION, "shard"),
+    (Kind.MISSHAPEN, Place.LOAD, "shard"),
     (Kind.SLOW, Place.GATHER, "overlapped"),
 ]
 
@@ -42,7 +45,8 @@ def drawn(kind: Kind, place: Place, mode: str, turn: int) -> Fault:
     draw = random.Random(f"{kind} {place} {mode} {turn}")
     steps = range(2 if place is Place.CONSOLIDATION else STEPS - 1)
     ranks = range(2 if (place, mode) == (Place.CONSOLIDATION, "hybrid") else 4)  # other rows have nothing to send
-    return Fault(kind, place, draw.choice(ranks), draw.choice(steps))
+    rank, step = draw.choice(ranks), draw.choice(steps)
+    return Fault(kind, place, 0 if mode == STORE_ON_RANK_0 else rank, step)
 
 
 @pytest.mark.timeout(180)
@@ -50,6 +54,8 @@ def drawn(kind: Kind, place: Place, mode: str, turn: int) -> Fault:
 def test_a_fault(matrix: Matrix, kind: Kind, place: Place, mode: str) -> None:
     outcome = matrix.inject(drawn(kind, place, mode, 0), mode)
     assert outcome.restarted or kind in (Kind.RAISES, Kind.MISSHAPEN, Kind.SLOW), "a job cannot go on without a rank"
+    if kind is Kind.MISSHAPEN:
+        assert not outcome.restarted, "all were told, and could go on"
 
 
 @pytest.mark.timeout(120 + 60 * ROUNDS * len(cells()))

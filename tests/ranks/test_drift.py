@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -163,6 +164,39 @@ def test_a_step_finds_it_before_it_updates(ctx: RankContext) -> None:
         assert "Load the last checkpoint" in str(caught.value)
         assert_same([it.tolist() for it in values_of(model)], [it.tolist() for it in before])
         assert_same(optimizer.full_state_dict(), state)
+
+
+@ranks(2, 3, 4)
+def test_with_a_look_at_every_step_no_lost_bit_gets_by(ctx: RankContext) -> None:
+    draw = random.Random(11)
+    for config in (ZERO2, ZERO1, replace(ZERO2, overlap_gather=True)) * 6:
+        lose_a_bit(ctx, replace(config, drift=EACH), draw)
+
+
+def lose_a_bit(ctx: RankContext, config: ZeroConfig, draw: random.Random) -> None:
+    """In any step, on any rank, its own slice or another's; before the forward pass, or after gradients were made."""
+    model, optimizer = sharded(config, mlp)
+    name, param = draw.choice(list(named(model).items()))
+    rank, element, bit = draw.randrange(ctx.world_size), draw.randrange(param.numel()), draw.randrange(32)
+    moment = (draw.randrange(1, 5), draw.choice(["before", "after"]))
+
+    def train() -> None:
+        for step in range(1, 5):
+            for part in ("before", "after"):
+                optimizer.wait()
+                if (step, part) == moment and ctx.rank == rank:
+                    flip(param, element, bit)
+                if part == "before":
+                    torch.autograd.backward(regression(model, step))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(DriftError) as caught:
+        train()
+    index = next(spec.index for spec in optimizer.layout.params if spec.name == name)
+    is_owners = rank in owners(optimizer, index, memory_place(param, element))
+    wrong = 1 - rank if ctx.world_size == 2 and is_owners else rank
+    assert (caught.value.step, caught.value.ranks, caught.value.params) == (moment[0], (wrong,), (name,))
 
 
 @ranks(3, 4)
@@ -391,6 +425,30 @@ def test_what_fails_on_one_rank_is_raised_on_all(ctx: RankContext) -> None:
         with pytest.raises(MemoryError if ctx.rank else RankFailedError, match="nothing left"):
             optimizer.check_drift()
     optimizer.check_drift()
+
+
+@ranks(2, 3)
+def test_what_fails_on_one_rank_in_the_search_is_raised_on_all(ctx: RankContext) -> None:
+    """While ranks look for the parameters that differ, and for the pieces of one."""
+    right = Checksums.total
+    model, optimizer = dropped_in(make=small_model)
+    if ctx.rank == 0:
+        flip(model[0].weight, 1, 2)
+    for failing in (2, 2 + len(list(model.parameters()))):
+        calls = count(1)
+
+        def total(self: Checksums, tensors: Any, calls: Any = calls, failing: int = failing) -> int:
+            if next(calls) == failing:
+                raise MemoryError("nothing left")
+            return right(self, tensors)
+
+        with pytest.MonkeyPatch.context() as patch:
+            if ctx.rank == 1:
+                patch.setattr(Checksums, "total", total)
+            with pytest.raises(MemoryError if ctx.rank == 1 else RankFailedError, match="nothing left"):
+                optimizer.check_drift()
+    with pytest.raises(DriftError):
+        optimizer.check_drift()
 
 
 @ranks(2)

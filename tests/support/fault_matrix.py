@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from tests.support.faults import Fault, Kind, Place
-from tests.support.jobs import MODES, SAVED_EVERY, Told, run_job
+from tests.support.jobs import MODES, SAVED_EVERY, STORE_ON_RANK_0, Told, run_job
 from tests.support.store import open_store
 
 RANKS = 4
@@ -20,6 +21,8 @@ SHORT = 5.0
 """The same where a rank is stopped, which is known by waiting only."""
 MARGIN = 15.0
 """Seconds that a busy machine may add. A rank that hangs would take longer."""
+ENDING = 7.0
+"""Seconds in which processes end once all of them have raised: as a rule one, if the store hangs. They took 10 then."""
 _FATAL = (Kind.KILLED, Kind.STOPPED, Kind.CUT)
 
 
@@ -59,6 +62,8 @@ class Matrix:
         if fault.kind in _FATAL:
             _require_names(told, fault, mode)
         seconds = max((news[0].time - told.fired for news in errors if news), default=0.0)
+        raised = max((news[-1].time for news in errors if news), default=told.ended)
+        assert fault.kind not in _FATAL or told.ended - raised < ENDING, "ranks that have raised do not end"
         assert seconds < (SHORT + MARGIN if fault.kind is Kind.STOPPED else TIMEOUT)
         saw = tuple(sorted({news[0].text.partition(":")[0] for news in errors if news}))
         return Outcome(fault, mode, saw, seconds, restarted=not told.is_done)
@@ -97,9 +102,18 @@ def _require_names(told: Told, fault: Fault, mode: str) -> None:
     lost = [text for text in texts if text.startswith("RankLostError")]
     assert mode == "drop-in" or len(lost) == len(texts), f"a rank was not told who is missing: {texts}"
     named = re.compile(rf"ranks? [\d, ]*\b{fault.rank}\b[\d, ]* of")
+    if mode == STORE_ON_RANK_0 and fault.kind in (Kind.KILLED, Kind.STOPPED):
+        _require_no_verdict(told, texts)
+        return
     told_of = [text for text in lost if named.search(text.partition("\n")[0])]
     if fault.kind is not Kind.CUT:  # in which all ranks are there
         assert len(told_of) == len(lost), f"the missing rank is not named: {texts}"
+
+
+def _require_no_verdict(told: Told, texts: Sequence[str]) -> None:
+    """Ranks that cannot hear of each other say so, and take nobody for lost."""
+    assert all("the store of the job does not answer" in text for text in texts), texts
+    assert not [it for news in told.news for it in news if it.lost], f"ranks that live are taken for lost: {texts}"
 
 
 def cells() -> list[tuple[Kind, Place, str]]:

@@ -6,17 +6,18 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zeroshard import assembly
 from zeroshard.checkpoint import reading, writing
-from zeroshard.runtime import param_sync, slots
+from zeroshard.runtime import param_sync, slots, store
 from zeroshard.state import exchange
 
 SLOW = 0.7
@@ -65,6 +66,8 @@ class Trap:
         self._store_port, self._tell = store_port, tell
         self.step = 0
         self.is_armed = self.has_fired = False
+        self.inner: Any = None
+        """The optimizer that made the last step here."""
 
     def set(self) -> None:
         """Into the code that all ranks go through. The process is not used for anything else afterwards."""
@@ -109,13 +112,16 @@ class Trap:
         original = getattr(owner, name)
 
         def trapped(*arguments: Any, **options: Any) -> Any:
-            if self.spring(place):
-                arguments = tuple(_misshapen(it) if isinstance(it, torch.Tensor) else it for it in arguments)
-                if not any(isinstance(it, torch.Tensor) for it in arguments):
-                    raise RuntimeError("shape mismatch, on purpose")
+            if self._can_act(arguments) and self.spring(place):
+                arguments = tuple(_misshapen(it) if isinstance(it, _SPOILED) else it for it in arguments)
             return original(*arguments, **options)
 
         setattr(owner, name, trapped)
+
+    def _can_act(self, arguments: Sequence[Any]) -> bool:
+        """A wrong shape needs something that has one."""
+        is_shape = self._fault is not None and self._fault.kind is Kind.MISSHAPEN
+        return not is_shape or any(isinstance(it, _SPOILED) for it in arguments)
 
     def _cut_connections(self) -> None:
         """All to other ranks, and not those to the store."""
@@ -125,6 +131,15 @@ class Trap:
                     end.shutdown(socket.SHUT_RDWR)
 
 
-def _misshapen(tensor: torch.Tensor) -> torch.Tensor:
-    """One element too few."""
-    return tensor.reshape(-1)[1:]
+_SPOILED = (torch.Tensor, reading.Located, store.Shipment)
+
+
+def _misshapen(value: Any) -> Any:
+    """One element too few: of a tensor, of what a file has, of a parameter that another rank sends."""
+    if isinstance(value, reading.Located):
+        return value._replace(like=value.like[1:] if value.like.dim() else value.like.reshape(1))
+    if isinstance(value, store.Shipment):
+        parcel: Any = next(it for it in value.parcels if it.owner != dist.get_rank())
+        parcel._params = [_misshapen(parcel._params[0].detach()), *parcel._params[1:]]
+        return value
+    return value.reshape(-1)[1:]

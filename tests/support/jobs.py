@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import handle  # what the server has loaded before it forks
 from tests.support.faults import Fault, InjectedError, Kind, Place, Trap
-from tests.support.store import connect_store
+from tests.support.store import connect_store, open_store
 from zeroshard import (
     Drift,
     FlatShards,
@@ -68,12 +69,13 @@ class Post(NamedTuple):
 
 class News(NamedTuple):
     """From a rank, with the time, which is the same clock for all: "began", "saved" or "done" with a step, "fired",
-    "error" with what it is."""
+    "error" with what it is, and with the ranks that it says are lost."""
 
     what: str
     time: float
     step: int = 0
     text: str = ""
+    lost: tuple[int, ...] = ()
 
 
 class Told(NamedTuple):
@@ -83,6 +85,8 @@ class Told(NamedTuple):
     """By rank."""
     stuck: list[int]
     """Ranks that had neither ended nor finished in time."""
+    ended: float
+    """When the last rank that was not stopped had ended."""
 
     def of(self, rank: int, what: str) -> list[News]:
         return [it for it in self.news[rank] if it.what == what]
@@ -133,6 +137,7 @@ def run_job(
         deadline = time.monotonic() + LONG
         stopped = {fault.rank} if fault is not None and fault.kind is Kind.STOPPED else set()
         _join([it for rank, it in enumerate(ranks) if rank not in stopped], deadline)
+        ended = time.monotonic()
         for rank in stopped:
             with suppress(ProcessLookupError):
                 os.kill(ranks[rank].pid or 0, signal.SIGCONT)
@@ -142,7 +147,7 @@ def run_job(
         for process in ranks:
             process.kill()
             process.join()
-    return Told([_news(end) for end in ends], stuck)
+    return Told([_news(end) for end in ends], stuck, ended)
 
 
 def _join(processes: list[Any], deadline: float) -> None:
@@ -163,44 +168,60 @@ def _news(end: Connection[None, News]) -> list[News]:
 
 
 def _play(end: Connection[News, None], post: Post) -> None:
-    def tell(what: str, step: int = 0, text: str = "") -> None:
-        end.send(News(what, time.monotonic(), step, text))
+    def tell(what: str, step: int = 0, text: str = "", error: BaseException | None = None) -> None:
+        text = text if error is None else f"{type(error).__name__}: {error}"
+        lost = error.gone + error.silent if isinstance(error, RankLostError) else ()
+        end.send(News(what, time.monotonic(), step, text, lost))
 
-    _prepare(post)
+    store = _prepare(post)
     trap = Trap(post.fault, post.rank, post.port, lambda: tell("fired"))
     trap.set()
     try:
         _insist(_Work(post, trap, tell), tell)
         status = 0
     except BaseException as error:
-        tell("error", text=f"{type(error).__name__}: {error}")
+        tell("error", error=error)
         sys.excepthook(type(error), error, None)  # as where a script ends by it
         status = 1
     atexit._run_exitfuncs()
+    del store
     os._exit(status)
 
 
-def _prepare(post: Post) -> None:
+def _prepare(post: Post) -> TCPStore:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     sys.excepthook = lambda *_: None  # errors are told, not printed
     torch.set_num_threads(1)
+    store = connect_store(post.port)
+    if post.mode == STORE_ON_RANK_0:
+        store = _served_by_rank_0(post, store)
     dist.init_process_group(
         "gloo",
-        store=PrefixStore(post.run, connect_store(post.port)),
+        store=PrefixStore(post.run, store),
         rank=post.rank,
         world_size=post.world_size,
         timeout=timedelta(seconds=post.timeout),
     )
+    return store
+
+
+def _served_by_rank_0(post: Post, outside: TCPStore) -> TCPStore:
+    """One that ends with it, as where torchrun does not serve it."""
+    if post.rank == 0:
+        store = open_store()
+        outside.set(f"{post.run}/port", str(store.port))
+        return store
+    return connect_store(int(outside.get(f"{post.run}/port")))
 
 
 def _insist(work: _Work, tell: Callable[..., None]) -> None:
     """Begin anew from the last checkpoint after what all ranks have been told of: once."""
     try:
         work.run()
-    except (ZeroError, InjectedError, RuntimeError) as error:
+    except (ZeroError, InjectedError, RuntimeError, ValueError) as error:
         if isinstance(error, RankLostError) or work.is_users_own:
             raise
-        tell("error", text=f"{type(error).__name__}: {error}")
+        tell("error", error=error)
         work.run()
 
 
@@ -225,6 +246,8 @@ class _Work:
             self._train(forward, optimizer, step)
             trap.step = step = step + 1
             if step == CONSOLIDATED:
+                if trap.misshapes(Place.CONSOLIDATION):
+                    trap.inner.spoil()
                 optimizer.full_state_dict(to=0)
             if step % SAVED_EVERY == 0:
                 checkpoint.save(post.folder, step=step, model=model, optimizer=optimizer, keep=2).wait()
@@ -252,10 +275,16 @@ class _Work:
 def _fragile(trap: Trap) -> type[torch.optim.Optimizer]:
     class Fragile(torch.optim.AdamW):
         def step(self, *arguments: Any, **options: Any) -> Any:
-            if trap.is_armed and trap.spring(Place.INNER_STEP):
-                state = next(iter(self.state.values()))
-                state["exp_avg"] = state["exp_avg"][1:]
+            if trap.is_armed:
+                trap.inner = self
+                if trap.spring(Place.INNER_STEP):
+                    self.spoil()
             return super().step(*arguments, **options)
+
+        def spoil(self) -> None:
+            """State that has a wrong shape."""
+            state = next(iter(self.state.values()))
+            state["exp_avg"] = state["exp_avg"][1:]
 
     return Fragile
 
@@ -272,6 +301,7 @@ def _digest(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> str:
 
 LOOKING: dict[str, Any] = {"second_copy": SecondCopy(every=2), "drift": Drift(), "nonfinite": NonFinite("skip")}
 """With all that looks, and copies, in between."""
+STORE_ON_RANK_0 = "store on rank 0"
 Made = tuple[Callable[[torch.Tensor], torch.Tensor], ZeroRedundancyOptimizer]
 
 
@@ -292,4 +322,5 @@ MODES: dict[str, Callable[[nn.Module, Any], Made]] = {
     "overlapped": lambda model, kind: _sharded(model, kind, overlap_gather=True, **LOOKING),
     "hybrid": lambda model, kind: _sharded(model, kind, shard_within=2),
     "drop-in": _drop_in,
+    STORE_ON_RANK_0: _sharded,
 }

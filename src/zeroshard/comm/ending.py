@@ -11,10 +11,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 RECEIVING = 10.0
-"""Seconds that are left to what is still received: until the other ranks have ended, as a rule."""
+"""Seconds that are left to all that is still received: until the other ranks have ended, as a rule."""
 LETTING_GO = 0.1
 """Seconds in which torch's own threads let go of the tensors of the last collective, which takes the interpreter. They
 live on where a group was destroyed and somebody still refers to it."""
@@ -26,7 +26,7 @@ class Connected(Protocol):
 
 is_ending = threading.Event()
 """Others may have ended before, and nobody is left to be told of it."""
-_threads: WeakSet[threading.Thread] = WeakSet()
+_threads: WeakKeyDictionary[threading.Thread, float] = WeakKeyDictionary()
 _lines: WeakSet[Connected] = WeakSet()
 
 
@@ -37,8 +37,9 @@ def end_in_order() -> None:
     sys.excepthook = partial(_tell, sys.excepthook)
 
 
-def wait_at_exit_for(thread: threading.Thread) -> None:
-    _threads.add(thread)
+def wait_at_exit_for(thread: threading.Thread, seconds: float = RECEIVING) -> None:
+    """For so long at most. All are waited for at once."""
+    _threads[thread] = seconds
 
 
 def tell_at_exit(line: Connected) -> None:
@@ -56,7 +57,7 @@ def _tell(then: Callable[..., object], kind: type[BaseException], error: BaseExc
 
 def _let_threads_end() -> None:
     is_ending.set()
-    for thread in list(_threads):
-        if thread.is_alive():
-            thread.join(RECEIVING)
+    start = time.monotonic()
+    for thread, seconds in list(_threads.items()):
+        thread.join(max(0.0, start + seconds - time.monotonic()))
     time.sleep(LETTING_GO)

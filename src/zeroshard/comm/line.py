@@ -10,11 +10,11 @@ Hazard: gloo tells of a lost connection only those that wait for that very rank;
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakMethod, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,7 @@ class Line:
     def __init__(self, *process_groups: dist.ProcessGroup) -> None:
         """The first of them is that of all ranks; none for a process that is part of no job."""
         self._place: str | Callable[[], str] = "finding each other"
+        self._more: list[WeakMethod[Callable[[], str]]] = []
         self._steps = 0
         self._ranks = [ref(group) for group in process_groups[:1]]
         self._groups = WeakSet(process_groups)
@@ -55,6 +56,10 @@ class Line:
     def at(self, place: str | Callable[[], str], steps: int | None = None) -> None:
         """Says what is waited for next, and how many steps have been made."""
         self._place, self._steps = place, self._steps if steps is None else steps
+
+    def ask(self, more: Callable[[], str]) -> None:
+        """A method that is asked, when ranks are lost, what this one waits for besides: "" if for nothing."""
+        self._more = [*(it for it in self._more if it() is not None), WeakMethod(more)]
 
     def add(self, process_group: dist.ProcessGroup) -> None:
         """One more in which these ranks, or some of them, talk."""
@@ -132,6 +137,9 @@ class Line:
 
     def _where(self, group: dist.ProcessGroup) -> str:
         place = self._place if isinstance(self._place, str) else self._place()
+        for asked in self._more:
+            with suppress(Exception):  # a help in an error, never another error
+                place += f"; {more}" if (it := asked()) is not None and (more := it()) else ""
         recorded = last_message(group)
         return f"{place}, {self._steps} steps done" + (f" (torch's flight recorder: {recorded})" if recorded else "")
 

@@ -5,12 +5,12 @@ parameters, then for the pieces of them, and then tell each other what they have
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, NoReturn
 
 import torch
 
-from ..comm.agreement import Trouble, compare, fingerprint, raise_failure
+from ..comm.agreement import Proposal, Trouble, agreed, compare, fingerprint, raise_failure
 from ..comm.collectives import Comm
 from ..errors import DriftError
 from ..layout.layout import Layout, Piece
@@ -38,7 +38,7 @@ def require_equal_params(
     if verdict.trouble:
         raise_failure(comm, call, failure)
     if not verdict.same_plan:
-        _Search(comm, layout, params, sums).tell(call, step)
+        _Search(comm, layout, params, sums, call).tell(step)
 
 
 class Finding(NamedTuple):
@@ -55,21 +55,21 @@ class Finding(NamedTuple):
 class _Search:
     """Ranks differ: where? Every method is called on all of them."""
 
-    def __init__(self, comm: Comm, layout: Layout, params: Sequence[torch.Tensor], sums: Checksums) -> None:
-        self._comm, self._layout, self._params, self._sums = comm, layout, params, sums
+    def __init__(self, comm: Comm, layout: Layout, params: Sequence[torch.Tensor], sums: Checksums, call: str) -> None:
+        self._comm, self._layout, self._params, self._sums, self._call = comm, layout, params, sums, call
 
-    def tell(self, call: str, step: int | None) -> NoReturn:
-        differing = self._differing([self._mark(param) for param in self._params])
+    def tell(self, step: int | None) -> NoReturn:
+        differing = self._differing(self._marks(lambda: self._params))
         findings = [self._look_at(param) for param in differing[:_MOST_SHOWN]]
         names = tuple(self._layout.params[param].name or f"parameter {param}" for param in differing)
         wrong = tuple(sorted({rank for finding in findings for rank in finding.wrong}))
         text = self._in_words(findings, len(differing)) if findings else _GONE
-        raise DriftError(f"{call}: {text}", step=step, ranks=wrong, params=names)
+        raise DriftError(f"{self._call}: {text}", step=step, ranks=wrong, params=names)
 
     def _look_at(self, param: int) -> Finding:
         """What ranks have of its first pieces that differ."""
         pieces = self._layout.pieces_of_param(param)
-        marks = [self._mark(self._part(piece)) for piece in pieces]
+        marks = self._marks(lambda: map(self._part, pieces))
         chosen = self._differing(marks)[:_MOST_SHOWN]
         mine = [f"{marks[i]:x}{'*' * (pieces[i].owner == self._comm.group.rank)}" for i in chosen]
         stated = [text.split() for text in self._comm.everyone.share(" ".join(mine), most=256)]
@@ -87,8 +87,13 @@ class _Search:
             found += [start + i for i in range(len(some)) if most[2 * i] != -most[2 * i + 1]]
         return found
 
-    def _mark(self, tensor: torch.Tensor) -> int:
-        return fingerprint(_as_bytes(self._sums.total([tensor])))
+    def _marks(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> list[int]:
+        """What this rank has of each. What fails on one rank, for want of memory, is raised on all."""
+
+        def propose() -> Proposal[list[int]]:
+            return Proposal([fingerprint(_as_bytes(self._sums.total([it]))) for it in tensors()])
+
+        return agreed(self._comm, f"looking for differences in {self._call}", propose)
 
     def _part(self, piece: Piece) -> torch.Tensor:
         spec, param = self._layout.params[piece.param], self._params[piece.param].detach()

@@ -6,7 +6,6 @@ catches up in `settle`, with zeros for what it lacks. So no rank relies on anoth
 others there only when much is under way, and not for long.
 
 A large gradient is copied into its bucket as soon as it is there, and freed; small ones together when the bucket goes.
-
 What is in `param.grad` in `settle` and has not travelled yet (it came too late, or from `no_sync`) goes along then.
 
 A rank that fails stops sending, and keeps quiet about it until `settle`. There it sends zeros for what others wait for,
@@ -35,7 +34,7 @@ from .grads import Gradients
 from .packing import Grads, Pool
 from .rounds import Rounds
 from .sent import CHANGED_AFTER_SCALING, SentGrads
-from .slots import Sending, Slot, Target
+from .slots import Sending, Slot, Target, name_missing
 
 _GRAD = attrgetter("grad")
 
@@ -79,6 +78,7 @@ class GradSync(Gradients):
         """All ranks had sent as much when they last settled."""
         self._failure: Exception | None = None
         """What this rank alone knows of, until gradients are settled."""
+        comm.group.line.ask(self._missing)
 
     def extend(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
         super().extend(layout, params)
@@ -375,12 +375,15 @@ class GradSync(Gradients):
         slot.holds = True
 
     def _take_in(self) -> None:
-        sending = self._under_way.popleft()
         try:
-            with self._comm.clock.part(Label.RECEIVE, sending.slot.bucket):
-                self._receive(sending)
+            with self._comm.clock.part(Label.RECEIVE, self._under_way[0].slot.bucket):
+                self._receive(self._under_way[0])
         except Exception as failure:
             self._fail(failure)
+        self._under_way.popleft()
+
+    def _missing(self) -> str:
+        return name_missing(self._under_way, self._rounds.sent, self._layout)
 
     @torch.no_grad()
     def _receive(self, sending: Sending) -> None:
