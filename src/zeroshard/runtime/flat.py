@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain, compress
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 
 from ..comm.agreement import compare, raise_failure
 from ..comm.collectives import Comm
+from ..errors import BindingError
 from ..labels import Label
 from ..layout.layout import Bucket, Layout, Piece
 from ..policies import MasterWeights, Offload
@@ -171,6 +172,8 @@ class FlatEngine(Engine):
         put_back = super().kept(groups)
 
         def put_all_back() -> None:
+            with suppress(BindingError):  # all that can be is where it belongs
+                self.bind_anew()
             put_back()
             self.memory.after_update(self.segments)
 
@@ -179,7 +182,15 @@ class FlatEngine(Engine):
     def switch(self, groups: Sequence[ParamGroup], mode: str) -> None:
         self.memory.before_update(self.params)
         super().switch(groups, mode)
+        self.bind_anew()
         self.memory.after_update(self.segments)
+
+    def bind_anew(self) -> None:
+        """What inner optimizers have put elsewhere (`param.data = ...`) is in the shards. State that rests in host
+        memory has its own time for it."""
+        with ExitStack() as each:  # also where one fails
+            for part in self.parts if self._offloading is None else ():
+                each.callback(part.holdings.bind_anew)
 
     def spread(self) -> Callable[[], None]:
         self.send(b"\1" * len(self.params))
@@ -364,12 +375,15 @@ class _Update:
 
     def end(self) -> None:
         """Also after an update that failed."""
-        self._write_back()
-        self._empty()
+        with ExitStack() as each:
+            each.callback(self._empty)
+            each.callback(self._write_back)
 
     def _write_back(self) -> None:
-        segments = self._engine.segments
-        self._engine.memory.after_update(it for it in segments if self.moving[it.pieces[0].param])
+        moved = (it for it in self._engine.segments if self.moving[it.pieces[0].param])
+        with ExitStack() as each:
+            each.callback(self._engine.memory.after_update, moved)
+            each.callback(self._engine.bind_anew)
 
     def _empty(self) -> None:
         for segment in self._engine.segments:
