@@ -138,6 +138,9 @@ class FlatEngine(Engine):
                 undo.callback(part.load(saved, self.layout.params, adopt=adopt))
             return undo.pop_all().close
 
+    def kept_doubts(self) -> Callable[[], None]:
+        return self._rows.kept()
+
     def inner_of(self, index: int) -> ShardOptimizer:
         return self.parts[self._part_of(index)].inner
 

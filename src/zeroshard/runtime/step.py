@@ -140,6 +140,10 @@ class Engine(ABC):
     def load(self, saved: SavedState, *, adopt: bool = False) -> Callable[[], None]:
         """Take this rank's part of it; returns how to undo it. `adopt`: its tensors are given away."""
 
+    def kept_doubts(self) -> Callable[[], None]:
+        """How to doubt again what is doubted now: a load ends that, also one that puts back what was there before."""
+        return lambda: None
+
     @abstractmethod
     def part(self, index: int) -> CutTensor:
         """What this rank owns of a parameter, where it lies, with the parameters `at_rest`; perhaps nothing."""
