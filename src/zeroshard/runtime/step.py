@@ -262,7 +262,7 @@ def _numbers(value: Any) -> Iterable[float]:
     """Those in an option. To read a tensor on a GPU would be to wait for it."""
     if isinstance(value, (int, float)):
         return (value,)
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return chain.from_iterable(map(_numbers, value))
     is_near = isinstance(value, torch.Tensor) and value.device.type == "cpu"
     return (value.item(),) if is_near and value.numel() == 1 and not value.is_complex() else ()
