@@ -215,25 +215,28 @@ class FlatEngine(Engine):
     def clear_grads(self, *, to_none: bool) -> None:
         self.grads.clear(to_none=to_none)
 
-    def settle(self, call: str, groups: Sequence[ParamGroup]) -> bytes:
-        """All gradients are where they belong; a flag for each parameter that has one. Raises on all ranks alike."""
-        with self.comm.clock.part(Label.SETTLE):
-            return self._settle(call, groups)
+    def settle(self, call: str, groups: Sequence[ParamGroup], given: Callable[[], list[str]] = list) -> bytes:
+        """All gradients are where they belong; a flag for each parameter that has one. Raises on all ranks alike.
 
-    def _settle(self, call: str, groups: Sequence[ParamGroup]) -> bytes:
+        `given` reads arguments of the call, which must be the same on all ranks: it may raise.
+        """
+        with self.comm.clock.part(Label.SETTLE):
+            return self._settle(call, groups, given)
+
+    def _settle(self, call: str, groups: Sequence[ParamGroup], given: Callable[[], list[str]]) -> bytes:
         self.sync.finish()
-        attempt = Attempt()
+        attempt, arguments = Attempt(), list[str]()
+        attempt.require(lambda: arguments.extend(given()))
         attempt.require(lambda: self.check_groups(groups))
         attempt.require(lambda: self.store.refresh(shapes=not self.reduces))
         attempt.require(lambda: self._rows.require_equal_state(self.steps + 1))
         # Hazard: a rank that alone has called `ddp_hook()` would settle by other messages than the rest.
         stated = f"{call}, with gradients of {self.grads.origin}"
-        verdict = compare(
-            self.comm, stated, self.grads.statement(), attempt.trouble, options=self._hyper_parameters(groups)
-        )
+        options = self._hyper_parameters(groups) + "\n".join(arguments).encode()
+        verdict = compare(self.comm, stated, self.grads.statement(), attempt.trouble, options=options)
         if verdict.trouble:
             raise_failure(self.comm, call, attempt.failure)
-        self._require_same_options(call, verdict, groups)
+        self._require_same_options(call, verdict, groups, arguments)
         if self._rows.in_doubt:
             self.check_drift(call, self.steps + 1)
             self._rows.in_doubt = False

@@ -253,9 +253,11 @@ class Engine(ABC):
                     found.extend(_numbers(value))
         return array("d", found).tobytes()
 
-    def _require_same_options(self, call: str, verdict: Verdict, groups: Sequence[ParamGroup]) -> None:
+    def _require_same_options(
+        self, call: str, verdict: Verdict, groups: Sequence[ParamGroup], arguments: Sequence[str] = ()
+    ) -> None:
         if not verdict.same_options and not verdict.trouble:
-            raise_first_difference(self.comm, call, describe_groups(groups))
+            raise_first_difference(self.comm, call, [*arguments, *describe_groups(groups)])
 
 
 def _numbers(value: Any) -> Iterable[float]:
