@@ -122,6 +122,14 @@ class GradSync(Gradients):
         if self._rounds.fills_by(index):
             self._send_full()
 
+    def note_handed_over(self, indices: Sequence[int]) -> None:
+        """What was given to `ready` is in `param.grad` as it was: whoever writes there from now on is heard."""
+        with self._lock:
+            for index in indices:
+                grad = self._params[index].grad
+                if grad is not None and self._offered.pop(index, None) is None:
+                    self._sent.note(index, grad)
+
     @torch.no_grad()
     def _put_in(self, index: int) -> None:
         param = self._params[index]
