@@ -37,7 +37,7 @@ from zeroshard import (
     shard,
 )
 from zeroshard.labels import PREFIX, Label
-from zeroshard.runtime import grad_sync
+from zeroshard.runtime import under_way
 
 PAGE = Path(__file__).parents[2] / "docs" / "profiling.md"
 
@@ -222,7 +222,7 @@ def test_times_of_the_last_step_are_kept(ctx: RankContext) -> None:
     clock = optimizer.engine.comm.clock
     assert clock.last.step == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grad_sync, "PATIENCE", 30.0)
+        patch.setattr(under_way, "PATIENCE", 30.0)
         for number in range(3):
             torch.autograd.backward(regression(model, number))
             torch.autograd.backward(regression(model, number))

@@ -36,7 +36,7 @@ from zeroshard import (
     shard,
 )
 from zeroshard.layout import partition
-from zeroshard.runtime import grad_sync
+from zeroshard.runtime import under_way
 
 
 class Shared(SGD):
@@ -209,7 +209,7 @@ def test_whole_matrices_travel_while_backward_runs(ctx: RankContext) -> None:
     """The matrices of the last layers are on their way before the first layer's gradient is there."""
     sent: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grad_sync, "PATIENCE", 30.0)
+        patch.setattr(under_way, "PATIENCE", 30.0)
         patch.setattr(partition, "default_bucket_bytes", lambda *_: 300)  # two matrices
         model = seeded(stairs)
         zero = shard(model, Muon, **MUON)

@@ -20,7 +20,7 @@ from tests.support.traffic import recorded
 from zeroshard import FlatShards, RankFailedError, ZeroConfig, ZeroRedundancyOptimizer
 from zeroshard.comm import pairs
 from zeroshard.comm.ways import add_in_order
-from zeroshard.runtime import grad_sync
+from zeroshard.runtime import grad_sync, under_way
 from zeroshard.runtime.packing import Pool
 from zeroshard.runtime.slots import Slot
 
@@ -171,7 +171,7 @@ def test_slices_that_cannot_be_added_up(ctx: RankContext, config: ZeroConfig, wh
     assert len(twins.zero.layout.buckets) == 5
     for patience in (0.0, 1.0):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(grad_sync, "PATIENCE", patience)
+            patch.setattr(under_way, "PATIENCE", patience)
             twins.train(1)
             with spoiled_sums(ctx, which):
                 twins.sides[0].backward(7)

@@ -15,9 +15,9 @@ from tests.support import RankContext, ranks
 from tests.support.overlap import mlp, regression
 from tests.support.sharded import seeded
 from zeroshard import FlatShards, ZeroConfig, shard
-from zeroshard.runtime import grad_sync
-from zeroshard.runtime.grad_sync import CROWD, GradSync
+from zeroshard.runtime import grad_sync, under_way
 from zeroshard.runtime.slots import Slot
+from zeroshard.runtime.under_way import CROWD, Receive, UnderWay
 
 ONE, FEW = ZeroConfig(), ZeroConfig(partition=FlatShards(bucket_bytes=400))
 """One bucket for all parameters, and one for a few of them."""
@@ -94,15 +94,15 @@ def test_clearing_in_the_middle_of_a_pass(ctx: RankContext, to_none: bool) -> No
 def test_few_buckets_are_under_way_at_a_time(ctx: RankContext) -> None:
     """Ranks that keep pace wait for each other, here as long as it takes, before more is sent."""
     most: list[int] = []
-    take_in = GradSync._take_in_what_came
+    take_in = UnderWay.take_in_what_came
 
-    def watched(self: GradSync) -> None:
-        most.append(len(self._under_way))
-        take_in(self)
+    def watched(self: UnderWay, receive: Receive) -> None:
+        most.append(len(self))
+        take_in(self, receive)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grad_sync, "PATIENCE", 30.0)
-        patch.setattr(GradSync, "_take_in_what_came", watched)
+        patch.setattr(under_way, "PATIENCE", 30.0)
+        patch.setattr(UnderWay, "take_in_what_came", watched)
         model = seeded(lambda: mlp(20), 0)
         optimizer = shard(model, torch.optim.SGD, lr=0.1, config=FEW)
         assert len(optimizer.layout.buckets) > 2 * CROWD + 2

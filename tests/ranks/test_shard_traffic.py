@@ -18,7 +18,7 @@ from tests.support.overlap import mlp, regression
 from tests.support.sharded import ZERO2, both_stages, seeded
 from tests.support.traffic import recorded
 from zeroshard import FlatShards, KeepFull, KeepShard, ShardedOptimizer, ZeroConfig, shard
-from zeroshard.runtime import grad_sync
+from zeroshard.runtime import under_way
 from zeroshard.runtime.packing import KEPT_BUFFERS
 
 MIB = 2**20
@@ -74,7 +74,7 @@ def test_bytes_on_the_wire_are_at_most_those_of_ddp(ctx: RankContext, keep: Keep
 def calls_of_an_iteration(layers: int, config: ZeroConfig) -> tuple[Counter[str], ShardedOptimizer]:
     model = seeded(lambda: mlp(layers), 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grad_sync, "PATIENCE", 30.0)
+        patch.setattr(under_way, "PATIENCE", 30.0)
         optimizer = shard(model, torch.optim.AdamW, lr=0.1, config=config)
         for number in range(2):
             with recorded() as traffic:

@@ -22,7 +22,7 @@ class Progress:
         self._report: Report | None = None
         if callable(show):
             self._report = show
-        elif rank == 0 and (sys.stderr.isatty() if show is None else show):
+        elif rank == 0 and (sys.stderr.isatty() if show is None else show is True):
             self._report = _Line(label, sys.stderr, patience=1.0 if show is None else 0.0)
 
     def expect(self, nbytes: int) -> None:

@@ -27,7 +27,7 @@ from .folder import Folder, write
 from .manifest import MANIFEST, Manifest
 from .owned import require_its_ranks
 from .progress import Progress, Report
-from .together import on_first, told_alike
+from .together import check_given, on_first, told_alike
 from .writing import write_parts
 
 _under_way: list["Saving"] = []
@@ -121,8 +121,13 @@ def save(
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     shown = Progress(f"saving step {step}", progress, comm.group.rank)
     request = _Request(path, step, keep, given, extra, async_, shown)
+
+    def propose() -> Proposal[dict[str, Any]]:
+        check_given(given, "state_dict", progress)
+        return request.propose(comm)
+
     with told_alike(path), comm.clock.part(Label.SAVE_COLLECT):
-        contents = agreed(comm, "checkpoint.save", lambda: request.propose(comm))
+        contents = agreed(comm, "checkpoint.save", propose)
     return request.start(comm, contents)
 
 

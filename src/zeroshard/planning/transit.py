@@ -12,7 +12,8 @@ import torch
 
 from ..layout.layout import Bucket, Layout
 from ..policies import Reduce, Retention, sum_dtype
-from ..runtime.grad_sync import CROWD, LARGE
+from ..runtime.grad_sync import LARGE
+from ..runtime.under_way import CROWD
 from ..units import Rank
 
 

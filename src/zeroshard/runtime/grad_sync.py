@@ -13,7 +13,6 @@ and all ranks drop what they have and raise.
 """
 
 import logging
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
@@ -34,17 +33,11 @@ from .grads import Gradients
 from .packing import Grads, Pool
 from .rounds import Rounds
 from .sent import CHANGED_AFTER_SCALING, SentGrads
-from .slots import Sending, Slot, Target, name_missing
+from .slots import Sending, Slot, Target
+from .under_way import UnderWay
 
 _GRAD = attrgetter("grad")
 
-UNFINISHED = 1
-"""The newest buckets are left on their way: taking them in at once would stop what they are to overlap with."""
-CROWD = 2
-PATIENCE = 0.1
-"""Seconds that a rank waits, inside a backward pass, for the oldest of more buckets than that, so that memory is
-bounded where ranks keep pace; and for all of them before it settles, so that what fails is known in time. In vain once
-a step only: another may send nothing before this one settles."""
 LARGE = 256 * 1024
 """Bytes of a gradient that is copied on its own."""
 
@@ -67,15 +60,12 @@ class GradSync(Gradients):
         self._unsent = bytearray()
         self._late: list[int] = []
         self._sent = SentGrads()
-        self._under_way: deque[Sending] = deque()
+        self._under_way = UnderWay(comm.clock)
         self._pools: dict[tuple[torch.dtype, torch.device], Pool] = {}
         self._ways = Ways(comm, reduce)
         self._lock = RLock()
         """Autograd has a thread for each device."""
         self._spent = False
-        self._patience = PATIENCE
-        self._keeps_pace = True
-        """All ranks had sent as much when they last settled."""
         self._failure: Exception | None = None
         """What this rank alone knows of, until gradients are settled."""
         comm.group.line.ask(self._missing)
@@ -122,6 +112,14 @@ class GradSync(Gradients):
         if self._rounds.fills_by(index):
             self._send_full()
 
+    def note_handed_over(self, indices: Sequence[int]) -> None:
+        """What was given to `ready` is in `param.grad` as it was: whoever writes there from now on is heard."""
+        with self._lock:
+            for index in indices:
+                grad = self._params[index].grad
+                if grad is not None and self._offered.pop(index, None) is None:
+                    self._sent.note(index, grad)
+
     @torch.no_grad()
     def _put_in(self, index: int) -> None:
         param = self._params[index]
@@ -154,7 +152,7 @@ class GradSync(Gradients):
         self._failure = self._failure or failure
 
     def statement(self) -> bytes:
-        self._take_in_in_time()
+        self._under_way.take_in_in_time(self._take_in)
         self._refuse_changes_after_scaling()
         have, self._late = bytearray(self._present_flags()), self._find_late()
         if self._late and self._spent:
@@ -164,17 +162,11 @@ class GradSync(Gradients):
         doubts = self._failure is not None, bool(self._under_way)
         return bytes(have) + self._late_buckets() + pack("qq??", self._rounds.sent, self._rounds.cleared, *doubts)
 
-    def _take_in_in_time(self) -> None:
-        """What arrives soon: if that fails, all ranks learn of it by the statement."""
-        while self._under_way and self._arrives(self._patience if self._keeps_pace else 0):
-            self._take_in()
-        self._patience = 0 if self._under_way else self._patience
-
     def settle(self, *, same: bool) -> bytes:
         sure = same and not self._late and not self._under_way and self._failure is None
         if self._failure is not None:
             self._drop_local()
-        self._keeps_pace = same
+        self._under_way.keeps_pace = same
         if not same:
             self._catch_up()
             self._late = self._find_late()
@@ -182,8 +174,7 @@ class GradSync(Gradients):
         for slot, flag in zip(self._rounds.slots, late if same else self._comm.everyone.union(late), strict=True):
             if flag:
                 self._send_surely(slot)
-        while self._under_way:
-            self._take_in()
+        self._under_way.take_in_all(self._take_in)
         if not sure:
             self._raise_if_one_failed()
         present = self._present_flags() if same else self._comm.everyone.union(self._present_flags())
@@ -200,7 +191,7 @@ class GradSync(Gradients):
         """
         rounds = self._rounds
         goal, void, least = self._comm.everyone.maximum([rounds.sent, rounds.cleared, -rounds.sent])
-        self._keeps_pace = goal == -least
+        self._under_way.keeps_pace = goal == -least
         conflict = rounds.cleared < void and rounds.cleared < rounds.sent
         if self._comm.everyone.maximum([conflict])[0]:
             self._failure = self._failure or RankMismatchError(
@@ -228,8 +219,7 @@ class GradSync(Gradients):
             param.grad = None
 
     def clear(self, *, to_none: bool) -> None:
-        # Hazard: waiting here for what is under way would be waiting for ranks that may not send it before they settle.
-        self._under_way = deque(sending._replace(wanted=False) for sending in self._under_way)
+        self._under_way.unwant()
         for slot in self._rounds.slots:
             slot.clear(to_none=to_none)
             slot.holds = slot.holds and not to_none
@@ -301,7 +291,7 @@ class GradSync(Gradients):
 
     def _start_over(self) -> None:
         self._rounds.start_over()
-        self._patience = PATIENCE
+        self._under_way.start_over()
         self._unsent = bytearray(len(self._params))
 
     @torch.no_grad()
@@ -314,7 +304,7 @@ class GradSync(Gradients):
         if self._comm.is_alone:
             self._keep(slot, grads)
         else:
-            self._under_way.append(slot.send(grads, self._target(slot), ours=self._retention.frees))
+            self._under_way.add(slot.send(grads, self._target(slot), ours=self._retention.frees))
         self._count(slot)
 
     def _send_surely(self, slot: Slot, *, wanted: bool = True) -> None:
@@ -327,28 +317,12 @@ class GradSync(Gradients):
                 self._fail(failure)
         if not self._comm.is_alone:
             with self._comm.group.line.relied_on():
-                self._under_way.append(slot.send_zeros(self._target(slot)))
+                self._under_way.add(slot.send_zeros(self._target(slot)))
         self._count(slot)
 
     def _count(self, slot: Slot) -> None:
         self._rounds.note_sent(slot)
-        self._take_in_what_came()
-
-    def _take_in_what_came(self) -> None:
-        while len(self._under_way) > UNFINISHED:
-            crowded = len(self._under_way) > CROWD
-            if not self._arrives(self._patience if crowded else 0):
-                self._patience = 0 if crowded else self._patience
-                return
-            self._take_in()
-
-    def _arrives(self, within: float) -> bool:
-        """Whether the oldest of those under way has come, after so many seconds at most."""
-        slot, arriving, *_ = self._under_way[0]
-        if not within or arriving.arrives(0):
-            return arriving.arrives(0)
-        with self._comm.clock.part(Label.WAIT_GRADS, slot.bucket):
-            return arriving.arrives(within)
+        self._under_way.take_in_what_came(self._take_in)
 
     def _take(self, index: int) -> torch.Tensor | None:
         """The gradient of a parameter, which is on its way then."""
@@ -374,16 +348,15 @@ class GradSync(Gradients):
                 slot.packing.pack(grads, buffer)
         slot.holds = True
 
-    def _take_in(self) -> None:
+    def _take_in(self, sending: Sending) -> None:
         try:
-            with self._comm.clock.part(Label.RECEIVE, self._under_way[0].slot.bucket):
-                self._receive(self._under_way[0])
+            with self._comm.clock.part(Label.RECEIVE, sending.slot.bucket):
+                self._receive(sending)
         except Exception as failure:
             self._fail(failure)
-        self._under_way.popleft()
 
     def _missing(self) -> str:
-        return name_missing(self._under_way, self._rounds.sent, self._layout)
+        return self._under_way.name_missing(self._rounds.sent, self._layout)
 
     @torch.no_grad()
     def _receive(self, sending: Sending) -> None:

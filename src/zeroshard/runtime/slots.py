@@ -1,6 +1,5 @@
 """A bucket as gradients see it, and one round of them on its way."""
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -127,13 +126,3 @@ class Sending(NamedTuple):
     """What must be given back once it has arrived."""
     wanted: bool = True
     """It was not cleared on the way."""
-
-
-def name_missing(under_way: Iterable[Sending], sent: int, layout: Layout) -> str:
-    """What of so many buckets a rank waits for, for an error; "" if nothing."""
-    missing = [it.slot.bucket for it in under_way if not it.arriving.arrives(0)]
-    if not missing:
-        return ""
-    sent = max(sent, len(missing))
-    next_one = layout.name_bucket(missing[0], "gradients")
-    return f"{sent - len(missing)} of {sent} buckets that were sent have arrived, next: {next_one}"
