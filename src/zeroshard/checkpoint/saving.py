@@ -121,13 +121,8 @@ def save(
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     shown = Progress(f"saving step {step}", progress, comm.group.rank)
     request = _Request(path, step, keep, given, extra, async_, shown)
-
-    def propose() -> Proposal[dict[str, Any]]:
-        check_given(given, "state_dict", progress)
-        return request.propose(comm)
-
     with told_alike(path), comm.clock.part(Label.SAVE_COLLECT):
-        contents = agreed(comm, "checkpoint.save", propose)
+        contents = agreed(comm, "checkpoint.save", lambda: request.propose(comm))
     return request.start(comm, contents)
 
 
@@ -142,6 +137,7 @@ class _Request:
     progress: Progress
 
     def propose(self, comm: Comm) -> Proposal[dict[str, Any]]:
+        check_given(self.given, "state_dict", self.progress.show)
         _finish_earlier()
         _check(self.step, self.keep)
         _require_numpy(comm)
