@@ -40,10 +40,11 @@ def test_what_was_wrapped_later_is_refused_and_the_model_itself_trains(ctx: Rank
 def test_what_was_wrapped_before_is_refused(ctx: RankContext) -> None:
     model = mlp()
     wrapped = DistributedDataParallel(model)
-    shard(model, torch.optim.SGD, lr=0.1)
+    zero = shard(model, torch.optim.SGD, lr=0.1)
     with pytest.raises(ConfigError, match=TWICE):
         some_loss(wrapped)
-    gc.collect()  # nobody has kept the optimizer, so that DDP is alone again
+    del zero
+    gc.collect()  # nobody has the optimizer any more, so that DDP is alone again
     assert some_loss(wrapped).requires_grad
 
 
