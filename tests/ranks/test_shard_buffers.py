@@ -117,7 +117,7 @@ def test_evaluation_sees_the_buffers_of_rank_0(ctx: RankContext) -> None:
 def test_the_switch(ctx: RankContext) -> None:
     """Off: equal at the start, and each rank's own from then on."""
     model, alone = seeded(Normed, ctx.rank), seeded(Normed, 0)
-    shard(model, torch.optim.AdamW, config=replace(ZERO2, sync_buffers=False), **ADAMW)
+    zero = shard(model, torch.optim.AdamW, config=replace(ZERO2, sync_buffers=False), **ADAMW)
     with recorded() as traffic:
         for number in range(3):
             for side in (model, alone):
@@ -125,6 +125,7 @@ def test_the_switch(ctx: RankContext) -> None:
     assert not traffic
     for ours, theirs in zip(model.buffers(), alone.buffers(), strict=True):
         assert torch.equal(ours, theirs)
+    del zero  # which had to live until here
 
 
 @ranks(2, 3)
@@ -183,11 +184,12 @@ class Lone(nn.Module):
 def test_a_part_of_the_model_on_its_own_sends_nothing(ctx: RankContext) -> None:
     """As `ddp.module` does: a way to evaluate on one rank."""
     model = seeded(Lone, 0)
-    shard(model, torch.optim.SGD, lr=0.1, config=ZERO2)
+    zero = shard(model, torch.optim.SGD, lr=0.1, config=ZERO2)
     with recorded() as traffic:
         if ctx.rank == 0:
             model.inner(batch(0))  # type: ignore[operator]
     assert not traffic
+    del zero  # which had to live until here
 
 
 def compiled(way: str) -> Callable[[nn.Module], nn.Module]:
