@@ -89,7 +89,7 @@ def rows_of(number: int, run: Sequence[Record]) -> list[dict[str, Any]]:
 
 def _write(rows: list[dict[str, Any]]) -> None:
     folder = os.environ.get("ZEROSHARD_RECORDS")
-    if folder:
+    if folder and "ZEROSHARD_LONG" in os.environ:  # a short one says nothing, and would take the place of a long one
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, "long_runs.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 

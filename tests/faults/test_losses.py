@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import pytest
 
-from tests.support.fault_page import keep_count
+from tests.support.fault_page import Count, keep_count
 from tests.support.store import open_store
 from tests.support.survivors import CHECKED, EVERY, End, Order, Survivor, oracle
 
@@ -33,6 +33,8 @@ class Job:
         self._sizes: list[int] = []
         """How many ranks made each step."""
         self._jobs = 0
+        self.known = list[float]()
+        """Seconds from each kill until all others knew."""
 
     def run(
         self, ranks: Sequence[Survivor], *, begin: bool = False, ends: Mapping[int, End] = MappingProxyType({})
@@ -58,13 +60,14 @@ class Job:
 
     def lose(self, lost: int) -> list[Survivor]:
         """Kill a rank; the others, once they have noticed."""
+        moment = time.monotonic()
         self.ranks[lost].kill()
-        return self.without(lost)
+        return self.without(lost, moment)
 
-    def without(self, lost: int) -> list[Survivor]:
+    def without(self, lost: int, moment: float | None = None) -> list[Survivor]:
         left = [process for process in self.ranks if process is not self.ranks[lost]]
-        for process in left:
-            process.hear("lost")
+        heard = [process.hear("lost").moment for process in left]
+        self.known += [] if moment is None else [max(heard) - moment]
         return left
 
 
@@ -92,7 +95,8 @@ def test_killed_at_any_moment(overlap: bool) -> None:
                 left.insert(draw.randrange(len(left) + 1), running.new())
             running.run(left)
     how = ", parameters under way" if overlap else ""
-    keep_count(f"2 to 4 ranks with a second copy{how}", "one is killed, at any moment; no file is read", LOSSES)
+    case, done = f"2 to 4 ranks with a second copy{how}", "one is killed, at any moment; no file is read"
+    keep_count(Count("killed", case, done, LOSSES, known=max(running.known)))
 
 
 SECOND = 3 * EVERY

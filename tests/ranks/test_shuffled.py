@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support import RankContext, ranks
+from tests.support.fault_page import Count, keep_count
 from tests.support.overlap import mlp, regression
 from tests.support.sharded import ZERO1, ZERO2, all_equal, seeded, values_of
 from tests.support.shuffling import shuffled
@@ -37,7 +38,7 @@ from zeroshard.comm.pending import Pending
 from zeroshard.comm.ways import ByThread
 from zeroshard.runtime.param_sync import ShardSync
 
-SEEDS = 40 if os.environ.get("ZEROSHARD_FAULTS") else 2
+SEEDS = 20 if os.environ.get("ZEROSHARD_FAULTS") else 2
 STEPS = 4
 OVERLAP = replace(ZERO2, overlap_gather=True)
 LOOKING = replace(OVERLAP, second_copy=SecondCopy(every=1), drift=Drift(every=1), nonfinite=NonFinite("skip"))
@@ -103,16 +104,23 @@ def test_any_timing(ctx: RankContext, way: str) -> None:
             found = trained(ctx, WAYS[way])
         assert all_equal([expected, found]), f"at the timing of seed {seed}"
         assert delays.count > 50, "hardly anything was delayed"
+    keep(ctx, way, SEEDS)
+
+
+def keep(ctx: RankContext, case: str, count: int) -> None:
+    if ctx.rank == 0:
+        keep_count(Count("timings", f"{ctx.world_size} ranks, {case}", "all parameters and all state compared", count))
 
 
 @pytest.mark.parametrize("way", ["zero2", "overlap", "hybrid"])
 @ranks(4, timeout=60 + 6 * SEEDS)
 def test_any_timing_of_saves_in_the_background(ctx: RankContext, tmp_path: Path, way: str) -> None:
-    expected = trained(ctx, WAYS[way])
-    for seed in range(max(1, SEEDS // 2)):
+    expected, seeds = trained(ctx, WAYS[way]), max(1, SEEDS // 2)
+    for seed in range(seeds):
         with shuffled(seed):
             found = trained(ctx, WAYS[way], tmp_path / str(seed))
         assert all_equal([expected, found]), f"at the timing of seed {seed}"
+    keep(ctx, f"{way}, saves in the background", seeds)
 
 
 def nobody_waits_for_sums(_: ByThread) -> None:

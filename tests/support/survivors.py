@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
@@ -69,6 +70,8 @@ class News(NamedTuple):
     reason: str = ""
     opened: Sequence[str] = ()
     """Files that were opened by `restore`."""
+    moment: float = 0.0
+    """When it was lost, on a clock that is the same for all processes."""
 
 
 class Survivor:
@@ -163,7 +166,7 @@ class _Life:
         try:
             self._train(order)
         except RankLostError as error:
-            self._end.send(News("lost", reason=repr(error)))
+            self._end.send(News("lost", reason=repr(error), moment=time.monotonic()))
         dist.destroy_process_group()
 
     def _train(self, order: Order) -> None:
