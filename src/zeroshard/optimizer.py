@@ -1,6 +1,7 @@
 """`ZeroRedundancyOptimizer`: wires the parts together and delegates."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -216,7 +217,13 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_` on all parameters, wherever their gradients are. Called on all ranks."""
         with self._comm.clock.part(Label.CLIP):
-            grads = self._spread_grads(f"clip_grad_norm_({float(max_norm)}, {float(norm_type)})")
+            grads = self._spread_grads(
+                "clip_grad_norm_",
+                lambda: [
+                    *(f"max_norm={float(max_norm)}", f"norm_type={float(norm_type)}"),
+                    f"error_if_nonfinite={bool(error_if_nonfinite)}",
+                ],
+            )
             if grads is None:
                 return torch.nn.utils.clip_grad_norm_(self.engine.params, max_norm, norm_type, error_if_nonfinite)
             return clip.clip_norm(
@@ -227,7 +234,7 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
     def clip_grad_value_(self, clip_value: float) -> None:
         """As `torch.nn.utils.clip_grad_value_` on all parameters, wherever their gradients are. Called on all ranks."""
         with self._comm.clock.part(Label.CLIP):
-            grads = self._spread_grads(f"clip_grad_value_({float(clip_value)})")
+            grads = self._spread_grads("clip_grad_value_", lambda: [f"clip_value={float(clip_value)}"])
             if grads is None:
                 torch.nn.utils.clip_grad_value_(self.engine.params, clip_value)
             else:
@@ -243,8 +250,9 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
     def ddp_hook(self) -> CommHook:
         """A communication hook for DDP that brings gradients to their owners only; `step()` then does as usual.
 
-        For `config=ZeroConfig(partition=FlatShards())`. `param.grad` holds this rank's own gradients afterwards: clip
-        with `clip_grad_norm_` of this optimizer. Called on all ranks, in the same order as other optimizers' hooks.
+        For `config=ZeroConfig(partition=FlatShards())`. `param.grad` holds this rank's own gradients afterwards, as
+        with `KeepFull`: clip with `clip_grad_norm_` of this optimizer. Called on all ranks, in the same order as other
+        optimizers' hooks.
         """
         if not isinstance(self.engine, FlatEngine):
             raise ConfigError("ddp_hook() brings slices of gradients to their owners: it needs partition=FlatShards()")
@@ -379,8 +387,8 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         """Those that a copy must have beside the parameters; of a model that is not known, none."""
         return {}
 
-    def _spread_grads(self, call: str) -> list[torch.Tensor] | None:
-        return self._stepping.spread_grads(call, uneven=self._join_config.enable)
+    def _spread_grads(self, call: str, given: Callable[[], list[str]] = list) -> list[torch.Tensor] | None:
+        return self._stepping.spread_grads(call, given, uneven=self._join_config.enable)
 
     def before_uneven_step(self, source: Rank) -> None:
         """For `Stepping`."""

@@ -37,6 +37,8 @@ def restore(optimizer: ZeroRedundancyOptimizer, copies: Copies | None) -> int:
     Returns the number of steps after which the copy was taken, from which the new optimizer counts on. If it makes
     copies itself, the first of them is whole by then, and held by `copies`, where there were any.
     """
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):  # nor are there ranks to tell of it
+        raise TypeError(f"restore() takes a sharded optimizer, not a {type(optimizer).__name__}")
     with optimizer.engine.comm.clock.part(Label.RESTORE):
         return _restored(optimizer, copies)
 
@@ -65,8 +67,6 @@ def _restored(optimizer: ZeroRedundancyOptimizer, copies: Copies | None) -> int:
 
 def _given(optimizer: ZeroRedundancyOptimizer, copies: Copies | None) -> list[Generation]:
     """What this rank brings."""
-    if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        raise TypeError(f"restore() takes a sharded optimizer, not a {type(optimizer).__name__}")
     if copies is not None and not isinstance(copies, Copies):
         raise TypeError(
             f"restore() takes what a former optimizer has as second_copy, or None, not a {type(copies).__name__}"

@@ -1,12 +1,14 @@
 """How a step is driven: plainly, by a GradScaler, or with ranks that ran out of inputs."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from .adapters.join import UnevenStep, share_options
+from .comm.agreement import Proposal, agreed
 from .comm.collectives import Comm
 from .labels import Label
 from .runtime import amp
@@ -72,15 +74,17 @@ class Stepping:
         if self._engine.looks.are_due(self._steps):
             self._engine.check_drift(f"before step {self._steps}", self._steps)
 
-    def spread_grads(self, call: str, *, uneven: bool) -> list[torch.Tensor] | None:
+    def spread_grads(
+        self, call: str, given: Callable[[], list[str]] = list, *, uneven: bool
+    ) -> list[torch.Tensor] | None:
         """This rank's part of gradients that are spread over ranks, to be clipped or unscaled; None if all of them are
-        in `param.grad`."""
+        in `param.grad`. `given`: as for `settle`."""
         engine = self._engine
         if not isinstance(engine, FlatEngine) or not engine.reduces:
             return None
-        if uneven:
+        if uneven:  # Hazard: ranks without inputs make no such call, so that none can be agreed on
             raise RuntimeError(f"{call} cannot be used inside Join where gradients are spread over ranks")
-        engine.settle(call, self._outer.param_groups)
+        engine.settle(call, self._outer.param_groups, given)
         engine.grads.note_scaling()
         return engine.grads.tensors()
 
@@ -107,10 +111,15 @@ class Stepping:
 
     def _uneven_reduced(self, closure: Closure | None, kwargs: dict[str, Any], *, joined: bool) -> Any:
         """Ranks without inputs have no gradients, and need none: they own slices of those of the others."""
-        if amp.drives(self._outer) or closure is not None:
-            raise RuntimeError(
-                "inside Join, step() takes neither a closure nor a GradScaler where gradients are spread"
-            )
+
+        def allowed() -> Proposal[None]:
+            if amp.drives(self._outer) or closure is not None:
+                raise RuntimeError(
+                    "inside Join, step() takes neither a closure nor a GradScaler where gradients are spread"
+                )
+            return Proposal(None)
+
+        agreed(self._comm, "a step inside Join", allowed)
         source = share_options(self._comm, self._outer.param_groups, current=not joined)
         self._outer.before_uneven_step(source)
         if not joined:
@@ -134,7 +143,7 @@ class Stepping:
         # Kernels that skip by themselves would leave it open whether gradients that are not finite are the guard's.
         fused = self._optimizers if not engine.looks.at_gradients else None
         if isinstance(engine, FlatEngine) and engine.reduces:
-            return amp.skips_jointly(self._outer, fused, engine.grads.tensors(), checked=self._checked)
+            return amp.skips_jointly(self._outer, fused, engine.grads.tensors(), self._comm, checked=self._checked)
         return amp.skips(self._outer, fused, engine.params, self._comm, uneven=uneven)
 
     @property

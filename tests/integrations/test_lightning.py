@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +315,30 @@ def test_a_file_stays_until_the_directory_in_its_place_is_complete(context: Rank
     context.gather(None)
     assert path.is_dir()
     assert [it.name for it in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+@ranks(1, 2)
+def test_a_former_file_that_cannot_be_removed_is_warned_of(context: RankContext, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    trainer = Run(ZeroShardStrategy(), options={"limit_train_batches": 1}).fit(Module(0))
+    if context.rank == 0:
+        path.write_bytes(b"another strategy's")
+    context.gather(None)
+    unlink = Path.unlink
+
+    def refuse(it: Path, missing_ok: bool = False) -> None:
+        if it.name.endswith(".former"):
+            raise PermissionError("on purpose")
+        unlink(it, missing_ok)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(Path, "unlink", refuse)
+        trainer.save_checkpoint(path)
+    told = [str(it.message) for it in caught if "could not be removed: on purpose" in str(it.message)]
+    assert len(told) == (context.rank == 0)
+    context.gather(None)
+    assert path.is_dir()
 
 
 class Two(Module):

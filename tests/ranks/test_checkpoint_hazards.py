@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -529,6 +530,26 @@ def test_values_that_cannot_be(ctx: RankContext, tmp_path: Path) -> None:
     for keep in (0, -1, 1.5, "3", True):
         with refused(run, "keep must be", tmp_path, error=ConfigError):
             run.save(tmp_path, 3, keep=keep)
+
+
+@ranks(1, 2, 3, timeout=60)
+def test_what_is_no_model_no_optimizer_and_no_display(ctx: RankContext, tmp_path: Path) -> None:
+    """On one rank, or on all."""
+    run = Run()
+    run.save(tmp_path)
+    calls = partial(checkpoint.save, tmp_path, step=3), partial(checkpoint.load, tmp_path)
+    odd: list[tuple[str, Any, str]] = [
+        ("model", 5, r"model= must be a torch\.nn\.Module, or be None; it is a int"),
+        ("optimizer", run.model, r"optimizer= must have param_groups and \w*state_dict\(\)"),
+        ("scheduler", "x", r"scheduler= must have \w*state_dict\(\)"),
+        ("progress", "x", r"progress= must be True, False or a function"),
+        ("progress", torch.ones(2), r"progress= must be True, False or a function"),
+    ]
+    for call, (name, value, said), alone in product(calls, odd, (False, True)):
+        here = not alone or ctx.rank == ctx.world_size - 1
+        with refused(run, said, tmp_path, error=ConfigError if here else CheckpointError):
+            call(**run.parts() | ({name: value} if here else {}))
+    run.load(tmp_path)
 
 
 @ranks(2, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -17,7 +17,16 @@ from tests.support import RankContext, ranks
 from tests.support.oracle import Twins, assert_same, set_grads
 from tests.support.overlap import Branches, mlp, regression, through_branches
 from tests.support.pair import TINY, Pair, Side
-from zeroshard import FlatShards, KeepFull, RankMismatchError, ShardedOptimizer, ZeroConfig, shard
+from tests.support.sharded import ShardTwins, both_stages
+from zeroshard import (
+    FlatShards,
+    KeepFull,
+    RankFailedError,
+    RankMismatchError,
+    ShardedOptimizer,
+    ZeroConfig,
+    shard,
+)
 
 NORMS = (1.0, 2.0, 3.0, math.inf)
 CONFIGS = (
@@ -220,12 +229,46 @@ def test_limits_that_differ_from_rank_to_rank_are_an_error_on_all(ctx: RankConte
     for clip in (
         lambda: optimizer.clip_grad_norm_(1.0 + odd),
         lambda: optimizer.clip_grad_norm_(1.0, norm_type=1.0 + odd),
+        lambda: optimizer.clip_grad_norm_(1.0, error_if_nonfinite=odd),
         lambda: optimizer.clip_grad_value_(0.1 + odd),
     ):
         torch.autograd.backward(regression(model, 0))
-        with pytest.raises(RankMismatchError, match=r"different calls.*clip_grad_\w+\("):
+        with pytest.raises(RankMismatchError, match=r"clip_grad_\w+: the ranks disagree\. ranks? 0.*: \w+=.*; rank"):
             clip()
         optimizer.zero_grad()
     torch.autograd.backward(regression(model, 0))
     optimizer.clip_grad_norm_(1.0)
     optimizer.step()
+
+
+@both_stages
+@ranks(1, 2, 3, timeout=60)
+def test_what_is_no_number_on_one_rank_is_told_on_all(ctx: RankContext, config: ZeroConfig) -> None:
+    """Before anything is clipped, so that gradients stay as they are."""
+    twins = ShardTwins(config)
+    zero, odd = twins.zero, ctx.rank == ctx.world_size - 1
+    calls: list[Callable[[Any], Any]] = [
+        zero.clip_grad_norm_,
+        partial(zero.clip_grad_norm_, 0.01),
+        partial(zero.clip_grad_norm_, 0.01, 2.0),
+        zero.clip_grad_value_,
+    ]
+    for side in twins.sides:
+        side.backward(0)
+    for call, value in product(calls, (torch.ones(2), Unfit())):
+        with pytest.raises((ValueError, RuntimeError, TypeError) if odd else RankFailedError) as caught:
+            call(value if odd else 1.0)
+        assert isinstance(caught.value, RankFailedError) is not odd
+    for side in twins.sides:
+        side.update()
+    twins.compare()
+
+
+class Unfit:
+    """Neither a number nor true or false."""
+
+    def __float__(self) -> float:
+        raise TypeError("no number, on purpose")
+
+    def __bool__(self) -> bool:
+        raise TypeError("neither true nor false, on purpose")

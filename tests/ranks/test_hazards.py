@@ -397,8 +397,8 @@ def test_a_learning_rate_that_differs_is_named_in_the_step(ctx: RankContext) -> 
 
 
 def scaled(model: nn.Module) -> list[dict[str, Any]]:
-    """An option that is none of the class's own."""
-    return [{"params": list(model.parameters()), "lr_scale": 1.0}]
+    """Options that are none of the class's own."""
+    return [{"params": list(model.parameters()), "lr_scale": 1.0, "limits": [1.0, [2.0]]}]
 
 
 def dropped_in() -> tuple[nn.Module, Optimizer]:
@@ -420,6 +420,7 @@ def test_every_kind_of_number_that_differs_is_named_in_the_step(
         ("lr", torch.tensor(0.5), r"lr=tensor\(0\.1[^;]*; rank 1: group 0 has lr=tensor\(0\.5"),
         ("betas", (0.9, 0.5), r"betas=tuple\(0\.9, 0\.999\); rank 1: group 0 has betas=tuple\(0\.9, 0\.5\)"),
         ("betas", (0.9, torch.tensor(0.5)), r"betas=tuple\(0\.9, 0\.999\); rank 1: .*tensor\(0\.5"),
+        ("limits", [1.0, [3.0]], r"limits=list\(1\.0, list\(2\.0\)\); rank 1: .*limits=list\(1\.0, list\(3\.0\)\)"),
         ("lr_scale", 2.0, r"lr_scale=1\.0; rank 1: group 0 has lr_scale=2\.0"),
     ]
     for key, other, said in cases:

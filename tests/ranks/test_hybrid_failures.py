@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.support import RankContext, ranks
@@ -20,7 +21,17 @@ from tests.support.hybrid import Grid, assert_replicas_are_equal, grids, launche
 from tests.support.oracle import left_as_it_was
 from tests.support.overlap import mlp, regression
 from tests.support.sharded import ZERO1, ZERO2, ShardTwins, both_stages, seeded
-from zeroshard import ConfigError, DriftError, RankFailedError, RankMismatchError, ZeroConfig, broadcast_object, shard
+from zeroshard import (
+    CheckpointError,
+    ConfigError,
+    DriftError,
+    RankFailedError,
+    RankMismatchError,
+    ZeroConfig,
+    broadcast_object,
+    checkpoint,
+    shard,
+)
 from zeroshard.comm import pairs
 from zeroshard.comm.ways import add_in_order
 from zeroshard.runtime import grad_sync
@@ -266,3 +277,53 @@ def test_an_update_that_fails_on_one_rank(ctx: RankContext, config: ZeroConfig) 
         twins.model.load_state_dict(values)
         optimizer.zero_grad()
         go_on(ctx, twins, grid)
+
+
+class OwnWay(Broken):
+    """Is loaded beside what there is, which a load that fails later puts back."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+
+
+class Refusing(nn.Linear):
+    """Cannot be loaded, once, where it is told so."""
+
+    refuses = False
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if self.refuses:
+            self.refuses = False
+            raise ArithmeticError("not loaded, on purpose")
+        super()._load_from_state_dict(*args, **kwargs)
+
+
+@ranks(2, 4, timeout=60)
+def test_a_load_that_fails_makes_no_rows_equal(ctx: RankContext, tmp_path: Path) -> None:
+    """It puts back what each row had, which is not the same in all of them."""
+    for number, grid in enumerate(real_grids(ctx)):
+        torch.manual_seed(0)
+        model = Refusing(4, 4)
+        optimizer = shard(model, OwnWay, lr=0.1, momentum=0.9, **within(grid))
+        folder = tmp_path / str(number)
+        one_step(model, optimizer)
+        checkpoint.save(folder, step=1, model=model, optimizer=optimizer)
+        optimizer.param_groups[0]["broken"] = fails(ctx)
+        with raised_on_all(ctx):
+            one_step(model, optimizer)
+        optimizer.param_groups[0]["broken"] = False
+        model.refuses = fails(ctx)
+        with pytest.raises(CheckpointError, match="not loaded, on purpose"):
+            checkpoint.load(folder, model=model, optimizer=optimizer)
+        with pytest.raises(DriftError, match=r"step 2 failed on a rank.*Load a checkpoint"):
+            one_step(model, optimizer)
+        optimizer.zero_grad()
+        checkpoint.load(folder, model=model, optimizer=optimizer)
+        one_step(model, optimizer)
+        assert_replicas_are_equal(grid, model, optimizer)
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.autograd.backward(model(torch.ones(2, 4)).square().sum())
+    optimizer.step()
+    optimizer.zero_grad()

@@ -19,6 +19,7 @@ from zeroshard import FlatShards, RankLostError, ZeroConfig, shard
 from zeroshard.comm import words
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.group import Group
+from zeroshard.comm.line import _Ends
 
 LOST = 1
 """The rank that is lost."""
@@ -37,6 +38,12 @@ def patient() -> Iterator[None]:
         for name in ("PATIENCE", "GRACE", "ANSWER"):
             patch.setattr(words, name, 3.0)
         yield
+
+
+def hang_up(group: Group) -> None:
+    """Close the connections to all other ranks without a word, as a process does that is killed."""
+    for it in list(group.line._groups):
+        _Ends(it).close()
 
 
 def lost_in(comm: Comm) -> RankLostError:
@@ -65,7 +72,7 @@ def test_a_rank_that_fails_alone_is_known_to_all_by_its_own_words(ctx: RankConte
 def test_a_rank_that_hangs_up_without_a_word_is_gone(ctx: RankContext) -> None:
     comm = a_comm()
     if ctx.rank == LOST:
-        comm.group.line.hang_up()
+        hang_up(comm.group)
         dist.barrier()
         return
     error = lost_in(comm)
@@ -107,11 +114,27 @@ def test_who_evaluates_alone_is_told_how(ctx: RankContext) -> None:
     dist.barrier()
 
 
+@ranks(2)
+def test_a_forward_pass_inside_a_closure_ends_where_the_step_was(ctx: RankContext) -> None:
+    """Whoever is lost later in that step is missed there, not between steps."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = shard(model, torch.optim.SGD, lr=0.1)
+    line = Group(optimizer.process_group).line
+
+    def closure() -> torch.Tensor:
+        line.at("the closure of step 1")
+        loss: torch.Tensor = model(torch.ones(2, 3)).sum()
+        assert line._place == "the closure of step 1"
+        return loss
+
+    optimizer.step(closure)
+
+
 @ranks(3)
 def test_a_store_that_does_not_answer_keeps_nobody_waiting(ctx: RankContext) -> None:
     comm = a_comm()
     if ctx.rank == LOST:
-        comm.group.line.hang_up()
+        hang_up(comm.group)
         return
 
     def unreachable() -> Any:
@@ -129,7 +152,7 @@ def test_torchs_records_are_kept_where_the_environment_says(ctx: RankContext, tm
     comm = a_comm()
     comm.maximum([3])
     if ctx.rank == LOST:
-        comm.group.line.hang_up()
+        hang_up(comm.group)
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/rank_")
@@ -157,7 +180,7 @@ def test_steps_and_buckets_are_named(ctx: RankContext) -> None:
     train()
     dist.barrier()  # or some would still be in the first step
     if ctx.rank == LOST:
-        Group(group).line.hang_up()
+        hang_up(Group(group))
         return
     with patient(), pytest.raises(RankLostError, match="1 steps done") as caught:
         train(steps=2)

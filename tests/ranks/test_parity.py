@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.support import RankContext, ranks
+from tests.support.assigning import Assigning
 from tests.support.oracle import Twins, assert_same, set_grads, small_model
 from zeroshard import ConfigError, ZeroRedundancyOptimizer
 
@@ -106,6 +107,7 @@ CASES: dict[type[Optimizer], list[Options]] = {
         {"adjust_lr_fn": "match_rms_adamw"},
     ],
     optim.SparseAdam: [{}, {"betas": (0.8, 0.9), "maximize": True}, {"lr": torch.tensor(0.1)}],
+    Assigning: [{"momentum": 0.9}],
 }
 
 SHAPES: list[tuple[int, ...]] = [(4, 3), (7,), (), (2, 3, 2), (5, 5)]

@@ -17,7 +17,16 @@ from tests.support import RankContext, ranks
 from tests.support.oracle import Twins, assert_same, set_grads
 from tests.support.overlap import WIDTH, mlp, regression
 from tests.support.pair import TINY, Pair
-from zeroshard import GradScaler, KeepFull, MasterWeights, ShardedOptimizer, ZeroConfig, ZeroRedundancyOptimizer, shard
+from zeroshard import (
+    GradScaler,
+    KeepFull,
+    MasterWeights,
+    RankMismatchError,
+    ShardedOptimizer,
+    ZeroConfig,
+    ZeroRedundancyOptimizer,
+    shard,
+)
 
 Options = dict[str, Any]
 SETTINGS: Options = {"device": "cpu", "init_scale": 1024.0, "growth_interval": 2}
@@ -174,6 +183,19 @@ def test_torchs_own_scaler_is_refused(ctx: RankContext, unscale: bool) -> None:
             scaler.step(zero)
         torch.autograd.backward(regression(model, 0))
         zero.step()  # it goes on
+
+
+@ranks(2, 3, timeout=60)
+def test_torchs_own_scaler_on_one_rank_is_told_on_all(ctx: RankContext) -> None:
+    model = mlp()
+    zero = shard(model, optim.SGD, lr=0.1)
+    scaler = (TorchScaler if ctx.rank == 1 else GradScaler)(**SETTINGS)
+    torch.autograd.backward(scaler.scale(regression(model, 0)))
+    with pytest.raises(RankMismatchError, match=r"different calls.*a step that torch's GradScaler drives"):
+        scaler.step(zero)
+    zero.zero_grad()
+    torch.autograd.backward(regression(model, 0))
+    zero.step()
 
 
 @ranks(1, 2, 3)

@@ -287,6 +287,8 @@ def test_what_cannot_be_restored_is_told_on_all_ranks(ctx: RankContext) -> None:
     wrong: Any = held if ctx.rank else model
     with pytest.raises(RankFailedError if ctx.rank else TypeError, match="takes what a former optimizer has"):
         restore(optimizer, wrong)
+    with pytest.raises(TypeError, match="takes a sharded optimizer, not a Net"):
+        restore(model, held)  # type: ignore[arg-type]
     assert restore(optimizer, held) == EVERY
 
 

@@ -24,7 +24,7 @@ from tests.support.sharded import (
     some_configs,
     values_of,
 )
-from zeroshard import ZeroConfig, shard
+from zeroshard import RankFailedError, ZeroConfig, shard
 
 
 def train_unevenly(ctx: RankContext, twins: ShardTwins, counts: Counts, loss: Loss = regression) -> None:
@@ -159,3 +159,22 @@ def test_what_cannot_be_done_inside_join_is_refused_on_all_ranks(ctx: RankContex
 
     with pytest.raises(RuntimeError, match="Join"), Join([zero]):
         use()
+
+
+@pytest.mark.parametrize("passes", [1, 0], ids=["all-train", "one-has-joined"])
+@ranks(2, 3, timeout=60)
+def test_a_closure_on_one_rank_is_refused_on_all(ctx: RankContext, passes: int) -> None:
+    twins, odd = ShardTwins(ZERO2), ctx.world_size - 1
+
+    def train() -> None:
+        with Join([twins.zero]):
+            for number in range(passes if ctx.rank == 0 else 1):
+                twins.sides[0].backward(number)
+                twins.zero.step(*([lambda: 0.0] if ctx.rank == odd else []))
+
+    error = RuntimeError if ctx.rank == odd else RankFailedError
+    with pytest.raises(error, match="neither a closure nor a GradScaler"):
+        train()
+    if passes:  # else a rank has cleared what another never had
+        twins.zero.zero_grad()
+        twins.train(2)

@@ -58,7 +58,17 @@ ROOMS["__init__"] = {
     *("optimizer", "sharded", "rules", "measuring", "scaler", "ddp_hooks", "objects", "config", "policies", "layout"),
     *("errors", "checkpoint", "second_copy", "recovery", "planning", "replacing", "reporting"),
 }
-ROOMS["integrations"] = {"objects", "scaler", "sharded", "optimizer", "checkpoint", "config", "comm", "errors"}
+ROOMS["integrations"] = {
+    "objects",
+    "scaler",
+    "sharded",
+    "optimizer",
+    "checkpoint",
+    "config",
+    "comm",
+    "errors",
+    "notices",
+}
 ROOMS["running"] = {"replacing"}
 ROOMS["doctor"] = {"__init__", "comm", "layout", "policies", "config", "sharded", "units", "errors"}
 ROOMS["cli"] = {

@@ -1,6 +1,7 @@
 """Gradients from DDP's buckets, whatever those are, to their owners."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,11 +10,13 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from ..errors import ConfigError
 from ..runtime.grad_sync import GradSync
 from .ddp import CommHook
+from .engine_events import NO_BACKWARD, at_end_of_backward, running_backward
 
 
 def hand_over(sync: GradSync, params: Sequence[torch.Tensor]) -> CommHook:
     """A communication hook that hands gradients to `sync`, and to DDP what it gave."""
     index = {id(param): i for i, param in enumerate(params)}
+    handed: list[int] = []
 
     def hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         for param, grad in zip(bucket.parameters(), _gradients(bucket), strict=True):
@@ -21,13 +24,23 @@ def hand_over(sync: GradSync, params: Sequence[torch.Tensor]) -> CommHook:
                 raise ConfigError(f"DDP reduces a parameter of shape {tuple(param.shape)} that the optimizer has not")
             # Hazard: inside Join a rank without inputs is given zeros here, while old gradients are in `param.grad`.
             sync.ready(index[id(param)], grad)
+            handed.append(index[id(param)])
         if bucket.is_last():
             sync.end_round()
+            _when_ddp_is_done(partial(sync.note_handed_over, tuple(handed)))
+            handed.clear()
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
 
     return hook
+
+
+def _when_ddp_is_done(action: Callable[[], None]) -> None:
+    """Inside Join, on a rank without inputs, there is no backward pass, and `param.grad` is none of what was given."""
+    if running_backward() != NO_BACKWARD:
+        # Hazard: DDP writes `param.grad` at the end of backward, which it queues after the last bucket's hook.
+        at_end_of_backward(lambda: at_end_of_backward(action))
 
 
 def _gradients(bucket: GradBucket) -> list[torch.Tensor]:

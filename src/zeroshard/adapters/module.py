@@ -3,7 +3,8 @@
 - Gates: a module's forward pass waits for its parameters, which may be under way.
 - Guards: while they are, a module keeps its parameters in a dict that waits for them first. `parameters()`,
   `state_dict()`, loading, copying, saving and moving the model all go through it. Another optimizer's step waits, too.
-- Buffers are made equal before each forward pass of the model.
+- Buffers are made equal before each forward pass of the model, but not inside `no_sync()`; in frameworks, which let
+  ranks evaluate alone, not before passes without gradients either.
 - `model.zero_grad()` clears what the optimizer keeps of gradients, too.
 - A forward pass through `DistributedDataParallel`, which would average gradients a second time, is refused.
 
@@ -106,7 +107,7 @@ def _without_the_dead(call: Callable[..., None]) -> Callable[..., None]:
 
 
 class EqualBuffers:
-    """Buffers of rank 0 for everyone, before each forward pass."""
+    """Buffers of rank 0 for everyone, before each forward pass, unless that `is_off`."""
 
     def __init__(self, comm: Comm, model: Module, is_off: Callable[[], bool]) -> None:
         self._sync, self._is_off, self._clock = BufferSync(comm, model), is_off, comm.clock
@@ -121,9 +122,9 @@ class EqualBuffers:
 
     def _before_forward(self, _: Module, __: bool) -> None:
         if not self._is_off():
-            self._line.at("bringing buffers to all; who evaluates alone does so inside optimizer.no_sync()")
-            self.sync(Rank(0))
-            self._line.at("between steps")
+            place = "bringing buffers to all; who evaluates alone does so inside optimizer.no_sync()"
+            with self._line.meanwhile(place):
+                self.sync(Rank(0))
 
 
 class AveragedOnce:

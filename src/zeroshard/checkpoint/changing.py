@@ -35,6 +35,7 @@ def saved_for_undo(optimizer: Optimizer) -> dict[str, Any]:
 
 def load_optimizer(optimizer: Optimizer, state: StateDict, before: dict[str, Any], undo: ExitStack) -> None:
     if isinstance(optimizer, ZeroRedundancyOptimizer):
+        undo.callback(optimizer.engine.kept_doubts())  # after the next: rows that had parted have, then as before
         undo.callback(optimizer.load_state_dict, before)
         optimizer.adopt_state_dict(state)
         return

@@ -36,7 +36,7 @@ from .reading import Reading, read
 from .restoring import Restoring
 from .saved_optimizer import SavedOptimizer, groups_in
 from .saving import wait_for_earlier_saves
-from .together import on_first, told_alike
+from .together import check_given, on_first, told_alike
 from .weights import Weights
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ def load(
     facts = [f"path {path}", f"strict={strict}"]
     facts += [f"{name} {'not ' if it is None else ''}given" for name, it in given.items()]
     with told_alike(path):
-        agreed(comm, "checkpoint.load", lambda: _begun(comm, optimizer, facts))
+        agreed(comm, "checkpoint.load", lambda: _begun(comm, given, progress, facts))
         directory = on_first(comm, "checkpoint.load: looking for it", lambda: find(Path(path)))
         shown = Progress(f"loading {directory.name}", progress, comm.group.rank)
         with no_garbage_collection():
@@ -97,9 +97,10 @@ def load(
         return loaded
 
 
-def _begun(comm: Comm, optimizer: Optimizer | None, facts: list[str]) -> Proposal[None]:
+def _begun(comm: Comm, given: dict[str, Any], progress: Any, facts: list[str]) -> Proposal[None]:
+    check_given(given, "load_state_dict", progress)
     wait_for_earlier_saves()
-    require_its_ranks(optimizer, comm.group, "checkpoint.load")
+    require_its_ranks(given["optimizer"], comm.group, "checkpoint.load")
     return Proposal(None, facts)
 
 

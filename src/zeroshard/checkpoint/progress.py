@@ -18,11 +18,11 @@ class Progress:
 
     def __init__(self, label: str, show: bool | Report | None, rank: int) -> None:
         """`show`: None for a line on rank 0 if somebody sits at the terminal."""
-        self.done, self.total, self._rank = 0, 0, rank
+        self.show, self.done, self.total, self._rank = show, 0, 0, rank
         self._report: Report | None = None
         if callable(show):
             self._report = show
-        elif rank == 0 and (sys.stderr.isatty() if show is None else show):
+        elif rank == 0 and (sys.stderr.isatty() if show is None else show is True):
             self._report = _Line(label, sys.stderr, patience=1.0 if show is None else 0.0)
 
     def expect(self, nbytes: int) -> None:

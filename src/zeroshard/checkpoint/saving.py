@@ -27,7 +27,7 @@ from .folder import Folder, write
 from .manifest import MANIFEST, Manifest
 from .owned import require_its_ranks
 from .progress import Progress, Report
-from .together import on_first, told_alike
+from .together import check_given, on_first, told_alike
 from .writing import write_parts
 
 _under_way: list["Saving"] = []
@@ -137,6 +137,7 @@ class _Request:
     progress: Progress
 
     def propose(self, comm: Comm) -> Proposal[dict[str, Any]]:
+        check_given(self.given, "state_dict", self.progress.show)
         _finish_earlier()
         _check(self.step, self.keep)
         _require_numpy(comm)

@@ -1,8 +1,11 @@
 """What goes wrong with a checkpoint is the same error on all ranks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from torch.nn import Module
 
 from ..comm.agreement import Proposal, agreed
 from ..comm.collectives import Comm
@@ -23,6 +26,24 @@ def told_alike(path: object) -> Iterator[None]:
         raise CheckpointError(f"{path}: {error}") from error
     except Exception as error:
         raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
+
+
+def check_given(given: Mapping[str, Any], method: str, progress: object) -> None:
+    """Raise if a model, an optimizer, a scheduler or a display is none. `method`: of theirs that will be called."""
+    model, optimizer, scheduler = given["model"], given["optimizer"], given["scheduler"]
+    odd = [
+        (model, isinstance(model, Module), "model= must be a torch.nn.Module"),
+        (optimizer, _has(optimizer, "param_groups", method), f"optimizer= must have param_groups and {method}()"),
+        (scheduler, _has(scheduler, method), f"scheduler= must have {method}()"),
+        (progress, isinstance(progress, bool) or callable(progress), "progress= must be True, False or a function"),
+    ]
+    for it, fits, text in odd:
+        if it is not None and not fits:
+            raise ConfigError(f"{text}, or be None; it is a {type(it).__name__}")
+
+
+def _has(it: object, *names: str) -> bool:
+    return all(hasattr(it, name) for name in names)
 
 
 def on_first(comm: Comm, call: str, action: Callable[[], Path], facts: Sequence[str] = ()) -> Path:

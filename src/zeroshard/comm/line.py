@@ -56,6 +56,13 @@ class Line:
         """Says what is waited for next, and how many steps have been made."""
         self._place, self._steps = place, self._steps if steps is None else steps
 
+    @contextmanager
+    def meanwhile(self, place: str) -> Iterator[None]:
+        """The same of what is done inside, after which it is where it was before."""
+        before, self._place = self._place, place
+        yield
+        self._place = before
+
     def add(self, process_group: dist.ProcessGroup) -> None:
         """One more in which these ranks, or some of them, talk."""
         self._groups.add(process_group)
@@ -90,12 +97,6 @@ class Line:
         except BaseException as error:
             self.give_up(error)
             raise
-
-    def hang_up(self) -> None:
-        """Close the connections to all other ranks: whatever they wait for here fails at once."""
-        for group in list(self._groups):
-            if group in _world.pg_map:
-                _Ends(group).close()
 
     def _lost(self, error: RuntimeError, group: dist.ProcessGroup) -> RankLostError:
         with self._lock:

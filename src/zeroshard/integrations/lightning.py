@@ -23,6 +23,7 @@ from ..comm.group import Group
 from ..comm.rows import Within
 from ..config import ZeroConfig
 from ..errors import CheckpointError, ConfigError
+from ..notices import warn_user
 from ..scaler import GradScaler
 from ..sharded import ShardedOptimizer
 from .plain import first_rank_sees, follow, save_into, scaled_outside, scaler_like, sharded
@@ -218,8 +219,12 @@ class _Former:
             self._aside.replace(self._path)
 
     def remove(self) -> None:
-        if self._is_aside:
-            self._aside.unlink()
+        """Hazard: on rank 0 alone, and the directory is complete, so that nothing may be raised here."""
+        try:
+            if self._is_aside:
+                self._aside.unlink()
+        except OSError as error:
+            warn_user(f"{self._aside}, in whose place {self._path} is, could not be removed: {error}")
 
 
 class _Entrance(torch.nn.Module):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.optim import Optimizer
 
-from ..comm.agreement import compare
+from ..comm.agreement import agree, compare
 from ..comm.collectives import Comm
 from ..notices import warn_user
 
@@ -56,16 +56,15 @@ def unscale_jointly(
 
 
 def skips_jointly(
-    outer: Optimizer, inner: Sequence[Optimizer] | None, grads: Sequence[torch.Tensor], *, checked: bool
+    outer: Optimizer, inner: Sequence[Optimizer] | None, grads: Sequence[torch.Tensor], comm: Comm, *, checked: bool
 ) -> bool:
     """Whether the step is to be left out; if not, gradients are ready for `inner`, as in `skips`.
 
     `checked`: the scaler has found what is not finite on any rank.
     """
-    if not checked:
-        raise RuntimeError(
-            "torch's GradScaler cannot see gradients that are spread over ranks: use zeroshard.GradScaler"
-        )
+    if not checked:  # perhaps here alone
+        text = "torch's GradScaler cannot see gradients that are spread over ranks: use zeroshard.GradScaler"
+        agree(comm, "a step that torch's GradScaler drives", (), RuntimeError(text))
     found = _flag(outer, grads[0].device if grads else torch.device("cpu"))
     scale: torch.Tensor | None = getattr(outer, "grad_scale", None)
     if _hands_over(inner, found, scale):

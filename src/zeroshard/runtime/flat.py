@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain, compress
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 
 from ..comm.agreement import compare, raise_failure
 from ..comm.collectives import Comm
+from ..errors import BindingError
 from ..labels import Label
 from ..layout.layout import Bucket, Layout, Piece
 from ..policies import MasterWeights, Offload
@@ -137,6 +138,9 @@ class FlatEngine(Engine):
                 undo.callback(part.load(saved, self.layout.params, adopt=adopt))
             return undo.pop_all().close
 
+    def kept_doubts(self) -> Callable[[], None]:
+        return self._rows.kept()
+
     def inner_of(self, index: int) -> ShardOptimizer:
         return self.parts[self._part_of(index)].inner
 
@@ -171,6 +175,8 @@ class FlatEngine(Engine):
         put_back = super().kept(groups)
 
         def put_all_back() -> None:
+            with suppress(BindingError):  # all that can be is where it belongs
+                self.bind_anew()
             put_back()
             self.memory.after_update(self.segments)
 
@@ -179,7 +185,15 @@ class FlatEngine(Engine):
     def switch(self, groups: Sequence[ParamGroup], mode: str) -> None:
         self.memory.before_update(self.params)
         super().switch(groups, mode)
+        self.bind_anew()
         self.memory.after_update(self.segments)
+
+    def bind_anew(self) -> None:
+        """What inner optimizers have put elsewhere (`param.data = ...`) is in the shards. State that rests in host
+        memory has its own time for it."""
+        with ExitStack() as each:  # also where one fails
+            for part in self.parts if self._offloading is None else ():
+                each.callback(part.holdings.bind_anew)
 
     def spread(self) -> Callable[[], None]:
         self.send(b"\1" * len(self.params))
@@ -201,25 +215,28 @@ class FlatEngine(Engine):
     def clear_grads(self, *, to_none: bool) -> None:
         self.grads.clear(to_none=to_none)
 
-    def settle(self, call: str, groups: Sequence[ParamGroup]) -> bytes:
-        """All gradients are where they belong; a flag for each parameter that has one. Raises on all ranks alike."""
-        with self.comm.clock.part(Label.SETTLE):
-            return self._settle(call, groups)
+    def settle(self, call: str, groups: Sequence[ParamGroup], given: Callable[[], list[str]] = list) -> bytes:
+        """All gradients are where they belong; a flag for each parameter that has one. Raises on all ranks alike.
 
-    def _settle(self, call: str, groups: Sequence[ParamGroup]) -> bytes:
+        `given` reads arguments of the call, which must be the same on all ranks: it may raise.
+        """
+        with self.comm.clock.part(Label.SETTLE):
+            return self._settle(call, groups, given)
+
+    def _settle(self, call: str, groups: Sequence[ParamGroup], given: Callable[[], list[str]]) -> bytes:
         self.sync.finish()
-        attempt = Attempt()
+        attempt, arguments = Attempt(), list[str]()
+        attempt.require(lambda: arguments.extend(given()))
         attempt.require(lambda: self.check_groups(groups))
         attempt.require(lambda: self.store.refresh(shapes=not self.reduces))
         attempt.require(lambda: self._rows.require_equal_state(self.steps + 1))
         # Hazard: a rank that alone has called `ddp_hook()` would settle by other messages than the rest.
         stated = f"{call}, with gradients of {self.grads.origin}"
-        verdict = compare(
-            self.comm, stated, self.grads.statement(), attempt.trouble, options=self._hyper_parameters(groups)
-        )
+        options = self._hyper_parameters(groups) + "\n".join(arguments).encode()
+        verdict = compare(self.comm, stated, self.grads.statement(), attempt.trouble, options=options)
         if verdict.trouble:
             raise_failure(self.comm, call, attempt.failure)
-        self._require_same_options(call, verdict, groups)
+        self._require_same_options(call, verdict, groups, arguments)
         if self._rows.in_doubt:
             self.check_drift(call, self.steps + 1)
             self._rows.in_doubt = False
@@ -364,12 +381,15 @@ class _Update:
 
     def end(self) -> None:
         """Also after an update that failed."""
-        self._write_back()
-        self._empty()
+        with ExitStack() as each:
+            each.callback(self._empty)
+            each.callback(self._write_back)
 
     def _write_back(self) -> None:
-        segments = self._engine.segments
-        self._engine.memory.after_update(it for it in segments if self.moving[it.pieces[0].param])
+        moved = (it for it in self._engine.segments if self.moving[it.pieces[0].param])
+        with ExitStack() as each:
+            each.callback(self._engine.memory.after_update, moved)
+            each.callback(self._engine.bind_anew)
 
     def _empty(self) -> None:
         for segment in self._engine.segments:

@@ -17,7 +17,6 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from operator import attrgetter
 from struct import pack
 from threading import RLock
 
@@ -36,8 +35,6 @@ from .packing import Grads, Pool
 from .rounds import Rounds
 from .sent import CHANGED_AFTER_SCALING, SentGrads
 from .slots import Sending, Slot, Target
-
-_GRAD = attrgetter("grad")
 
 UNFINISHED = 1
 """The newest buckets are left on their way: taking them in at once would stop what they are to overlap with."""
@@ -121,6 +118,13 @@ class GradSync(Gradients):
             self._put_in(index)
         if self._rounds.fills_by(index):
             self._send_full()
+
+    def note_handed_over(self, indices: Sequence[int]) -> None:
+        """What was given to `ready` is in `param.grad` as it was: whoever writes there from now on is heard."""
+        with self._lock:
+            for index in [it for it in indices if self._params[it].grad is not None]:
+                if self._offered.pop(index, None) is None:
+                    self._sent.note(index, self._params[index].grad)
 
     @torch.no_grad()
     def _put_in(self, index: int) -> None:
@@ -274,7 +278,7 @@ class GradSync(Gradients):
         """Parameters with a gradient that has not travelled, whoever has set it."""
         if self._failure is not None:
             return []
-        grads = list(map(_GRAD, self._params))
+        grads = [param.grad for param in self._params]
         waiting = [index for slot in self._rounds.slots for index in slot.waiting]
         # Lists ask for identity first. Hazard: `count` would go on and ask every tensor whether it equals None.
         if self._retention.frees and grads == [None] * len(grads):
@@ -367,11 +371,9 @@ class GradSync(Gradients):
     def _keep(self, slot: Slot, grads: Grads) -> None:
         """There are no other ranks: the shard is the whole bucket."""
         buffer = slot.as_buffer(self.shard(slot.bucket))
+        fill = slot.packing.add if slot.holds and self._retention.frees else slot.packing.pack
         with self._comm.clock.part(Label.PACK, slot.bucket):
-            if slot.holds and self._retention.frees:
-                slot.packing.add(grads, buffer)
-            else:
-                slot.packing.pack(grads, buffer)
+            fill(grads, buffer)
         slot.holds = True
 
     def _take_in(self) -> None:

@@ -4,6 +4,7 @@ While one bucket is updated, the state of the next is on its way in, and that of
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import groupby
 from typing import Any
 
@@ -34,9 +35,10 @@ class Offloading:
         chosen = [segment for segment in part if everything or segment.param.grad is not None]
 
         def update(segments: Sequence[Segment]) -> None:
-            with self._clock.part(Label.INNER_STEP, part.name):
+            with ExitStack() as after, self._clock.part(Label.INNER_STEP, part.name):  # also where it fails
+                after.callback(self._memory.after_update, segments)
+                after.callback(part.holdings.bind, segments)
                 step.go_on(segments)
-            self._memory.after_update(segments)
 
         self._through(part.inner, chosen, update)
         if not chosen:

@@ -23,13 +23,18 @@ class Rows:
 
     def load(self) -> Callable[[], None]:
         """All rows have the state that was loaded; returns how to undo it."""
-        before = self._failed, self.in_doubt
-
-        def undo() -> None:
-            self._failed, self.in_doubt = before
-
+        undo = self.kept()
         self._failed, self.in_doubt = "", self.in_doubt or bool(self._failed)
         return undo
+
+    def kept(self) -> Callable[[], None]:
+        """Returns how to know again what is known now."""
+        before = self._failed, self.in_doubt
+
+        def put_back() -> None:
+            self._failed, self.in_doubt = before
+
+        return put_back
 
     def require_equal_state(self, step: int) -> None:
         if self._failed:

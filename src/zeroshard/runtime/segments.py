@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..errors import BindingError
 from ..layout.layout import Layout, Piece
 from ..units import Rank, Span
 from .inner import ParamGroup
@@ -22,6 +23,7 @@ from .inner import ParamGroup
 Memory = Callable[[int, Span, Sequence[int], Sequence[int]], torch.Tensor]
 """A span of this rank's shard of a bucket, in a shape and with strides."""
 State = dict[Any, Any]
+Place = tuple[int, torch.Size, tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +63,8 @@ class Holdings:
         self._rank, self._memory, self._joins, self._param_shaped = rank, memory, joins, param_shaped
         self._layout = Layout.empty(0)
         self.by_group: list[list[Segment]] = []
+        self._bound: list[Place] = []
+        """Where all segments lay when they were last where they belong."""
 
     def __iter__(self) -> Iterator[Segment]:
         return chain.from_iterable(self.by_group)
@@ -121,6 +125,34 @@ class Holdings:
             del optimizer.state[key]
         return undo
 
+    def bind_anew(self) -> None:
+        """Notice memory that the optimizer has exchanged (`param.data = ...`): its values come into the shards."""
+        if [_place(segment.param) for segment in self] != self._bound:
+            self.bind(self)
+            self._bound = [_place(segment.param) for segment in self]
+
+    @torch.no_grad()
+    def bind(self, segments: Iterable[Segment]) -> None:
+        """The same for some of them. What does not fit is dropped, and raised in the end."""
+        rooms = ((segment, self._room(segment.pieces[0], segment.in_shard)) for segment in segments)
+        away = [(segment, room) for segment, room in rooms if _place(segment.param) != _place(room)]
+        shards = {room.untyped_storage().data_ptr() for _, room in away}
+        # Hazard: one may lie in the room of another, so what lies in shards is read before any is written.
+        values = [_apart_from(shards, segment.param.detach()) for segment, _ in away]
+        misfits: list[str] = []
+        for (segment, room), value in zip(away, values, strict=True):
+            if _kind(value) == _kind(room):
+                room.copy_(value)
+            else:
+                label = self._layout.params[segment.pieces[0].param].label
+                misfits.append(f"{_kind(value)} instead of {_kind(room)} for {label}")
+            segment.param.data = room
+        if misfits:
+            raise BindingError(
+                f"the optimizer has assigned to `.data` of its parameters what they cannot be: {misfits[0]}. That was "
+                "not taken over. Its step() is to keep dtypes, devices and shapes."
+            )
+
     def state_of(self, segment: Segment, piece: Piece, state: State) -> State:
         """The state of one piece of a segment: views of what has the parameter's shape, the rest as it is."""
         if len(segment.pieces) == 1:
@@ -172,11 +204,16 @@ class Holdings:
         spec = self._layout.params[first.param]
         base = self._layout.buckets[first.bucket].shards[self._rank].start
         span = Span(first.in_bucket.start - base, last.in_bucket.stop - base)
-        shape, stride = (spec.shape, spec.stride) if self.is_whole(first) else ((span.length,), (1,))
-        memory = self._memory(first.bucket, span, shape, stride)
+        memory = self._room(first, span)
         param = torch.nn.Parameter(memory, requires_grad=_differentiable(memory))
         vars(param).update(spec.marks)
         return Segment(pieces, spec.group, span, param)
+
+    def _room(self, first: Piece, span: Span) -> torch.Tensor:
+        """The memory of a segment that begins with a piece."""
+        spec = self._layout.params[first.param]
+        shape, stride = (spec.shape, spec.stride) if self.is_whole(first) else ((span.length,), (1,))
+        return self._memory(first.bucket, span, shape, stride)
 
     def _parts(self, segment: Segment, present: bytes, optimizer: Optimizer) -> list[Segment]:
         if _uniform(segment, present):
@@ -194,6 +231,18 @@ class Holdings:
         return {
             key: value[span] if self.is_cut(key, value, segment.param) else _own(value) for key, value in state.items()
         }
+
+
+def _place(tensor: torch.Tensor) -> Place:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} on {tensor.device} with shape {tuple(tensor.shape)}"
+
+
+def _apart_from(shards: set[int], value: torch.Tensor) -> torch.Tensor:
+    return value.clone() if value.untyped_storage().data_ptr() in shards else value
 
 
 def _uniform(segment: Segment, present: bytes) -> bool:

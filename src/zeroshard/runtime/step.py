@@ -140,6 +140,10 @@ class Engine(ABC):
     def load(self, saved: SavedState, *, adopt: bool = False) -> Callable[[], None]:
         """Take this rank's part of it; returns how to undo it. `adopt`: its tensors are given away."""
 
+    def kept_doubts(self) -> Callable[[], None]:
+        """How to doubt again what is doubted now: a load ends that, also one that puts back what was there before."""
+        return lambda: None
+
     @abstractmethod
     def part(self, index: int) -> CutTensor:
         """What this rank owns of a parameter, where it lies, with the parameters `at_rest`; perhaps nothing."""
@@ -249,16 +253,18 @@ class Engine(ABC):
                     found.extend(_numbers(value))
         return array("d", found).tobytes()
 
-    def _require_same_options(self, call: str, verdict: Verdict, groups: Sequence[ParamGroup]) -> None:
+    def _require_same_options(
+        self, call: str, verdict: Verdict, groups: Sequence[ParamGroup], arguments: Sequence[str] = ()
+    ) -> None:
         if not verdict.same_options and not verdict.trouble:
-            raise_first_difference(self.comm, call, describe_groups(groups))
+            raise_first_difference(self.comm, call, [*arguments, *describe_groups(groups)])
 
 
 def _numbers(value: Any) -> Iterable[float]:
     """Those in an option. To read a tensor on a GPU would be to wait for it."""
     if isinstance(value, (int, float)):
         return (value,)
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return chain.from_iterable(map(_numbers, value))
     is_near = isinstance(value, torch.Tensor) and value.device.type == "cpu"
     return (value.item(),) if is_near and value.numel() == 1 and not value.is_complex() else ()

@@ -1,0 +1,169 @@
+"""Optimizers that assign to `param.data` train the model: their tensors are views of it, which an assignment ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks.test_closures_that_repeat import iterate
+from tests.ranks.test_masters import Oracle, half_mlp, loss_at
+from tests.ranks.test_offload import everything_is_far
+from tests.support import RankContext, ranks
+from tests.support.assigning import Assigning, Sam
+from tests.support.oracle import assert_same, set_grads
+from tests.support.overlap import mlp
+from tests.support.sharded import TINY, ZERO2, ShardTwins, some_configs, values_of
+from zeroshard import (
+    BindingError,
+    MasterWeights,
+    Offload,
+    RankFailedError,
+    Rule,
+    WholeParams,
+    ZeroConfig,
+    everything_else,
+    matrices,
+    shard,
+)
+
+WHOLE = ZeroConfig(partition=WholeParams())
+MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+
+
+@some_configs
+@ranks(1, 2, 3, 4)
+def test_parity(ctx: RankContext, config: ZeroConfig) -> None:
+    ShardTwins(config, optimizer_class=Assigning, **MOMENTUM).train(3)
+    ShardTwins(config, optimizer_class=Sam, lr=0.1).run(3, iterate)
+
+
+@ranks(1, 2, 3, 4)
+def test_whole_parameters(ctx: RankContext) -> None:
+    ShardTwins(WHOLE, optimizer_class=Assigning, **MOMENTUM).train(3)
+    ShardTwins(WHOLE, optimizer_class=Sam, lr=0.1).run(3, iterate)
+
+
+@ranks(1, 2, 3)
+def test_several_classes(ctx: RankContext) -> None:
+    rules = [Rule(matrices(), Assigning, **MOMENTUM), Rule(everything_else, torch.optim.SGD, lr=0.1)]
+    plain, ours = (seeded_mlp() for _ in range(2))
+    zero = shard(ours, rules, config=ZERO2)
+    kinds = [[param for param in plain.parameters() if (param.dim() > 1) is flag] for flag in (True, False)]
+    optimizers = [Assigning(kinds[0], **MOMENTUM), torch.optim.SGD(kinds[1], lr=0.1)]
+    for step in range(3):
+        set_grads(plain.parameters(), step)
+        set_grads(ours.parameters(), step)
+        zero.step()
+        for optimizer in optimizers:
+            optimizer.step()
+        zero.zero_grad()
+    torch.testing.assert_close(values_of(ours), values_of(plain))
+
+
+def seeded_mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return mlp()
+
+
+@ranks(1, 2, 3, 4)
+def test_gradients_that_are_missing_now_and_then(ctx: RankContext) -> None:
+    """The long tensors are cut where they are missing."""
+    ours, plain = (seeded_mlp() for _ in range(2))
+    zero, optimizer = shard(ours, Assigning, **MOMENTUM), Assigning(plain.parameters(), **MOMENTUM)
+    for step in range(4):
+        for model, one in ((ours, zero), (plain, optimizer)):
+            set_grads(model.parameters(), step)
+            list(model.parameters())[step].grad = None
+            one.step()
+            one.zero_grad()
+    torch.testing.assert_close(values_of(ours), values_of(plain))
+
+
+@pytest.mark.parametrize("partition", [TINY, WholeParams()], ids=["flat", "whole"])
+@ranks(1, 2, 3, 4)
+def test_master_weights_and_what_is_saved_of_them(ctx: RankContext, partition: Any) -> None:
+    model, config = half_mlp(), ZeroConfig(partition=partition, masters=MasterWeights())
+    zero, oracle = shard(model, Assigning, config=config, **MOMENTUM), Oracle(model, Assigning, MOMENTUM)
+    for step in range(3):
+        loss = loss_at(step)
+        torch.autograd.backward(loss(model))
+        zero.step()
+        zero.zero_grad()
+        oracle.step(loss)
+    torch.testing.assert_close(values_of(model), values_of(oracle.image))
+    saved = zero.full_state_dict()
+    if saved is not None:
+        found = [saved["state"][number]["master_weights"] for number in range(len(oracle.masters))]
+        torch.testing.assert_close(found, [master.detach() for master in oracle.masters])
+
+
+@pytest.mark.parametrize("masters", [None, MasterWeights()], ids=["plain", "masters"])
+@ranks(1, 2)
+def test_offloaded(ctx: RankContext, masters: MasterWeights | None) -> None:
+    with everything_is_far("cpu"):
+        runs = []
+        for offload in (None, Offload()):
+            model = half_mlp()
+            zero = shard(model, Assigning, config=ZeroConfig(TINY, masters=masters, offload=offload), **MOMENTUM)
+            for step in range(3):
+                torch.autograd.backward(loss_at(step)(model))
+                zero.step()
+                zero.zero_grad()
+            runs.append((model.state_dict(), zero.full_state_dict()))
+        assert_same(runs[1], runs[0])
+
+
+class Modes(Assigning):
+    """Evaluates elsewhere, where an assignment leads."""
+
+    fails = False
+
+    def eval(self) -> None:
+        self._add(1.0)
+
+    def train(self) -> None:
+        self._add(-1.0)
+
+    @torch.no_grad()
+    def _add(self, number: float) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data = param.data + number
+                if self.fails:
+                    raise ArithmeticError("a mode")
+
+
+@ranks(1, 2, 3)
+def test_modes(ctx: RankContext) -> None:
+    model = seeded_mlp().double()
+    before = values_of(model)
+    zero = shard(model, Modes, config=ZERO2)
+    zero.eval()
+    assert_same(values_of(model), [value + 1.0 for value in before])
+    zero.optims[0].fails = ctx.rank == 0  # type: ignore[attr-defined]
+    with pytest.raises(ArithmeticError if ctx.rank == 0 else RankFailedError, match="a mode"):
+        zero.train()
+    assert_same(values_of(model), [value + 1.0 for value in before])
+    zero.optims[0].fails = False  # type: ignore[attr-defined]
+    zero.train()
+    torch.testing.assert_close(values_of(model), before)
+
+
+@pytest.mark.parametrize("partition", [TINY, WholeParams()], ids=["flat", "whole"])
+@ranks(1, 2, 3, timeout=60)
+def test_what_does_not_fit_is_refused_everywhere_and_not_taken_over(ctx: RankContext, partition: Any) -> None:
+    """On the one rank where it happened, the others' updates are made."""
+    twins = ShardTwins(ZeroConfig(partition=partition), optimizer_class=Assigning, lr=0.1)
+    twins.train(1)
+    vars(twins.zero.optims[0])["becomes"] = {"dtype": torch.float64} if ctx.rank == 0 else None
+    with pytest.raises(BindingError if ctx.rank == 0 else RankFailedError, match=r"assigned.*float64.*float32.*keep"):
+        twins.sides[0].iterate(1)
+    twins.zero.check_drift()
+    with torch.no_grad():
+        for ours, theirs in zip(twins.model.parameters(), twins.plain_model.parameters(), strict=True):
+            ours.copy_(theirs)
+    twins.zero.zero_grad()
+    twins.train(2)
