@@ -54,7 +54,7 @@ long: $(READY)
 fuzz: $(READY)
 	ZEROSHARD_FUZZ=20 $(PY) -m pytest --timeout 3600 tests/fuzz
 	$(PY) -m pip install --quiet --disable-pip-version-check --editable ".[fuzz]"
-	for target in archive directory manifest codec outline; do $(PY) tests/fuzz/guided.py $$target --seconds 60 || exit 1; done
+	for target in archive directory manifest codec outline headers; do $(PY) tests/fuzz/guided.py $$target --seconds 60 || exit 1; done
 
 # The page of `zeroshard plan --html` in chromium, which must be there: apt-get install chromium, or brew install chromium.
 browser: $(READY)
