@@ -8,6 +8,7 @@ import torch.distributed as dist
 from .comm.agreement import Proposal, agreed
 from .comm.collectives import Comm
 from .comm.group import Group
+from .errors import ConfigError
 from .state.codec import pack, unpack
 from .state.readers import require_readers, types_in
 from .state.trees import map_tensors
@@ -26,6 +27,7 @@ def broadcast_object(
     comm = Comm(Group(group))
 
     def propose() -> Proposal[tuple[bytes | None, list[str]]]:
+        _require_device(device)
         data = pack(obj) if comm.group.from_global(src_rank) == comm.group.rank else None
         return Proposal((data, types_in(data) if data is not None else []), [f"src_rank={src_rank}"])
 
@@ -35,3 +37,11 @@ def broadcast_object(
     if data is not None:
         return obj
     return map_tensors(unpack(received), lambda tensor: tensor.to(device))
+
+
+def _require_device(device: torch.device | str) -> None:
+    """Where it is not there, that is found before anything is sent."""
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:
+        raise ConfigError(f"broadcast_object: device={device!r:.200} is none that this rank has: {error}") from error

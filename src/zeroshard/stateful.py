@@ -34,8 +34,12 @@ class Stateful(Optimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather all state on rank `to` of the group, for `state_dict()` there. Called on all ranks."""
         self.require_settled("consolidate_state_dict")
-        # An older snapshot goes before the new one comes: the target never holds both.
-        forget = self._forget_snapshot if self._comm.everyone.group.rank == to else lambda: None
+
+        def forget() -> None:
+            """An older snapshot goes before the new one comes: the target never holds both."""
+            if self._comm.everyone.group.rank == to:
+                self._forget_snapshot()
+
         contents = state_dicts.gathered(self.engine, self.param_groups, "consolidate_state_dict", to, forget)
         if contents is not None:
             self._snapshot = _Snapshot(contents, self.engine.steps, versions(contents))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.agents import Agents
+from tests.support.fault_page import Count, keep_count
 from tests.support.held import Hold
 from tests.support.oracle import assert_same
 from tests.support.schedule import Plain
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* was saved by .* ranks")
 longer = pytest.mark.skipif("ZEROSHARD_FAULTS" not in os.environ, reason="takes longer: make faults")
 
 
-def check(agents: Agents) -> None:
+def check(agents: Agents, case: str, done: str, kills: int) -> None:
     """All steps have counted once, each for the ranks that took it, and the end is that of one run without a break."""
     lives, plain = agents.lives(), Plain()
     assert lives[0].start == 0
@@ -35,6 +36,7 @@ def check(agents: Agents) -> None:
     found = Plain.saved(agents.folder)
     assert_same(found.model.state_dict(), plain.model.state_dict(), f"the model after {lives}")
     assert_same(found.optimizer.state_dict(), plain.optimizer.state_dict(), f"the optimizer after {lives}")
+    keep_count(Count("elastic", case, done, kills))
 
 
 def last_save(step: int) -> set[int]:
@@ -58,7 +60,7 @@ def test_four_ranks_go_on_as_three(tmp_path: Path, seed: int) -> None:
         lives = agents.lives()
         assert [life.world_size for life in lives][-2:] == [4, 3]
         assert lives[-1].start in last_save(hold.step)
-        check(agents)
+        check(agents, f"4 ranks, and then 3, seed {seed}", "an agent and its worker are killed", 1)
 
 
 @longer
@@ -75,7 +77,7 @@ def test_rank_0_is_killed(tmp_path: Path) -> None:
         agents.finish()
         assert {line["pid"] for line in agents.events("start") if line["rank"] == 0} >= {worker}
         assert [life.world_size for life in agents.lives()][-2:] == [4, 3]
-        check(agents)
+        check(agents, "4 ranks, and then 3, without the first", "the agent and the worker of rank 0 are killed", 1)
 
 
 @longer
@@ -91,7 +93,7 @@ def test_three_ranks_go_on_as_four(tmp_path: Path) -> None:
         lives = agents.lives()
         assert [life.world_size for life in lives][-2:] == [3, 4]
         assert lives[-1].start in last_save(hold.step)
-        check(agents)
+        check(agents, "3 ranks, and then 4", "an agent joins", 0)
 
 
 @longer
@@ -109,7 +111,7 @@ def test_one_dies_and_another_joins(tmp_path: Path) -> None:
         agents.start()
         agents.finish()
         assert [life.world_size for life in agents.lives()][-3:] == [4, 3, 4]
-        check(agents)
+        check(agents, "4 ranks, 3, and 4 again", "an agent and its worker are killed, another one joins", 1)
 
 
 @longer
@@ -123,4 +125,4 @@ def test_a_worker_is_killed_and_all_of_its_host_begin_anew(tmp_path: Path) -> No
         agents.finish()
         assert [life.world_size for life in agents.lives()] == [4, 4]
         assert agents.lives()[-1].restart == 1
-        check(agents)
+        check(agents, "4 ranks of one agent", "a worker is killed", 1)

@@ -14,9 +14,9 @@ from types import MappingProxyType
 
 import pytest
 
-from tests.support.fault_page import keep_count
+from tests.support.fault_page import Count, keep_count
 from tests.support.store import open_store
-from tests.support.survivors import CHECKED, EVERY, End, Order, Survivor, oracle
+from tests.support.survivors import CHECKED, EVERY, FALLS, End, Order, Survivor, oracle
 
 LOSSES = int(os.environ.get("ZEROSHARD_LOSSES", "2"))
 LONGEST = 0.2
@@ -33,15 +33,14 @@ class Job:
         self._sizes: list[int] = []
         """How many ranks made each step."""
         self._jobs = 0
+        self.known = list[float]()
+        """Seconds from each kill until all others knew."""
 
     def run(
         self, ranks: Sequence[Survivor], *, begin: bool = False, ends: Mapping[int, End] = MappingProxyType({})
     ) -> int:
         """Until values were compared; then they train on. The step that they began with."""
-        self._jobs += 1
-        self.ranks = list(ranks)
-        for rank, process in enumerate(ranks):
-            process.tell(Order(f"job{self._jobs}", rank, len(ranks), begin, ends.get(rank)))
+        self._tell(ranks, begin=begin, ends=ends)
         begun = [process.hear("begun") for process in ranks]
         (step,) = {news.step for news in begun}
         assert not [path for news in begun for path in news.opened if not path.endswith((".py", ".pyc"))]
@@ -53,18 +52,42 @@ class Job:
         self._sizes += [len(ranks)] * 10_000  # as many as there may be until a kill
         return step
 
+    def _tell(
+        self,
+        ranks: Sequence[Survivor],
+        *,
+        begin: bool = False,
+        ends: Mapping[int, End] = MappingProxyType({}),
+        falls: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        self._jobs += 1
+        self.ranks = list(ranks)
+        for rank, process in enumerate(ranks):
+            process.tell(Order(f"job{self._jobs}", rank, len(ranks), begin, ends.get(rank), falls.get(rank, "")))
+
+    def fall(self, ranks: Sequence[Survivor], lost: int, moment: str) -> list[Survivor]:
+        """One more is lost while all go on from their copies; the others, once they have noticed."""
+        self._tell(ranks, falls={lost: moment})
+        return self.without(lost, ranks[lost].hear("falls").moment)
+
+    def refused(self, ranks: Sequence[Survivor]) -> set[str]:
+        """What they say who cannot go on."""
+        self._tell(ranks)
+        return {process.hear("refused").reason for process in ranks}
+
     def new(self) -> Survivor:
         return Survivor(self._store.port, overlap=self._overlap)
 
     def lose(self, lost: int) -> list[Survivor]:
         """Kill a rank; the others, once they have noticed."""
+        moment = time.monotonic()
         self.ranks[lost].kill()
-        return self.without(lost)
+        return self.without(lost, moment)
 
-    def without(self, lost: int) -> list[Survivor]:
+    def without(self, lost: int, moment: float | None = None) -> list[Survivor]:
         left = [process for process in self.ranks if process is not self.ranks[lost]]
-        for process in left:
-            process.hear("lost")
+        heard = [process.hear("lost").moment for process in left]
+        self.known += [] if moment is None else [max(heard) - moment]
         return left
 
 
@@ -92,7 +115,38 @@ def test_killed_at_any_moment(overlap: bool) -> None:
                 left.insert(draw.randrange(len(left) + 1), running.new())
             running.run(left)
     how = ", parameters under way" if overlap else ""
-    keep_count(f"2 to 4 ranks with a second copy{how}", "one is killed, at any moment; no file is read", LOSSES)
+    case, done = f"2 to 4 ranks with a second copy{how}", "one is killed, at any moment; no file is read"
+    keep_count(Count("killed", case, done, LOSSES, known=max(running.known)))
+
+
+@pytest.mark.timeout(60 + 20 * LOSSES)
+@pytest.mark.parametrize("moment", FALLS)
+def test_another_is_killed_while_the_rest_goes_on_from_copies(moment: str) -> None:
+    """Not the one that keeps the copy of the first, nor its ward: all shares are left, and so are ranks that go on."""
+    draw, rounds = random.Random(moment), max(1, LOSSES // 10)
+    with job() as running:
+        for _ in range(rounds):
+            lost = draw.randrange(RANKS)
+            left = running.lose(lost)
+            second = running.ranks[(lost + 2) % RANKS]
+            left = running.fall(left, left.index(second), moment)
+            while len(left) < RANKS:
+                left.insert(draw.randrange(len(left) + 1), running.new())
+            running.run(left)
+    case, done = f"4 ranks with a second copy, when {moment}", "one is killed, and another one in `restore`"
+    keep_count(Count("killed", case, done, 2 * rounds, known=max(running.known)))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("moment", FALLS)
+def test_its_keeper_is_killed_while_the_rest_goes_on(moment: str) -> None:
+    """Nobody has its share, until the next copy is whole: those that are left say so, all of them."""
+    with job() as running:
+        left = running.lose(1)
+        left = running.fall(left, 1, moment)
+        (reason,) = running.refused(left)
+        assert "nobody here holds the share of rank 1" in reason
+        assert "Nothing was changed. Load a checkpoint." in reason
 
 
 SECOND = 3 * EVERY

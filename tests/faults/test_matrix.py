@@ -18,6 +18,8 @@ from tests.support.jobs import STEPS, STORE_ON_RANK_0
 
 ROUNDS = int(os.environ.get("ZEROSHARD_FAULTS", "0"))
 AT_ONCE = max(1, (os.cpu_count() or 2) // 2)
+WAITING = 4 * AT_ONCE
+"""Jobs in which a rank is stopped: they wait for a timeout, most of the time."""
 QUICK = [
     *((Kind.KILLED, place, "shard") for place in Place),
     (Kind.KILLED, Place.INNER_STEP, "drop-in"),
@@ -69,10 +71,13 @@ def test_all_faults(matrix: Matrix) -> None:
         except AssertionError as error:
             return f"{fault} in {mode}: {error}"
 
-    for mode in {mode for *_, mode in cells()}:
+    for mode in {mode for *_, mode in cells()}:  # before several at once would make them
         matrix.undisturbed(mode)
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = list(pool.map(attempt, [(*cell, turn) for turn in range(ROUNDS) for cell in cells()]))
+        matrix.saved(mode)
+    every, found = [(*cell, turn) for turn in range(ROUNDS) for cell in cells()], list[Outcome | str]()
+    for stopped, at_once in ((False, AT_ONCE), (True, WAITING)):
+        with ThreadPoolExecutor(at_once) as pool:
+            found += pool.map(attempt, [cell for cell in every if (cell[0] is Kind.STOPPED) == stopped])
     failed = [it for it in found if isinstance(it, str)]
     assert not failed, "\n".join([f"{len(failed)} of {len(found)}:", *failed])
     keep_outcomes([it for it in found if isinstance(it, Outcome)])

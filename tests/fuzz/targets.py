@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
+import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -16,6 +19,7 @@ from zeroshard.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from zeroshard.checkpoint.outline import outline
 from zeroshard.checkpoint.reading import read
 from zeroshard.errors import CheckpointError
+from zeroshard.planning.headers import read_file
 
 _folder = tempfile.TemporaryDirectory()
 FOLDERS = [Path(_folder.name)]
@@ -84,12 +88,24 @@ def outlined(data: bytes) -> None:
     assert (found.like.shape, found.like.stride()) == (expected.shape, expected.stride())
 
 
+def headers(data: bytes) -> None:
+    """A file of safetensors: what is said to be in it fits into it."""
+    place = _write("headers", "it.safetensors", data) / "it.safetensors"
+    try:
+        found = read_file(place)
+    except CheckpointError as error:
+        _check_length(error)
+        return
+    assert all(0 <= it.nbytes <= len(data) for it in found.params)
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "archive": archive,
     "directory": directory,
     "manifest": manifest,
     "codec": codec,
     "outline": outlined,
+    "headers": headers,
 }
 
 
@@ -100,6 +116,25 @@ def _good() -> Path:
         dcp_save(values, checkpoint_id=place, no_dist=True)
         (place / "__0_0.distcp").replace(_HERE / "data")
     return place
+
+
+_HEADER: dict[str, Any] = {
+    "__metadata__": {"format": "pt"},
+    "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+    "b.c": {"dtype": "BF16", "shape": [], "data_offsets": [24, 26]},
+    "d": {"dtype": "I64", "shape": [1], "data_offsets": [26, 34]},
+}
+
+
+def safetensors_of(header: Any, room: int = 34) -> bytes:
+    """A file with that header, and so many bytes after it."""
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(room)
+
+
+def spoiled_header(place: str, key: str, value: Any) -> bytes:
+    """A good one in which one thing is something else."""
+    return safetensors_of({**_HEADER, place: {**_HEADER.get(place, {}), key: value} if key else value})
 
 
 def seeds(target: str) -> list[bytes]:
@@ -113,4 +148,5 @@ def seeds(target: str) -> list[bytes]:
         "manifest": [Manifest(3, 2, {".metadata": 1, "__0_0.distcp": 2}, 0.5, "2.13").text().encode()],
         "codec": [bytes(packed({"random": [1, 2.5], "extra": torch.ones(3)}).tolist()), saved.getvalue()],
         "outline": [saved.getvalue()],
+        "headers": [safetensors_of(_HEADER)],
     }[target]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -54,18 +55,36 @@ def test_any_bytes(target: str) -> None:
     holds()
 
 
-@some(40)
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
-        lambda it: st.lists(it) | st.dictionaries(st.text(), it),
-    ),
-    SEEDS,
+ANY = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
+    lambda it: st.lists(it) | st.dictionaries(st.text(), it),
 )
+
+
+@some(40)
+@given(ANY, SEEDS)
 def test_manifests_of_any_values(value: Any, seed: int) -> None:
     good = {"format": 1, "step": 1, "world_size": 2, "sums": {".metadata": 5}, "time": 0.5, "torch": "2"}
     good[Random(seed).choice(list(good))] = value
     targets.manifest(json.dumps(good).encode())
+
+
+@some(60)
+@given(
+    st.sampled_from(["a", "b.c", "new", "__metadata__", ""]),
+    st.sampled_from(["", "dtype", "shape", "data_offsets"]),
+    ANY,
+)
+def test_headers_of_any_values(place: str, key: str, value: Any) -> None:
+    with watched(*targets.FOLDERS):
+        targets.headers(targets.spoiled_header(place, key, value))
+
+
+@some(60)
+@given(st.lists(st.integers(-(2**70), 2**70), max_size=80), st.lists(st.integers(-1, 2**70), min_size=2, max_size=2))
+def test_headers_of_any_numbers(shape: list[int], span: list[int]) -> None:
+    targets.headers(targets.spoiled_header("a", "shape", shape))
+    targets.headers(targets.safetensors_of({"a": {"dtype": "U8", "shape": shape, "data_offsets": span}}))
 
 
 # ---- the command line
@@ -159,3 +178,39 @@ def test_bytes_of_a_stream_that_ends(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(3)}, good)
     for length in range(0, len(good.getvalue()), 7):
         targets.codec(good.getvalue()[:length])
+
+
+# ---- other commands
+
+WORDS = st.sampled_from(["", "0", "1", "-1", "1e400", "nan", "inf", "8,", "4-1", "1-2-3", "80GB", "5 parsecs", "10us"])
+WORDS |= st.sampled_from(["9" * 400, "bf16", "fp32+", "lr=", "lr=1,lr=2", "=", "\x1b[2J", "/", "..", "400Gbit/s", "--"])
+WORDS |= st.text(max_size=8) | st.integers().map(str) | st.floats().map(str)
+PLAN = ["options", "precision", "ranks", "memory", "activations", "bandwidth", "latency", "shard-within", "bucket"]
+PLAN += ["reduce", "bandwidth-within", "frozen"]
+MODELS = st.sampled_from(["gpt2", "7B", "0", "-1B", "1e30", "x", "1.5", ""])
+
+
+@some(60)
+@given(MODELS, st.dictionaries(st.sampled_from(PLAN), WORDS, max_size=3))
+def test_plans_of_any_words(model: str, options: dict[str, str]) -> None:
+    given_ones = [word for name, value in options.items() for word in (f"--{name}", value)]
+    check_words("plan", model, *given_ones, "--json")
+
+
+@some(40)
+@given(
+    st.sampled_from(["doctor", "run"]), st.lists(WORDS | st.sampled_from(["--timeout", "--backend", "-m"]), max_size=3)
+)
+def test_other_commands_of_any_words(command: str, words: list[str]) -> None:
+    """Wrong usage always: nothing is run, and no job joined."""
+    check_words(command, *(["--no-such-option", *words] if command == "doctor" else ["--" + "".join(words), *words]))
+
+
+def check_words(*arguments: str) -> None:
+    """A status, and where it is not 0, a sentence."""
+    said, told = io.StringIO(), io.StringIO()
+    with redirect_stdout(said), redirect_stderr(told), watched():
+        status = status_of(*arguments)
+    assert status in (0, 1, 2), status
+    assert "Traceback" not in told.getvalue()
+    assert not status or len(told.getvalue()) > 10, arguments

@@ -5,91 +5,41 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support import RankContext, ranks
+from tests.support.at_once import (
+    LONG,
+    STEPS,
+    Run,
+    backward,
+    by_drop_in,
+    by_shard,
+    inputs_of,
+    set_mean_grads,
+    trained_beside_threads,
+    trained_by_two,
+    trained_in_threads,
+    two_groups,
+)
 from tests.support.oracle import assert_same
-from tests.support.overlap import WIDTH, mlp
-from tests.support.pair import average, from_all_ranks
+from tests.support.overlap import mlp
 from tests.support.sharded import ZERO1, ZERO2, seeded, some_configs
-from zeroshard import ShardedOptimizer, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
+from zeroshard import ZeroConfig, checkpoint
 from zeroshard.checkpoint import saving, writing
 
-LONG = 30.0
-STEPS = 4
-
-
-def inputs_of(number: int, rank: int) -> Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * number + rank))
-
-
-def backward(model: nn.Module, x: Tensor) -> None:
-    torch.autograd.backward(model(x).square().mean())
-
-
-def set_mean_grads(model: nn.Module, number: int, members: list[int]) -> None:
-    """Those of all members, added up in the order of ranks."""
-    grads: list[list[Tensor]] = []
-    for rank in members:
-        model.zero_grad()
-        backward(model, inputs_of(number, rank))
-        grads.append([param.grad for param in model.parameters() if param.grad is not None])
-    for param, parts in zip(model.parameters(), zip(*grads, strict=True), strict=True):
-        param.grad = average(list(parts))
-
-
-class Run:
-    """A model that some ranks train, and what the plain optimizer makes of it."""
-
-    def __init__(self, group: dist.ProcessGroup | None, config: ZeroConfig, seed: int = 0) -> None:
-        self.members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self.model, self.plain_model = (seeded(mlp, seed) for _ in range(2))
-        self.zero: ShardedOptimizer = shard(self.model, torch.optim.AdamW, process_group=group, config=config, lr=0.05)
-        self.plain = torch.optim.AdamW(self.plain_model.parameters(), lr=0.05)
-
-    def step(self, number: int, x: Tensor | None = None) -> None:
-        backward(self.model, inputs_of(number, dist.get_rank()) if x is None else x)
-        self.zero.step()
-        self.zero.zero_grad()
-
-    def train(self, steps: int = STEPS) -> None:
-        for number in range(steps):
-            self.step(number)
-
-    def check(self, steps: int = STEPS) -> None:
-        for number in range(steps):
-            set_mean_grads(self.plain_model, number, self.members)
-            self.plain.step()
-        self.compare()
-
-    def compare(self) -> None:
-        self.zero.wait()
-        assert_same(self.model.state_dict(), self.plain_model.state_dict())
-
-
 # ---- several optimizers
-
-
-def by_shard(model: nn.Module, params: list[nn.Parameter], config: ZeroConfig) -> Optimizer:
-    return shard(model, torch.optim.AdamW, params=params, config=config, lr=0.05)
-
-
-def by_drop_in(_: nn.Module, params: list[nn.Parameter], __: ZeroConfig) -> Optimizer:
-    return ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.05)
 
 
 @some_configs
@@ -97,20 +47,11 @@ def by_drop_in(_: nn.Module, params: list[nn.Parameter], __: ZeroConfig) -> Opti
 @ranks(2, 3)
 def test_two_optimizers_on_one_model(ctx: RankContext, config: ZeroConfig, second: Callable[..., Optimizer]) -> None:
     """One backward pass for both, and steps in turn: first the one, then the other one."""
-    model, plain_model = seeded(mlp, 0), seeded(mlp, 0)
-    params, theirs = ([*it.parameters()] for it in (model, plain_model))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the first one's of what the drop-in has
-        zeros = [by_shard(model, params[::2], config), second(model, params[1::2], config)]
-        plains: list[Optimizer] = [torch.optim.AdamW(theirs[::2], lr=0.05)]
-        plains.append((torch.optim.AdamW if second is by_shard else torch.optim.SGD)(theirs[1::2], lr=0.05))
-        for number in range(STEPS):
-            backward(model, inputs_of(number, ctx.rank))
-            if second is by_drop_in:
-                average_grads(params[1::2])
-            for zero in zeros if number % 2 else reversed(zeros):
-                zero.step()
-            model.zero_grad()
+    model, _ = trained_by_two(config, second)
+    plain_model = seeded(mlp, 0)
+    theirs = [*plain_model.parameters()]
+    plains: list[Optimizer] = [torch.optim.AdamW(theirs[::2], lr=0.05)]
+    plains.append((torch.optim.AdamW if second is by_shard else torch.optim.SGD)(theirs[1::2], lr=0.05))
     for number in range(STEPS):
         set_mean_grads(plain_model, number, list(range(ctx.world_size)))
         for plain in plains:
@@ -118,33 +59,14 @@ def test_two_optimizers_on_one_model(ctx: RankContext, config: ZeroConfig, secon
     assert_same(model.state_dict(), plain_model.state_dict())
 
 
-def average_grads(params: list[nn.Parameter]) -> None:
-    for param in params:
-        assert param.grad is not None
-        param.grad = average(from_all_ranks(param.grad))
-
-
 # ---- several groups
-
-
-def two_groups(ctx: RankContext, *, overlapping: bool) -> list[dist.ProcessGroup | None]:
-    """Of all ranks each, or all but the last and all but the first. None where this rank is no member."""
-    everyone = list(range(ctx.world_size))
-    members = [everyone[:-1], everyone[1:]] if overlapping and ctx.world_size > 1 else [everyone, everyone]
-    groups = [dist.new_group(ranks) for ranks in members]
-    return [group if ctx.rank in ranks else None for group, ranks in zip(groups, members, strict=True)]
 
 
 @pytest.mark.parametrize("overlapping", [False, True], ids=["same", "overlapping"])
 @some_configs
 @ranks(2, 4)
 def test_two_groups_in_two_threads(ctx: RankContext, config: ZeroConfig, overlapping: bool) -> None:
-    groups = two_groups(ctx, overlapping=overlapping)
-    runs = [Run(group, config, seed) for seed, group in enumerate(groups) if group is not None]
-    with ThreadPoolExecutor() as pool:
-        for done in [pool.submit(run.train) for run in runs]:
-            done.result(LONG)
-    for run in runs:
+    for run in trained_in_threads(two_groups(overlapping=overlapping), config):
         run.check()
 
 
@@ -153,7 +75,7 @@ def test_two_groups_in_two_threads(ctx: RankContext, config: ZeroConfig, overlap
 @ranks(3)
 def test_two_groups_in_one_thread(ctx: RankContext, config: ZeroConfig, overlapping: bool) -> None:
     """In turns, with both backward passes before both steps every other time."""
-    groups = two_groups(ctx, overlapping=overlapping)
+    groups = two_groups(overlapping=overlapping)
     runs = [Run(group, config, seed) for seed, group in enumerate(groups) if group is not None]
     for number in range(STEPS):
         if number % 2:
@@ -172,7 +94,7 @@ def test_two_groups_in_one_thread(ctx: RankContext, config: ZeroConfig, overlapp
 @ranks(2, 3)
 def test_optimizers_are_made_while_others_step(ctx: RankContext) -> None:
     """In a group of their own, by another thread."""
-    groups = two_groups(ctx, overlapping=False)
+    groups = two_groups(overlapping=False)
     run = Run(groups[0], ZERO2)
     with ThreadPoolExecutor() as pool:
         making = pool.submit(lambda: [Run(groups[1], ZERO2, number) for number in range(4)])
@@ -217,56 +139,10 @@ def test_parameters_are_read_by_another_thread(ctx: RankContext) -> None:
 # ---- threads that do something else
 
 
-@contextmanager
-def busy_threads() -> Iterator[None]:
-    """Threads that compute, allocate and free, with and without gradients, until the end."""
-    over, failures = threading.Event(), list[BaseException]()
-
-    def work(seed: int) -> None:
-        try:
-            draw = torch.Generator().manual_seed(seed)
-            while not over.is_set():
-                own = torch.randn(32, 32, generator=draw, requires_grad=True)
-                torch.autograd.backward((own @ own).tanh().sum())
-                assert own.grad is not None
-                [torch.empty(1000 * n) for n in range(8)]
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join(LONG)
-    assert not failures
-
-
-def prefetched(rank: int, steps: int) -> Iterator[Tensor]:
-    """Inputs that a thread makes ahead."""
-    queue: Queue[Tensor] = Queue(maxsize=2)
-
-    def make() -> None:
-        for number in range(steps):
-            queue.put(inputs_of(number, rank))
-
-    thread = threading.Thread(target=make)
-    thread.start()
-    yield from (queue.get(timeout=LONG) for _ in range(steps))
-    thread.join(LONG)
-
-
 @some_configs
 @ranks(1, 3)
 def test_threads_beside_training(ctx: RankContext, config: ZeroConfig) -> None:
-    run = Run(None, config)
-    with busy_threads():
-        for number, x in enumerate(prefetched(ctx.rank, STEPS)):
-            run.step(number, x)
-    run.check()
+    trained_beside_threads(config).check()
 
 
 class Inputs(Dataset[Tensor]):

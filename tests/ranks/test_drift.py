@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import RankContext, ranks
+from tests.support.fault_page import Count, keep_count
 from tests.support.hybrid import within
 from tests.support.oracle import assert_same, set_grads, small_model
 from tests.support.overlap import DdpTwins, Setup, batch, mlp, regression
@@ -40,6 +41,8 @@ from zeroshard.runtime.checksums import Checksums
 from zeroshard.runtime.drift import judge
 
 EACH = Drift(every=1)
+FLIPS = 40
+"""Of each optimizer."""
 ADAMW: dict[str, Any] = {"lr": 0.05}
 
 
@@ -115,12 +118,13 @@ def memory_place(param: Tensor, element: int) -> int:
 @ranks(2, 3, 4)
 def test_every_flipped_bit_is_found_and_named(ctx: RankContext) -> None:
     """At any place of any parameter, on any rank; and no check changes anything."""
-    draw = random.Random(7)
+    draw, flips = random.Random(7), 0
     for model, optimizer in both_facades(ctx.world_size):
+        flips += FLIPS
         params = named(model)
         before = values_of(model)
         optimizer.check_drift()
-        for _ in range(40):
+        for _ in range(FLIPS):
             name = draw.choice(list(params))
             param = params[name]
             rank, element = draw.randrange(ctx.world_size), draw.randrange(param.numel())
@@ -142,6 +146,11 @@ def test_every_flipped_bit_is_found_and_named(ctx: RankContext) -> None:
                 flip(param, element, bit)
         optimizer.check_drift()
         assert_same([it.tolist() for it in values_of(model)], [it.tolist() for it in before])
+    if ctx.rank == 0:
+        done = (
+            f"one bit is flipped on one rank; parameter and bucket{', and the rank' * (ctx.world_size > 2)} are named"
+        )
+        keep_count(Count("flips", f"{ctx.world_size} ranks", done, flips))
 
 
 @ranks(2, 3)

@@ -15,8 +15,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tests.support import RankContext, ranks
+from tests.support.at_once import (
+    Run,
+    by_drop_in,
+    by_shard,
+    trained_beside_threads,
+    trained_by_two,
+    trained_in_threads,
+    two_groups,
+)
+from tests.support.fault_page import Count, keep_count
 from tests.support.overlap import mlp, regression
 from tests.support.sharded import ZERO1, ZERO2, all_equal, seeded, values_of
 from tests.support.shuffling import shuffled
@@ -37,10 +48,13 @@ from zeroshard.comm.pending import Pending
 from zeroshard.comm.ways import ByThread
 from zeroshard.runtime.param_sync import ShardSync
 
-SEEDS = 40 if os.environ.get("ZEROSHARD_FAULTS") else 2
+SEEDS = 20 if os.environ.get("ZEROSHARD_FAULTS") else 2
 STEPS = 4
 OVERLAP = replace(ZERO2, overlap_gather=True)
 LOOKING = replace(OVERLAP, second_copy=SecondCopy(every=1), drift=Drift(every=1), nonfinite=NonFinite("skip"))
+
+CONFIGS = {"zero2": ZERO2, "zero1": ZERO1, "overlap": OVERLAP}
+few_configs = pytest.mark.parametrize("config", CONFIGS)
 
 Make = Callable[[nn.Module], ShardedOptimizer]
 
@@ -89,7 +103,7 @@ def trained(ctx: RankContext, make: Make, folder: Path | None = None) -> list[Te
     return [*values_of(model), *state_of_all(optimizer)]
 
 
-def state_of_all(optimizer: ShardedOptimizer) -> list[Tensor]:
+def state_of_all(optimizer: Any) -> list[Tensor]:
     held = [entry for inner in optimizer.optims for entry in inner.state.values()]
     return [value.clone() for entry in held for value in entry.values() if isinstance(value, Tensor)]
 
@@ -103,16 +117,78 @@ def test_any_timing(ctx: RankContext, way: str) -> None:
             found = trained(ctx, WAYS[way])
         assert all_equal([expected, found]), f"at the timing of seed {seed}"
         assert delays.count > 50, "hardly anything was delayed"
+    keep(ctx, way, SEEDS)
+
+
+def keep(ctx: RankContext, case: str, count: int) -> None:
+    if ctx.rank == 0:
+        keep_count(Count("timings", f"{ctx.world_size} ranks, {case}", "all parameters and all state compared", count))
 
 
 @pytest.mark.parametrize("way", ["zero2", "overlap", "hybrid"])
 @ranks(4, timeout=60 + 6 * SEEDS)
 def test_any_timing_of_saves_in_the_background(ctx: RankContext, tmp_path: Path, way: str) -> None:
-    expected = trained(ctx, WAYS[way])
-    for seed in range(max(1, SEEDS // 2)):
+    expected, seeds = trained(ctx, WAYS[way]), max(1, SEEDS // 2)
+    for seed in range(seeds):
         with shuffled(seed):
             found = trained(ctx, WAYS[way], tmp_path / str(seed))
         assert all_equal([expected, found]), f"at the timing of seed {seed}"
+    keep(ctx, f"{way}, saves in the background", seeds)
+
+
+# ---- several things at once
+
+
+def of_two_optimizers(config: ZeroConfig, second: Callable[..., Optimizer]) -> list[Tensor]:
+    model, optimizers = trained_by_two(config, second)
+    return [*values_of(model), *(value for it in optimizers for value in state_of_all(it))]
+
+
+def of_runs(*runs: Run) -> list[Tensor]:
+    for run in runs:
+        run.zero.wait()
+    return [value for run in runs for value in (*values_of(run.model), *state_of_all(run.zero))]
+
+
+def require_the_same(ctx: RankContext, case: str, make: Callable[[], list[Tensor]]) -> None:
+    """At every timing, made anew each time, as without delays."""
+    expected, seeds = make(), max(2, SEEDS // 2)
+    for seed in range(seeds):
+        with shuffled(seed) as delays:
+            found = make()
+        assert all_equal([expected, found]), f"at the timing of seed {seed}"
+        assert delays.count > 50, "hardly anything was delayed"
+    keep(ctx, case, seeds)
+
+
+@pytest.mark.parametrize("second", [by_shard, by_drop_in], ids=["shard", "drop-in"])
+@few_configs
+@ranks(3, timeout=60 + 6 * SEEDS)
+def test_any_timing_of_two_optimizers(ctx: RankContext, config: str, second: Callable[..., Optimizer]) -> None:
+    case = f"two optimizers on one model{'' if second is by_shard else ', one of them the drop-in'}, {config}"
+    require_the_same(ctx, case, lambda: of_two_optimizers(CONFIGS[config], second))
+
+
+@pytest.mark.parametrize("overlapping", [False, True], ids=["same", "overlapping"])
+@few_configs
+@ranks(4, timeout=60 + 6 * SEEDS)
+def test_any_timing_of_two_groups_in_two_threads(ctx: RankContext, config: str, overlapping: bool) -> None:
+    groups = two_groups(overlapping=overlapping)
+    case = f"two groups {'that share ranks' if overlapping else 'of all ranks'}, in two threads, {config}"
+    require_the_same(ctx, case, lambda: of_runs(*trained_in_threads(groups, CONFIGS[config])))
+
+
+@few_configs
+@ranks(3, timeout=60 + 6 * SEEDS)
+def test_any_timing_beside_threads(ctx: RankContext, config: str) -> None:
+    require_the_same(
+        ctx,
+        f"beside a data loader's and other threads, {config}",
+        lambda: of_runs(trained_beside_threads(CONFIGS[config])),
+    )
+
+
+# ---- would one be found?
 
 
 def nobody_waits_for_sums(_: ByThread) -> None:
@@ -128,16 +204,28 @@ RACING: list[Pending] = []
 
 
 @pytest.mark.parametrize(
-    ("owner", "careless"), [(ByThread, nobody_waits_for_sums), (ShardSync, nobody_waits_for_params)]
+    ("owner", "careless", "threads"),
+    [
+        (ByThread, nobody_waits_for_sums, 1),
+        (ShardSync, nobody_waits_for_params, 1),
+        (ShardSync, nobody_waits_for_params, 2),
+    ],
 )
 @ranks(4)
-def test_a_race_would_be_found(ctx: RankContext, owner: Any, careless: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_race_would_be_found(
+    ctx: RankContext, owner: Any, careless: Any, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At one of a few timings."""
-    expected = trained(ctx, WAYS["zero2"])
+    groups = two_groups(overlapping=False)
+
+    def make() -> list[Tensor]:
+        return trained(ctx, WAYS["zero2"]) if threads == 1 else of_runs(*trained_in_threads(groups, ZERO2))
+
+    expected = make()
     for seed in range(20):
         with monkeypatch.context() as patch, shuffled(seed):
             patch.setattr(owner, "wait", careless)
-            mine = trained(ctx, WAYS["zero2"])
+            mine = make()
         for pending in RACING:
             pending.wait()
         RACING.clear()

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from functools import cache
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -43,7 +44,7 @@ class Matrix:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._store = folder, open_store()
-        self._count = 0
+        self._numbers = count()
 
     def inject(self, fault: Fault, mode: str) -> Outcome:
         """Raises `AssertionError` where something hung, was lost, or came out different."""
@@ -82,14 +83,13 @@ class Matrix:
             return frozenset(run_job(self._store.port, Path(folder, "run"), mode, RANKS).digests)
 
     def _fresh_folder(self, fault: Fault, mode: str) -> Path:
-        self._count += 1
-        folder = self._folder / f"run{self._count}"
+        folder = self._folder / f"run{next(self._numbers)}"
         if fault.place is Place.LOAD:
-            shutil.copytree(self._saved(mode), folder)
+            shutil.copytree(self.saved(mode), folder)
         return folder
 
     @cache  # noqa: B019
-    def _saved(self, mode: str) -> Path:
+    def saved(self, mode: str) -> Path:
         """A folder with a checkpoint from the middle of a run."""
         folder = self._folder / f"saved-{mode}"
         run_job(self._store.port, folder, mode, RANKS, steps=2 * SAVED_EVERY)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,7 @@ def rss() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
 
 
-def growth_of_rss(samples: Sequence[int]) -> int:
-    """Bytes from the second quarter to the last, each by its least: what is needed in passing does not count."""
-    quarter = max(1, len(samples) // 4)
-    return min(samples[-quarter:]) - min(samples[quarter : 2 * quarter])
+def growth(samples: Sequence[int], lap: int) -> float:
+    """From the first lap to the last one, of `lap` samples each, by their medians: what is needed in passing, or by one
+    of the samples only, does not count."""
+    return median(samples[-lap:]) - median(samples[:lap])

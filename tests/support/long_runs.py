@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -57,7 +57,10 @@ class Plan:
     """Of how many steps, at each of three places."""
     calm: int = EVENTS["nothing"]
     """How often nothing happens, for 20 times that something does."""
-    seed: int = 0
+    leak: Literal["none", "process", "optimizer"] = "none"
+    """An object a step stays in memory, with the process or as long as the optimizer."""
+    seed: int = 3
+    """All that may happen does happen, also in 200 steps."""
 
 
 @dataclass
@@ -111,6 +114,7 @@ class Voyage:
         self._as_before = self._as_before and event in HARMLESS
         self._train(draw)
         self._pause()
+        self._leak()
         self._look()
 
     def _look(self) -> None:
@@ -128,6 +132,11 @@ class Voyage:
     def _pause(self) -> None:
         if self._timing.random() < self._plan.pauses:
             time.sleep(self._timing.uniform(0, 0.003))
+
+    def _leak(self) -> None:
+        keeper = {"process": vars(self), "optimizer": vars(self._way.optimizer)}.get(self._plan.leak)
+        if keeper is not None:
+            keeper.setdefault("leaked", []).append([])
 
     def _begin(self, make: Callable[..., Way]) -> None:
         self._way = make(self._model, added=self._added)

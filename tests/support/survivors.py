@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
@@ -20,9 +21,21 @@ from torch.distributed.distributed_c10d import PrefixStore
 from tests.support import handle  # what the server has loaded before it forks
 from tests.support.hybrid import added
 from tests.support.store import connect_store
-from zeroshard import Copies, FlatShards, RankLostError, SecondCopy, ShardedOptimizer, ZeroConfig, restore, shard
+from zeroshard import (
+    CheckpointError,
+    Copies,
+    FlatShards,
+    RankLostError,
+    SecondCopy,
+    ShardedOptimizer,
+    ZeroConfig,
+    recovery,
+    restore,
+    shard,
+)
 from zeroshard.comm.aside import Aside
 from zeroshard.comm.collectives import Comm
+from zeroshard.second_copy import Copying
 from zeroshard.state.exchange import Outbox
 from zeroshard.units import Rank
 
@@ -50,6 +63,15 @@ class End(NamedTuple):
     """When it has sent a part; or, being the first, when all others have said that they have their copies."""
 
 
+FALLS: dict[str, tuple[Any, str]] = {
+    "what ranks hold is compared": (recovery, "_survey"),
+    "shares are sent": (Outbox, "send"),
+    "all that was rebuilt is taken over": (recovery, "_fill"),
+    "the next copy is made": (Copying, "take"),
+}
+"""Moments in `restore` at which a process kills itself, and what it would have done then."""
+
+
 class Order(NamedTuple):
     """Be this rank of that job: begin, or go on from the copies that are left, until a rank is lost."""
 
@@ -58,10 +80,13 @@ class Order(NamedTuple):
     world_size: int
     begin: bool
     end: End | None = None
+    fall: str = ""
+    """One of `FALLS`, or none."""
 
 
 class News(NamedTuple):
-    """From a process: "begun" and "trained" with a step, "lost" when another rank is gone, "failed" with a reason."""
+    """From a process: "begun" and "trained" with a step, "lost" when another rank is gone, "falls" when it is about to
+    kill itself, "refused" and "failed" with a reason."""
 
     what: str
     step: int = 0
@@ -69,6 +94,8 @@ class News(NamedTuple):
     reason: str = ""
     opened: Sequence[str] = ()
     """Files that were opened by `restore`."""
+    moment: float = 0.0
+    """When it was lost, or falls, on a clock that is the same for all processes."""
 
 
 class Survivor:
@@ -163,7 +190,9 @@ class _Life:
         try:
             self._train(order)
         except RankLostError as error:
-            self._end.send(News("lost", reason=repr(error)))
+            self._end.send(News("lost", reason=repr(error), moment=time.monotonic()))
+        except CheckpointError as error:
+            self._end.send(News("refused", reason=str(error)))
         dist.destroy_process_group()
 
     def _train(self, order: Order) -> None:
@@ -172,6 +201,8 @@ class _Life:
         optimizer = shard(self._model, torch.optim.AdamW, config=self._config, **ADAMW)
         if order.end is not None:
             _prepare(order.end, optimizer)
+        if order.fall:
+            self._prepare_to_fall(*FALLS[order.fall])
         step = self._begin(optimizer) if order.begin else self._restore(optimizer)
         self._held = optimizer.second_copy
         self._end.send(News("begun", step, opened=self._opened))
@@ -194,6 +225,13 @@ class _Life:
         self._listens = False
         return step
 
+    def _prepare_to_fall(self, owner: Any, name: str) -> None:
+        def fall(*_: Any, **__: Any) -> NoReturn:
+            self._end.send(News("falls", moment=time.monotonic()))
+            _die()
+
+        setattr(owner, name, fall)
+
     def _iterate(self, optimizer: ShardedOptimizer, number: int) -> None:
         torch.autograd.backward(_loss(self._model, number, dist.get_rank()))
         optimizer.step()
@@ -204,26 +242,27 @@ class _Life:
             self._opened.append(str(details[0]))
 
 
+def _die() -> NoReturn:
+    signal.raise_signal(signal.SIGKILL)
+    raise AssertionError("not reached")
+
+
 def _prepare(end: End, optimizer: ShardedOptimizer) -> None:
     """The process kills itself at that moment."""
 
     def is_due() -> bool:
         return optimizer.engine.steps == end.step
 
-    def die() -> NoReturn:
-        signal.raise_signal(signal.SIGKILL)
-        raise AssertionError("not reached")
-
     send, tell = Outbox.send, Aside._tell
 
     def sends_a_part(self: Outbox, comm: Comm, to: Rank) -> None:
         if is_due():
             comm.send(torch.tensor([1000]), to).wait()
-            die()
+            _die()
         send(self, comm, to)
 
     def tells_no_one(self: Aside, flag: Tensor, rank: Rank) -> None:
-        return die() if is_due() else tell(self, flag, rank)
+        return _die() if is_due() else tell(self, flag, rank)
 
     if end.moment == "in the middle":
         Outbox.send = sends_a_part  # type: ignore[method-assign]

@@ -38,16 +38,17 @@ def _note(event: str, path: Any) -> None:
 @contextmanager
 def watched(*allowed: Path) -> Iterator[None]:
     """Inside nothing is started or connected to, and nothing is written but below `allowed`."""
-    global _is_on  # noqa: PLW0603
+    global _is_on
     if not _hooked:
         sys.addaudithook(_hear)
         _hooked.append(True)
     _allowed[:], _seen[:], _is_on = [path.resolve() for path in allowed], [], True
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # of modules that are imported only now
     try:
         yield
     finally:
-        _is_on = False
-    assert not _seen, _seen
+        _is_on, sys.dont_write_bytecode = False, writes
+    assert not _seen, list(_seen)
 
 
 _hooked: list[bool] = []

@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -50,9 +51,9 @@ class Group:
 
     def from_global(self, rank: int) -> Rank:
         for mine, member in self._members.items():
-            if member == rank:
+            if isinstance(rank, Integral) and member == rank:
                 return mine
-        raise ConfigError(f"global rank {rank} is not a member of the process group of {self.members}")
+        raise ConfigError(f"global rank {rank!r:.200} is not a member of the process group of {self.members}")
 
     def carries(self, device: torch.device) -> bool:
         """Whether tensors on `device` can travel in this group."""

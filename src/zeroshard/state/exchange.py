@@ -1,6 +1,7 @@
 """State from one rank to another: structure first, then the bytes of the tensors in bounded pieces."""
 
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -67,8 +68,8 @@ def gather(
     """
 
     def propose() -> Proposal[tuple[Any, Outbox]]:
-        if to not in range(comm.everyone.group.size):
-            raise ConfigError(f"{call}: to={to!r} is not a rank of a group of {comm.everyone.group.size}")
+        if not isinstance(to, Integral) or to not in range(comm.everyone.group.size):
+            raise ConfigError(f"{call}: to={to!r:.200} is not a rank of a group of {comm.everyone.group.size}")
         value, facts = share()
         return Proposal((value, Outbox(value)), [f"to={to}", *facts])
 

@@ -1,0 +1,159 @@
+"""Odd arguments of calls that all ranks make together, on one rank only: all raise or none does, and training goes on
+with the right numbers. Process groups are not among them, nor what `restore` is to restore: who has none of them has
+nobody to tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.fuzz.test_options import called, given_alike, is_torchs_own, noted, require_sentence
+from tests.support import RankContext, ranks
+from tests.support.checkpoints import ADAMW, dropin, train
+from tests.support.mutations import ODD, rounds
+from tests.support.oracle import assert_same
+from tests.support.spoiling import Run
+from zeroshard import (
+    FlatShards,
+    SecondCopy,
+    ZeroConfig,
+    ZeroRedundancyOptimizer,
+    broadcast_object,
+    checkpoint,
+    measure_cost,
+    restore,
+    shard,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def with_copies(model: torch.nn.Module, group: Any = None) -> ZeroRedundancyOptimizer:
+    config = ZeroConfig(partition=FlatShards(bucket_bytes=160), second_copy=SecondCopy(every=1))
+    return shard(model, torch.optim.AdamW, process_group=group, config=config, **ADAMW)
+
+
+class Case:
+    """A running job, and a folder with a checkpoint of it."""
+
+    def __init__(self, folder: Path, way: Any) -> None:
+        self.run, self.folder, self._saves = Run(way=way), folder, 0
+        self.optimizer: Any = self.run.optimizer
+
+    def save(self, **changed: Any) -> object:
+        self._saves += 1
+        path = changed.pop("path", self.folder / f"save{self._saves}")
+        return checkpoint.save(path, **{"step": 2, **self.run.parts(), **changed}).wait()
+
+    def load(self, **changed: Any) -> object:
+        return checkpoint.load(changed.pop("path", self.folder / "good"), **{**self.run.parts(), **changed})
+
+    def measure(self, **changed: Any) -> object:
+        given = {"model": self.run.model, "optimizer_class": torch.optim.SGD, **changed}
+        return measure_cost(given.pop("model"), given.pop("optimizer_class"), **given)
+
+
+Call = Callable[[Case, Any], object]
+GOOD: dict[str, Any] = {
+    "max_norm": 1.0,
+    "norm_type": 2.0,
+    "error_if_nonfinite": False,
+    "clip_value": 0.5,
+    "closure": None,
+    "to": 0,
+    "obj": [1],
+    "src_rank": 0,
+    "device": "cpu",
+    "step": 2,
+    "extra": None,
+    "keep": 3,
+    "async_": False,
+    "progress": None,
+    "strict": True,
+    "optimizer_class": torch.optim.SGD,
+    "selector": None,
+    "lr": 0.1,
+}
+"""What the other ranks give; else it is a part of the running job."""
+CALLS: dict[str, Call] = {
+    "clip_grad_norm_ max_norm": lambda it, value: it.optimizer.clip_grad_norm_(value),
+    "clip_grad_norm_ norm_type": lambda it, value: it.optimizer.clip_grad_norm_(1.0, value),
+    "clip_grad_norm_ error_if_nonfinite": lambda it, value: it.optimizer.clip_grad_norm_(1.0, 2.0, value),
+    "clip_grad_value_ clip_value": lambda it, value: it.optimizer.clip_grad_value_(value),
+    "step closure": lambda it, value: it.optimizer.step(value),
+    "full_state_dict to": lambda it, value: it.optimizer.full_state_dict(value),
+    "consolidate_state_dict to": lambda it, value: it.optimizer.consolidate_state_dict(value),
+    "restore copies": lambda it, value: restore(it.optimizer, value),
+    "broadcast_object obj": lambda _, value: broadcast_object(value, 0),
+    "broadcast_object src_rank": lambda _, value: broadcast_object([1], value),
+    "broadcast_object device": lambda _, value: broadcast_object(torch.ones(2), 0, device=value),
+    **{
+        f"{call} {name}": lambda it, value, call=call, name=name: getattr(it, call)(**{name: value})  # type: ignore[misc]
+        for call, names in {
+            "save": ("path", "step", "model", "optimizer", "scheduler", "extra", "keep", "async_", "progress"),
+            "load": ("path", "model", "optimizer", "scheduler", "strict", "progress"),
+            "measure": ("model", "optimizer_class", "selector", "lr"),
+        }.items()
+        for name in names
+    },
+}
+
+
+def good(case: Case, call: str, name: str) -> Any:
+    parts = {
+        "path": case.folder / ("good" if call == "load" else "other"),
+        "copies": getattr(case.optimizer, "second_copy", None),
+        **case.run.parts(),
+    }
+    return parts[name] if name in parts else GOOD[name]
+
+
+def attempt(case: Case, call: str, odd: Any, rank: int) -> Exception | None:
+    """With gradients, as scripts call it."""
+    mine = odd if dist.get_rank() == rank else good(case, *call.split())
+    case.run.model.eval()  # else it would count this pass
+    torch.autograd.backward(case.run.model(torch.ones(4, 5)).square().mean())
+    case.run.model.train()
+    failure = called(lambda: CALLS[call](case, mine))
+    case.optimizer.zero_grad()
+    return failure
+
+
+@pytest.mark.parametrize("way", [with_copies, dropin])
+@pytest.mark.parametrize("call", CALLS)
+@ranks(2, 3, timeout=40)
+def test_calls(ctx: RankContext, tmp_path: Path, call: str, way: Any) -> None:
+    if way is dropin and not call.startswith(("full", "consolidate", "save", "load")):
+        pytest.skip("not of this optimizer, which clips on each rank alone, as torch does, and agrees after its update")
+    case = Case(tmp_path, way)
+    case.save(path=tmp_path / "good")
+    for number in some_of(ODD, call):
+        rank = number % ctx.world_size
+        try:
+            failure = attempt(case, call, ODD[number](), rank)
+            if given_alike(failure):
+                if not is_torchs_own(failure) and not isinstance(failure, OverflowError):
+                    require_sentence(failure)
+            elif call.startswith(("step", "load", "restore")):
+                case = Case(tmp_path, way)
+        except BaseException as error:
+            noted(error, f"{call} with {ODD[number]()!r:.100} on rank {rank}")
+            raise
+    goes_on(case, Case(tmp_path, way))
+
+
+def some_of(values: list[Any], call: str) -> list[int]:
+    """A few of them, others for each call; all in `make fuzz`."""
+    return Random(call).sample(range(len(values)), min(len(values), rounds(8)))
+
+
+def goes_on(case: Case, untouched: Case) -> None:
+    for it in (case, untouched):
+        train(it.run.model, it.optimizer, 1, first=2)
+    assert_same(case.run.look(), untouched.run.look(), "one that nobody has touched")
