@@ -40,7 +40,7 @@ Written by `make faults`, which puts faults into real jobs: do not edit. gloo, t
 Each job trains, consolidates and saves in turn, in one of {len(MODES)} ways ({", ".join(MODES)}). At some step one rank has a fault, somewhere. *What the others saw* are the errors on all other ranks, with the ways in brackets where not all of them saw it; *until all knew* the seconds from
 the fault until the last of them had its error in hand: median and worst. A rank that is stopped can only be known by waiting: the timeout of the process group is {SHORT:g} s there, and {TIMEOUT:g} s in all other rows.
 A `RuntimeError` is torch's own, of DDP. Where the error was one for all ranks and connections are whole, the job goes on by itself, from the last checkpoint; else all processes are started again. Either way its end is
-compared with that of a job that nothing happened to: parameters and state have the same bits. What is slow is waited for; a wrong shape is that of a tensor..
+compared with that of a job that nothing happened to: parameters and state have the same bits. What is slow is waited for; a wrong shape is that of a tensor.
 The way named overlapped has `Drift`, `NonFinite` and `SecondCopy` on top.
 
 | one rank | in | faults | what the others saw | until all knew, s | afterwards | lost |
