@@ -153,7 +153,7 @@ def write_page(target: Path = PAGE) -> None:
     for section, head in _SECTIONS.items():
         rows = [it.row for it in counts if it.section == section]
         parts += [head, *rows] if rows else []
-    target.write_text("".join([*parts, *_long_run()]), encoding="utf-8")
+    target.write_text("".join([*parts, *_long_run(target)]), encoding="utf-8")
 
 
 def _numbers(outcomes: Sequence[Outcome], counts: Sequence[Count], hosts: Sequence[records.Record]) -> dict[str, Any]:
@@ -214,10 +214,13 @@ def _ways(shown: Sequence[tuple[str, Sequence[Outcome]]], outcomes: Sequence[Out
     return ", ".join(texts)
 
 
-def _long_run() -> list[str]:
+def _long_run(target: Path) -> list[str]:
+    """As recorded; else what the page had of an earlier one stays."""
     rows = _read(_LONG)
     if not rows:
-        return []
+        heading = "\n## A long run\n"
+        before = target.read_text(encoding="utf-8") if target.is_file() else ""
+        return [heading, before.partition(heading)[2]] if heading in before else []
     events = ", ".join(f"{name} {count}" for name, count in rows[0]["events"].items())
     return [_LONG_RUN.format(steps=rows[0]["steps"], events=events), *map(_long_row, rows)]
 

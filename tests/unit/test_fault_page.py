@@ -90,3 +90,12 @@ def test_a_case_that_runs_again_is_counted_once(folder: Path) -> None:
     for count in (3, 4):
         keep_count(Count("elastic", "a", "done", count))
     assert f"**{FEWEST + 4} faults" in page(folder)
+
+
+def test_the_long_run_stays_where_only_faults_were_run(folder: Path) -> None:
+    keep_outcomes([outcome()] * FEWEST)
+    kept = "\n## A long run\n\n20,000 steps\n"
+    (folder.parent / "page.md").write_text(f"# Faults\n\nold\n{kept}", encoding="utf-8")
+    found = page(folder)
+    assert found.endswith(kept)
+    assert "old" not in found
