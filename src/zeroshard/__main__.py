@@ -17,7 +17,7 @@ def main() -> None:
         if missing not in _EXTRA:
             raise
         sys.exit(
-            f"The command line needs {missing}, which is not installed: pip install zeroshard[cli]\n"
+            f"The command line needs {missing}, which is not installed: pip install 'zeroshard[cli]'\n"
             "Without it there are: zeroshard run, zeroshard doctor (each with --help), zeroshard --version"
         )
     run()

@@ -431,7 +431,7 @@ def test_without_the_extra_it_says_how_to_get_it(missing: str) -> None:
     done = python("-c", code)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        f"The command line needs {missing}, which is not installed: pip install zeroshard[cli]\n"
+        f"The command line needs {missing}, which is not installed: pip install 'zeroshard[cli]'\n"
         "Without it there are: zeroshard run, zeroshard doctor (each with --help), zeroshard --version\n"
     )
 

@@ -159,7 +159,7 @@ def test_an_empty_environment_has_it_and_its_command(
     }
     assert said["--version"].stdout.split()[1] == zeroshard.__version__
     assert said["--help"].returncode == 1
-    assert "pip install zeroshard[cli]" in said["--help"].stderr
+    assert "pip install 'zeroshard[cli]'" in said["--help"].stderr
 
 
 def names_in(wheel: Path) -> set[str]:
@@ -212,7 +212,7 @@ def test_what_is_installed_can_be_used_and_its_command_says_which_extra_it_lacks
     done = run("-c", code, cwd=tmp_path, path=installed)
     assert done.stdout == f"{installed / 'zeroshard' / '__init__.py'} {zeroshard.__version__}\n"
     first, second = done.stderr.splitlines()
-    assert first == "The command line needs typer, which is not installed: pip install zeroshard[cli]"
+    assert first == "The command line needs typer, which is not installed: pip install 'zeroshard[cli]'"
     assert second.startswith("Without it there are: zeroshard run, zeroshard doctor")
     assert done.returncode == 1
 

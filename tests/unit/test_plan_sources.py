@@ -79,6 +79,11 @@ def test_a_number_is_so_many_parameters_in_equal_matrices(text: str, elements: i
     assert len(set(matrices)) == 1
 
 
+def test_a_name_that_is_nearly_right() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean llama-3-8b\?"):
+        model_shape("llama3-8b")
+
+
 @pytest.mark.parametrize("text", ["7", "0", "99999999T", "no-such-model", "7.5X", "missing/config.json"])
 def test_what_names_no_model_is_an_error(text: str) -> None:
     with pytest.raises(ConfigError, match="expected"):
@@ -112,6 +117,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "    raise RuntimeError('not today')\n"
         "def other():\n"
         "    return 3\n"
+        "def takes(width):\n"
+        "    return None\n"
         "def leaves():\n"
         "    raise SystemExit(3)\n"
         "def empty():\n"
@@ -135,7 +142,8 @@ def test_code_is_called_without_memory(here: Path, place: str) -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("models_of_a_test:fails", "not today"),
+        ("models_of_a_test:fails", r"RuntimeError: not today \(models_of_a_test\.py, line 9\)\. Give"),
+        ("models_of_a_test:takes", r"TypeError: .* missing 1 required positional argument: 'width'\. Give"),
         ("models_of_a_test:other", "returned a int"),
         ("models_of_a_test:number", "is a int"),
         ("models_of_a_test:nothing", "has no 'nothing'"),

@@ -21,6 +21,13 @@ GRACE = 0.5
 ANSWER = 1.0
 """Seconds that the store has to answer: whoever serves it may be the one that is gone."""
 _WHY_SILENT = "stopped, stuck, cut off, or busy with something else"
+_ALONE = (
+    "But if ranks waited for different things, as said above, one of them has made a call alone, and that would end in "
+    "the same way: a forward pass of a model with buffers outside of optimizer.no_sync(), a save under `if rank == 0`."
+)
+_SHORTER = (
+    "But if a rank's program had come to its end, its loop was shorter: all ranks make as many steps, or use Join."
+)
 _SHOWN = 8
 _LONGEST = 600
 
@@ -65,7 +72,8 @@ class Words:
         told = [f"{'; '.join(parts)}." if parts else f"{all_there}, and all ranks are still there.", *self._told()]
         if kept:
             told.append(f"torch's flight recorder is in {kept}: see torchfrtrace.")
-        return RankLostError("\n".join([*told, self.ADVICE]), tuple(sorted(self._failed)), tuple(gone), tuple(silent))
+        told.append(f"{self.ADVICE} {_ALONE if not parts else _SHORTER if gone else ''}".rstrip())
+        return RankLostError("\n".join(told), tuple(sorted(self._failed)), tuple(gone), tuple(silent))
 
     def _say(self, **what: Any) -> None:
         _store().append(self._key, json.dumps({"rank": self._me, **what}) + "\n")

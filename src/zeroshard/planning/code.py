@@ -1,6 +1,8 @@
 """What `package.module:name` and `file.py:name` stand for: code of the user's, run as a script next to it would be."""
 
+import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -8,10 +10,22 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import ConfigError
 
+_OTHERS = (*(str(Path(str(it.__file__)).parent) for it in (torch, os)), str(Path(__file__).parents[1]))
+"""Where code lies that is not the user's: torch's, Python's and ours."""
 ENDINGS = (Exception, SystemExit)
 """How such code may end: also as a program does."""
+
+
+def told(error: BaseException) -> str:
+    """What went wrong, and where in the user's code, as far as it got there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [it for it in frames if not it.filename.startswith((*_OTHERS, "<"))]
+    where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def named(source: str, expected: str) -> Any:
@@ -49,7 +63,7 @@ def _module(place: str) -> Any:
     try:
         return _of_file(place) if place.endswith(".py") else import_module(place)
     except ENDINGS as error:
-        raise ConfigError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{place} cannot be imported: {told(error)}") from error
 
 
 def _of_file(place: str) -> Any:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from decimal import Decimal
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from importlib import import_module
 from math import isqrt
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from .code import ENDINGS, at_home, named
+from .code import ENDINGS, at_home, named, told
 from .headers import read_file, read_index
 from .presets import PRESETS, preset
 from .shapes import ModelShape, ParamShape
@@ -44,9 +45,11 @@ def model_shape(source: str) -> ModelShape:
         return _of_path(path)
     if ":" in source:
         return _of_code(source)
+    close = get_close_matches(source.lower(), PRESETS, 1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
     raise ConfigError(
-        f"{source!r} names no model: expected package.module:callable, file.py:callable, a config.json, a .safetensors "
-        f"file, a number such as 7.5B, or one of {', '.join(PRESETS)}"
+        f"{source!r} names no model{hint}: expected package.module:callable, file.py:callable, a config.json, a "
+        f".safetensors file, a number such as 7.5B, or one of {', '.join(PRESETS)}"
     )
 
 
@@ -161,6 +164,6 @@ def _called(source: str, make: Any) -> Any:
         return make()
     except ENDINGS as error:
         raise ConfigError(
-            f"{source}() failed on the meta device, without arguments: {type(error).__name__}: {error}. "
+            f"{source}() failed on the meta device, without arguments: {told(error)}. "
             "Give a function that takes none and only makes the model."
         ) from error
