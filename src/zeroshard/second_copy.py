@@ -229,7 +229,7 @@ class _Sending:
 
 
 def _started(job: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=job, daemon=True)
+    thread = threading.Thread(target=job, name="zeroshard-copy", daemon=True)
     thread.start()
     wait_at_exit_for(thread)
     return thread

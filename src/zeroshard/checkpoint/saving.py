@@ -156,7 +156,7 @@ class _Request:
         companion = Comm(comm.group.apart())
         _under_way.append(saving)
         job = (lambda: self._write(companion, contents), comm.group.rank)
-        threading.Thread(target=saving.run_behind, args=job, daemon=False).start()
+        threading.Thread(target=saving.run_behind, args=job, name="zeroshard-save", daemon=False).start()
         return saving
 
     def _write(self, comm: Comm, contents: dict[str, Any]) -> Path:
