@@ -39,9 +39,10 @@ MANY = 5
 OBJECTS_PER_STEP = 0.02
 """On top of that: an object that stays in one step of 25 is found in 20,000 steps, one in each step in 200. (As long as
 the optimizer: one in each fourth of 20,000 steps, one in each of 1,600 in long segments.)"""
-SLACK_RSS = 8 * 2**20
+SLACK_RSS = 24 * 2**20
 RSS_PER_STEP = 128
-"""Bytes: arenas that fill up in the first laps, whatever their number; then less than an empty tensor in a step."""
+"""Bytes: arenas that fill up in the first laps, whatever their number, by 8 MiB in processes that are new; then less
+than an empty tensor in a step."""
 SLACK_TENSORS = 8 * len(list(net().parameters())) if STEPS >= 1000 else 20
 """From the middle of a segment to its end. There state of parameters that were thawed may begin, and what was joined by
 a load is split again where a parameter gets no gradient: into a tensor a parameter, with two moments, a count of steps
