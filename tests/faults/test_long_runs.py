@@ -43,10 +43,10 @@ SLACK_RSS = 24 * 2**20
 RSS_PER_STEP = 128
 """Bytes: arenas that fill up in the first laps, whatever their number, by 8 MiB in processes that are new; then less
 than an empty tensor in a step."""
-SLACK_TENSORS = 8 * len(list(net().parameters())) if STEPS >= 1000 else 20
+SLACK_TENSORS = 8 * len(list(net().parameters()))
 """From the middle of a segment to its end. There state of parameters that were thawed may begin, and what was joined by
 a load is split again where a parameter gets no gradient: into a tensor a parameter, with two moments, a count of steps
-and views of them, for which a few steps have no time. What leaked a tensor a step would leave hundreds."""
+and views of them. What leaked a tensor a step would leave hundreds in a long run; in a short one laps find it."""
 SLACK_LEFT = 3
 """Tensors without any optimizer: that depends on which parameters train. One that each optimizer left makes dozens."""
 

@@ -22,8 +22,9 @@ SHORT = 5.0
 """The same where a rank is stopped, which is known by waiting only."""
 MARGIN = 15.0
 """Seconds that a busy machine may add. A rank that hangs would take longer."""
-ENDING = 7.0
-"""Seconds in which processes end once all of them have raised: as a rule one, if the store hangs. They took 10 then."""
+ENDING = 15.0
+"""Seconds in which processes end once all of them have raised: as a rule one, if the store hangs; the rest is what a
+busy machine may add. They took 10 for each thread that asked it."""
 _FATAL = (Kind.KILLED, Kind.STOPPED, Kind.CUT)
 
 

@@ -38,7 +38,7 @@ _DTYPES = {
 
 def read_file(path: Path) -> ModelShape:
     """Of one `.safetensors` file. Tensors that cannot train, since they hold integers, count as buffers."""
-    return _model(path.stem, _tensors(path))
+    return _model(path, path.stem, _tensors(path))
 
 
 def read_index(path: Path) -> ModelShape:
@@ -53,7 +53,7 @@ def read_index(path: Path) -> ModelShape:
     missing = [name for name, file in files.items() if name not in shapes[file]]
     if missing:
         raise CheckpointError(f"{path} says that {_short(missing[0])} is in {files[missing[0]].name}, which has none")
-    return _model(path.parent.resolve().name, [shapes[file][name] for name, file in files.items()])
+    return _model(path, path.parent.resolve().name, [shapes[file][name] for name, file in files.items()])
 
 
 def _beside(index: Path, file: Any) -> Path:
@@ -66,9 +66,11 @@ def _beside(index: Path, file: Any) -> Path:
     return index.parent / file
 
 
-def _model(name: str, tensors: Iterable[ParamShape]) -> ModelShape:
+def _model(path: Path, name: str, tensors: Iterable[ParamShape]) -> ModelShape:
     found = list(tensors)
     trains = [it for it in found if it.dtype.is_floating_point or it.dtype.is_complex]
+    if not trains:
+        raise CheckpointError(f"{path} holds no tensor of floating-point numbers: there is nothing to train")
     return ModelShape(name, tuple(trains), sum(it.nbytes for it in found) - sum(it.nbytes for it in trains))
 
 
