@@ -14,7 +14,7 @@ import torch
 
 from ..errors import ConfigError
 
-_OTHERS = (*(str(Path(str(it.__file__)).parent) for it in (torch, os)), str(Path(__file__).parents[1]))
+_OTHERS = tuple(f"{Path(str(it)).parent}{os.sep}" for it in (torch.__file__, os.__file__, Path(__file__).parent))
 """Where code lies that is not the user's: torch's, Python's and ours."""
 ENDINGS = (Exception, SystemExit)
 """How such code may end: also as a program does."""
