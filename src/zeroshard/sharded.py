@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .adapters.autograd import GradHooks, hooked_params
 from .adapters.module import AveragedOnce, EqualBuffers, Gates, ZeroGrad, let_go
 from .assembly import Assembly
+from .comm.agreement import agree
 from .comm.collectives import Comm
 from .comm.rows import Within, comm_of
 from .config import ZeroConfig, refuse_policies
@@ -84,8 +85,6 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
     """
 
     engine: FlatEngine
-    quiet_without_gradients: bool = False
-    """Whether forward passes without gradients send nothing. Who sets it calls `sync_buffers` after steps."""
 
     def __init__(
         self,
@@ -111,7 +110,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         self._attach_to_model(model)
 
     def _attach_to_model(self, model: torch.nn.Module) -> None:
-        self._buffers = EqualBuffers(self._comm.everyone, model, self._passes_without_buffers)
+        self._buffers = EqualBuffers(self._comm.everyone, model, self._passes_alone)
         self._buffers.sync(Rank(0))
         others = [param for param in model.parameters() if id(param) not in self.engine.bucket_of]
         make_equal(self._comm.everyone, others, Rank(0))
@@ -123,8 +122,8 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
     def no_sync(self) -> Iterator[None]:
         """Inside nothing is sent: backward passes add up gradients in `param.grad`, in full size, and buffers stay.
 
-        So a rank may evaluate the model alone here. The next pass outside, or the next step, sends the sum. Without it
-        every pass travels, and under `KeepShard()` gradients never take more than 1/N.
+        So a rank may run the model alone here; without gradients it may anywhere. The next pass outside, or the next
+        step, sends the sum. Without it every pass travels, and under `KeepShard()` gradients never take more than 1/N.
         """
         before, self._grad_sync.paused = self._grad_sync.paused, True
         try:
@@ -164,6 +163,8 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
             raise RuntimeError("another optimizer was made by shard() for parameters of this one: step that one")
         try:
             result = super()._step(closure, kwargs, joined=joined)
+            if not self._keeps_buffers():
+                self._buffers.sync(Rank(0))  # for passes without gradients, which send nothing
             if self._looks_for_strays:  # once, and not before now: another optimizer may have been made for them
                 self._looks_for_strays = False
                 _warn_of_strays(self._model)
@@ -226,16 +227,17 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         self._buffers.sync(source)
 
     def sync_buffers(self) -> None:
-        """Now, on all ranks: buffers become those of rank 0, unless they are to be each rank's own."""
-        if not self._keeps_buffers():
-            self._buffers.sync(Rank(0))
+        """Buffers become those of rank 0, where passes without gradients have changed them. Called on all ranks."""
+        agree(self._comm, "sync_buffers", ())
+        self._buffers.sync(Rank(0))
 
-    def _passes_without_buffers(self) -> bool:
-        return self._keeps_buffers() or (self.quiet_without_gradients and not torch.is_grad_enabled())
+    def _passes_alone(self) -> bool:
+        """Others need not make the forward pass that is next."""
+        return not torch.is_grad_enabled() or self._grad_sync.paused or self._keeps_buffers()
 
     def _keeps_buffers(self) -> bool:
         replaced = self._hooks.is_replaced  # the ranks of this one need no longer be there
-        return replaced or self._grad_sync.paused or not self._config.sync_buffers or self._join_config.enable
+        return replaced or not self._config.sync_buffers or self._join_config.enable
 
     def _clear_grads(self, set_to_none: bool) -> None:
         self.engine.clear_grads(to_none=set_to_none)

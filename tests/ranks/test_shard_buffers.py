@@ -1,12 +1,17 @@
-"""Buffers are kept equal as DDP keeps them: those of rank 0, before each forward pass."""
+"""Buffers are kept equal as DDP keeps them: those of rank 0, before each forward pass, for which they come after steps.
+
+Passes without gradients send nothing, so that ranks may evaluate alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.support import RankContext, ranks
@@ -50,9 +55,16 @@ class Normed(nn.Module):
 
 
 def compare_buffers(twins: ShardTwins) -> None:
-    """Each rank's own: after a forward pass they differ from rank to rank, and do so in the same way."""
+    """After a step: DDP will bring those of rank 0 to all, in the next forward pass."""
     for (name, ours), theirs in zip(twins.model.named_buffers(), twins.plain_model.buffers(), strict=True):
-        assert_equal_sums(ours, theirs, name)
+        first = theirs.clone()
+        dist.broadcast(first, 0)
+        assert_equal_sums(ours, first, name)
+
+
+def normed() -> nn.Module:
+    """Buffers that only training changes."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
 def forward_inputs(model: nn.Module) -> list[list[torch.Tensor]]:
@@ -79,8 +91,7 @@ def test_buffers_are_those_of_ddp(ctx: RankContext, config: ZeroConfig) -> None:
     assert len(found) == 3
     for seen in found:
         assert all_equal(ctx.gather(seen))
-    different = not all_equal(ctx.gather([buffer.clone() for buffer in twins.model.buffers()]))
-    assert different == (ctx.world_size > 1)
+    assert all_equal(ctx.gather([buffer.clone() for buffer in twins.plain_model.buffers()])) == (ctx.world_size == 1)
 
 
 def between_two_passes(model: nn.Module, number: int) -> torch.Tensor:
@@ -110,7 +121,68 @@ def test_evaluation_sees_the_buffers_of_rank_0(ctx: RankContext) -> None:
         for model in (twins.model, twins.ddp):
             model.eval()
         assert_equal_sums(twins.model(batch(9)), twins.ddp(batch(9)), "the output")
+    for (name, ours), theirs in zip(twins.model.named_buffers(), twins.plain_model.buffers(), strict=True):
+        assert_equal_sums(ours, theirs, name)
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+@some_configs
+@ranks(1, 2, 3)
+def test_a_rank_may_evaluate_alone(
+    ctx: RankContext, config: ZeroConfig, without: Callable[[], AbstractContextManager[object]]
+) -> None:
+    """While the others wait for it, also where parameters are still under way."""
+    twins = ShardTwins(config, normed)
+    for rank in (0, ctx.world_size - 1):
+        twins.train(1)
+        for side in twins.sides:
+            side.iterate(rank)
+        if ctx.rank == rank:
+            with without(), recorded() as traffic:
+                twins.model.eval()(batch(9))
+            assert not traffic
+            twins.model.train()
+        dist.barrier()
+    twins.train(1)
     compare_buffers(twins)
+
+
+@ranks(2, 3)
+def test_what_passes_without_gradients_change_is_each_ranks_own_until_asked_for(ctx: RankContext) -> None:
+    model, alone = seeded(Normed, ctx.rank), seeded(Normed, 0)
+    zero = shard(model, torch.optim.AdamW, config=replace(ZERO2, sync_buffers=False), **ADAMW)
+    with torch.no_grad(), recorded() as traffic:
+        for number in range(2):
+            for side in (model, alone):
+                side(batch(number))
+    assert not traffic
+    zero.sync_buffers()
+    for ours, own in zip(model.buffers(), alone.buffers(), strict=True):
+        dist.broadcast(own, 0)
+        assert torch.equal(ours, own)
+
+
+@ranks(2, 3)
+def test_buffers_that_one_rank_asks_for_are_a_mistake_that_all_hear_of(ctx: RankContext) -> None:
+    model = Normed()
+    zero = shard(model, torch.optim.SGD, config=ZERO2, lr=0.1)
+    with pytest.raises(RankMismatchError, match=r"different calls.*sync_buffers"):
+        zero.sync_buffers() if ctx.rank == 0 else zero.full_state_dict(to=0)
+    zero.sync_buffers()
+
+
+@ranks(2, 3)
+def test_a_step_brings_them_wherever_it_is_made(ctx: RankContext) -> None:
+    model = seeded(Normed, ctx.rank)
+    zero = shard(model, torch.optim.SGD, config=ZERO2, lr=0.1)
+    with zero.no_sync():
+        torch.autograd.backward(regression(model, 0))
+        assert not all_equal(ctx.gather([buffer.clone() for buffer in model.buffers()]))
+        if ctx.rank == 0:
+            zero.step()
+    if ctx.rank > 0:
+        zero.step()
+    assert all_equal(ctx.gather([buffer.clone() for buffer in model.buffers()]))
 
 
 @ranks(2, 3)

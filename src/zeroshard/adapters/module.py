@@ -3,8 +3,7 @@
 - Gates: a module's forward pass waits for its parameters, which may be under way.
 - Guards: while they are, a module keeps its parameters in a dict that waits for them first. `parameters()`,
   `state_dict()`, loading, copying, saving and moving the model all go through it. Another optimizer's step waits, too.
-- Buffers are made equal before each forward pass of the model, but not inside `no_sync()`; in frameworks, which let
-  ranks evaluate alone, not before passes without gradients either.
+- Buffers are made equal before each forward pass of the model with gradients, but not inside `no_sync()`.
 - `model.zero_grad()` clears what the optimizer keeps of gradients, too.
 - A forward pass through `DistributedDataParallel`, which would average gradients a second time, is refused.
 
@@ -107,24 +106,22 @@ def _without_the_dead(call: Callable[..., None]) -> Callable[..., None]:
 
 
 class EqualBuffers:
-    """Buffers of rank 0 for everyone, before each forward pass, unless that `is_off`."""
+    """Buffers of rank 0 for everyone, before each forward pass, unless it `is_alone`."""
 
-    def __init__(self, comm: Comm, model: Module, is_off: Callable[[], bool]) -> None:
-        self._sync, self._is_off, self._clock = BufferSync(comm, model), is_off, comm.clock
+    def __init__(self, comm: Comm, model: Module, is_alone: Callable[[], bool]) -> None:
+        self._sync, self._is_alone, self._clock = BufferSync(comm, model), is_alone, comm.clock
         self._line = comm.group.line
         if comm.group.size > 1 and next(model.buffers(), None) is not None:
             Before(self._before_forward).hang_on(model)
 
-    def sync(self, source: Rank) -> None:
+    def sync(self, source: Rank, place: str = "bringing buffers to all") -> None:
         """On all ranks."""
-        with self._clock.part(Label.EQUAL):
+        with self._line.meanwhile(place), self._clock.part(Label.EQUAL):
             self._sync.sync(source)
 
     def _before_forward(self, _: Module, __: bool) -> None:
-        if not self._is_off():
-            place = "bringing buffers to all; who evaluates alone does so inside optimizer.no_sync()"
-            with self._line.meanwhile(place):
-                self.sync(Rank(0))
+        if not self._is_alone():
+            self.sync(Rank(0), "bringing buffers to all; who runs the model alone does so under torch.no_grad()")
 
 
 class AveragedOnce:

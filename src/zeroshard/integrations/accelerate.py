@@ -42,11 +42,6 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._is_apart = False
         scaled_outside(optimizer)
 
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        if self.gradient_state.sync_gradients:
-            self.optimizer.sync_buffers()
-
     def state_dict(self) -> dict[str, Any]:
         return dict(_MARK)
 

@@ -104,12 +104,6 @@ class ZeroShardStrategy(DDPStrategy):
         if scaler is not None and not isinstance(scaler, GradScaler):
             plugin.scaler = scaler_like(scaler, self.root_device.type)
 
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **options: Any) -> Any:
-        result = super().optimizer_step(optimizer, closure, model, **options)
-        for made in self.optimizers:
-            made.sync_buffers()
-        return result
-
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         with ExitStack() as stack:

@@ -28,16 +28,13 @@ def sharded(model: torch.nn.Module, optimizer: Optimizer, where: Mapping[str, An
     """One that goes on in the place of `optimizer`, which is not used any more. Called on all ranks.
 
     Its class, groups, options, state and hooks are taken over. `where` is what else `shard` is to know. One that
-    `shard` has made stays as it is. Buffers do not travel where a model is used without gradients, since frameworks let
-    one rank do that alone: `sync_buffers` is to be called after each step.
+    `shard` has made stays as it is.
     """
     if isinstance(optimizer, ShardedOptimizer):
-        optimizer.quiet_without_gradients = True
         return optimizer
     begin_alone()  # some frameworks begin no job where there is one process
     taken = agreed(Comm(Group()), "taking over an optimizer", lambda: _taken_over(optimizer))
     made = shard(model, type(optimizer), params=_groups(model, optimizer), **taken, **where)
-    made.quiet_without_gradients = True
     if optimizer.state:
         saved = optimizer.state_dict()
         made.load_state_dict({**saved, "param_groups": _saved_groups(made, saved)})

@@ -48,6 +48,6 @@ def make_equal(comm: Comm, tensors: Iterable[torch.Tensor], source: Rank) -> Non
         comm.broadcast(flat, source).wait()
         if comm.group.rank != source:
             parts = torch.split(flat, [tensor.numel() for tensor in alike])
-            for tensor, part in zip(alike, parts, strict=True):
-                # As in DDP autograd does not count it: a pass whose backward is yet to come has used the tensor.
-                tensor.data.copy_(part.view(tensor.shape))
+            values = [part.view(tensor.shape) for tensor, part in zip(alike, parts, strict=True)]
+            # As in DDP autograd does not count it: a pass whose backward is yet to come has used the tensor.
+            torch._foreach_copy_([tensor.data for tensor in alike], values)
