@@ -16,16 +16,10 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
-from ..optimizer import ZeroRedundancyOptimizer
 from ..state.codec import pack, unpack
-from ..state.compat import StateDict
-from ..state.dcp import CutTensor
-from ..state.records import MASTER
-from ..state.trees import map_tensors
-from ..state.wrapped import apart
 from .archive import why
-from .expecting import knows
 from .naming import by_name, names_of
+from .optimizers import running
 from .owned import written
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -40,7 +34,7 @@ def collect(
     if model is not None:
         contents[MODEL] = written(rank, model, optimizer)
     if optimizer is not None:
-        contents[OPTIM] = by_name(part_of(optimizer), names_of(optimizer, model))
+        contents[OPTIM] = by_name(running(optimizer).part(), names_of(optimizer, model))
     if scheduler is not None and rank == 0:
         contents[SCHEDULER] = packed(scheduler.state_dict())
     return {key: readable(value, key) for key, value in contents.items()}
@@ -68,27 +62,6 @@ def readable(value: Any, where: str) -> Any:
             "torch.serialization.add_safe_globals."
         ) from error
     return value
-
-
-def part_of(optimizer: Optimizer) -> StateDict:
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        return optimizer.sharded_state_dict()
-    saved = optimizer.state_dict()
-    state = _without_old_copies(optimizer, saved["state"])
-    return {**saved, "state": {key: apart(values) for key, values in state.items()}}
-
-
-def _without_old_copies(optimizer: Optimizer, state: dict[Any, Any]) -> dict[Any, Any]:
-    """A plain optimizer that was given state of ours keeps master weights as they were, while the model goes on."""
-    params = enumerate((group, param) for group in optimizer.param_groups for param in group["params"])
-    old = [i for i, it in params if MASTER in state.get(i, ()) and not knows(optimizer, *it, MASTER)]
-    return {**state, **{i: {key: value for key, value in state[i].items() if key != MASTER} for i in old}}
-
-
-def staged(contents: dict[str, Any]) -> dict[str, Any]:
-    """A copy in host memory, to be saved while training goes on."""
-    result: dict[str, Any] = map_tensors(contents, _to_host)
-    return result
 
 
 def packed(value: Any) -> torch.Tensor:
@@ -134,10 +107,3 @@ def set_random_states(states: dict[str, Any]) -> None:
     random.setstate((version, tuple(numbers), gauss))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, CutTensor) or not hasattr(tensor, "to_local"):
-        copy = tensor.detach().to("cpu")
-        return copy.clone() if tensor.device.type == "cpu" else copy
-    return tensor.detach().clone().cpu()

@@ -8,20 +8,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..optimizer import ZeroRedundancyOptimizer
 from ..runtime.beginnings import first_state
 from ..runtime.inner import Recipe
 from ..runtime.selftest import quietly
 
 _WAYS = ("foreach", "fused", "capturable", "differentiable")
 """Ways to do the same, which need memory."""
-
-
-def kinds_of(optimizer: Optimizer) -> list[Optimizer]:
-    """The user's optimizer, sharded or not, for each parameter."""
-    if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        return [optimizer for group in optimizer.param_groups for _ in group["params"]]
-    return [optimizer.engine.inner_of(index).optimizer for index in range(len(optimizer.layout.params))]
 
 
 def expected_state(optimizer: Optimizer, options: Mapping[str, Any], param: torch.Tensor) -> dict[Any, Any]:

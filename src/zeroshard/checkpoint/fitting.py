@@ -4,15 +4,14 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.optim import Optimizer
 
 from ..errors import CheckpointError
-from ..optimizer import ZeroRedundancyOptimizer
 from ..state.compat import describe_options
 from ..state.wrapped import is_wrapped
 from .archive import Entry
-from .expecting import expected_state, kinds_of
+from .expecting import expected_state
 from .naming import refuse_other_names
+from .optimizers import Running
 from .saved_optimizer import Options, SavedOptimizer, StateEntry
 
 _BY_SCHEDULERS = "initial_lr"
@@ -21,10 +20,9 @@ _BY_SCHEDULERS = "initial_lr"
 class Fit:
     """Raises where it is not."""
 
-    def __init__(self, saved: SavedOptimizer, optimizer: Optimizer, names: Sequence[str]) -> None:
-        self._saved, self._optimizer, self._names = saved, optimizer, names
-        self._kinds = kinds_of(optimizer)
-        self._params = [param for group in optimizer.param_groups for param in group["params"]]
+    def __init__(self, saved: SavedOptimizer, running: Running, names: Sequence[str]) -> None:
+        self._saved, self._running, self._names = saved, running, names
+        self._params = running.params
 
     def require_the_same_names(self) -> None:
         missing = [name for name in self._names if name not in self._saved.options]
@@ -32,12 +30,11 @@ class Fit:
         refuse_other_names(f"the optimizer in {self._saved.directory} is of other parameters", missing, unexpected)
 
     def check_shape(self, index: int, it: StateEntry) -> None:
-        param, saved = self._params[index], it.entry.tensor
-        if saved is None or not isinstance(self._optimizer, ZeroRedundancyOptimizer):
+        saved, expected = it.entry.tensor, tuple(self._params[index].shape)
+        if saved is None or len(it.keys) > 1 or not self._running.is_shaped(index, it.key):
             return
-        shaped = len(it.keys) == 1 and it.keys[0] in self._optimizer.engine.param_shaped(index)
-        if shaped and tuple(saved.size) != tuple(param.shape):
-            self._refuse_shape(index, it.entry, tuple(param.shape))
+        if tuple(saved.size) != expected:
+            self._refuse_shape(index, it.entry, expected)
 
     def _refuse_shape(self, index: int, entry: Entry, expected: tuple[int, ...]) -> NoReturn:
         found = None if entry.tensor is None else tuple(entry.tensor.size)
@@ -52,34 +49,36 @@ class Fit:
         The optimizer finds what it will look for: else its next step would fail, or do something else.
         """
         keys: dict[int, list[Any]] = {}
-        options = [group for group in self._optimizer.param_groups for _ in group["params"]]
+        options = [group for group in self._running.optimizer.param_groups for _ in group["params"]]
         known: dict[Any, dict[Any, Any]] = {}
         for index, name in enumerate(self._names):
-            running = {key: value for key, value in options[index].items() if key != "params"}
+            present = {key: value for key, value in options[index].items() if key != "params"}
             saved = self._saved.options.get(name)
             if saved is None:
                 continue
-            merged = {**running, **saved}
-            mark = (self._kinds[index], describe_options(merged), tuple(self._params[index].shape))
+            merged = {**present, **saved}
+            kind = self._running.kind_of(index)
+            mark = (kind, describe_options(merged), tuple(self._params[index].shape))
             if mark not in known:
-                known[mark] = expected_state(self._kinds[index], merged, self._params[index])
-            self._check_kind(index, known[mark], running, saved)
+                known[mark] = expected_state(kind, merged, self._params[index])
+            self._check_kind(index, known[mark], present, saved)
             keys[index] = list(known[mark])
         return keys
 
-    def _check_kind(self, index: int, expected: dict[Any, Any], running: Options, saved: Options) -> None:
-        kind, defaults = type(self._kinds[index]).__qualname__, self._kinds[index].defaults
+    def _check_kind(self, index: int, expected: dict[Any, Any], present: Options, saved: Options) -> None:
+        kind = self._running.kind_of(index)
         entries = {it.keys[0]: it.entry for it in self._saved.state.get(self._names[index], ())}
         if entries and expected:
             strange = bool(expected.keys() - entries.keys())
         else:
-            strange = bool(defaults.keys() - saved.keys()) and bool(saved.keys() - running.keys() - {_BY_SCHEDULERS})
+            unknown = saved.keys() - present.keys() - {_BY_SCHEDULERS}
+            strange = bool(kind.defaults.keys() - saved.keys()) and bool(unknown)
         if strange:
             raise CheckpointError(
                 f"the state of {self._names[index]} in {self._saved.directory} is of another optimizer class: "
                 f"it has {sorted(map(str, entries)) or 'no state'} and the options {sorted(saved)}, but "
-                f"{kind} keeps {sorted(map(str, expected)) or 'no state'}, with the options "
-                f"{sorted(defaults)}"
+                f"{type(kind).__qualname__} keeps {sorted(map(str, expected)) or 'no state'}, with the options "
+                f"{sorted(kind.defaults)}"
             )
         for key in expected.keys() & entries.keys():
             mine, theirs = expected[key], entries[key].tensor

@@ -23,13 +23,13 @@ from ..comm.group import group_or_alone
 from ..errors import CheckpointError
 from ..labels import Label
 from ..notices import log, warn_user
-from ..optimizer import ZeroRedundancyOptimizer
 from .archive import Archive, is_archive
-from .changing import all_or_nothing, load_model, load_optimizer, load_scheduler, saved_for_undo
+from .changing import all_or_nothing, load_model, load_scheduler
 from .contents import OPTIM, RANKS, SCHEDULER, check_random_states, set_random_states, unpacked
 from .folder import Folder
 from .manifest import Manifest, read_manifest
 from .naming import names_of
+from .optimizers import running
 from .owned import require_its_ranks
 from .progress import Progress, Report
 from .reading import Reading, read
@@ -134,29 +134,28 @@ class _Loading:
         with all_or_nothing() as undo:
             if scheduler is not None and prepared.scheduler is not None:
                 self._all(lambda: load_scheduler(scheduler, prepared.scheduler, undo))
-            if optimizer is not None and prepared.restoring is not None and not prepared.restoring.in_place:
-                self._load_beside(optimizer, prepared.restoring, self._read(prepared.state), undo)
+            if prepared.restoring is not None and not prepared.restoring.running.in_place:
+                self._load_beside(prepared.restoring, self._read(prepared.state), undo)
             if model is not None and prepared.weights is not None and not prepared.weights.in_place:
                 weights = prepared.weights.by_name(self._read(prepared.values))
                 self._all(lambda: load_model(model, weights, undo, strict=self._strict))
                 prepared.weights.renew_copies()
-            self._overwrite(prepared, optimizer)
+            self._overwrite(prepared)
         return self._finish(prepared.by_rank)
 
-    def _load_beside(self, optimizer: Optimizer, restoring: Restoring, values: dict[str, Any], undo: ExitStack) -> None:
+    def _load_beside(self, restoring: Restoring, values: dict[str, Any], undo: ExitStack) -> None:
         state = self._all(lambda: restoring.state_dict(values))
-        before = self._all(lambda: saved_for_undo(optimizer))  # apart: who fails here must not miss a collective call
-        self._all(lambda: load_optimizer(optimizer, state, before, undo))
+        before = self._all(restoring.running.for_undo)  # apart: who fails here must not miss a collective call
+        self._all(lambda: restoring.running.load(state, before, undo))
 
-    def _overwrite(self, prepared: _Prepared, optimizer: Optimizer | None) -> None:
+    def _overwrite(self, prepared: _Prepared) -> None:
         with told_as_a_mixture(), ExitStack() as arriving:
             if prepared.weights is not None and prepared.weights.in_place:
                 self._read(prepared.values)
                 arriving.callback(prepared.weights.spread())
-            if prepared.restoring is not None and prepared.restoring.in_place:
-                assert isinstance(optimizer, ZeroRedundancyOptimizer)
-                optimizer.engine.learn(prepared.restoring.param_shaped)
-                optimizer.adopt_state_dict(prepared.restoring.state_dict(self._read(prepared.state)))
+            restoring = prepared.restoring
+            if restoring is not None and restoring.running.in_place:
+                restoring.running.overwrite(restoring.state_dict(self._read(prepared.state)), restoring.shaped)
 
     def _open(self) -> Proposal[tuple[Archive, Manifest | None]]:
         archive, manifest = Archive(self._directory), read_manifest(self._directory)
@@ -200,7 +199,8 @@ class _Loading:
         values = Reading(self._archive, {} if weights is None else weights.targets(restoring))
         if restoring is not None:
             restoring.try_out(state.found)
-        facts = [f"read {'in place' if part.in_place else 'beside'}" for part in (weights, restoring) if part]
+        ways = [part.in_place for part in (weights, restoring and restoring.running) if part]
+        facts = [f"read {'in place' if in_place else 'beside'}" for in_place in ways]
         return Proposal(_Prepared(self._by_rank(small), schedule, restoring, weights, state, values), facts)
 
     def _restoring(
@@ -209,7 +209,7 @@ class _Loading:
         if not self._is_there(OPTIM, "optimizer"):
             return None
         saved = SavedOptimizer(self._archive, small)
-        return Restoring(saved, optimizer, names_of(optimizer, model), strict=self._strict)
+        return Restoring(saved, running(optimizer), names_of(optimizer, model), strict=self._strict)
 
     def _scheduler_state(self, small: dict[str, Any]) -> Any:
         if not self._is_there(SCHEDULER, "scheduler"):

@@ -8,9 +8,9 @@ from torch.optim import Optimizer
 
 from ..comm.group import Group
 from ..errors import ConfigError
-from ..optimizer import ZeroRedundancyOptimizer
 from ..runtime.step import Engine
 from ..state.trees import plain_tensors
+from .optimizers import engine_of
 
 
 def written(rank: int, model: torch.nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -38,8 +38,9 @@ class Owned:
 
     def __init__(self, optimizer: Optimizer | None) -> None:
         self._places: dict[Any, int] = {}
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            self.engine: Engine = optimizer.engine
+        engine = engine_of(optimizer)
+        if engine is not None:
+            self.engine: Engine = engine
             self.engine.at_rest()
             self._places = {place_of(param): index for index, param in enumerate(self.engine.params) if param.numel()}
 
@@ -61,9 +62,10 @@ def place_of(value: Any) -> object:
 
 def require_its_ranks(optimizer: Optimizer | None, group: Group, call: str) -> None:
     """A part of the ranks has a part of the state, and would wait for the others."""
-    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+    engine = engine_of(optimizer)
+    if engine is None:
         return
-    comm = optimizer.engine.comm
+    comm = engine.comm
     members = comm.everyone.group.members
     if sorted(members) != sorted(group.members):
         name = "process_group" if comm.replicas is None else "join_process_group"

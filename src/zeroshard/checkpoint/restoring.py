@@ -3,41 +3,32 @@
 Names decide which state goes where, whatever the order, the groups and the ranks were when it was saved.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
-from torch.optim import Optimizer
 
 from ..errors import CheckpointError
 from ..notices import warn_user
-from ..optimizer import ZeroRedundancyOptimizer
-from ..runtime.wrapping import put_together
+from ..runtime.step import Room
 from ..state.compat import StateDict, describe_options
-from ..state.records import MASTER, shaped_keys
+from ..state.records import MASTER
 from .archive import Entry
-from .changing import loads_its_own_way
-from .contents import part_of
-from .expecting import recipe_of
 from .fitting import Fit
+from .optimizers import Running
 from .owned import place_of
 from .saved_optimizer import GROUPS, STATE, Options, SavedOptimizer, StateEntry
 
 
 class Restoring:
-    def __init__(self, saved: SavedOptimizer, optimizer: Optimizer, names: Sequence[str], *, strict: bool) -> None:
+    def __init__(self, saved: SavedOptimizer, running: Running, names: Sequence[str], *, strict: bool) -> None:
         """Raises if the saved optimizer does not fit."""
-        self._saved, self._optimizer, self._names = saved, optimizer, names
-        self._params = [param for group in optimizer.param_groups for param in group["params"]]
-        self.in_place = not loads_its_own_way(optimizer)
-        """State is read to where the present one lies; else to new memory, for the optimizer to load in its own way."""
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            optimizer.require_settled("checkpoint.load")
-            optimizer.engine.check_groups(optimizer.param_groups)
-        fit = Fit(saved, optimizer, names)
+        self._saved, self.running, self._names = saved, running, names
+        running.require_ready()
+        fit = Fit(saved, running, names)
         if strict:
             fit.require_the_same_names()
         found = {name: sorted(saved.state.get(name, ()), key=lambda it: str(it.keys)) for name in names}
@@ -51,22 +42,20 @@ class Restoring:
     @cached_property
     def targets(self) -> dict[str, Any]:
         """What to read, and where to."""
-        room = self._rooms()
-        mine = {it.entry.key: room(index, it) for index, it in self._wanted if self._holds(index, it)}
+        room = self.running.rooms(self.shaped)
+        held = [(index, it) for index, it in self._wanted if self.running.holds(index, it.key)]
+        mine = {it.entry.key: _made(room, index, it) for index, it in held}
         return mine | {entry.key: entry.room() for entry in self._saved.others}
 
     @cached_property
-    def param_shaped(self) -> frozenset[Any]:
+    def shaped(self) -> frozenset[Any]:
         """Keys of state that has the shape of its parameter."""
-        assert isinstance(self._optimizer, ZeroRedundancyOptimizer)
-        specs = self._optimizer.layout.params
-        tensors = [(specs[i], it.keys[0], it.entry.tensor) for i, it in self._wanted if len(it.keys) == 1]
-        return shaped_keys((spec, key, it.size) for spec, key, it in tensors if it is not None)
+        tensors = [(index, it.key, it.entry.tensor) for index, it in self._wanted if len(it.keys) == 1]
+        return self.running.shaped((index, key, it.size) for index, key, it in tensors if it is not None)
 
     def try_out(self, values: Mapping[str, Any]) -> None:
         """Raise if the running optimizer would refuse the dict. `values`: what is not a tensor is there already."""
-        if isinstance(self._optimizer, ZeroRedundancyOptimizer):
-            self._optimizer.check_state_dict(self.state_dict(values))
+        self.running.try_out(lambda: self.state_dict(values))
 
     def master(self, name: str, param: torch.Tensor) -> Entry | None:
         """The saved master weights of a parameter, which may have other names in the model, too."""
@@ -76,7 +65,7 @@ class Restoring:
 
     @cached_property
     def _names_by_place(self) -> dict[object, str]:
-        return {place_of(param): name for param, name in zip(self._params, self._names, strict=True)}
+        return {place_of(param): name for param, name in zip(self.running.params, self._names, strict=True)}
 
     def state_dict(self, values: Mapping[str, Any]) -> StateDict:
         """In the order and the groups of the running optimizer, for it to load."""
@@ -87,15 +76,12 @@ class Restoring:
         state = {index: self._in_order(index, found) for index, found in state.items()}
         new = [index for index, name in enumerate(self._names) if name not in self._saved.options]
         if new:  # what is missing in the checkpoint stays as it is
-            running = part_of(self._optimizer)["state"]
-            state.update({index: running[index] for index in new if index in running})
-        ours = isinstance(self._optimizer, ZeroRedundancyOptimizer)
-        whole = {STATE: state if ours else {i: it for i, it in state.items() if it}, GROUPS: self._groups}
+            present = self.running.part()["state"]
+            state.update({index: present[index] for index in new if index in present})
+        whole = {STATE: state, GROUPS: self._groups}
         for entry in self._saved.others:
             set_element(whole, entry.path[1:], values[entry.key])
-        if ours or not self._groups:
-            return whole
-        return put_together(whole, recipe_of(self._optimizer, self._groups[0]), self._optimizer)
+        return self.running.completed(whole)
 
     def _in_order(self, index: int, found: dict[Any, Any]) -> dict[Any, Any]:
         known = [key for key in self._keys.get(index, ()) if key in found]
@@ -104,7 +90,7 @@ class Restoring:
     def _merged_groups(self) -> list[dict[str, Any]]:
         """The running groups with saved options."""
         groups, number = [], 0
-        for group in self._optimizer.param_groups:
+        for group in self.running.optimizer.param_groups:
             numbers = list(range(number, number + len(group["params"])))
             kept = {key: value for key, value in group.items() if key != "params"}
             groups.append({**kept, **self._options_of(numbers), "params": numbers})
@@ -114,8 +100,7 @@ class Restoring:
 
     def _warn_of_what_becomes_the_same(self, merged: Sequence[dict[str, Any]]) -> None:
         """The first neighbours that differ here, and did not when they were saved. Rates may have met on their way."""
-        running = self._optimizer.param_groups
-        for (one, ours), (other, theirs) in pairwise(enumerate(running)):
+        for (one, ours), (other, theirs) in pairwise(enumerate(self.running.optimizer.param_groups)):
             keys = [key for key in ours.keys() & theirs.keys() if key not in ("params", "param_names", "lr")]
             lost = [key for key in sorted(keys) if _differ(ours[key], theirs[key])]
             lost = [key for key in lost if not _differ(merged[one].get(key), merged[other].get(key))]
@@ -128,27 +113,8 @@ class Restoring:
                 return
 
     def _uses(self, index: int, it: StateEntry) -> bool:
-        """Not master weights of ours, in an optimizer that would keep them for ever as they are."""
-        ours = isinstance(self._optimizer, ZeroRedundancyOptimizer)
-        return ours or it.keys != (MASTER,) or MASTER in (self._keys.get(index) or (MASTER,))
-
-    def _holds(self, index: int, it: StateEntry) -> bool:
-        """Whether this rank needs it."""
-        if not isinstance(self._optimizer, ZeroRedundancyOptimizer):
-            return True
-        return self._optimizer.engine.holds(index, it.key)
-
-    def _rooms(self) -> Callable[[int, StateEntry], torch.Tensor | None]:
-        """Memory for state; None for what is not a tensor."""
-        if not isinstance(self._optimizer, ZeroRedundancyOptimizer):
-            return lambda index, it: _plain_room(it.entry, self._params[index])
-        room = self._optimizer.engine.rooms(in_place=self.in_place, param_shaped=self.param_shaped)
-
-        def sharded_room(index: int, it: StateEntry) -> torch.Tensor | None:
-            saved = it.entry.tensor
-            return None if saved is None else room(index, it.mark, tuple(saved.size), saved.properties.dtype)
-
-        return sharded_room
+        """All but master weights, which not every optimizer knows."""
+        return it.keys != (MASTER,) or self.running.knows_masters(self._keys.get(index, ()))
 
     def _options_of(self, numbers: Sequence[int]) -> Options:
         """Those that the group's parameters had, if they all had the same."""
@@ -171,8 +137,7 @@ def _differ(one: Any, other: Any) -> bool:
     return describe_options({"it": one}) != describe_options({"it": other})
 
 
-def _plain_room(entry: Entry, param: torch.Tensor) -> torch.Tensor | None:
-    saved = entry.tensor
-    if saved is not None and saved.size == param.shape and param.dim():  # divided and laid out alike
-        return torch.empty_like(param, dtype=saved.properties.dtype, requires_grad=False)
-    return entry.room()
+def _made(room: Room, index: int, it: StateEntry) -> torch.Tensor | None:
+    """Memory for what this rank holds of it; None if it is not a tensor."""
+    saved = it.entry.tensor
+    return None if saved is None else room(index, it.mark, tuple(saved.size), saved.properties.dtype)

@@ -22,11 +22,12 @@ from ..errors import ConfigError
 from ..labels import Label
 from ..notices import log, warn_user
 from .archive import Archive
-from .contents import collect, staged
+from .contents import collect
 from .folder import Folder, write
 from .manifest import MANIFEST, Manifest
 from .owned import require_its_ranks
 from .progress import Progress, Report
+from .staging import staged
 from .together import check_given, on_first, told_alike
 from .writing import write_parts
 
