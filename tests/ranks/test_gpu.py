@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from tests.support import RankContext, ranks
 from tests.support.oracle import Twins, assert_same, small_model
+from tests.support.sharded import all_equal
 from zeroshard import (
     FlatShards,
     GradScaler,
@@ -138,6 +139,24 @@ def test_shard_equals_ddp(ctx: RankContext, config: ZeroConfig) -> None:
         ours = _train(model, shard(model, factory, config=config, **options), ctx.rank)
         _train(wrapped, factory(wrapped.parameters(), **options), ctx.rank)
         assert_same(ours, dict(wrapped.module.state_dict()))
+
+
+@ranks(2)
+def test_buffers_are_those_of_rank_0_after_a_step(ctx: RankContext) -> None:
+    """Of all dtypes, also for whoever evaluates alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 1)).cuda()
+    zero = shard(model, AdamW, lr=0.01)
+    for step in range(2):
+        model(torch.randn(5, 6, device="cuda") * (step + ctx.rank)).sum().backward()
+        first, other = ctx.gather([it.cpu() for it in model.buffers()])
+        assert not all_equal([first, other])
+        zero.step()
+        if ctx.rank == step:
+            with torch.no_grad():
+                model.eval()(torch.ones(5, 6, device="cuda"))
+            model.train()
+        assert all_equal([first, *ctx.gather([it.cpu() for it in model.buffers()])])
 
 
 @ranks(1)
