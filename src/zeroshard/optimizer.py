@@ -374,10 +374,7 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         return engine
 
     def _step(self, closure: Closure | None, kwargs: dict[str, Any], *, joined: bool) -> Any:
-        result = self._stepping.step(closure, kwargs, uneven=self._join_config.enable, joined=joined)
-        if self.copying is not None:
-            self.copying.after_step(self.engine, self.param_groups, self.model_buffers)
-        return result
+        return self._stepping.step(closure, kwargs, uneven=self._join_config.enable, joined=joined)
 
     def forget_copies(self) -> None:
         if self.copying is not None:
@@ -392,3 +389,8 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
 
     def before_uneven_step(self, source: Rank) -> None:
         """For `Stepping`."""
+
+    def after_step(self) -> None:
+        """For `Stepping`."""
+        if self.copying is not None:
+            self.copying.after_step(self.engine, self.param_groups, self.model_buffers)

@@ -110,7 +110,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         self._attach_to_model(model)
 
     def _attach_to_model(self, model: torch.nn.Module) -> None:
-        self._buffers = EqualBuffers(self._comm.everyone, model, self._passes_alone)
+        self._buffers = EqualBuffers(self._comm.everyone, model, self._passes_send_nothing)
         self._buffers.sync(Rank(0))
         others = [param for param in model.parameters() if id(param) not in self.engine.bucket_of]
         make_equal(self._comm.everyone, others, Rank(0))
@@ -159,12 +159,9 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         return {**group, "params": named}
 
     def _step(self, closure: Any, kwargs: dict[str, Any], *, joined: bool) -> Any:
-        if self._hooks.is_replaced:
-            raise RuntimeError("another optimizer was made by shard() for parameters of this one: step that one")
+        self._require_not_replaced("step")
         try:
             result = super()._step(closure, kwargs, joined=joined)
-            if not self._keeps_buffers():
-                self._buffers.sync(Rank(0))  # for passes without gradients, which send nothing
             if self._looks_for_strays:  # once, and not before now: another optimizer may have been made for them
                 self._looks_for_strays = False
                 _warn_of_strays(self._model)
@@ -226,14 +223,27 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
     def before_uneven_step(self, source: Rank) -> None:
         self._buffers.sync(source)
 
+    def after_step(self) -> None:
+        if not self._keeps_buffers():
+            self._buffers.sync(Rank(0))  # for passes without gradients, which send nothing
+        super().after_step()
+
     def sync_buffers(self) -> None:
-        """Buffers become those of rank 0, where passes without gradients have changed them. Called on all ranks."""
+        """Buffers become those of rank 0 now, for instance after passes without gradients that have changed them.
+
+        Called on all ranks, and not inside `Join`.
+        """
+        self._require_not_replaced("sync")
         agree(self._comm, "sync_buffers", ())
         self._buffers.sync(Rank(0))
 
-    def _passes_alone(self) -> bool:
-        """Others need not make the forward pass that is next."""
+    def _passes_send_nothing(self) -> bool:
+        """So that one rank may make the forward pass that is next alone."""
         return not torch.is_grad_enabled() or self._grad_sync.paused or self._keeps_buffers()
+
+    def _require_not_replaced(self, verb: str) -> None:
+        if self._hooks.is_replaced:
+            raise RuntimeError(f"another optimizer was made by shard() for parameters of this one: {verb} that one")
 
     def _keeps_buffers(self) -> bool:
         replaced = self._hooks.is_replaced  # the ranks of this one need no longer be there

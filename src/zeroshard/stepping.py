@@ -27,6 +27,9 @@ class Steered(Protocol):
     def before_uneven_step(self, source: Rank) -> None:
         """Called on all ranks before a step that some only shadow; `source` is one that still trains."""
 
+    def after_step(self) -> None:
+        """Called on all ranks when all have made a step, or have skipped it."""
+
 
 class Stepping:
     """Steps an engine for the optimizer that users hold."""
@@ -50,7 +53,9 @@ class Stepping:
     def step(self, closure: Closure | None, kwargs: dict[str, Any], *, uneven: bool, joined: bool) -> Any:
         """`uneven`: some ranks may only shadow the step; `joined`: this one does."""
         with self._comm.clock.step():
-            return self._make_step(closure, kwargs, uneven=uneven, joined=joined)
+            result = self._make_step(closure, kwargs, uneven=uneven, joined=joined)
+            self._outer.after_step()
+            return result
 
     def _make_step(self, closure: Closure | None, kwargs: dict[str, Any], *, uneven: bool, joined: bool) -> Any:
         try:

@@ -29,6 +29,7 @@ from tests.support.checkpoints import (
     train,
 )
 from tests.support.commands import convert
+from tests.support.oracle import assert_same
 from zeroshard import MasterWeights, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
 from zeroshard.checkpoint.archive import Archive
 
@@ -312,6 +313,18 @@ def test_what_belongs_to_no_parameter_comes_back(ctx: RankContext, tmp_path: Pat
         converted = torch.load(file, weights_only=True)["optim"]
         assert converted["seen"] == 3
         assert torch.equal(converted["state"]["shared"]["total"], torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("value", [torch.tensor([1.0, 2.0]), torch.tensor(0.0), 0, False, 1.5], ids=str)
+def test_what_a_plain_optimizer_keeps_for_all_parameters_comes_back(tmp_path: Path, value: Any) -> None:
+    """Whatever it is, nothing among it."""
+    model = net(0)
+    optimizer, into = (torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for _ in range(2))
+    train(model, optimizer, 2)
+    optimizer.state["shared"] = value  # type: ignore[index]
+    checkpoint.save(tmp_path, step=2, model=model, optimizer=optimizer)
+    checkpoint.load(tmp_path, model=model, optimizer=into)
+    assert_same(into.state["shared"], value)  # type: ignore[index]
 
 
 @ranks(1, 2, 3)

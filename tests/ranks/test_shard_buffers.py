@@ -1,6 +1,6 @@
-"""Buffers are kept equal as DDP keeps them: those of rank 0, before each forward pass, for which they come after steps.
+"""Buffers are those of rank 0 in each forward pass, as DDP has them.
 
-Passes without gradients send nothing, so that ranks may evaluate alone.
+They come before passes with gradients, and after steps for those without, which send nothing: ranks may evaluate alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.sharded import (
     some_configs,
 )
 from tests.support.traffic import recorded
-from zeroshard import RankMismatchError, ZeroConfig, shard
+from zeroshard import NonFinite, RankMismatchError, ZeroConfig, shard
 
 
 class Normed(nn.Module):
@@ -169,6 +169,61 @@ def test_buffers_that_one_rank_asks_for_are_a_mistake_that_all_hear_of(ctx: Rank
     with pytest.raises(RankMismatchError, match=r"different calls.*sync_buffers"):
         zero.sync_buffers() if ctx.rank == 0 else zero.full_state_dict(to=0)
     zero.sync_buffers()
+
+
+@ranks(2)
+def test_an_optimizer_that_was_replaced_brings_none(ctx: RankContext) -> None:
+    model = Normed()
+    former = shard(model, torch.optim.SGD, config=ZERO2, lr=0.1)
+    shard(model, torch.optim.SGD, config=ZERO2, lr=0.1).sync_buffers()
+    with pytest.raises(RuntimeError, match="sync that one"):
+        former.sync_buffers()
+
+
+class Caching(nn.Module):
+    """As long as the longest input that this rank has seen."""
+
+    cache: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("cache", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache = torch.ones(len(x))
+        result: torch.Tensor = self.linear(x)
+        return result
+
+
+@ranks(1, 2, 3)
+def test_what_becomes_a_buffer_later_is_each_ranks_own(ctx: RankContext) -> None:
+    model = Caching()
+    zero = shard(model, torch.optim.SGD, config=ZERO2, lr=0.1)
+    for _ in range(2):
+        model(torch.ones(1 + ctx.rank, WIDTH)).sum().backward()
+        zero.step()
+    assert model.cache is not None
+    assert len(model.cache) == 1 + ctx.rank
+    assert "make equal" not in str(zero.report()), "nothing to be brought"
+
+
+@pytest.mark.parametrize("within", [1, 2])
+@ranks(2, 4)
+def test_rows_have_those_of_rank_0(ctx: RankContext, within: int) -> None:
+    twins = ShardTwins(ZERO2, Normed, where={"shard_within": within})
+    twins.train(2)
+    compare_buffers(twins)
+
+
+@ranks(2)
+def test_a_step_that_is_skipped_brings_them(ctx: RankContext) -> None:
+    model = seeded(Normed, 0)
+    zero = shard(model, torch.optim.SGD, config=replace(ZERO2, nonfinite=NonFinite("skip")), lr=0.1)
+    torch.autograd.backward(regression(model, 0) * (torch.inf if ctx.rank else 1.0))
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        zero.step()
+    assert all_equal(ctx.gather([buffer.clone() for buffer in model.buffers()]))
 
 
 @ranks(2, 3)

@@ -22,9 +22,9 @@ SHORT = 5.0
 """The same where a rank is stopped, which is known by waiting only."""
 MARGIN = 15.0
 """Seconds that a busy machine may add. A rank that hangs would take longer."""
-ENDING = 15.0
-"""Seconds in which processes end once all of them have raised: as a rule one, if the store hangs; the rest is what a
-busy machine may add. They took 10 for each thread that asked it."""
+ENDING = 7.0
+"""Seconds in which processes end once all of them have raised: one at most, if a thread waits in vain; the rest is what
+a busy machine may add. Nobody is to wait for the 10 seconds in which something may still be received."""
 _FATAL = (Kind.KILLED, Kind.STOPPED, Kind.CUT)
 
 

@@ -106,21 +106,22 @@ def _without_the_dead(call: Callable[..., None]) -> Callable[..., None]:
 
 
 class EqualBuffers:
-    """Buffers of rank 0 for everyone, before each forward pass, unless it `is_alone`."""
+    """Buffers of rank 0 for everyone: before forward passes, unless that `is_off`, and when the optimizer says so."""
 
-    def __init__(self, comm: Comm, model: Module, is_alone: Callable[[], bool]) -> None:
-        self._sync, self._is_alone, self._clock = BufferSync(comm, model), is_alone, comm.clock
+    def __init__(self, comm: Comm, model: Module, is_off: Callable[[], bool]) -> None:
+        self._sync, self._is_off, self._clock = BufferSync(comm, model), is_off, comm.clock
         self._line = comm.group.line
-        if comm.group.size > 1 and next(model.buffers(), None) is not None:
+        if self._sync.has_any:
             Before(self._before_forward).hang_on(model)
 
     def sync(self, source: Rank, place: str = "bringing buffers to all") -> None:
         """On all ranks."""
-        with self._line.meanwhile(place), self._clock.part(Label.EQUAL):
-            self._sync.sync(source)
+        if self._sync.has_any:
+            with self._line.meanwhile(place), self._clock.part(Label.EQUAL):
+                self._sync.sync(source)
 
     def _before_forward(self, _: Module, __: bool) -> None:
-        if not self._is_alone():
+        if not self._is_off():
             self.sync(Rank(0), "bringing buffers to all; who runs the model alone does so under torch.no_grad()")
 
 

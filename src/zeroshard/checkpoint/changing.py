@@ -8,7 +8,6 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from ..state.trees import clone, copy_mutable, map_tensors
-from .optimizers import are_torchs
 from .staging import staged
 
 
@@ -47,3 +46,7 @@ def _is_special(part: torch.nn.Module) -> bool:
     hooks = part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks
     kind = type(part)
     return bool(hooks) or not are_torchs(kind._load_from_state_dict, kind.load_state_dict, kind.set_extra_state)
+
+
+def are_torchs(*methods: Any) -> bool:
+    return all(method.__module__.startswith("torch.") for method in methods)

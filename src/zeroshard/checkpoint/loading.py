@@ -155,7 +155,7 @@ class _Loading:
                 arriving.callback(prepared.weights.spread())
             restoring = prepared.restoring
             if restoring is not None and restoring.running.in_place:
-                restoring.running.overwrite(restoring.state_dict(self._read(prepared.state)), restoring.shaped)
+                restoring.overwrite(lambda: self._read(prepared.state))
 
     def _open(self) -> Proposal[tuple[Archive, Manifest | None]]:
         archive, manifest = Archive(self._directory), read_manifest(self._directory)

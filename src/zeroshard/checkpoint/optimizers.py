@@ -5,6 +5,7 @@ The only place in this folder that tells them apart.
 
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from ..runtime.wrapping import put_together
 from ..state.compat import StateDict
 from ..state.records import MASTER, shaped_keys
 from ..state.wrapped import apart
+from .changing import are_torchs
 from .expecting import knows, recipe_of
 from .staging import staged
 
@@ -28,8 +30,10 @@ class Running(Protocol):
     def optimizer(self) -> Optimizer: ...
 
     params: list[torch.Tensor]
-    in_place: bool
-    """State is read to where the present one lies; else to new memory, for the optimizer to load in its own way."""
+
+    @property
+    def in_place(self) -> bool:
+        """State is read to where the present one lies; else to new memory, for the optimizer to load in its own way."""
 
     def require_ready(self) -> None:
         """Raise if nothing can be loaded now."""
@@ -67,8 +71,8 @@ class Running(Protocol):
     def load(self, saved: StateDict, before: dict[str, Any], undo: ExitStack) -> None:
         """In the optimizer's own way. On all ranks."""
 
-    def overwrite(self, saved: StateDict, shaped: frozenset[Any], /) -> None:
-        """Take what was read `in_place`. On all ranks."""
+    def overwrite(self, read: Callable[[], StateDict], shaped: frozenset[Any], /) -> None:
+        """Read `in_place`, and take it. On all ranks."""
 
 
 class Plain:
@@ -107,7 +111,8 @@ class Plain:
         return self._room
 
     def completed(self, saved: StateDict, /) -> StateDict:
-        whole = {**saved, "state": {index: it for index, it in saved["state"].items() if it}}
+        state = {key: it for key, it in saved["state"].items() if not isinstance(key, int) or it}
+        whole = {**saved, "state": state}
         groups = saved["param_groups"]
         return put_together(whole, recipe_of(self.optimizer, groups[0]), self.optimizer) if groups else whole
 
@@ -122,7 +127,7 @@ class Plain:
         undo.callback(_put_back, vars(self.optimizer), before)
         self.optimizer.load_state_dict(saved)
 
-    def overwrite(self, _: StateDict, __: frozenset[Any], /) -> None:
+    def overwrite(self, _: Callable[[], StateDict], __: frozenset[Any], /) -> None:
         raise AssertionError("nothing is read in its place")
 
     def _without_old_copies(self, state: dict[Any, Any]) -> dict[int, Any]:
@@ -141,7 +146,13 @@ class Plain:
 class Sharded:
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self.optimizer, self.params, self._engine = optimizer, _params_of(optimizer), optimizer.engine
-        self.in_place = not self._loads_its_own_way()
+
+    @cached_property
+    def in_place(self) -> bool:
+        inner = self.optimizer.optims
+        hooks = [hook for part in (self.optimizer, *inner) for hook in _load_hooks(part)]
+        methods = [method for part in inner for method in (type(part).load_state_dict, type(part).__setstate__)]
+        return not hooks and are_torchs(*methods)
 
     def require_ready(self) -> None:
         self.optimizer.require_settled("checkpoint.load")
@@ -183,15 +194,9 @@ class Sharded:
         undo.callback(self.optimizer.load_state_dict, before)
         self.optimizer.adopt_state_dict(saved)
 
-    def overwrite(self, saved: StateDict, shaped: frozenset[Any], /) -> None:
+    def overwrite(self, read: Callable[[], StateDict], shaped: frozenset[Any], /) -> None:
         self._engine.learn(shaped)
-        self.optimizer.adopt_state_dict(saved)
-
-    def _loads_its_own_way(self) -> bool:
-        inner = self.optimizer.optims
-        hooks = [hook for part in (self.optimizer, *inner) for hook in _load_hooks(part)]
-        methods = [method for part in inner for method in (type(part).load_state_dict, type(part).__setstate__)]
-        return bool(hooks) or not are_torchs(*methods)
+        self.optimizer.adopt_state_dict(read())
 
 
 def running(optimizer: Optimizer) -> Running:
@@ -201,11 +206,6 @@ def running(optimizer: Optimizer) -> Running:
 def engine_of(optimizer: Optimizer | None) -> Engine | None:
     """That of a sharded one."""
     return optimizer.engine if isinstance(optimizer, ZeroRedundancyOptimizer) else None
-
-
-def are_torchs(*methods: Any) -> bool:
-    """Else it is code that may fail. torch's copies what was found to fit."""
-    return all(method.__module__.startswith("torch.") for method in methods)
 
 
 def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 Names decide which state goes where, whatever the order, the groups and the ranks were when it was saved.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -42,13 +42,13 @@ class Restoring:
     @cached_property
     def targets(self) -> dict[str, Any]:
         """What to read, and where to."""
-        room = self.running.rooms(self.shaped)
+        room = self.running.rooms(self._shaped)
         held = [(index, it) for index, it in self._wanted if self.running.holds(index, it.key)]
         mine = {it.entry.key: _made(room, index, it) for index, it in held}
         return mine | {entry.key: entry.room() for entry in self._saved.others}
 
     @cached_property
-    def shaped(self) -> frozenset[Any]:
+    def _shaped(self) -> frozenset[Any]:
         """Keys of state that has the shape of its parameter."""
         tensors = [(index, it.key, it.entry.tensor) for index, it in self._wanted if len(it.keys) == 1]
         return self.running.shaped((index, key, it.size) for index, key, it in tensors if it is not None)
@@ -56,6 +56,10 @@ class Restoring:
     def try_out(self, values: Mapping[str, Any]) -> None:
         """Raise if the running optimizer would refuse the dict. `values`: what is not a tensor is there already."""
         self.running.try_out(lambda: self.state_dict(values))
+
+    def overwrite(self, read: Callable[[], Mapping[str, Any]]) -> None:
+        """Read in place, and take what was read. On all ranks."""
+        self.running.overwrite(lambda: self.state_dict(read()), self._shaped)
 
     def master(self, name: str, param: torch.Tensor) -> Entry | None:
         """The saved master weights of a parameter, which may have other names in the model, too."""

@@ -15,6 +15,9 @@ from weakref import WeakKeyDictionary, WeakSet
 
 RECEIVING = 10.0
 """Seconds that are left to all that is still received: until the other ranks have ended, as a rule."""
+IN_VAIN = 1.0
+"""The same where an error ends the process, after it has hung up on everyone. Nobody waits for long then, but gloo may
+lose sight of a message that was sent while its connection closed, and has whoever waits for it wait for the timeout."""
 LETTING_GO = 0.1
 """Seconds in which torch's own threads let go of the tensors of the last collective, which takes the interpreter. They
 live on where a group was destroyed and somebody still refers to it."""
@@ -24,6 +27,7 @@ class Connected(Protocol):
     def give_up(self, error: BaseException) -> None: ...
 
 
+_has_hung_up = threading.Event()
 is_ending = threading.Event()
 """Others may have ended before, and nobody is left to be told of it."""
 _threads: WeakKeyDictionary[threading.Thread, float] = WeakKeyDictionary()
@@ -53,11 +57,12 @@ def _tell(then: Callable[..., object], kind: type[BaseException], error: BaseExc
     for line in list(_lines):
         with suppress(Exception):
             line.give_up(error)
+    _has_hung_up.set()
 
 
 def _let_threads_end() -> None:
     is_ending.set()
-    start = time.monotonic()
+    start, most = time.monotonic(), IN_VAIN if _has_hung_up.is_set() else RECEIVING
     for thread, seconds in list(_threads.items()):
-        thread.join(max(0.0, start + seconds - time.monotonic()))
+        thread.join(max(0.0, start + min(seconds, most) - time.monotonic()))
     time.sleep(LETTING_GO)

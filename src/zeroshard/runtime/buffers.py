@@ -15,8 +15,14 @@ class BufferSync:
 
     def __init__(self, comm: Comm, model: torch.nn.Module) -> None:
         self._comm = comm
-        # By name, since modules may replace their buffers.
-        self._places = [(module, name) for module in model.modules() for name in module._buffers]
+        # By name, since modules may replace their buffers. One that is none may become a cache of each rank's own.
+        named = [(module, name, it) for module in model.modules() for name, it in module._buffers.items()]
+        self._places = [(module, name) for module, name, it in named if it is not None]
+
+    @property
+    def has_any(self) -> bool:
+        """And another rank to bring them to."""
+        return bool(self._places) and self._comm.group.size > 1
 
     def sync(self, source: Rank) -> None:
         """On all ranks, which must have buffers of the same shapes."""
@@ -48,6 +54,6 @@ def make_equal(comm: Comm, tensors: Iterable[torch.Tensor], source: Rank) -> Non
         comm.broadcast(flat, source).wait()
         if comm.group.rank != source:
             parts = torch.split(flat, [tensor.numel() for tensor in alike])
-            values = [part.view(tensor.shape) for tensor, part in zip(alike, parts, strict=True)]
-            # As in DDP autograd does not count it: a pass whose backward is yet to come has used the tensor.
-            torch._foreach_copy_([tensor.data for tensor in alike], values)
+            for tensor, part in zip(alike, parts, strict=True):
+                # As in DDP autograd does not count it: a pass whose backward is yet to come has used the tensor.
+                tensor.data.copy_(part.view(tensor.shape))

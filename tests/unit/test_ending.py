@@ -1,0 +1,37 @@
+"""The end of a process whose threads still wait."""
+
+import subprocess
+import sys
+
+import pytest
+
+from zeroshard.comm.ending import IN_VAIN, RECEIVING
+
+BUSY = 5.0
+"""Seconds that a busy machine may add."""
+SCRIPT = """
+import atexit, sys, threading, time
+from zeroshard.comm import ending
+
+start = time.monotonic()
+atexit.register(lambda: print(time.monotonic() - start))  # after what is registered later
+ending.end_in_order()
+thread = threading.Thread(target=time.sleep, args=(100,), daemon=True)
+thread.start()
+ending.wait_at_exit_for(thread)
+{end}
+"""
+
+
+def seconds_of(end: str) -> float:
+    command = [sys.executable, "-c", SCRIPT.format(end=end)]
+    return float(subprocess.run(command, check=False, capture_output=True, text=True, timeout=60).stdout)
+
+
+@pytest.mark.parametrize("end", ["raise RuntimeError", "1 / 0"])
+def test_who_has_hung_up_waits_for_a_moment_only(end: str) -> None:
+    assert seconds_of(end) < IN_VAIN + BUSY < RECEIVING
+
+
+def test_else_what_may_still_come_is_waited_for() -> None:
+    assert seconds_of("pass") >= RECEIVING
