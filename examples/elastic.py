@@ -3,6 +3,8 @@
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 2:4 --nproc-per-node 1 --max-restarts 3 \\
     --rdzv-backend c10d --rdzv-endpoint host0:29400 --rdzv-id my-job examples/elastic.py
 
+On one host: ... torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/elastic.py
+
 A rank that fails, or waits in vain for one that has died, raises. Nothing here catches that: the process ends, which is
 what torchrun waits for.
 """

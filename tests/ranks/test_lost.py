@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -118,6 +119,28 @@ def test_who_evaluates_alone_is_told_how(ctx: RankContext) -> None:
     told = str(caught.value)
     assert "rank 0: bringing buffers to all; who runs the model alone does so under torch.no_grad()" in told
     assert "one of them has made a call alone, and that would end in the same way" in told
+    dist.barrier()
+
+
+@ranks(2, 3)
+def test_who_never_steps_hears_of_it_in_a_later_pass(ctx: RankContext) -> None:
+    """`if rank == 0: optimizer.step()` in a loop: the others would train on, and never know that they do not."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    model = nn.Linear(3, 4)
+    optimizer = shard(model, torch.optim.SGD, process_group=group, lr=0.1)
+
+    def train() -> None:
+        for _ in range(1000):
+            model(torch.ones(2, 3)).sum().backward()
+            if ctx.rank == 0:
+                optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.01)
+
+    with patient(), pytest.raises(RankLostError, match="agreeing on step 1"):
+        train()
+    with optimizer.no_sync():  # of this rank alone
+        model(torch.ones(2, 3)).sum().backward()
     dist.barrier()
 
 

@@ -124,8 +124,8 @@ def agreed(comm: Comm, call: str, propose: Callable[[], Proposal[T]]) -> T:
     return proposal.value
 
 
-def raise_failure(comm: Comm, call: str, failure: BaseException | None) -> NoReturn:
-    """Raise on every rank, once a `Verdict` said that one failed."""
+def raise_failure(comm: Comm, call: str, failure: BaseException | None, *, then: str = "") -> NoReturn:
+    """Raise on every rank, once a `Verdict` said that one failed. `then`: what became of the others, in a sentence."""
     mine = "" if failure is None else f"{type(failure).__name__}: {failure}"
     try:
         reports = [mine] if comm.is_alone else comm.everyone.share(mine)
@@ -135,7 +135,7 @@ def raise_failure(comm: Comm, call: str, failure: BaseException | None) -> NoRet
     if failure is not None:
         raise failure
     failed = [f"rank {rank} failed: {report}" for rank, report in enumerate(reports) if report]
-    raise RankFailedError(f"{call}: " + "; ".join(failed))
+    raise RankFailedError(f"{call}: " + "; ".join(failed) + (f". {then}" if then else ""))
 
 
 def fingerprint(data: bytes) -> int:

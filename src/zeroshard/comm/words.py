@@ -23,7 +23,7 @@ ANSWER = 1.0
 _WHY_SILENT = "stopped, stuck, cut off, or busy with something else"
 _ALONE = (
     "But if ranks waited for different things, as said above, one of them has made a call alone, and that would end in "
-    "the same way: a forward pass with gradients of a model that has buffers, a save under `if rank == 0`."
+    "the same way: a step or a save under `if rank == 0`, a forward pass with gradients of a model that has buffers."
 )
 _SHORTER = (
     "But if a rank's program had come to its end, its loop was shorter: all ranks make as many steps, or use Join."

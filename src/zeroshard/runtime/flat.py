@@ -31,7 +31,7 @@ from .param_sync import ShardSync
 from .parts import Kind, Part
 from .rows import Rows
 from .segments import Segment
-from .step import Attempt, Closure, Engine, Room, SharedClosure
+from .step import PARTLY, Attempt, Closure, Engine, Room, SharedClosure
 from .store import FlatStore
 from .team import CLASS, Team
 
@@ -269,7 +269,7 @@ class FlatEngine(Engine):
             self.sync.finish()
         if verdict.trouble:
             self._rows.part(call)
-            raise_failure(self.comm, call, attempt.failure)
+            raise_failure(self.comm, call, attempt.failure, then=PARTLY)
         self.grads.spend()
         return attempt.result
 

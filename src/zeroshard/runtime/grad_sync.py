@@ -68,6 +68,8 @@ class GradSync(Gradients):
         self._spent = False
         self._failure: Exception | None = None
         """What this rank alone knows of, until gradients are settled."""
+        self._lost: RankLostError | None = None
+        """Others are gone, and so are the gradients that had been on their way to them: there is nothing to settle."""
         comm.group.line.ask(self._missing)
 
     def extend(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
@@ -93,6 +95,8 @@ class GradSync(Gradients):
     def ready(self, index: int, grad: torch.Tensor | None = None) -> None:
         """A parameter has its gradient: the given one, or that in `param.grad`. Relies on no other rank."""
         with self._lock:
+            if self._lost is not None and not self.paused:
+                raise self._lost.again()
             if self._spent:
                 self._warn_of_old_grads()
             if self._failure is None:
@@ -231,6 +235,7 @@ class GradSync(Gradients):
             self._sent.note_zeros(self._params)
         self._rounds.cleared = self._rounds.sent
         self._spent = self._sent.scaled = False
+        self._lost = self._failure if isinstance(self._failure, RankLostError) else None
 
     def tensors(self) -> list[torch.Tensor]:
         # Hazard: not their padding. Nothing writes there, so what is multiplied by NaN once would stay NaN.

@@ -26,6 +26,8 @@ from .nonfinite import Lot
 from .param_sync import ParamSync, ShardSync
 from .store import FlatStore, Store
 
+PARTLY = "What other ranks own has been updated: for numbers as if nothing had failed, load a checkpoint."
+"""After a step that failed on a rank."""
 Closure = Callable[[], Any]
 Room = Callable[[int, Any, tuple[int, ...], torch.dtype], torch.Tensor]
 """Memory for what this rank holds of a state tensor: of a parameter, a key, a shape and a dtype."""

@@ -21,7 +21,7 @@ from .nonfinite import Lot
 from .param_sync import ParamSync
 from .parts import Kind
 from .rooms import whole_room
-from .step import Attempt, Closure, Engine, Room, SharedClosure
+from .step import PARTLY, Attempt, Closure, Engine, Room, SharedClosure
 from .store import Store
 from .wrapping import put_together
 
@@ -187,7 +187,7 @@ class WholeEngine(Engine):
                 self.sync.finish()
             self._undelivered = b""
         if verdict.trouble:
-            raise_failure(self.comm, call, attempt.failure)
+            raise_failure(self.comm, call, attempt.failure, then=PARTLY)
 
 
 class _Watch:
