@@ -143,7 +143,7 @@ def test_shard_equals_ddp(ctx: RankContext, config: ZeroConfig) -> None:
 
 @ranks(2)
 def test_buffers_are_those_of_rank_0_after_a_step(ctx: RankContext) -> None:
-    """Of all dtypes, also for whoever evaluates alone."""
+    """Statistics and counts, also for whoever evaluates alone."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 1)).cuda()
     zero = shard(model, AdamW, lr=0.01)
