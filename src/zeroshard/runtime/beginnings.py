@@ -6,7 +6,6 @@ have begun with is what it finds.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from ..state.trees import clone, copy_mutable, map_tensors
 from .inner import ParamGroup, Recipe, ShardOptimizer
+from .probe_cache import memoize_probe
 from .selftest import lively, made_ready, marked, probe_like, quietly, step_once, wave
 
 State = dict[Any, Any]
@@ -35,11 +35,11 @@ def begin(inner: ShardOptimizer) -> None:
             state.update(zip([param], first_state(inner.recipe, group, [param]), strict=True))
 
 
+@memoize_probe(on_failure=False)
 def begins_neutrally(recipe: Recipe) -> bool:
     """Whether an optimizer that finds such state goes on as one that makes it. Asked by stepping both."""
-    with quietly(recipe), suppress(Exception):
+    with quietly(recipe):
         return all(_is_neutral(recipe, group) for group in recipe.groups if group["params"])
-    return False
 
 
 def _is_neutral(recipe: Recipe, group: ParamGroup) -> bool:

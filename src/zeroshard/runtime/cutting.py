@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from ..layout.specs import marks_of
 from ..state.wrapped import insides, is_wrapped, joined
 from ..units import align_up
 from .inner import ParamGroup, Recipe
+from .probe_cache import memoize_probe
 from .selftest import SCALES, lively, made_ready, marked, precise, quietly, step_once, wave
 
 _ODD = 15
@@ -33,14 +33,17 @@ class Cutting(NamedTuple):
     """Of state that is made of several tensors: those that are the same for all pieces."""
 
 
+_MUST_STAY_WHOLE: Cutting | None = None
+
+
+@memoize_probe(on_failure=_MUST_STAY_WHOLE)
 def how_to_cut(recipe: Recipe) -> Cutting | None:
     """The finest way; None if parameters must stay whole."""
-    with quietly(recipe), suppress(Exception):
+    with quietly(recipe):
         found = Cutting()
         for group, like in _different(recipe.groups):
             found = _finest(_CutTrial(recipe, group, like), found)
         return found
-    return None
 
 
 def _finest(trial: "_CutTrial", so_far: Cutting) -> Cutting:

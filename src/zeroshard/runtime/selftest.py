@@ -14,6 +14,7 @@ from torch.optim import optimizer
 
 from ..layout.specs import marks_of
 from .inner import ParamGroup, Recipe, ShardOptimizer
+from .probe_cache import OUT_OF_MEMORY, memoize_probe
 
 _SIZES = (2, 3, 4, 5)
 SCALES = (1.0, 1e3, 1e-2)
@@ -37,6 +38,7 @@ class Traits(NamedTuple):
     """A kind of gradients without which it cannot step: "sparse", or with a "graph" of their own."""
 
 
+@memoize_probe(on_failure=Traits())
 def examine(recipe: Recipe) -> Traits:
     """Step the optimizer on all probes together and on each alone, and compare.
 
@@ -44,8 +46,13 @@ def examine(recipe: Recipe) -> Traits:
     """
     for kind in _KINDS:
         trial = _Trial(recipe, kind)
-        with quietly(recipe), suppress(Exception):
-            return trial.traits()._replace(needs=kind)
+        try:
+            with quietly(recipe):
+                return trial.traits()._replace(needs=kind)
+        except OUT_OF_MEMORY:
+            raise
+        except Exception:
+            continue
     return Traits()
 
 

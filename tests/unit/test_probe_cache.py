@@ -1,0 +1,197 @@
+"""What probes find out about an optimizer class is remembered while nothing changes that could change the answer."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Optimizer
+
+from zeroshard.runtime import probe_cache
+from zeroshard.runtime.inner import Recipe
+from zeroshard.runtime.probe_cache import memoize_probe
+from zeroshard.runtime.selftest import Traits, examine
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache() -> None:
+    probe_cache.clear()
+
+
+class Probe:
+    """Counts how often it is asked."""
+
+    def __init__(self, answer: Callable[[Recipe], str] = lambda recipe: recipe.name) -> None:
+        self.calls = 0
+        self._answer = answer
+        self.ask = memoize_probe(on_failure="failed")(self._probe)
+
+    def _probe(self, recipe: Recipe) -> str:
+        self.calls += 1
+        return self._answer(recipe)
+
+    def is_cached(self, recipe: Recipe) -> bool:
+        before = self.calls
+        self.ask(recipe)
+        return self.calls == before
+
+
+def recipe(factory: Callable[..., Optimizer] = SGD, *, group: dict[str, Any] | None = None, **defaults: Any) -> Recipe:
+    group = {"params": [torch.nn.Parameter(torch.ones(2, 3))], **(group or {})}
+    return Recipe(factory, [group], False, {"lr": 0.1, **defaults})
+
+
+def with_param(param: torch.Tensor, **attributes: Any) -> Recipe:
+    vars(param).update(attributes)
+    return recipe(group={"params": [param]})
+
+
+def test_equal_recipes_are_probed_once() -> None:
+    probe = Probe()
+    assert probe.ask(recipe()) == "SGD"
+    assert probe.is_cached(recipe())
+    assert probe.is_cached(recipe(group={"params": [torch.nn.Parameter(torch.zeros(5, 7)) for _ in range(9)]}))
+    assert probe.ask(recipe()) == "SGD"
+
+
+CHANGES: dict[str, Callable[[], Recipe]] = {
+    "class": lambda: recipe(torch.optim.Adam),
+    "partial": lambda: recipe(partial(SGD, momentum=0.9)),
+    "default": lambda: recipe(momentum=0.9),
+    "type of a default": lambda: recipe(momentum=0),
+    "tensor": lambda: recipe(lr=torch.tensor(0.1)),
+    "tensor value": lambda: recipe(lr=torch.tensor(0.2)),
+    "tensor dtype": lambda: recipe(lr=torch.tensor(0.1, dtype=torch.float64)),
+    "group option": lambda: recipe(group={"lr": 0.2}),
+    "group key": lambda: recipe(group={"name": "head"}),
+    "names": lambda: recipe(group={"param_names": ["a"]}),
+    "two groups": lambda: Recipe(SGD, recipe().groups * 2, False, {"lr": 0.1}),
+    "plain": lambda: Recipe(SGD, recipe().groups, True, {"lr": 0.1}),
+    "dims": lambda: with_param(torch.nn.Parameter(torch.ones(3))),
+    "dtype": lambda: with_param(torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))),
+    "device": lambda: with_param(torch.nn.Parameter(torch.ones(2, 3, device="meta"))),
+    "attribute": lambda: with_param(torch.nn.Parameter(torch.ones(2, 3)), lr_scale=2.0),
+    "attribute value": lambda: with_param(torch.nn.Parameter(torch.ones(2, 3)), lr_scale=3.0),
+}
+
+
+def test_whatever_can_change_an_answer_is_part_of_the_key() -> None:
+    """Each recipe differs from all others, and is found again."""
+    probe = Probe()
+    probe.ask(recipe())
+    for name, make in CHANGES.items():
+        assert not probe.is_cached(make()), name
+        assert probe.is_cached(make()), name
+
+
+def default_dtype() -> AbstractContextManager[None]:
+    torch.set_default_dtype(torch.float64)
+    return nullcontext()
+
+
+def deterministic() -> AbstractContextManager[None]:
+    torch.use_deterministic_algorithms(True)
+    return nullcontext()
+
+
+def matmul_precision() -> AbstractContextManager[None]:
+    torch.set_float32_matmul_precision("medium")
+    return nullcontext()
+
+
+FLAGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "default dtype": default_dtype,
+    "default device": lambda: torch.device("meta"),
+    "deterministic": deterministic,
+    "matmul precision": matmul_precision,
+    "no grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.fixture
+def _restored_flags() -> Any:
+    precision = torch.get_float32_matmul_precision()
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision(precision)
+
+
+@pytest.mark.usefixtures("_restored_flags")
+@pytest.mark.parametrize("flag", FLAGS)
+def test_global_flags_are_part_of_the_key(flag: str) -> None:
+    probe, one = Probe(), recipe()
+    probe.ask(one)
+    with FLAGS[flag]():
+        assert not probe.is_cached(one)
+
+
+def test_a_class_that_changes_is_probed_again() -> None:
+    class Own(SGD):
+        nesterov_by_default = False
+
+    probe = Probe()
+    probe.ask(recipe(Own))
+    Own.nesterov_by_default = True
+    assert not probe.is_cached(recipe(Own))
+    setattr(Own, "step", lambda self, closure=None: None)  # noqa: B010 (mypy refuses the assignment)
+    assert not probe.is_cached(recipe(Own))
+    assert probe.is_cached(recipe(Own))
+
+
+def test_factories_and_options_that_cannot_be_compared_are_probed_every_time() -> None:
+    probe = Probe()
+    for one in (recipe(lambda params, **given: SGD(params, **given)), recipe(schedule=object())):
+        probe.ask(one)
+        assert not probe.is_cached(one)
+
+
+def test_a_class_can_be_collected() -> None:
+    class Own(SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    examine(recipe(Own))
+    gone = weakref.ref(Own)
+    del Own
+    gc.collect()
+    assert gone() is None
+
+
+def test_failures_are_answers_unless_memory_ran_out() -> None:
+    def fail(_: Recipe) -> str:
+        raise errors[0]
+
+    errors: list[Exception] = [torch.OutOfMemoryError("full")]
+    probe = Probe(fail)
+    assert probe.ask(recipe()) == "failed"
+    assert not probe.is_cached(recipe())
+    errors[0] = ValueError("no such option")
+    assert probe.ask(recipe()) == "failed"
+    assert probe.is_cached(recipe())
+
+
+def test_a_self_test_that_runs_out_of_memory_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SGD, "step", full)
+        assert examine(recipe(momentum=0.9)) == Traits()
+    assert examine(recipe(momentum=0.9)).param_shaped == {"momentum_buffer"}
+
+
+def test_old_answers_make_room() -> None:
+    probe = Probe()
+    for number in range(probe_cache.MAX_ANSWERS_PER_CLASS + 1):
+        probe.ask(recipe(lr=float(number)))
+    assert probe.is_cached(recipe(lr=1.0))
+    assert not probe.is_cached(recipe(lr=0.0))
