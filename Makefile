@@ -41,14 +41,14 @@ test-integrations: $(READY)
 # Faults in real jobs, more than 500 of them watched, flipped bits and other timings, and docs/faults.md made of what was found: about 40 minutes on 2 cores.
 # Records of earlier runs go first, but for that of `make long`.
 faults: $(READY)
-	ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m tests.support.fault_page --forget
+	ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m tests.support.fault_report --forget
 	ZEROSHARD_KILLS=80 ZEROSHARD_FAULTS=2 ZEROSHARD_LOSSES=60 ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m pytest tests/faults tests/ranks/test_shuffled.py tests/ranks/test_drift.py
-	ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m tests.support.fault_page
+	ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m tests.support.fault_report
 
 # 20,000 steps with all that happens on the way, twice: about half an hour on 2 cores.
 long: $(READY)
 	ZEROSHARD_LONG=20000 ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m pytest tests/faults/test_long_runs.py
-	ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m tests.support.fault_page
+	ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m tests.support.fault_report
 
 # Hostile and broken input: twenty times the examples of `make test`, then guided by coverage, where atheris can be installed.
 fuzz: $(READY)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.crews import Crew
-from tests.support.fault_page import Count, keep_count
-from tests.support.store import open_store
+from tests.support.fault_report import Count, keep_count
+from tests.support.lost_ranks import Crew
+from tests.support.pool import open_store
 
 KILLS = int(os.environ.get("ZEROSHARD_KILLS", "30"))
 LONGEST = 0.15

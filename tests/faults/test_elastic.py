@@ -13,11 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.agents import Agents
-from tests.support.fault_page import Count, keep_count
-from tests.support.held import Hold
-from tests.support.oracle import assert_same
-from tests.support.schedule import Plain
+from tests.support.fault_report import Count, keep_count
+from tests.support.launch import Agents, Hold, UnshardedRun
+from tests.support.oracles import assert_same
 
 STEPS, EVERY = 20, 4
 OPTIONS = ("--steps", str(STEPS), "--every", str(EVERY), "--timeout", "30")
@@ -28,12 +26,12 @@ longer = pytest.mark.skipif("ZEROSHARD_FAULTS" not in os.environ, reason="takes 
 
 def check(agents: Agents, case: str, done: str, kills: int) -> None:
     """All steps have counted once, each for the ranks that took it, and the end is that of one run without a break."""
-    lives, plain = agents.lives(), Plain()
+    lives, plain = agents.lives(), UnshardedRun()
     assert lives[0].start == 0
     assert all(before.start <= after.start for before, after in pairwise(lives)), lives
     for life, end in zip(lives, [*(life.start for life in lives[1:]), STEPS], strict=True):
         plain.train(range(life.start + 1, end + 1), life.world_size)
-    found = Plain.saved(agents.folder)
+    found = UnshardedRun.saved(agents.folder)
     assert_same(found.model.state_dict(), plain.model.state_dict(), f"the model after {lives}")
     assert_same(found.optimizer.state_dict(), plain.optimizer.state_dict(), f"the optimizer after {lives}")
     keep_count(Count("elastic", case, done, kills))

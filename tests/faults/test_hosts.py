@@ -16,13 +16,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.support.hosted import LONG, Exchange, Job, News, Place, Plan, Stop
-from tests.support.hosts import Hosts, why_not
-from tests.support.hybrid import average_by_rows
-from tests.support.oracle import assert_same
-from tests.support.pair import average
-from tests.support.records import Record
-from tests.support.schedule import Average, Plain, fingerprint
+from tests.support.fault_report import Record
+from tests.support.hosts import LONG, Exchange, Hosts, Job, News, Place, Plan, Stop, why_not
+from tests.support.launch import Average, UnshardedRun, fingerprint
+from tests.support.oracles import assert_same, average, average_by_rows
 from zeroshard import RankLostError, ZeroConfig
 
 TIMEOUT = 5.0
@@ -65,15 +62,15 @@ def trained(hosts: Hosts, name: str, seats: Seats, plan: Plan) -> tuple[int, str
         return start, text
 
 
-def expected(plan: Plan, seats: Seats, average: Average = average) -> Plain:
-    plain = Plain(plan.width)
+def expected(plan: Plan, seats: Seats, average: Average = average) -> UnshardedRun:
+    plain = UnshardedRun(plan.width)
     plain.train(range(1, plan.steps + 1), len(seats), average)
     return plain
 
 
 def check(plan: Plan, seats: Seats, text: str, average: Average = average) -> None:
     """All parameters on all ranks, and what was saved, have the bits of one process."""
-    plain, found = expected(plan, seats, average), Plain.saved(plan.folder, plan.width)
+    plain, found = expected(plan, seats, average), UnshardedRun.saved(plan.folder, plan.width)
     assert text == fingerprint(plain.model)
     assert_same(found.model.state_dict(), plain.model.state_dict(), "the saved model")
     assert_same(found.optimizer.state_dict(), plain.optimizer.state_dict(), "the saved optimizer")
@@ -237,7 +234,7 @@ def test_rows_within_hosts_halve_what_crosses(tmp_path: Path) -> None:
             sent.append(hosts.bytes_sent(1) - before)
             add = average if plan is plain else partial(average_by_rows, grid=(2, 2))
             check(plan, TWO_BY_TWO, text, add)
-    once = plain.steps * sum(param.nbytes for param in Plain(plain.width).model.parameters())
+    once = plain.steps * sum(param.nbytes for param in UnshardedRun(plain.width).model.parameters())
     assert 2 * once < sent[0] < 2 * once * OVERHEAD, (sent, once)
     assert once < sent[1] < once * OVERHEAD, (sent, once)
     seen = f"{sent[1] / sent[0]:.2f} of the bytes between hosts; bits as expected"

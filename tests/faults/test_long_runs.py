@@ -17,10 +17,8 @@ from typing import Any
 import pytest
 
 from tests.support import RankPool
-from tests.support.footprint import growth
-from tests.support.long_oracle import net
-from tests.support.long_runs import EVENTS, Plan, Record, sail
-from tests.support.long_ways import WAYS
+from tests.support.long_runs import EVENTS, WAYS, Plan, Record, net, run_long
+from tests.support.monitoring import growth
 
 STEPS = int(os.environ.get("ZEROSHARD_LONG", "200"))
 RANKS = 4
@@ -63,7 +61,7 @@ def test_a_long_run_twice(rank_pool: RankPool, tmp_path: Path) -> None:
     runs: list[list[Record]] = []
     for timing in range(2):
         arguments = {"folder": tmp_path / f"run{timing}", "plan": plan_of(timing)}
-        runs.append(rank_pool.run(sail, RANKS, TIMEOUT, arguments))
+        runs.append(rank_pool.run(run_long, RANKS, TIMEOUT, arguments))
     _write([row for number, run in enumerate(runs) for row in rows_of(number, run)])
     for records in runs:
         for rank, record in enumerate(records):
@@ -165,6 +163,6 @@ longer = pytest.mark.skipif("ZEROSHARD_LONG" not in os.environ, reason="takes lo
     ids=lambda plan: plan.leak,
 )
 def test_an_object_in_each_step(rank_pool: RankPool, tmp_path: Path, plan: Plan) -> None:
-    _, record = rank_pool.run(sail, 2, 240, {"folder": tmp_path / "run", "plan": plan})
+    _, record = rank_pool.run(run_long, 2, 240, {"folder": tmp_path / "run", "plan": plan})
     with pytest.raises(AssertionError, match="objects more"):
         _check_growth(1, record, plan.steps)

@@ -14,9 +14,9 @@ from types import MappingProxyType
 
 import pytest
 
-from tests.support.fault_page import Count, keep_count
-from tests.support.store import open_store
-from tests.support.survivors import CHECKED, EVERY, FALLS, End, Order, Survivor, oracle
+from tests.support.fault_report import Count, keep_count
+from tests.support.lost_ranks import CHECKED, EVERY, FALLS, End, Order, Survivor, oracle
+from tests.support.pool import open_store
 
 LOSSES = int(os.environ.get("ZEROSHARD_LOSSES", "2"))
 LONGEST = 0.2

@@ -11,10 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.support.fault_matrix import Matrix, Outcome, cells
-from tests.support.fault_page import keep_outcomes
-from tests.support.faults import Fault, Kind, Place
-from tests.support.jobs import STEPS, STORE_ON_RANK_0
+from tests.support.fault_injection import STEPS, STORE_ON_RANK_0, Fault, Kind, Matrix, Outcome, Place, cells
+from tests.support.fault_report import keep_outcomes
 
 ROUNDS = int(os.environ.get("ZEROSHARD_FAULTS", "0"))
 AT_ONCE = max(1, (os.cpu_count() or 2) // 2)

@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from tests.fuzz.test_options import called, given_alike, is_torchs_own, noted, require_sentence
 from tests.support import RankContext, ranks
-from tests.support.checkpoints import ADAMW, dropin, train
-from tests.support.mutations import ODD, rounds
-from tests.support.oracle import assert_same
-from tests.support.spoiling import Run
+from tests.support.checkpoints import ADAMW, TrainingRun, dropin, train
+from tests.support.fuzzing import ODD, rounds
+from tests.support.oracles import assert_same
 from zeroshard import (
     FlatShards,
     SecondCopy,
@@ -43,7 +42,7 @@ class Case:
     """A running job, and a folder with a checkpoint of it."""
 
     def __init__(self, folder: Path, way: Any) -> None:
-        self.run, self.folder, self._saves = Run(way=way), folder, 0
+        self.run, self.folder, self._saves = TrainingRun(way=way), folder, 0
         self.optimizer: Any = self.run.optimizer
 
     def save(self, **changed: Any) -> object:

@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.support import RankContext, ranks
-from tests.support.mutations import NAMES, rounds, spoil_directory, spoiled
-from tests.support.oracle import assert_same
-from tests.support.spoiling import Evil, Run, edit_metadata, on_rank_0
-from tests.support.watching import watched
+from tests.support.checkpoints import Evil, TrainingRun, edit_metadata, on_rank_0
+from tests.support.fuzzing import NAMES, rounds, spoil_directory, spoiled
+from tests.support.monitoring import watched
+from tests.support.oracles import assert_same
 from zeroshard import CheckpointError, checkpoint
 from zeroshard.checkpoint.folder import Folder
 from zeroshard.checkpoint.manifest import MANIFEST
@@ -39,7 +39,7 @@ def spoil(directory: Path, seed: int, marker: Path) -> str:
 
 @ranks(1, 2, timeout=100)
 def test_spoiled_checkpoints(ctx: RankContext, tmp_path: Path) -> None:
-    source, run = Run(), Run(seed=5)
+    source, run = TrainingRun(), TrainingRun(seed=5)
     saved = source.save(tmp_path / "good")
     expected, marker, refused = source.look(), tmp_path / "marker", 0
     for seed in range(rounds(40)):
@@ -64,7 +64,7 @@ def test_spoiled_checkpoints(ctx: RankContext, tmp_path: Path) -> None:
         after = run.look()
         if (saved / MANIFEST).is_file() and (spoiled_one / MANIFEST).is_file():
             assert_same(after["model"], expected["model"], f"the model of example {seed}: {how}")
-        run = Run(seed=5)
+        run = TrainingRun(seed=5)
     assert refused
     assert not marker.exists()
 

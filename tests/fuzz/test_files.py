@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.fuzz import targets
 from tests.support.checkpoints import net, plain, train
-from tests.support.commands import status_of
-from tests.support.mutations import mutated, rounds, spoil_directory, spoiled
-from tests.support.watching import watched
+from tests.support.fuzzing import mutated, rounds, spoil_directory, spoiled
+from tests.support.monitoring import watched
+from tests.support.tools import status_of
 from zeroshard import checkpoint
 from zeroshard.cli.app import To
 

@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import RankContext, ranks
-from tests.support.checkpoints import dropin, flat, net, train
-from tests.support.mutations import ODD, rounds
-from tests.support.oracle import assert_same
-from tests.support.spoiling import Run
+from tests.support.checkpoints import TrainingRun, dropin, flat, net, train
+from tests.support.fuzzing import ODD, rounds
+from tests.support.oracles import assert_same
 from zeroshard import (
     Drift,
     FlatShards,
@@ -144,7 +143,7 @@ def test_parameters(ctx: RankContext) -> None:
 @ranks(1, 2, timeout=100)
 @pytest.mark.parametrize("way", [flat, dropin])
 def test_groups_that_are_added(ctx: RankContext, way: Any) -> None:
-    run = Run(way=way)
+    run = TrainingRun(way=way)
     for seed in range(rounds(30)):
         draw = Random(seed)
         odd = draw.choice((None, 0, ctx.world_size - 1))
@@ -156,7 +155,7 @@ def test_groups_that_are_added(ctx: RankContext, way: Any) -> None:
             before = run.look()
             failure = called(partial(run.optimizer.add_param_group, mine))
             if not given_alike(failure):
-                run = Run(way=way)
+                run = TrainingRun(way=way)
                 continue
             if not is_torchs_own(failure):
                 require_sentence(failure)

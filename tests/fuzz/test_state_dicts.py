@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 
 from tests.support import RankContext, ranks
-from tests.support.checkpoints import Way, dropin, flat, net, plain, train
-from tests.support.mutations import TENSORS, Stranger, mutated, rounds
-from tests.support.oracle import assert_same
-from tests.support.spoiling import Run
-from tests.support.watching import watched
+from tests.support.checkpoints import TrainingRun, Way, dropin, flat, net, plain, train
+from tests.support.fuzzing import TENSORS, Stranger, mutated, rounds
+from tests.support.monitoring import watched
+from tests.support.oracles import assert_same
 from zeroshard import CheckpointError, MasterWeights, ZeroConfig, ZeroError, ZeroRedundancyOptimizer, shard
 from zeroshard.layout.partition import FlatShards
 from zeroshard.state.trees import map_tensors
@@ -43,7 +42,7 @@ def outline(value: Any) -> Any:
     return (id(value), value._version) if isinstance(value, torch.Tensor) else repr(value)
 
 
-def tried(run: Run, call: str, given: Any) -> Exception | None:
+def tried(run: TrainingRun, call: str, given: Any) -> Exception | None:
     """What it raises; it does nothing else then, and never changes what it was given."""
     before, was = run.look(), outline(given)
     failure: Exception | None = None
@@ -73,7 +72,7 @@ def own(value: Any) -> Any:
     return map_tensors(value, lambda it: it.clone() if it.layout == torch.strided and it.numel() < 1000 else it)
 
 
-def goes_on_as_torch_does(run: Run, given: Any) -> None:
+def goes_on_as_torch_does(run: TrainingRun, given: Any) -> None:
     model = net()
     model.load_state_dict(run.model.state_dict())
     theirs = plain(model)
@@ -111,7 +110,7 @@ def is_torchs(given: Any) -> bool:
 @ranks(1, 2, timeout=100)
 @pytest.mark.parametrize("way", [flat, dropin])
 def test_spoiled_dicts(ctx: RankContext, way: Way) -> None:
-    good, run, accepted = good_dict(), Run(way=way), 0
+    good, run, accepted = good_dict(), TrainingRun(way=way), 0
     for seed in range(rounds(60)):
         draw = Random(seed)
         bad, odd = mutated(good, draw), draw.choice((None, None, 0, ctx.world_size - 1))
@@ -127,19 +126,19 @@ def test_spoiled_dicts(ctx: RankContext, way: Way) -> None:
             accepted += 1
             if odd is None and is_torchs(bad) and call == "load_state_dict":
                 goes_on_as_torch_does(run, bad)
-            run = Run(way=way)
+            run = TrainingRun(way=way)
         except BaseException as error:
             error.add_note(f"example {seed}: {call} on rank {odd}") if hasattr(error, "add_note") else None
             raise
     assert accepted, "all were refused: nothing was compared"
-    assert_same(run.look(), Run(way=way).look(), "one that nobody has touched")
+    assert_same(run.look(), TrainingRun(way=way).look(), "one that nobody has touched")
     train(run.model, run.optimizer, 1)
 
 
 @ranks(1, 2)
 @pytest.mark.parametrize("way", [flat, dropin, with_masters])
 def test_each_kind_of_tensor(ctx: RankContext, way: Way) -> None:
-    good, run = good_dict(), Run(way=way)
+    good, run = good_dict(), TrainingRun(way=way)
     for kind, change in TENSORS.items():
         for index in (0, 1):
             bad = {**good, "state": {**good["state"]}}
@@ -149,7 +148,7 @@ def test_each_kind_of_tensor(ctx: RankContext, way: Way) -> None:
             if failed is None:
                 if is_torchs(bad) and way is not with_masters:
                     goes_on_as_torch_does(run, bad)
-                run = Run(way=way)
+                run = TrainingRun(way=way)
 
 
 # ---- what was found
@@ -160,7 +159,7 @@ def test_state_that_is_less_precise_for_one_parameter(ctx: RankContext) -> None:
     """Parameters that share a run of memory had all of it rounded as the first was."""
     good = good_dict()
     for index in (0, 1):
-        run, bad = Run(way=flat), own(good)
+        run, bad = TrainingRun(way=flat), own(good)
         bad["state"][index]["exp_avg"] = bad["state"][index]["exp_avg"].half()
         run.optimizer.load_state_dict(bad)
         goes_on_as_torch_does(run, bad)
@@ -168,7 +167,7 @@ def test_state_that_is_less_precise_for_one_parameter(ctx: RankContext) -> None:
 
 @ranks(1, 2)
 def test_state_that_one_parameter_has_and_its_neighbour_has_not(ctx: RankContext) -> None:
-    good, run = good_dict(), Run(way=flat)
+    good, run = good_dict(), TrainingRun(way=flat)
     for index in good["state"]:
         bad = own(good)
         bad["state"][index]["more"] = torch.full_like(bad["state"][index]["exp_avg"], 2.5)
@@ -188,7 +187,7 @@ def test_state_that_one_parameter_has_and_its_neighbour_has_not(ctx: RankContext
 @pytest.mark.parametrize("master", [torch.ones(1), "x", torch.ones(7, 7), torch.empty(6, 4, device="meta"), None])
 def test_master_weights_of_another_shape(ctx: RankContext, master: Any) -> None:
     """One element would have become all of them."""
-    run, bad = Run(way=with_masters), good_dict()
+    run, bad = TrainingRun(way=with_masters), good_dict()
     bad["state"][0] = {**bad["state"][0], "master_weights": master}
     failed = tried(run, "load_state_dict", bad)
     assert everywhere(isinstance(failed, ZeroError)) == [True] * ctx.world_size
@@ -198,7 +197,7 @@ def test_master_weights_of_another_shape(ctx: RankContext, master: Any) -> None:
 @pytest.mark.parametrize("key", ["\ud800", 5, (1, 2)])
 def test_half_a_character_on_one_rank(ctx: RankContext, key: Any) -> None:
     """It could not be told to the others, who waited."""
-    run, bad = Run(way=flat), good_dict()
+    run, bad = TrainingRun(way=flat), good_dict()
     if ctx.rank == ctx.world_size - 1:
         bad["param_groups"][0][key] = 1
     failed = tried(run, "load_state_dict", bad)
@@ -208,7 +207,7 @@ def test_half_a_character_on_one_rank(ctx: RankContext, key: Any) -> None:
 
 @ranks(1, 2)
 def test_dicts_that_have_themselves_in_them(ctx: RankContext) -> None:
-    run, deep = Run(way=flat), 1
+    run, deep = TrainingRun(way=flat), 1
     for _ in range(5000):
         deep = [deep]  # type: ignore[assignment]
     around: dict[str, Any] = good_dict()

@@ -16,7 +16,7 @@ from torch import nn
 from tests.integrations.accelerate_runs import Loop, accelerated, accelerator
 from tests.integrations.closeness import assert_same
 from tests.support import RankContext, RankPool, ranks
-from tests.support.traffic import recorded
+from tests.support.monitoring import recorded
 from zeroshard import CheckpointError, ConfigError, FlatShards, KeepFull, ShardedOptimizer, ZeroConfig, shard
 from zeroshard.integrations.accelerate import Accelerator
 

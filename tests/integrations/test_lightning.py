@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from tests.integrations.closeness import assert_same
 from tests.integrations.lightning_runs import Module, Ranks, Run
 from tests.support import RankContext, RankPool, ranks
-from tests.support.traffic import recorded
+from tests.support.monitoring import recorded
 from zeroshard import (
     CheckpointError,
     ConfigError,

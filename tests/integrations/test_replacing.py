@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import zeroshard
 from tests.integrations.lightning_runs import Module, Run
 from tests.support import RankContext, ranks
-from tests.support.oracle import assert_same
+from tests.support.oracles import assert_same
 
 THEIRS = zero_redundancy_optimizer.ZeroRedundancyOptimizer
 PARAMETERS = 6

@@ -15,7 +15,7 @@ from tests.integrations.accelerate_runs import accelerated
 from tests.integrations.closeness import assert_same
 from tests.integrations.transformers_runs import LENGTH, Rows, arguments, gpt, trained
 from tests.support import RankContext, RankPool, ranks
-from tests.support.traffic import recorded
+from tests.support.monitoring import recorded
 from zeroshard import CheckpointError, ConfigError, FlatShards, MasterWeights, ShardedOptimizer, ZeroConfig, shard
 from zeroshard.integrations.transformers import Trainer
 

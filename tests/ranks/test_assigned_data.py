@@ -12,10 +12,8 @@ from tests.ranks.test_closures_that_repeat import iterate
 from tests.ranks.test_masters import Oracle, half_mlp, loss_at
 from tests.ranks.test_offload import everything_is_far
 from tests.support import RankContext, ranks
-from tests.support.assigning import Assigning, Sam
-from tests.support.oracle import assert_same, set_grads
-from tests.support.overlap import mlp
-from tests.support.sharded import TINY, ZERO2, ShardTwins, some_configs, values_of
+from tests.support.optimizers import Assigning, Sam
+from tests.support.oracles import TINY, ZERO2, ShardTwins, assert_same, mlp, set_grads, some_configs, values_of
 from zeroshard import (
     BindingError,
     MasterWeights,

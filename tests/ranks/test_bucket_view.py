@@ -13,8 +13,8 @@ from torch import nn, optim
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import Twins, assert_same, set_grads, small_model
-from tests.support.traffic import recorded
+from tests.support.monitoring import recorded
+from tests.support.oracles import Twins, assert_same, set_grads, small_model
 from zeroshard import BindingError, RankFailedError, ZeroRedundancyOptimizer
 from zeroshard.units import Rank
 

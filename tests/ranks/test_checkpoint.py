@@ -16,20 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.support import RankContext, ranks
-from tests.support.checkpoints import (
-    ADAMW,
-    WAYS,
-    Way,
-    assert_same_state,
-    by_name,
-    first_ranks,
-    flat,
-    net,
-    plain,
-    train,
-)
-from tests.support.commands import convert
-from tests.support.oracle import assert_same
+from tests.support.checkpoints import ADAMW, WAYS, Way, assert_same_state, by_name, first_ranks, flat, net, plain, train
+from tests.support.oracles import assert_same
+from tests.support.tools import convert
 from zeroshard import MasterWeights, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
 from zeroshard.checkpoint.archive import Archive
 

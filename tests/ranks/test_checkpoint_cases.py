@@ -14,9 +14,20 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support import RankContext, ranks
-from tests.support.checkpoints import ADAMW, Way, dropin, first_ranks, flat, net, one_bucket, train, whole
-from tests.support.oracle import assert_same
-from tests.support.spoiling import Run, refused
+from tests.support.checkpoints import (
+    ADAMW,
+    TrainingRun,
+    Way,
+    dropin,
+    first_ranks,
+    flat,
+    net,
+    one_bucket,
+    refused,
+    train,
+    whole,
+)
+from tests.support.oracles import assert_same
 from zeroshard import (
     CheckpointError,
     ConfigError,
@@ -38,7 +49,7 @@ def bucket_view(model: nn.Module, group: dist.ProcessGroup | None = None) -> Zer
 @pytest.mark.parametrize("way", [flat, one_bucket, whole, bucket_view, dropin])
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_parameters_whose_memory_was_exchanged(ctx: RankContext, tmp_path: Path, way: Way, everywhere: bool) -> None:
-    run = Run(way=way)
+    run = TrainingRun(way=way)
     run.save(tmp_path)
     expected = run.look()
     if everywhere or ctx.rank == 0:
@@ -51,7 +62,7 @@ def test_parameters_whose_memory_was_exchanged(ctx: RankContext, tmp_path: Path,
 
 @ranks(2, 3)
 def test_other_ranks_than_those_of_the_optimizer(ctx: RankContext, tmp_path: Path) -> None:
-    run = Run()
+    run = TrainingRun()
     run.save(tmp_path)
     first = first_ranks(1)
     if first is not None:
@@ -138,8 +149,8 @@ def test_state_of_other_forms(ctx: RankContext, tmp_path: Path, form: str, way: 
         "drop-in": lambda model, _: ZeroRedundancyOptimizer(model.named_parameters(), Odd, form=form),
     }
 
-    def run(seed: int) -> Run:
-        made = Run(seed, way=ways.get(way))
+    def run(seed: int) -> TrainingRun:
+        made = TrainingRun(seed, way=ways.get(way))
         if way == "plain":
             made.optimizer = Odd(made.model.parameters(), form)
             train(made.model, made.optimizer, 1)
@@ -163,7 +174,7 @@ class Unreadable:
 
 @ranks(1, 2)
 def test_what_could_not_be_read_back_is_not_saved(ctx: RankContext, tmp_path: Path) -> None:
-    run = Run()
+    run = TrainingRun()
     run.optimizer.param_groups[0]["note"] = Unreadable()
     with pytest.raises(CheckpointError, match=r"optim.param_groups.0.note is a Unreadable, which could not be read"):
         run.save(tmp_path)
@@ -172,7 +183,7 @@ def test_what_could_not_be_read_back_is_not_saved(ctx: RankContext, tmp_path: Pa
     numpy = pytest.importorskip("numpy")
     run.optimizer.param_groups[0]["lr"] = numpy.float64(0.125)
     run.save(tmp_path)
-    other = Run(seed=3)
+    other = TrainingRun(seed=3)
     other.load(tmp_path)
     assert type(other.optimizer.param_groups[0]["lr"]) is float
     assert other.optimizer.param_groups[0]["lr"] == 0.125
@@ -183,7 +194,7 @@ def test_what_could_not_be_read_back_is_not_saved(ctx: RankContext, tmp_path: Pa
 
 @ranks(1, 2)
 def test_groups_that_were_changed_by_hand(ctx: RankContext, tmp_path: Path) -> None:
-    run = Run()
+    run = TrainingRun()
     run.save(tmp_path)
     params = run.optimizer.param_groups[0]["params"]
     params[0], params[1] = params[1], params[0]
@@ -197,7 +208,7 @@ def test_groups_that_were_changed_by_hand(ctx: RankContext, tmp_path: Path) -> N
 
 @ranks(1, 2)
 def test_an_optimizer_whose_owners_are_not_known_yet(ctx: RankContext, tmp_path: Path) -> None:
-    Run(way=dropin).save(tmp_path)
+    TrainingRun(way=dropin).save(tmp_path)
     model = net(4)
     optimizer = ZeroRedundancyOptimizer(model.named_parameters(), torch.optim.AdamW, overlap_with_ddp=True, **ADAMW)
     before = [param.detach().clone() for param in model.parameters()]
@@ -208,7 +219,7 @@ def test_an_optimizer_whose_owners_are_not_known_yet(ctx: RankContext, tmp_path:
 
 @ranks(1, 2, 3)
 def test_a_hook_that_fails_after_loading(ctx: RankContext, tmp_path: Path) -> None:
-    run, other = Run(), Run(seed=4)
+    run, other = TrainingRun(), TrainingRun(seed=4)
     run.save(tmp_path)
 
     def fail(*_: Any) -> None:
@@ -226,7 +237,7 @@ def test_a_hook_that_fails_after_loading(ctx: RankContext, tmp_path: Path) -> No
 
 @ranks(1, 2)
 def test_a_model_without_memory(ctx: RankContext, tmp_path: Path) -> None:
-    Run().save(tmp_path)
+    TrainingRun().save(tmp_path)
     with torch.device("meta"):
         model = net(0)
     with pytest.raises(CheckpointError, match="to_empty"):
@@ -235,7 +246,7 @@ def test_a_model_without_memory(ctx: RankContext, tmp_path: Path) -> None:
 
 @ranks(1, 2)
 def test_loading_right_after_saving_in_the_background(ctx: RankContext, tmp_path: Path) -> None:
-    run, other = Run(), Run(seed=4)
+    run, other = TrainingRun(), TrainingRun(seed=4)
     run.save(tmp_path, 1)
     expected = run.look()
     saving = checkpoint.save(tmp_path, step=2, **run.parts(), async_=True)
@@ -248,7 +259,7 @@ def test_loading_right_after_saving_in_the_background(ctx: RankContext, tmp_path
 @ranks(1, 2)
 def test_without_numpy(ctx: RankContext, tmp_path: Path) -> None:
     """torch's checkpoints cannot do without it on several ranks."""
-    run = Run()
+    run = TrainingRun()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zeroshard.checkpoint.saving.find_spec", lambda _: None)
         if ctx.world_size == 1:
@@ -260,7 +271,7 @@ def test_without_numpy(ctx: RankContext, tmp_path: Path) -> None:
 
 @ranks(1, 2)
 def test_a_display_that_fails_is_left_alone(ctx: RankContext, tmp_path: Path) -> None:
-    run = Run()
+    run = TrainingRun()
 
     def fail(done: int, total: int) -> None:
         raise RuntimeError("no screen")
@@ -275,7 +286,7 @@ def test_a_line_tells_how_far_it_is(ctx: RankContext, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "monotonic", iter(range(10**6)).__next__)
         patch.setattr(sys.stderr, "write", told.append)
-        Run().save(tmp_path, progress=True)
+        TrainingRun().save(tmp_path, progress=True)
     lines = "".join(told).splitlines()
     assert all(line.startswith("saving step 2: ") for line in lines)
     assert lines[-1:] == (["saving step 2: 100 % of 0 MiB"] if ctx.rank == 0 else [])

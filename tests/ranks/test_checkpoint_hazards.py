@@ -24,9 +24,23 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import RankContext, ranks
-from tests.support.checkpoints import ADAMW, Net, dropin, flat, net, one_bucket, train, whole
-from tests.support.oracle import assert_same
-from tests.support.spoiling import Evil, Run, edit_metadata, files_below, on_rank_0, refused
+from tests.support.checkpoints import (
+    ADAMW,
+    Evil,
+    Net,
+    TrainingRun,
+    dropin,
+    edit_metadata,
+    files_below,
+    flat,
+    net,
+    on_rank_0,
+    one_bucket,
+    refused,
+    train,
+    whole,
+)
+from tests.support.oracles import assert_same
 from zeroshard import CheckpointError, ConfigError, RankMismatchError, ZeroRedundancyOptimizer, checkpoint, shard
 from zeroshard.checkpoint.manifest import MANIFEST, Manifest
 from zeroshard.state.codec import pack
@@ -101,13 +115,13 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 @ranks(1, 2, 3)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_files(ctx: RankContext, tmp_path: Path, damage: str) -> None:
-    run = Run()
+    run = TrainingRun()
     run.save(tmp_path, 1)
     train(run.model, run.optimizer, 1)
     directory = run.save(tmp_path, 2)
     spoil, match = DAMAGES[damage]
     on_rank_0(lambda: spoil(directory))
-    other = Run(seed=5)
+    other = TrainingRun(seed=5)
     for path in (tmp_path, directory):
         if damage == "no metadata" and path == directory:
             match = "no checkpoint in it"
@@ -131,11 +145,11 @@ FOREIGN_DAMAGES: dict[str, tuple[Damage, str]] = {
 @pytest.mark.parametrize("damage", FOREIGN_DAMAGES)
 def test_damaged_files_without_check_sums(ctx: RankContext, tmp_path: Path, damage: str) -> None:
     """As others write them: torch notices less, and says it less clearly."""
-    directory = Run().save(tmp_path)
+    directory = TrainingRun().save(tmp_path)
     on_rank_0((directory / MANIFEST).unlink)
     spoil, match = FOREIGN_DAMAGES[damage]
     on_rank_0(lambda: spoil(directory))
-    other = Run(seed=5)
+    other = TrainingRun(seed=5)
     with refused(other, match, tmp_path):
         checkpoint.load(directory, **other.parts(scheduler=False))
 
@@ -145,7 +159,7 @@ def test_damaged_files_without_check_sums(ctx: RankContext, tmp_path: Path, dama
 
 @ranks(1, 2)
 def test_metadata_runs_no_code(ctx: RankContext, tmp_path: Path) -> None:
-    run, marker = Run(), tmp_path / "marker"
+    run, marker = TrainingRun(), tmp_path / "marker"
     directory = run.save(tmp_path / "run")
     for evil in (Evil(marker), Metadata({}, planner_data=Evil(marker))):
         on_rank_0(partial((directory / ".metadata").write_bytes, pickle.dumps(evil)))
@@ -157,7 +171,7 @@ def test_metadata_runs_no_code(ctx: RankContext, tmp_path: Path) -> None:
 @ranks(1, 2)
 @pytest.mark.parametrize("place", ["groups", "state", "model"])
 def test_data_run_no_code(ctx: RankContext, tmp_path: Path, place: str) -> None:
-    run, marker = Run(), tmp_path / "marker"
+    run, marker = TrainingRun(), tmp_path / "marker"
     run.save(tmp_path / "run")
     evil = Evil(marker)
     names = [name for name, _ in run.model.named_parameters()]
@@ -185,7 +199,7 @@ def as_bytes(value: Any, *, safely: bool = True) -> torch.Tensor:
 @pytest.mark.parametrize("place", ["ranks", "scheduler"])
 @pytest.mark.parametrize("kind", ["evil", "noise", "wrong"])
 def test_packed_values_run_no_code(ctx: RankContext, tmp_path: Path, place: str, kind: str) -> None:
-    run, marker = Run(), tmp_path / "marker"
+    run, marker = TrainingRun(), tmp_path / "marker"
     values = {
         "evil": as_bytes({"random": Evil(marker), "extra": Evil(marker)}, safely=False),
         "noise": torch.arange(100, dtype=torch.uint8),
@@ -210,7 +224,7 @@ def test_packed_values_run_no_code(ctx: RankContext, tmp_path: Path, place: str,
 
 @ranks(1, 2)
 def test_no_checkpoint(ctx: RankContext, tmp_path: Path) -> None:
-    run = Run()
+    run = TrainingRun()
     on_rank_0((tmp_path / "empty").mkdir)
     on_rank_0(lambda: (tmp_path / "file").write_text(""))
     with refused(run, "nothing does not exist", tmp_path):
@@ -236,7 +250,7 @@ class Longer(Net):
 @ranks(1, 2, 3)
 @pytest.mark.parametrize("way", [flat, whole, dropin, None])
 def test_another_model(ctx: RankContext, tmp_path: Path, way: Any) -> None:
-    run, longer, wider = Run(way=way), Run(way=way, model=Longer()), Run(way=way, model=Wider())
+    run, longer, wider = TrainingRun(way=way), TrainingRun(way=way, model=Longer()), TrainingRun(way=way, model=Wider())
     run.save(tmp_path / "short")
     longer.save(tmp_path / "long")
     with refused(run, "Only there: further", tmp_path):
@@ -250,7 +264,7 @@ def test_another_model(ctx: RankContext, tmp_path: Path, way: Any) -> None:
         checkpoint.load(tmp_path / "short", optimizer=alone)
 
 
-def named_like(run: Run) -> Any:
+def named_like(run: TrainingRun) -> Any:
     """Its optimizer, whose parameters have the names of the model also where the model is not given."""
     for group in run.optimizer.param_groups:
         group.setdefault("param_names", [name for name, _ in run.model.named_parameters()])
@@ -261,7 +275,7 @@ def named_like(run: Run) -> Any:
 @pytest.mark.parametrize("way", [flat, whole, None])
 def test_what_both_have(ctx: RankContext, tmp_path: Path, way: Any) -> None:
     """With strict=False. What is missing in the checkpoint keeps its value and its state."""
-    run, longer = Run(way=way), Run(seed=3, way=way, model=Longer())
+    run, longer = TrainingRun(way=way), TrainingRun(seed=3, way=way, model=Longer())
     run.save(tmp_path)
     before = longer.look()
     loaded = longer.load(tmp_path, strict=False)
@@ -278,13 +292,13 @@ def test_what_both_have(ctx: RankContext, tmp_path: Path, way: Any) -> None:
 
 @ranks(1, 2)
 def test_parts_that_are_not_there(ctx: RankContext, tmp_path: Path) -> None:
-    run = Run()
+    run = TrainingRun()
     checkpoint.save(tmp_path, step=1, model=run.model)
     with refused(run, "no optimizer in it", tmp_path):
         checkpoint.load(tmp_path, model=run.model, optimizer=run.optimizer)
     with refused(run, "no scheduler in it", tmp_path):
         checkpoint.load(tmp_path, model=run.model, scheduler=run.scheduler)
-    other = Run(seed=4)
+    other = TrainingRun(seed=4)
     before = other.look()
     other.load(tmp_path, strict=False)
     assert_same({**other.look(), "model": 0, "random": 0}, {**before, "model": 0, "random": 0}, "what is not there")
@@ -311,7 +325,7 @@ def test_another_optimizer_class(ctx: RankContext, tmp_path: Path, saved: str) -
     for kind, made in KINDS.items():
         for steps in (0, 2):
             for sharded in (True, False):
-                run = Run(seed=2, steps=0)
+                run = TrainingRun(seed=2, steps=0)
                 run.model = net(2)
                 run.optimizer = shard(run.model, made) if sharded else made(run.model.parameters())
                 train(run.model, run.optimizer, steps)
@@ -346,7 +360,7 @@ def test_groups(ctx: RankContext, tmp_path: Path) -> None:
     train(model, optimizer, 2)
     train(other, into, 2)
     assert all(map(torch.equal, model.parameters(), other.parameters()))
-    run = Run(seed=5)
+    run = TrainingRun(seed=5)
     run.model = net(5)
     run.optimizer = grouped(run.model, mixed=True)
     with refused(run, "in one group here, but had different options.*lr=0.1", tmp_path):
@@ -355,7 +369,7 @@ def test_groups(ctx: RankContext, tmp_path: Path) -> None:
 
 @ranks(1, 2)
 def test_groups_that_were_added_and_parameters_that_were_frozen(ctx: RankContext, tmp_path: Path) -> None:
-    run = Run()
+    run = TrainingRun()
     run.save(tmp_path)
     model = Longer()
     known = [(name, it) for name, it in model.named_parameters() if name != "further"]
@@ -381,7 +395,7 @@ def test_wrapped_models_have_the_same_names(ctx: RankContext, tmp_path: Path, wr
         "compile": torch.compile,
         "unnamed": lambda it: it,
     }
-    run = Run()
+    run = TrainingRun()
     run.save(tmp_path / "plain")
     model = wraps[wrapping](net(3))
     given = model.parameters() if wrapping == "unnamed" else model.named_parameters()
@@ -389,7 +403,7 @@ def test_wrapped_models_have_the_same_names(ctx: RankContext, tmp_path: Path, wr
     checkpoint.load(tmp_path / "plain", model=model, optimizer=optimizer)
     assert all(map(torch.equal, model.parameters(), run.model.parameters()))
     checkpoint.save(tmp_path / "wrapped", step=1, model=model, optimizer=optimizer)
-    again = Run(seed=6)
+    again = TrainingRun(seed=6)
     checkpoint.load(tmp_path / "wrapped", **again.parts(scheduler=False))
     assert_same(again.look()["optimizer"], run.look()["optimizer"], "the state")
     assert all(map(torch.equal, again.model.parameters(), run.model.parameters()))
@@ -415,7 +429,7 @@ class Stubborn(Net):
 @pytest.mark.parametrize("way", [flat, whole, None])
 def test_a_model_that_fails_to_load(ctx: RankContext, tmp_path: Path, way: Any) -> None:
     torch.manual_seed(0)
-    run, other = Run(way=way, model=Stubborn()), Run(way=way, model=Stubborn(), steps=3)
+    run, other = TrainingRun(way=way, model=Stubborn()), TrainingRun(way=way, model=Stubborn(), steps=3)
     run.save(tmp_path)
     other.load(tmp_path)
     train(other.model, other.optimizer, 2)
@@ -430,7 +444,7 @@ def test_a_model_that_fails_to_load(ctx: RankContext, tmp_path: Path, way: Any) 
 @ranks(1, 2)
 @pytest.mark.parametrize("way", [flat, None])
 def test_a_scheduler_or_an_optimizer_that_fails_to_load(ctx: RankContext, tmp_path: Path, way: Any) -> None:
-    run, other = Run(way=way), Run(seed=4, way=way)
+    run, other = TrainingRun(way=way), TrainingRun(seed=4, way=way)
     run.save(tmp_path)
     is_last = ctx.rank == ctx.world_size - 1
 
@@ -475,7 +489,7 @@ def small_files(most: int, *, here: bool = True) -> Iterator[None]:
 @pytest.mark.parametrize("first", [False, True])
 def test_a_full_disk(ctx: RankContext, tmp_path: Path, behind: bool, first: bool) -> None:
     """On the last rank, or on the first one, which writes the metadata."""
-    run = Run()
+    run = TrainingRun()
     run.save(tmp_path, 1)
     here = ctx.rank == (0 if first else ctx.world_size - 1)
     with refused(run, "could not be written.*File too large", tmp_path), small_files(2000, here=here):
@@ -488,7 +502,7 @@ def test_a_full_disk(ctx: RankContext, tmp_path: Path, behind: bool, first: bool
 
 @ranks(1, 2)
 def test_no_place_to_write_to(ctx: RankContext, tmp_path: Path) -> None:
-    run = Run()
+    run = TrainingRun()
     on_rank_0(lambda: (tmp_path / "file").write_text(""))
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with refused(run, "file", tmp_path):
@@ -502,7 +516,7 @@ HOLD = (
 
 @ranks(1, 2)
 def test_another_job_writes_there(ctx: RankContext, tmp_path: Path) -> None:
-    run = Run()
+    run = TrainingRun()
     run.save(tmp_path, 1)
     other: Any = None
     if ctx.rank == 0:
@@ -520,7 +534,7 @@ def test_another_job_writes_there(ctx: RankContext, tmp_path: Path) -> None:
 
 @ranks(1, 2)
 def test_values_that_cannot_be(ctx: RankContext, tmp_path: Path) -> None:
-    run = Run()
+    run = TrainingRun()
     run.save(tmp_path)
     with refused(run, "step-000000002 exists already", tmp_path):
         run.save(tmp_path)
@@ -535,7 +549,7 @@ def test_values_that_cannot_be(ctx: RankContext, tmp_path: Path) -> None:
 @ranks(1, 2, 3, timeout=60)
 def test_what_is_no_model_no_optimizer_and_no_display(ctx: RankContext, tmp_path: Path) -> None:
     """On one rank, or on all."""
-    run = Run()
+    run = TrainingRun()
     run.save(tmp_path)
     calls = partial(checkpoint.save, tmp_path, step=3), partial(checkpoint.load, tmp_path)
     odd: list[tuple[str, Any, str]] = [
@@ -554,7 +568,7 @@ def test_what_is_no_model_no_optimizer_and_no_display(ctx: RankContext, tmp_path
 
 @ranks(2, 3)
 def test_ranks_that_disagree(ctx: RankContext, tmp_path: Path) -> None:
-    run = Run()
+    run = TrainingRun()
     run.save(tmp_path)
     with refused(run, "step 3", tmp_path, error=RankMismatchError):
         run.save(tmp_path, 3 + ctx.rank)
@@ -571,7 +585,7 @@ def test_ranks_that_disagree(ctx: RankContext, tmp_path: Path) -> None:
 @ranks(1, 2)
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_rank_that_cannot_say_what_it_has(ctx: RankContext, tmp_path: Path, behind: bool) -> None:
-    run = Run()
+    run = TrainingRun()
     run.save(tmp_path, 1)
     is_last = ctx.rank == ctx.world_size - 1
     with refused(run, r"\['position'\]: a Evil cannot be sent safely", tmp_path):
@@ -592,7 +606,7 @@ def test_a_rank_that_cannot_say_what_it_has(ctx: RankContext, tmp_path: Path, be
 
 @ranks(1, 2)
 def test_what_fails_in_the_background_is_told_once(ctx: RankContext, tmp_path: Path) -> None:
-    run = Run()
+    run = TrainingRun()
     run.save(tmp_path, 1)
     files = files_below(tmp_path)
     saving = checkpoint.save(tmp_path, step=1, model=run.model, async_=True)
@@ -609,7 +623,7 @@ def test_what_fails_in_the_background_is_told_once(ctx: RankContext, tmp_path: P
 
 @ranks(2, 3)
 def test_what_one_rank_has_heard_of_the_others_hear_too(ctx: RankContext, tmp_path: Path) -> None:
-    run = Run()
+    run = TrainingRun()
     run.save(tmp_path, 1)
     saving = checkpoint.save(tmp_path, step=1, model=run.model, async_=True)
     if ctx.rank == 0:
@@ -623,7 +637,7 @@ def test_what_one_rank_has_heard_of_the_others_hear_too(ctx: RankContext, tmp_pa
 @ranks(1, 2, 3)
 def test_saves_in_the_background_to_several_folders(ctx: RankContext, tmp_path: Path) -> None:
     """Their messages do not meet."""
-    run = Run(way=one_bucket)
+    run = TrainingRun(way=one_bucket)
     savings = [
         checkpoint.save(tmp_path / str(number % 2), step=number, **run.parts(), async_=True) for number in range(6)
     ]

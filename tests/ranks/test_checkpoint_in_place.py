@@ -12,15 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tests.support import RankContext, ranks
-from tests.support.checkpoints import ADAMW, WAYS, Way, dropin, flat, net, one_bucket, train, whole
-from tests.support.oracle import assert_same
-from tests.support.spoiling import Run
+from tests.support.checkpoints import ADAMW, WAYS, TrainingRun, Way, dropin, flat, net, one_bucket, train, whole
+from tests.support.oracles import assert_same
 from zeroshard import CheckpointError, MasterWeights, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
 from zeroshard.checkpoint import reading
 from zeroshard.checkpoint.archive import Archive
 
 
-def places(run: Run) -> set[int]:
+def places(run: TrainingRun) -> set[int]:
     """Where the parameters lie, and the state that has their shapes."""
     assert isinstance(run.optimizer, ZeroRedundancyOptimizer)
     state = [it for param in run.optimizer.optim.state.values() for it in param.values() if it.dim()]
@@ -30,7 +29,7 @@ def places(run: Run) -> set[int]:
 @ranks(1, 2, 3)
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_moved(ctx: RankContext, tmp_path: Path, way: Way) -> None:
-    run = Run(way=way)
+    run = TrainingRun(way=way)
     run.save(tmp_path)
     expected, before = run.look(), places(run)
     versions = [param._version for param in run.model.parameters()]
@@ -47,10 +46,10 @@ def test_nothing_is_moved(ctx: RankContext, tmp_path: Path, way: Way) -> None:
 @pytest.mark.parametrize("way", [flat, one_bucket])
 def test_segments_that_were_split_come_together(ctx: RankContext, tmp_path: Path, way: Way) -> None:
     """Into an optimizer whose parameters have not all made the same steps."""
-    run = Run(way=way)
+    run = TrainingRun(way=way)
     run.save(tmp_path)
     expected = run.look()
-    other = Run(seed=3, way=way)
+    other = TrainingRun(seed=3, way=way)
     for number, param in enumerate(other.model.parameters()):
         param.requires_grad_(number % 2 == 0)
     train(other.model, other.optimizer, 2)
@@ -99,9 +98,9 @@ def test_each_rank_writes_and_reads_its_part(ctx: RankContext, tmp_path: Path, w
 @pytest.mark.parametrize("way", [flat, dropin])
 def test_a_disk_that_fails_after_all_was_checked(ctx: RankContext, tmp_path: Path, way: Way) -> None:
     """Only this leaves a mixture, which every rank is told; the next load mends it."""
-    run = Run(way=way)
+    run = TrainingRun(way=way)
     run.save(tmp_path)
-    other = Run(seed=5, way=way)
+    other = TrainingRun(seed=5, way=way)
     done: list[Any] = []
 
     def fail(self: reading.Reading, *args: Any) -> None:
@@ -130,8 +129,8 @@ class Careful(torch.optim.AdamW):
 
 @ranks(1, 2, 3)
 def test_what_loads_in_its_own_way_is_not_overwritten_before(ctx: RankContext, tmp_path: Path) -> None:
-    def run(seed: int, lr: float) -> Run:
-        made = Run(seed, way=lambda model, _: shard(model, Careful, lr=lr))
+    def run(seed: int, lr: float) -> TrainingRun:
+        made = TrainingRun(seed, way=lambda model, _: shard(model, Careful, lr=lr))
         made.optimizer.param_groups[0]["lr"] = lr
         return made
 
@@ -150,23 +149,23 @@ def test_what_loads_in_its_own_way_is_not_overwritten_before(ctx: RankContext, t
 # ---- another precision
 
 
-def trained(dtype: torch.dtype, masters: MasterWeights | None, seed: int = 0, steps: int = 3) -> Run:
+def trained(dtype: torch.dtype, masters: MasterWeights | None, seed: int = 0, steps: int = 3) -> TrainingRun:
     """With gradients that are exact in any precision, so that runs differ only in what they keep."""
     model = net(seed).to(dtype)
     config = ZeroConfig(masters=masters)
-    run = Run(model=model, way=lambda it, _: shard(it, torch.optim.AdamW, config=config, **ADAMW), steps=0)
+    run = TrainingRun(model=model, way=lambda it, _: shard(it, torch.optim.AdamW, config=config, **ADAMW), steps=0)
     for _ in range(steps):
         step_exactly(run)
     return run
 
 
-def step_exactly(run: Run) -> None:
+def step_exactly(run: TrainingRun) -> None:
     torch.autograd.backward([(param * 0.5).sum() for param in run.model.parameters()])
     run.optimizer.step()
     run.optimizer.zero_grad()
 
 
-def precise(run: Run) -> dict[str, torch.Tensor]:
+def precise(run: TrainingRun) -> dict[str, torch.Tensor]:
     """The most precise values of all parameters, on rank 0."""
     assert isinstance(run.optimizer, ZeroRedundancyOptimizer)
     found = run.optimizer.full_state_dict(to=0)
@@ -220,7 +219,7 @@ def test_masters_are_saved_as_the_parameters_are(ctx: RankContext, tmp_path: Pat
 @ranks(2, 3)
 def test_the_files_name_whole_tensors(ctx: RankContext, tmp_path: Path) -> None:
     """However they are cut, anybody reads them by name and shape."""
-    run = Run(way=flat)
+    run = TrainingRun(way=flat)
     archive = Archive(run.save(tmp_path))
     shapes = {str(it.path[1]): tuple(it.tensor.size) for it in archive.below("model") if it.tensor is not None}
     assert shapes == {name: tuple(value.shape) for name, value in run.model.state_dict().items()}

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.support import RankContext, RankPool
 from tests.support.checkpoints import by_name, first_ranks
-from tests.support.oracle import set_grads
+from tests.support.oracles import set_grads
 from zeroshard import FlatShards, MasterWeights, WholeParams, ZeroConfig, ZeroRedundancyOptimizer, checkpoint
 from zeroshard.layout.partition import Partitioner
 from zeroshard.state.records import MASTER

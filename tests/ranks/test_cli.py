@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.support import RankContext, ranks
 from tests.support.checkpoints import ADAMW, WAYS, Way, assert_same_state, by_name, flat, net, plain, train
-from tests.support.commands import convert
+from tests.support.tools import convert
 from zeroshard import ZeroRedundancyOptimizer, checkpoint, shard
 from zeroshard.cli.describe import describe
 

@@ -14,10 +14,20 @@ from torch import Tensor, nn, optim
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import Twins, assert_same, set_grads
-from tests.support.overlap import Branches, mlp, regression, through_branches
-from tests.support.pair import TINY, Pair, Side
-from tests.support.sharded import ShardTwins, both_stages
+from tests.support.oracles import (
+    TINY,
+    Branches,
+    Pair,
+    PairSide,
+    ShardTwins,
+    Twins,
+    assert_same,
+    both_stages,
+    mlp,
+    regression,
+    set_grads,
+    through_branches,
+)
 from zeroshard import (
     FlatShards,
     KeepFull,
@@ -36,7 +46,7 @@ CONFIGS = (
 )
 
 
-def clipped(side: Side, *args: Any, **kwargs: Any) -> Tensor:
+def clipped(side: PairSide, *args: Any, **kwargs: Any) -> Tensor:
     """Clip as a user of this side would; returns the norm before."""
     if isinstance(side.optimizer, ShardedOptimizer):
         return side.optimizer.clip_grad_norm_(*args, **kwargs)
@@ -89,7 +99,7 @@ def test_a_limit_that_is_not_reached_changes_nothing(ctx: RankContext) -> None:
 
 @ranks(1, 2, 3, 4)
 def test_clipped_values(ctx: RankContext) -> None:
-    def clip(side: Side) -> None:
+    def clip(side: PairSide) -> None:
         if isinstance(side.optimizer, ShardedOptimizer):
             side.optimizer.clip_grad_value_(0.01)
         else:
@@ -101,7 +111,7 @@ def test_clipped_values(ctx: RankContext) -> None:
 
 @ranks(2, 3)
 def test_what_was_clipped_stays_clipped(ctx: RankContext) -> None:
-    def clip(side: Side) -> None:
+    def clip(side: PairSide) -> None:
         for limit in (0.01, 0.005, 0.02):
             clipped(side, limit, math.inf)
 

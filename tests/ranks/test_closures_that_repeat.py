@@ -13,9 +13,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import RankContext, ranks
-from tests.support.overlap import Loss, batch, mlp, regression
-from tests.support.pair import from_all_ranks
-from tests.support.sharded import TINY, ZERO2, ShardTwins, Side, all_equal, assert_equal_sums, seeded, some_configs
+from tests.support.oracles import (
+    TINY,
+    ZERO2,
+    Loss,
+    ShardTwins,
+    Side,
+    all_equal,
+    assert_equal_sums,
+    batch,
+    from_all_ranks,
+    mlp,
+    regression,
+    seeded,
+    some_configs,
+)
 from zeroshard import MasterWeights, RankMismatchError, WholeParams, ZeroConfig, ZeroRedundancyOptimizer, shard
 
 Closure = Callable[[], Any]

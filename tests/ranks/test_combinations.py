@@ -14,7 +14,7 @@ from torch import nn, optim
 
 from tests.ranks.test_offload import everything_is_far
 from tests.support import RankContext, ranks
-from tests.support.oracle import assert_same
+from tests.support.oracles import assert_same
 from zeroshard import (
     FlatShards,
     KeepFull,

@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support import RankContext, ranks
-from tests.support.at_once import (
-    LONG,
+from tests.support.concurrency import (
     STEPS,
-    Run,
+    TIMEOUT_S,
+    ConcurrentRun,
     backward,
     by_drop_in,
     by_shard,
@@ -33,9 +33,7 @@ from tests.support.at_once import (
     trained_in_threads,
     two_groups,
 )
-from tests.support.oracle import assert_same
-from tests.support.overlap import mlp
-from tests.support.sharded import ZERO1, ZERO2, seeded, some_configs
+from tests.support.oracles import ZERO1, ZERO2, assert_same, mlp, seeded, some_configs
 from zeroshard import ZeroConfig, checkpoint
 from zeroshard.checkpoint import saving, writing
 
@@ -76,7 +74,7 @@ def test_two_groups_in_two_threads(ctx: RankContext, config: ZeroConfig, overlap
 def test_two_groups_in_one_thread(ctx: RankContext, config: ZeroConfig, overlapping: bool) -> None:
     """In turns, with both backward passes before both steps every other time."""
     groups = two_groups(overlapping=overlapping)
-    runs = [Run(group, config, seed) for seed, group in enumerate(groups) if group is not None]
+    runs = [ConcurrentRun(group, config, seed) for seed, group in enumerate(groups) if group is not None]
     for number in range(STEPS):
         if number % 2:
             for run in runs:
@@ -95,11 +93,11 @@ def test_two_groups_in_one_thread(ctx: RankContext, config: ZeroConfig, overlapp
 def test_optimizers_are_made_while_others_step(ctx: RankContext) -> None:
     """In a group of their own, by another thread."""
     groups = two_groups(overlapping=False)
-    run = Run(groups[0], ZERO2)
+    run = ConcurrentRun(groups[0], ZERO2)
     with ThreadPoolExecutor() as pool:
-        making = pool.submit(lambda: [Run(groups[1], ZERO2, number) for number in range(4)])
+        making = pool.submit(lambda: [ConcurrentRun(groups[1], ZERO2, number) for number in range(4)])
         run.train(8)
-        made = making.result(LONG)
+        made = making.result(TIMEOUT_S)
     run.check(8)
     made[-1].train()
     made[-1].check()
@@ -108,7 +106,7 @@ def test_optimizers_are_made_while_others_step(ctx: RankContext) -> None:
 @ranks(1, 2, 3)
 def test_parameters_of_two_models_are_under_way(ctx: RankContext) -> None:
     """A third optimizer's step waits for both."""
-    runs = [Run(None, replace(ZERO2, overlap_gather=True), seed) for seed in range(2)]
+    runs = [ConcurrentRun(None, replace(ZERO2, overlap_gather=True), seed) for seed in range(2)]
     other = nn.Parameter(torch.ones(3))
     for number in range(2):
         for run in runs:
@@ -123,12 +121,12 @@ def test_parameters_of_two_models_are_under_way(ctx: RankContext) -> None:
 @ranks(2, 3)
 def test_parameters_are_read_by_another_thread(ctx: RankContext) -> None:
     """Between two steps, while they are under way: it and the forward pass of this thread both wait for them."""
-    run = Run(None, replace(ZERO2, overlap_gather=True))
+    run = ConcurrentRun(None, replace(ZERO2, overlap_gather=True))
     with ThreadPoolExecutor() as pool:
         for number in range(12):
             reading = pool.submit(lambda: [param.detach().clone() for param in run.model.parameters()])
             out = run.model(inputs_of(number, ctx.rank))
-            values = reading.result(LONG)
+            values = reading.result(TIMEOUT_S)
             assert_same(values, [param.detach() for param in run.model.parameters()])
             torch.autograd.backward(out.square().mean())
             run.zero.step()
@@ -159,7 +157,7 @@ class Inputs(Dataset[Tensor]):
 @pytest.mark.parametrize("config", [ZERO2, ZERO1], ids=["zero2", "zero1"])
 @ranks(2)
 def test_a_data_loader_with_processes(ctx: RankContext, config: ZeroConfig) -> None:
-    run = Run(None, config)
+    run = ConcurrentRun(None, config)
     run.train(1)
     with allowed_to_have_children():
         loader = DataLoader(Inputs(ctx.rank), batch_size=None, num_workers=2)
@@ -186,7 +184,7 @@ def held_back() -> Iterator[threading.Event]:
     go, write_parts = threading.Event(), writing.write_parts
 
     def wait_and_write(*args: Any) -> Any:
-        assert go.wait(LONG)
+        assert go.wait(TIMEOUT_S)
         return write_parts(*args)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -198,7 +196,7 @@ def held_back() -> Iterator[threading.Event]:
 @ranks(1, 2, 3)
 def test_training_goes_on_while_a_checkpoint_is_written(ctx: RankContext, tmp_path: Path, config: ZeroConfig) -> None:
     """What is written is what was there when the save began; a load right after goes back to it."""
-    run = Run(None, config)
+    run = ConcurrentRun(None, config)
     run.train(2)
     with held_back() as go:
         begun = checkpoint.save(tmp_path, step=2, model=run.model, optimizer=run.zero, async_=True)
@@ -219,7 +217,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(ctx: RankContext, tmp_pa
 @ranks(1, 2, 3)
 def test_a_save_begins_while_another_is_under_way(ctx: RankContext, tmp_path: Path) -> None:
     """It waits for that one; each has what was there when it was called for."""
-    run, kept = Run(None, ZERO2), dict[int, Any]()
+    run, kept = ConcurrentRun(None, ZERO2), dict[int, Any]()
     with held_back() as go, ThreadPoolExecutor() as pool:
         for number in range(STEPS):
             run.step(number)

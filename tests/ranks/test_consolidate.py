@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop, Rprop
 
 from tests.support import RankContext, ranks
-from tests.support.keeper import Keeper
-from tests.support.oracle import Twins, assert_same, in_groups, set_grads, small_model
-from tests.support.traffic import recorded
+from tests.support.monitoring import recorded
+from tests.support.optimizers import Keeper
+from tests.support.oracles import Twins, assert_same, in_groups, set_grads, small_model
 from zeroshard import CheckpointError, RankFailedError, RankMismatchError, ZeroRedundancyOptimizer
 from zeroshard.state import exchange
 

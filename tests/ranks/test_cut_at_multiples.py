@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support import RankContext, ranks
-from tests.support.blocks import Blocks
 from tests.support.checkpoints import first_ranks
-from tests.support.oracle import Twins, assert_same, set_grads
+from tests.support.optimizers import Blocks
+from tests.support.oracles import Twins, assert_same, set_grads
 from zeroshard import (
     ConfigError,
     Copies,

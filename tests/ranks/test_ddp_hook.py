@@ -17,10 +17,21 @@ from torch.nn.utils import clip_grad_norm_
 
 from tests.ranks.test_join import uneven
 from tests.support import RankContext, ranks
-from tests.support.oracle import assert_same
-from tests.support.overlap import BUCKET_MB, WIDTH, Branches, batch, mlp, regression, through_branches
-from tests.support.pair import TINY, average, from_all_ranks, in_rank_order
-from tests.support.traffic import recorded
+from tests.support.monitoring import recorded
+from tests.support.oracles import (
+    BUCKET_MB,
+    TINY,
+    WIDTH,
+    Branches,
+    assert_same,
+    average,
+    batch,
+    from_all_ranks,
+    in_rank_order,
+    mlp,
+    regression,
+    through_branches,
+)
 from zeroshard import (
     ConfigError,
     FlatShards,

@@ -13,9 +13,8 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import Twins, assert_same, set_grads, small_model
-from tests.support.overlap import mlp, regression
-from tests.support.traffic import recorded
+from tests.support.monitoring import recorded
+from tests.support.oracles import Twins, assert_same, mlp, regression, set_grads, small_model
 from zeroshard import RankMismatchError, WholeParams, ZeroConfig, ZeroRedundancyOptimizer, broadcast_object, shard
 from zeroshard.comm import collectives
 

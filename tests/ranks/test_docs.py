@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import zeroshard
 from tests.support import RankContext, ranks
-from tests.support.pages import ROOT, Command, blocks_of, commands_of, pages
+from tests.support.tools import ROOT, Command, blocks_of, commands_of, pages
 from zeroshard.cli.app import app
 
 BLOCKS = [block for page in pages() for block in blocks_of(page)]

@@ -23,7 +23,7 @@ from torch import nn
 import zeroshard
 from tests.support import RankContext, ranks
 from tests.support.launch import torchrun
-from tests.support.oracle import assert_same, small_model
+from tests.support.oracles import assert_same, small_model
 from zeroshard import RankLostError
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.group import Group

@@ -17,13 +17,28 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import RankContext, ranks
-from tests.support.fault_page import Count, keep_count
-from tests.support.hybrid import within
-from tests.support.oracle import assert_same, set_grads, small_model
-from tests.support.overlap import DdpTwins, Setup, batch, mlp, regression
-from tests.support.pair import Pair
-from tests.support.rules import Words, next_word, rules
-from tests.support.sharded import ZERO1, ZERO2, all_configs, all_equal, seeded, values_of
+from tests.support.fault_report import Count, keep_count
+from tests.support.oracles import (
+    ZERO1,
+    ZERO2,
+    DdpTwins,
+    Pair,
+    Setup,
+    Words,
+    all_configs,
+    all_equal,
+    assert_same,
+    batch,
+    mlp,
+    next_word,
+    regression,
+    rules,
+    seeded,
+    set_grads,
+    small_model,
+    values_of,
+    within,
+)
 from zeroshard import (
     ConfigError,
     Drift,

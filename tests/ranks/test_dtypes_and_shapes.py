@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import Twins, assert_same, set_grads
+from tests.support.oracles import Twins, assert_same, set_grads
 from zeroshard import ConfigError, ZeroConfig, ZeroRedundancyOptimizer
 
 MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import Twins, assert_same, set_grads, small_model
+from tests.support.oracles import Twins, assert_same, set_grads, small_model
 from zeroshard import BindingError, RankFailedError, ZeroError, ZeroRedundancyOptimizer
 
 

@@ -19,8 +19,8 @@ from torch.optim import SGD, Optimizer
 
 from tests.ranks.test_flat_parity import flat, randoms
 from tests.support import RankContext, ranks
-from tests.support.oracle import Twins, assert_same, left_as_it_was, set_grads
-from tests.support.traffic import recorded
+from tests.support.monitoring import recorded
+from tests.support.oracles import Twins, assert_same, left_as_it_was, set_grads
 from zeroshard import FlatShards, RankFailedError, RankMismatchError, WholeParams, ZeroConfig, ZeroRedundancyOptimizer
 
 SHAPES: list[tuple[int, ...]] = [(5, 4), (7,), (), (3, 3), (11,), (2, 2, 2)]

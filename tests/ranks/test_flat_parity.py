@@ -15,7 +15,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from tests.ranks.test_parity import CASES, Noisy
 from tests.support import RankContext, ranks
-from tests.support.oracle import Twins, assert_same, set_grads
+from tests.support.oracles import Twins, assert_same, set_grads
 from zeroshard import (
     BindingError,
     ConfigError,

@@ -14,7 +14,7 @@ from torch import nn, optim
 
 from tests.ranks.test_flat_parity import flat, in_groups, mixture, randoms, strided
 from tests.support import RankContext, ranks
-from tests.support.oracle import Twins, assert_same, set_grads
+from tests.support.oracles import Twins, assert_same, set_grads
 from zeroshard import (
     CheckpointError,
     RankFailedError,

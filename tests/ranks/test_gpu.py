@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import Twins, assert_same, small_model
-from tests.support.sharded import all_equal
+from tests.support.oracles import Twins, all_equal, assert_same, small_model
 from zeroshard import (
     FlatShards,
     GradScaler,

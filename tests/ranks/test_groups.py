@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import Twins, assert_same, small_model
-from tests.support.overlap import DdpTwins, mlp, setups
+from tests.support.oracles import DdpTwins, Twins, assert_same, mlp, setups, small_model
 from zeroshard import ConfigError, ZeroRedundancyOptimizer, shard
 from zeroshard.ddp_hooks import hook_with_zero_step
 

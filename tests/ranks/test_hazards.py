@@ -16,9 +16,18 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import Twins, assert_same, set_grads, small_model
-from tests.support.overlap import WIDTH, DdpTwins, Setup, batch, mlp
-from tests.support.sharded import ShardTwins
+from tests.support.oracles import (
+    WIDTH,
+    DdpTwins,
+    Setup,
+    ShardTwins,
+    Twins,
+    assert_same,
+    batch,
+    mlp,
+    set_grads,
+    small_model,
+)
 from zeroshard import (
     BindingError,
     ConfigError,

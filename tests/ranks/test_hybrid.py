@@ -12,30 +12,34 @@ from torch import Tensor, nn, optim
 from torch.distributed.algorithms.join import Join
 
 from tests.support import RankContext, ranks
-from tests.support.hybrid import (
+from tests.support.oracles import (
+    ADAMW,
+    TINY,
+    ZERO1,
+    ZERO2,
+    Branches,
+    Pair,
+    PairSide,
+    ShardTwins,
+    all_configs,
+    all_equal,
     assert_replicas_are_equal,
+    assert_same,
+    batch,
+    both_stages,
     grids,
     hybrid_pair,
     in_order_of_rows,
     meshed,
+    mlp,
+    regression,
     rows_of,
-    state_of,
-    trained,
-    within,
-)
-from tests.support.oracle import assert_same
-from tests.support.overlap import Branches, batch, mlp, regression, through_branches
-from tests.support.pair import TINY, Pair, Side
-from tests.support.sharded import (
-    ADAMW,
-    ZERO1,
-    ZERO2,
-    ShardTwins,
-    all_configs,
-    all_equal,
-    both_stages,
     seeded,
+    state_of,
+    through_branches,
+    trained,
     values_of,
+    within,
 )
 from zeroshard import (
     GradScaler,
@@ -309,7 +313,7 @@ def test_closures(ctx: RankContext) -> None:
         for number in range(2):
             for side in pair.sides:
 
-                def closure(side: Side = side, number: int = number) -> Tensor:
+                def closure(side: PairSide = side, number: int = number) -> Tensor:
                     side.model.zero_grad()
                     loss = regression(side.net, number)
                     torch.autograd.backward(loss)

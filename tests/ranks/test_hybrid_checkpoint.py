@@ -19,10 +19,21 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.support import RankContext, ranks
 from tests.support.checkpoints import ADAMW, Net, assert_same_state, by_name, first_ranks, net, plain, train
-from tests.support.hybrid import Grid, assert_replicas_are_equal, grids, hybrid_pair, launched, within
-from tests.support.oracle import assert_same
-from tests.support.overlap import mlp
-from tests.support.sharded import ZERO1, ZERO2, all_equal, seeded, values_of
+from tests.support.oracles import (
+    ZERO1,
+    ZERO2,
+    Grid,
+    all_equal,
+    assert_replicas_are_equal,
+    assert_same,
+    grids,
+    hybrid_pair,
+    launched,
+    mlp,
+    seeded,
+    values_of,
+    within,
+)
 from zeroshard import (
     ConfigError,
     FlatShards,

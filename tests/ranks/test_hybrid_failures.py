@@ -17,10 +17,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.support import RankContext, ranks
-from tests.support.hybrid import Grid, assert_replicas_are_equal, grids, launched, meshed, within
-from tests.support.oracle import left_as_it_was
-from tests.support.overlap import mlp, regression
-from tests.support.sharded import ZERO1, ZERO2, ShardTwins, both_stages, seeded
+from tests.support.oracles import (
+    ZERO1,
+    ZERO2,
+    Grid,
+    ShardTwins,
+    assert_replicas_are_equal,
+    both_stages,
+    grids,
+    launched,
+    left_as_it_was,
+    meshed,
+    mlp,
+    regression,
+    seeded,
+    within,
+)
 from zeroshard import (
     CheckpointError,
     ConfigError,

@@ -9,9 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import RankContext, ranks
-from tests.support.hybrid import assert_replicas_are_equal, grids, within
-from tests.support.overlap import batch, mlp
-from tests.support.sharded import ZERO1, ZERO2, seeded
+from tests.support.oracles import ZERO1, ZERO2, assert_replicas_are_equal, batch, grids, mlp, seeded, within
 from zeroshard import Reduce, shard
 from zeroshard.comm.group import Group
 from zeroshard.comm.replicas import Chained

@@ -11,11 +11,24 @@ from torch import optim
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.support import RankContext, ranks
-from tests.support.hybrid import grids, launched, meshed, rows_of, trained, within
-from tests.support.overlap import mlp, regression
-from tests.support.pair import Pair, in_rank_order
-from tests.support.sharded import ADAMW, ZERO2, all_equal, seeded, values_of
-from tests.support.traffic import recorded
+from tests.support.monitoring import recorded
+from tests.support.oracles import (
+    ADAMW,
+    ZERO2,
+    Pair,
+    all_equal,
+    grids,
+    in_rank_order,
+    launched,
+    meshed,
+    mlp,
+    regression,
+    rows_of,
+    seeded,
+    trained,
+    values_of,
+    within,
+)
 from zeroshard import ConfigError, shard
 from zeroshard.comm import rows
 from zeroshard.comm.group import Group

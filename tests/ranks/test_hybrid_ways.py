@@ -15,9 +15,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support import RankContext, ranks
-from tests.support.hybrid import Grid, assert_replicas_are_equal, average_by_rows, grids, rows_of, within
-from tests.support.oracle import assert_same
-from tests.support.sharded import ZERO1, ZERO2, ShardTwins, seeded
+from tests.support.oracles import (
+    ZERO1,
+    ZERO2,
+    Grid,
+    ShardTwins,
+    assert_replicas_are_equal,
+    assert_same,
+    average_by_rows,
+    grids,
+    rows_of,
+    seeded,
+    within,
+)
 from zeroshard import FlatShards, KeepFull, KeepShard, Reduce, ShardedOptimizer, ZeroConfig, shard
 from zeroshard.comm import choice
 from zeroshard.comm.choice import way_of

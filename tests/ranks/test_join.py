@@ -12,8 +12,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import Twins, assert_same, set_grads, small_model
-from tests.support.overlap import Branches, DdpTwins, Loss, Setup, batch, mlp, regression, setups, through_branches
+from tests.support.oracles import (
+    Branches,
+    DdpTwins,
+    Loss,
+    Setup,
+    Twins,
+    assert_same,
+    batch,
+    mlp,
+    regression,
+    set_grads,
+    setups,
+    small_model,
+    through_branches,
+)
 from zeroshard import ZeroRedundancyOptimizer
 
 Counts = list[int]

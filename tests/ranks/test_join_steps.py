@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import Twins, assert_same, set_grads, small_model
+from tests.support.oracles import Twins, assert_same, set_grads, small_model
 from zeroshard import RankFailedError, ZeroRedundancyOptimizer
 
 Train = Callable[[nn.Module, Optimizer, int], None]

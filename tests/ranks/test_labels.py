@@ -18,8 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.ranks.test_offload import everything_is_far
 from tests.support import RankContext, ranks
-from tests.support.overlap import batch, mlp, regression
-from tests.support.sharded import ADAMW, TINY, ZERO2, seeded
+from tests.support.oracles import ADAMW, TINY, ZERO2, batch, mlp, regression, seeded
 from zeroshard import (
     Drift,
     FlatShards,

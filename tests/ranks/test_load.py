@@ -18,8 +18,8 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.support import RankContext, ranks
-from tests.support.keeper import Keeper
-from tests.support.oracle import Twins, assert_same, in_groups, set_grads, small_model
+from tests.support.optimizers import Keeper
+from tests.support.oracles import Twins, assert_same, in_groups, set_grads, small_model
 from zeroshard import CheckpointError, RankFailedError, RankMismatchError, broadcast_object
 
 StateDict = dict[str, Any]

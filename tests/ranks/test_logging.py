@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from tests.support import RankContext, ranks
-from tests.support.overlap import mlp, regression
-from tests.support.sharded import ADAMW, ZERO2, seeded
+from tests.support.oracles import ADAMW, ZERO2, mlp, regression, seeded
 from zeroshard import ZeroRedundancyOptimizer, checkpoint, shard
 from zeroshard.notices import log
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.support import RankContext, ranks
-from tests.support.overlap import mlp
-from tests.support.sharded import ShardTwins, all_configs
+from tests.support.oracles import ShardTwins, all_configs, mlp
 from zeroshard import WholeParams, ZeroConfig, shard
 
 

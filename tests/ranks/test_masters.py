@@ -13,9 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import assert_same, set_grads
-from tests.support.overlap import WIDTH, batch, mlp
-from tests.support.pair import TINY, average, from_all_ranks
+from tests.support.oracles import TINY, WIDTH, assert_same, average, batch, from_all_ranks, mlp, set_grads
 from zeroshard import FlatShards, KeepFull, MasterWeights, ZeroConfig, ZeroRedundancyOptimizer, shard
 
 Options = dict[str, Any]

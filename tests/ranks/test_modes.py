@@ -11,9 +11,18 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import Twins, assert_same, small_model
-from tests.support.overlap import mlp, regression
-from tests.support.sharded import TINY, ShardTwins, all_equal, some_configs, values_of
+from tests.support.oracles import (
+    TINY,
+    ShardTwins,
+    Twins,
+    all_equal,
+    assert_same,
+    mlp,
+    regression,
+    small_model,
+    some_configs,
+    values_of,
+)
 from zeroshard import FlatShards, MasterWeights, RankFailedError, WholeParams, ZeroConfig, checkpoint, shard
 
 

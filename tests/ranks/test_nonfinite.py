@@ -19,12 +19,27 @@ from torch.optim import SGD, AdamW, SparseAdam
 from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.support import RankContext, ranks
-from tests.support.hybrid import hybrid_pair
-from tests.support.oracle import Twins, assert_same, set_grads, small_model
-from tests.support.overlap import WIDTH, batch, mlp, regression
-from tests.support.pair import Pair, Side
-from tests.support.rules import Words, next_word, rules
-from tests.support.sharded import ZERO1, ZERO2, all_equal, seeded, values_of
+from tests.support.oracles import (
+    WIDTH,
+    ZERO1,
+    ZERO2,
+    Pair,
+    PairSide,
+    Twins,
+    Words,
+    all_equal,
+    assert_same,
+    batch,
+    hybrid_pair,
+    mlp,
+    next_word,
+    regression,
+    rules,
+    seeded,
+    set_grads,
+    small_model,
+    values_of,
+)
 from zeroshard import (
     ConfigError,
     FlatShards,
@@ -87,7 +102,7 @@ class Spoiling(Pair):
 
         return spoil
 
-    def train(self, steps: int = 1, before_step: Callable[[Side], object] = lambda _: None) -> None:
+    def train(self, steps: int = 1, before_step: Callable[[PairSide], object] = lambda _: None) -> None:
         for _ in range(steps):
             self.backward()
             for side in self.sides:

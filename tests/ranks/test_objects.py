@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.optim import SGD, Adagrad, Adam
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import Twins, assert_same
+from tests.support.oracles import Twins, assert_same
 from zeroshard import CheckpointError, RankFailedError, RankMismatchError, broadcast_object
 
 

@@ -17,7 +17,7 @@ import zeroshard.assembly
 import zeroshard.runtime.host
 import zeroshard.runtime.offload
 from tests.support import RankContext, ranks
-from tests.support.oracle import assert_same
+from tests.support.oracles import assert_same
 from zeroshard import (
     ConfigError,
     FlatShards,

@@ -8,9 +8,19 @@ from pathlib import Path
 import pytest
 
 from tests.support import RankContext, RankFailures, RankPool
-from tests.support.optimizers import CASES, version_of
-from tests.support.table import PAGE, cases_of, packages, page, section, sections_of, version_in
-from tests.support.trials import Report, try_out
+from tests.support.optimizers import (
+    CASES,
+    PAGE,
+    Report,
+    cases_of,
+    packages,
+    page,
+    section,
+    sections_of,
+    try_out,
+    version_in,
+    version_of,
+)
 
 SECONDS = 60.0
 

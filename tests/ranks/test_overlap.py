@@ -21,8 +21,18 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import assert_same
-from tests.support.overlap import WIDTH, Branches, DdpTwins, Setup, batch, mlp, regression, setups, through_branches
+from tests.support.oracles import (
+    WIDTH,
+    Branches,
+    DdpTwins,
+    Setup,
+    assert_same,
+    batch,
+    mlp,
+    regression,
+    setups,
+    through_branches,
+)
 from zeroshard import RankFailedError, ZeroRedundancyOptimizer
 from zeroshard.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 

@@ -20,9 +20,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import assert_same
-from tests.support.overlap import Branches, mlp, through_branches
-from tests.support.pair import TINY, Pair
+from tests.support.oracles import TINY, Branches, Pair, assert_same, mlp, through_branches
 from zeroshard import (
     ConfigError,
     FlatShards,

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import assert_same
-from tests.support.pair import average
+from tests.support.oracles import assert_same, average
 from zeroshard import Reduce
 from zeroshard.comm import pairs
 from zeroshard.comm.group import Group

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.support import RankContext, ranks
-from tests.support.assigning import Assigning
-from tests.support.oracle import Twins, assert_same, set_grads, small_model
+from tests.support.optimizers import Assigning
+from tests.support.oracles import Twins, assert_same, set_grads, small_model
 from zeroshard import ConfigError, ZeroRedundancyOptimizer
 
 Options = dict[str, Any]

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch.optim import SGD
 
 from tests.support import RankContext, ranks
-from tests.support.overlap import mlp
-from tests.support.pair import Pair
-from tests.support.traffic import recorded
+from tests.support.monitoring import recorded
+from tests.support.oracles import Pair, mlp
 from zeroshard import shard
 from zeroshard.runtime import probe_cache
 

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn, optim
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import assert_same
-from tests.support.overlap import batch, mlp, regression
-from tests.support.pair import TINY, Pair, average, from_all_ranks
-from tests.support.traffic import recorded
+from tests.support.monitoring import recorded
+from tests.support.oracles import TINY, Pair, assert_same, average, batch, from_all_ranks, mlp, regression
 from zeroshard import KeepFull, KeepShard, Reduce, ZeroConfig, shard
 
 RETENTIONS = (KeepShard(), KeepFull())

@@ -11,7 +11,7 @@ from torch.distributed.optim import zero_redundancy_optimizer
 
 import zeroshard
 from tests.support import RankContext, ranks
-from tests.support.oracle import assert_same
+from tests.support.oracles import assert_same
 
 FOREIGN = """
 import torch

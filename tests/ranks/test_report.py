@@ -15,10 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import RankContext, ranks
-from tests.support.hybrid import within
-from tests.support.overlap import mlp, regression
-from tests.support.sharded import ADAMW, TINY, ZERO1, ZERO2, seeded
-from tests.support.traffic import recorded
+from tests.support.monitoring import recorded
+from tests.support.oracles import ADAMW, TINY, ZERO1, ZERO2, mlp, regression, seeded, within
 from zeroshard import (
     Drift,
     MasterWeights,

@@ -18,16 +18,18 @@ from torch.optim import SGD, AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import assert_same
-from tests.support.pair import Side, average, from_all_ranks
-from tests.support.rules import (
-    ADAMW,
+from tests.support.oracles import (
     CONFIGS,
     MUON,
+    RULES_ADAMW,
     TINY,
+    PairSide,
     RulesPair,
     Several,
     Words,
+    assert_same,
+    average,
+    from_all_ranks,
     hidden,
     muon_and_adamw,
     next_word,
@@ -72,7 +74,7 @@ def test_a_class_that_looks_at_matrices_has_them_whole_and_the_other_has_slices(
     assert len(adamw.param_groups[0]["params"]) == 1, "its parameters are one run of memory"
 
 
-def largest(side: Side) -> None:
+def largest(side: PairSide) -> None:
     """Its value does not depend on the order in which things are added up."""
     if isinstance(side.optimizer, ShardedOptimizer):
         norm = side.optimizer.clip_grad_norm_(0.01, math.inf)
@@ -138,7 +140,7 @@ def test_a_scaler(ctx: RankContext) -> None:
         assert scalers[0].get_scale() == scalers[1].get_scale() == 1024.0
 
 
-def largest_if_finite(side: Side) -> None:
+def largest_if_finite(side: PairSide) -> None:
     if isinstance(side.optimizer, ShardedOptimizer):
         side.optimizer.clip_grad_norm_(0.01, math.inf)
     else:
@@ -199,7 +201,7 @@ def test_a_closure_is_called_once_for_all_classes(ctx: RankContext) -> None:
     for _ in range(3):
         for side in pair.sides:
 
-            def closure(side: Side = side) -> Tensor:
+            def closure(side: PairSide = side) -> Tensor:
                 side.model.zero_grad()
                 loss = next_word(side.net, pair.steps)
                 torch.autograd.backward(loss)
@@ -256,14 +258,14 @@ def three(model: nn.Module) -> Several:
     return Several(
         Muon([(name, param) for name, param in named if hidden(name, param)], **MUON),
         SGD(biases, lr=0.1, momentum=0.9),
-        AdamW(rest, **ADAMW),
+        AdamW(rest, **RULES_ADAMW),
     )
 
 
 THREE = [
     rules()[0],
     Rule(lambda name, _: name.endswith(".bias"), SGD, lr=0.1, momentum=0.9),
-    Rule(everything_else, AdamW, **ADAMW),
+    Rule(everything_else, AdamW, **RULES_ADAMW),
 ]
 
 
@@ -284,12 +286,12 @@ def one_class_twice(model: nn.Module) -> Several:
     named = list(model.named_parameters())
     first = [(name, param) for name, param in named if first_block(name, param)]
     rest = [(name, param) for name, param in named if not first_block(name, param)]
-    return Several(AdamW(first, lr=0.1, amsgrad=True), AdamW(rest, **ADAMW))
+    return Several(AdamW(first, lr=0.1, amsgrad=True), AdamW(rest, **RULES_ADAMW))
 
 
 @ranks(1, 3)
 def test_one_class_with_other_options(ctx: RankContext) -> None:
-    given = [Rule(first_block, AdamW, lr=0.1, amsgrad=True), Rule(everything_else, AdamW, **ADAMW)]
+    given = [Rule(first_block, AdamW, lr=0.1, amsgrad=True), Rule(everything_else, AdamW, **RULES_ADAMW)]
     for config in (CONFIGS[1], CONFIGS[4]):
         pair = RulesPair(given, one_class_twice, config=config)
         assert [group["optimizer"] for group in pair.zero.param_groups] == ["AdamW", "AdamW 2"]
@@ -304,8 +306,8 @@ def test_partitions_of_single_rules(ctx: RankContext) -> None:
     dear = WholeParams(cost=lambda spec: 1.0 if spec.shape[0] == 8 else 0.001)
     given = [
         [Rule(muon.selector, Muon, partition=dear, **MUON), adamw],
-        [muon, Rule(everything_else, AdamW, partition=TINY, **ADAMW)],
-        [muon, Rule(everything_else, AdamW, partition=WholeParams(), **ADAMW)],
+        [muon, Rule(everything_else, AdamW, partition=TINY, **RULES_ADAMW)],
+        [muon, Rule(everything_else, AdamW, partition=WholeParams(), **RULES_ADAMW)],
     ]
     zeros = []
     for one in given:

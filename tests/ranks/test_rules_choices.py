@@ -17,10 +17,21 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import zeroshard
 from tests.support import RankContext, ranks
-from tests.support.overlap import WIDTH, regression
-from tests.support.pair import Pair
-from tests.support.rules import ADAMW, MUON, TINY, RulesPair, Words, hidden, next_word, rules, seeded
-from tests.support.traffic import recorded
+from tests.support.monitoring import recorded
+from tests.support.oracles import (
+    MUON,
+    RULES_ADAMW,
+    TINY,
+    WIDTH,
+    Pair,
+    RulesPair,
+    Words,
+    hidden,
+    next_word,
+    regression,
+    rules,
+    seeded,
+)
 from zeroshard import (
     ConfigError,
     FlatShards,
@@ -152,8 +163,8 @@ def test_what_users_look_at(ctx: RankContext) -> None:
 def test_a_single_rule_is_the_class_alone(ctx: RankContext) -> None:
     ruled, plain = seeded(Words), seeded(Words)
     for model, zero in (
-        (ruled, shard(ruled, [Rule(everything_else, AdamW, **ADAMW)])),
-        (plain, shard(plain, AdamW, **ADAMW)),
+        (ruled, shard(ruled, [Rule(everything_else, AdamW, **RULES_ADAMW)])),
+        (plain, shard(plain, AdamW, **RULES_ADAMW)),
     ):
         assert type(zero.optim) is AdamW
         for number in range(2):
@@ -172,7 +183,7 @@ class Tied(Words):
 @ranks(2)
 def test_a_tied_weight_is_in_one_group(ctx: RankContext) -> None:
     """Excluded under its second name, too."""
-    given = [Rule(matrices(exclude=("head",)), Muon, **MUON), Rule(everything_else, AdamW, **ADAMW)]
+    given = [Rule(matrices(exclude=("head",)), Muon, **MUON), Rule(everything_else, AdamW, **RULES_ADAMW)]
     pair = RulesPair(given, make=Tied)
     pair.train(3)
     pair.check_state()

@@ -22,13 +22,13 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from tests.support import RankContext, ranks
 from tests.support.checkpoints import first_ranks
-from tests.support.oracle import assert_same
-from tests.support.rules import (
-    ADAMW,
+from tests.support.oracles import (
     CONFIGS,
     MUON,
+    RULES_ADAMW,
     RulesPair,
     Words,
+    assert_same,
     hidden,
     muon_and_adamw,
     parted,
@@ -99,7 +99,7 @@ def test_a_dict_of_any_number_of_ranks_loads_at_any_other(ctx: RankContext) -> N
 @ranks(2)
 def test_a_dict_of_other_classes_is_refused(ctx: RankContext) -> None:
     """The same groups, and state of the same names and shapes."""
-    given = [Rule(hidden, SGD, lr=0.1, momentum=0.9), Rule(everything_else, AdamW, **ADAMW)]
+    given = [Rule(hidden, SGD, lr=0.1, momentum=0.9), Rule(everything_else, AdamW, **RULES_ADAMW)]
     model = seeded(Words)
     zero = shard(model, given, config=CONFIGS[1])
     train_alike(model, zero, 1)
@@ -160,7 +160,7 @@ def test_torchs_helpers_bring_it_into_the_two_plain_optimizers(ctx: RankContext)
     model = seeded(Words, 5)
     named = dict(model.named_parameters())
     plain: list[Optimizer] = [Muon([named[n] for n in pair.zero.param_groups[0]["param_names"]], **MUON)]
-    plain.append(AdamW([named[n] for n in pair.zero.param_groups[1]["param_names"]], **ADAMW))
+    plain.append(AdamW([named[n] for n in pair.zero.param_groups[1]["param_names"]], **RULES_ADAMW))
     set_optimizer_state_dict(model, plain, found, options=whole)
     expected = on_all_ranks(pair.zero.full_state_dict())["state"]
     assert_same([state for it in plain for state in it.state_dict()["state"].values()], list(expected.values()))
@@ -236,7 +236,7 @@ def test_a_checkpoint_into_plain_classes(ctx: RankContext, tmp_path: Path) -> No
 
 
 def swapped() -> list[Rule]:
-    return [Rule(hidden, AdamW, **ADAMW), Rule(everything_else, SGD, lr=0.1, momentum=0.9)]
+    return [Rule(hidden, AdamW, **RULES_ADAMW), Rule(everything_else, SGD, lr=0.1, momentum=0.9)]
 
 
 @ranks(1, 2, 3)
@@ -256,7 +256,7 @@ def test_a_checkpoint_of_other_rules_is_refused_and_nothing_changes(ctx: RankCon
 @ranks(2)
 def test_a_class_with_state_of_the_same_names_is_refused_by_its_name(ctx: RankContext, tmp_path: Path) -> None:
     model = seeded(Words, 5)
-    other = shard(model, [Rule(hidden, SGD, lr=0.1, momentum=0.9), Rule(everything_else, AdamW, **ADAMW)])
+    other = shard(model, [Rule(hidden, SGD, lr=0.1, momentum=0.9), Rule(everything_else, AdamW, **RULES_ADAMW)])
     train_alike(model, other, 1)
     checkpoint.save(tmp_path, step=1, model=model, optimizer=other)
     pair = RulesPair()

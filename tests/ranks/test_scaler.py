@@ -14,9 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import Twins, assert_same, set_grads
-from tests.support.overlap import WIDTH, mlp, regression
-from tests.support.pair import TINY, Pair
+from tests.support.oracles import TINY, WIDTH, Pair, Twins, assert_same, mlp, regression, set_grads
 from zeroshard import (
     GradScaler,
     KeepFull,

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.support import RankContext, ranks
 from tests.support.checkpoints import ADAMW, net, train
-from tests.support.oracle import assert_same
+from tests.support.oracles import assert_same
 from zeroshard import (
     CheckpointError,
     ConfigError,

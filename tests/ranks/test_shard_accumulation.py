@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support import RankContext, ranks
-from tests.support.overlap import mlp, regression
-from tests.support.sharded import (
+from tests.support.monitoring import recorded
+from tests.support.oracles import (
     ZERO1,
     ZERO2,
     ShardTwins,
@@ -20,11 +20,12 @@ from tests.support.sharded import (
     all_equal,
     assert_equal_sums,
     both_stages,
+    mlp,
+    regression,
     seeded,
     some_configs,
     values_of,
 )
-from tests.support.traffic import recorded
 from zeroshard import ShardedOptimizer, ZeroConfig, shard
 
 every_clearing = pytest.mark.parametrize("by_model", [False, True], ids=["optimizer", "model"])

@@ -19,10 +19,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import assert_same
-from tests.support.overlap import WIDTH, batch, mlp
-from tests.support.pair import TINY, Handed, Pair
-from tests.support.sharded import some_configs
+from tests.support.oracles import TINY, WIDTH, Handed, Pair, assert_same, batch, mlp, some_configs
 from zeroshard import ConfigError, KeepFull, ZeroConfig, shard
 from zeroshard.adapters.module import ZeroGrad
 

@@ -15,19 +15,23 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import TORCH, left_as_it_was
-from tests.support.overlap import WIDTH, batch, mlp, regression
-from tests.support.sharded import (
+from tests.support.monitoring import recorded
+from tests.support.oracles import (
     ADAMW,
+    TORCH,
+    WIDTH,
     ZERO2,
     ShardTwins,
     Side,
     all_equal,
     assert_equal_sums,
+    batch,
+    left_as_it_was,
+    mlp,
+    regression,
     seeded,
     some_configs,
 )
-from tests.support.traffic import recorded
 from zeroshard import NonFinite, RankMismatchError, ZeroConfig, shard
 
 

@@ -14,9 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import RankContext, ranks
-from tests.support.overlap import mlp, regression
-from tests.support.sharded import ZERO1, ZERO2, ShardTwins, both_stages, seeded, some_configs
-from tests.support.traffic import recorded
+from tests.support.monitoring import recorded
+from tests.support.oracles import ZERO1, ZERO2, ShardTwins, both_stages, mlp, regression, seeded, some_configs
 from zeroshard import FlatShards, RankFailedError, ZeroConfig, ZeroRedundancyOptimizer
 from zeroshard.comm import pairs
 from zeroshard.comm.ways import add_in_order

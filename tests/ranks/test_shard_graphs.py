@@ -14,16 +14,21 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import Twins, assert_same, set_grads
-from tests.support.overlap import WIDTH, batch, mlp, regression
-from tests.support.sharded import (
+from tests.support.oracles import (
     ADAMW,
+    WIDTH,
     ZERO1,
     ZERO2,
     ShardTwins,
     Side,
+    Twins,
+    assert_same,
+    batch,
     both_stages,
+    mlp,
+    regression,
     seeded,
+    set_grads,
     some_configs,
 )
 from zeroshard import FlatShards, ZeroConfig, shard

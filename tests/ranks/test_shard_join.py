@@ -12,16 +12,20 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.ranks.test_join import Counts, uneven
 from tests.support import RankContext, ranks
-from tests.support.overlap import WIDTH, Branches, Loss, regression, through_branches
-from tests.support.sharded import (
+from tests.support.oracles import (
+    WIDTH,
     ZERO1,
     ZERO2,
+    Branches,
+    Loss,
     ShardTwins,
     Side,
     all_equal,
     both_stages,
+    regression,
     seeded,
     some_configs,
+    through_branches,
     values_of,
 )
 from zeroshard import RankFailedError, ZeroConfig, shard

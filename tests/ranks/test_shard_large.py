@@ -12,8 +12,7 @@ from tests.ranks import test_shard_accumulation as accumulation
 from tests.ranks import test_shard_graphs as graphs
 from tests.ranks import test_shard_unused as unused
 from tests.support import RankContext, ranks
-from tests.support.overlap import mlp, regression
-from tests.support.sharded import seeded
+from tests.support.oracles import mlp, regression, seeded
 from zeroshard import FlatShards, ZeroConfig, shard
 from zeroshard.runtime import grad_sync, under_way
 from zeroshard.runtime.slots import Slot

@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import left_as_it_was
-from tests.support.overlap import WIDTH, batch, mlp, regression
+from tests.support.oracles import WIDTH, batch, left_as_it_was, mlp, regression
 from zeroshard import (
     FlatShards,
     KeepFull,

@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from tests.support import RankContext, ranks
-from tests.support.overlap import WIDTH, batch, mlp, regression
-from tests.support.sharded import (
+from tests.support.monitoring import recorded
+from tests.support.oracles import (
+    WIDTH,
     ZERO1,
     ZERO2,
     ShardTwins,
@@ -26,12 +27,14 @@ from tests.support.sharded import (
     all_configs,
     all_equal,
     assert_equal_sums,
+    batch,
     both_stages,
+    mlp,
+    regression,
     seeded,
     some_configs,
     values_of,
 )
-from tests.support.traffic import recorded
 from zeroshard import ConfigError, RankFailedError, RankMismatchError, WholeParams, ZeroConfig, shard
 
 

@@ -15,9 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import RankContext, ranks
-from tests.support.overlap import mlp, regression
-from tests.support.sharded import ZERO2, both_stages, seeded
-from tests.support.traffic import recorded
+from tests.support.monitoring import recorded
+from tests.support.oracles import ZERO2, both_stages, mlp, regression, seeded
 from zeroshard import FlatShards, KeepFull, KeepShard, ShardedOptimizer, ZeroConfig, shard
 from zeroshard.runtime import under_way
 from zeroshard.runtime.packing import KEPT_BUFFERS

@@ -11,9 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import TORCH
-from tests.support.overlap import WIDTH, batch, mlp
-from tests.support.sharded import ShardTwins, seeded, some_configs
+from tests.support.oracles import TORCH, WIDTH, ShardTwins, batch, mlp, seeded, some_configs
 from zeroshard import ConfigError, ZeroConfig, shard
 
 TWICE = r"both average the gradients of \d+ parameters, .*\.weight among them\. Call the model itself"

@@ -11,8 +11,20 @@ import torch
 from torch import nn
 
 from tests.support import RankContext, ranks
-from tests.support.overlap import WIDTH, Branches, batch, mlp, through_branches
-from tests.support.sharded import ZERO1, ZERO2, ShardTwins, Side, both_stages, seeded, some_configs
+from tests.support.oracles import (
+    WIDTH,
+    ZERO1,
+    ZERO2,
+    Branches,
+    ShardTwins,
+    Side,
+    batch,
+    both_stages,
+    mlp,
+    seeded,
+    some_configs,
+    through_branches,
+)
 from zeroshard import ZeroConfig, ZeroRedundancyOptimizer, shard
 
 

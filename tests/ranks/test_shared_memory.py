@@ -12,8 +12,7 @@ import torch.multiprocessing as mp
 from torch import nn, optim
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import Twins, assert_same
-from tests.support.sharded import ShardTwins, Side, some_configs, values_of
+from tests.support.oracles import ShardTwins, Side, Twins, assert_same, some_configs, values_of
 from zeroshard import FlatShards, ZeroConfig
 
 

@@ -18,19 +18,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.support import RankContext, ranks
-from tests.support.at_once import (
-    Run,
+from tests.support.concurrency import (
+    ConcurrentRun,
     by_drop_in,
     by_shard,
+    shuffled,
     trained_beside_threads,
     trained_by_two,
     trained_in_threads,
     two_groups,
 )
-from tests.support.fault_page import Count, keep_count
-from tests.support.overlap import mlp, regression
-from tests.support.sharded import ZERO1, ZERO2, all_equal, seeded, values_of
-from tests.support.shuffling import shuffled
+from tests.support.fault_report import Count, keep_count
+from tests.support.oracles import ZERO1, ZERO2, all_equal, mlp, regression, seeded, values_of
 from zeroshard import (
     Drift,
     NonFinite,
@@ -144,7 +143,7 @@ def of_two_optimizers(config: ZeroConfig, second: Callable[..., Optimizer]) -> l
     return [*values_of(model), *(value for it in optimizers for value in state_of_all(it))]
 
 
-def of_runs(*runs: Run) -> list[Tensor]:
+def of_runs(*runs: ConcurrentRun) -> list[Tensor]:
     for run in runs:
         run.zero.wait()
     return [value for run in runs for value in (*values_of(run.model), *state_of_all(run.zero))]

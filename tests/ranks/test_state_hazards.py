@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join
 from torch.optim import SGD, Adam
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import Twins, assert_same, set_grads, small_model
+from tests.support.oracles import Twins, assert_same, set_grads, small_model
 from zeroshard import (
     CheckpointError,
     ConfigError,

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 from tests.support import RankContext, ranks
-from tests.support.oracle import Twins, assert_same, set_grads, small_model
+from tests.support.oracles import Twins, assert_same, set_grads, small_model
 from zeroshard import ConfigError, ZeroRedundancyOptimizer
 
 Options = dict[str, Any]

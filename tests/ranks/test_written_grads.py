@@ -10,10 +10,7 @@ from torch import nn
 
 from tests.ranks.test_ddp_hook import Hooked, wraps
 from tests.support import RankContext, ranks
-from tests.support.oracle import assert_same
-from tests.support.overlap import regression
-from tests.support.pair import average, from_all_ranks
-from tests.support.sharded import ZERO1, ShardTwins, Side
+from tests.support.oracles import ZERO1, ShardTwins, Side, assert_same, average, from_all_ranks, regression
 
 
 def local_grads(model: nn.Module, number: int) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from tests.support.spoiling import edit_metadata
+from tests.support.checkpoints import edit_metadata
 from zeroshard import CheckpointError, checkpoint
 from zeroshard.checkpoint import archive
 from zeroshard.checkpoint.archive import Archive

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.specs import spec, specs
+from tests.support.oracles import spec, specs
 from zeroshard.layout.balance import Balance, balance
 from zeroshard.layout.layout import Layout
 from zeroshard.layout.partition import FlatShards, SideBySide, WholeParams

@@ -17,8 +17,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from tests.support.commands import status_of
-from tests.support.spoiling import edit_metadata
+from tests.support.checkpoints import edit_metadata
+from tests.support.tools import status_of
 from zeroshard import CheckpointError
 from zeroshard.checkpoint.archive import Archive
 from zeroshard.checkpoint.outline import outline

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.support.checkpoints import assert_same_state, by_name, net, plain, train
-from tests.support.commands import convert, status_of
+from tests.support.tools import convert, status_of
 from zeroshard import __version__, checkpoint
 from zeroshard.cli import stored
 from zeroshard.errors import CheckpointError

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.keeper import Keeper
-from tests.support.oracle import assert_same
+from tests.support.optimizers import Keeper
+from tests.support.oracles import assert_same
 from zeroshard import CheckpointError
 from zeroshard.layout.specs import ParamSpec
 from zeroshard.state.copies import RECORDS, WEIGHTS, Rebuilding, portion, share_of

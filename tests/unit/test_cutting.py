@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from tests.support.blocks import Blocks
+from tests.support.optimizers import Blocks
 from tests.unit import test_separable as own
 from tests.unit.test_separable import Own, norm, recipe
 from zeroshard.layout.grain import Grain

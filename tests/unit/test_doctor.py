@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import zeroshard
-from tests.support.doctor import GIB, some_facts, some_gpu, some_job, some_measured, with_facts, with_measured
+from tests.support.tools import GIB, some_facts, some_gpu, some_job, some_measured, with_facts, with_measured
 from zeroshard.doctor import command, facts, watch
 from zeroshard.doctor.advice import Situation, advise, situation
 from zeroshard.doctor.checkup import Checkup, Measured

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fault_matrix import Outcome
-from tests.support.fault_page import FEWEST, Count, forget, keep_count, keep_outcomes, write_page
-from tests.support.faults import Fault, Kind, Place
-from tests.support.records import FOLDER, Record
+from tests.support.fault_injection import Fault, Kind, Outcome, Place
+from tests.support.fault_report import FEWEST, FOLDER, Count, Record, forget, keep_count, keep_outcomes, write_page
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.support.specs import spec, specs
+from tests.support.oracles import spec, specs
 from tests.unit.test_partition import GROUPS, WORLD_SIZES, Groups, steadily
 from zeroshard import ConfigError, FlatShards, ZeroConfig
 from zeroshard.layout.layout import Bucket, Layout

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.specs import spec, specs
+from tests.support.oracles import spec, specs
 from tests.unit.test_partition import WORLD_SIZES, steadily
 from zeroshard import ConfigError, FlatShards
 from zeroshard.layout.grain import Grain

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.specs import spec
+from tests.support.oracles import spec
 from zeroshard.errors import LayoutError
 from zeroshard.layout.layout import Bucket, Layout, Room
 from zeroshard.layout.shards import DealtShards, EqualShards, Shards

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests.support.specs import spec, specs
+from tests.support.oracles import spec, specs
 from zeroshard.layout.layout import Bucket, Layout
 from zeroshard.layout.partition import FlatShards, WholeParams
 from zeroshard.layout.specs import ParamSpec

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 import zeroshard
-from tests.support.pages import ROOT, pages, without_code
+from tests.support.tools import ROOT, pages, without_code
 
 SITE_LIMIT = 120
 PEERS = {"torch ZeRO, bucket view", "fairscale OSS", "DeepSpeed 2", "FSDP2", "zeroshard ZeRO-2"}

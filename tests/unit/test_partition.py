@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.specs import spec, specs
+from tests.support.oracles import spec, specs
 from zeroshard.layout.layout import Layout
 from zeroshard.layout.partition import ALIGNMENT, AssignedOwners, WholeParams
 from zeroshard.layout.specs import ParamSpec, read_specs

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.plans import ADAMW, EVIL, SGD, small_wish
+from tests.support.tools import ADAMW, EVIL, SGD, small_wish
 from zeroshard.cli import plan_page
 from zeroshard.planning.plan import Plan
 from zeroshard.planning.sources import freeze

@@ -13,8 +13,7 @@ import torch
 from rich.console import Console
 
 import zeroshard
-from tests.support.commands import status_of
-from tests.support.plans import ADAMW, small_model, small_wish, write_module
+from tests.support.tools import ADAMW, small_model, small_wish, status_of, write_module
 from zeroshard.cli.plan_options import Optimizer, optimizer_class, options_in
 from zeroshard.cli.plan_quantities import bandwidth_in, bytes_in, in_bytes, in_seconds, ranks_in, seconds_in
 from zeroshard.cli.plan_table import show_plan

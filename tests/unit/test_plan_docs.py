@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.support.commands import status_of
+from tests.support.tools import status_of
 from zeroshard import MasterWeights, ZeroConfig, plan
 from zeroshard.cli.plan_table import show_plan
 from zeroshard.planning.presets import PRESETS

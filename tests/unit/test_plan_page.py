@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import status_of
-from tests.support.plans import ADAMW, EVIL, SGD, Reader, embedded, small_wish, write_module
+from tests.support.tools import ADAMW, EVIL, SGD, Reader, embedded, small_wish, status_of, write_module
 from zeroshard.cli import plan_page
 from zeroshard.cli.plan_options import Optimizer
 from zeroshard.cli.plan_words import COLOURS

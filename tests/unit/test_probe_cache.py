@@ -142,14 +142,18 @@ def test_a_class_that_changes_is_probed_again() -> None:
     probe.ask(recipe(Own))
     Own.nesterov_by_default = True
     assert not probe.is_cached(recipe(Own))
-    setattr(Own, "step", lambda self, closure=None: None)  # noqa: B010 (mypy refuses the assignment)
+    setattr(Own, "step", lambda *_: None)  # noqa: B010 (mypy refuses the assignment)
     assert not probe.is_cached(recipe(Own))
     assert probe.is_cached(recipe(Own))
 
 
+def make_sgd(params: Any, **options: Any) -> SGD:
+    return SGD(params, **options)
+
+
 def test_factories_and_options_that_cannot_be_compared_are_probed_every_time() -> None:
     probe = Probe()
-    for one in (recipe(lambda params, **given: SGD(params, **given)), recipe(schedule=object())):
+    for one in (recipe(make_sgd), recipe(schedule=object())):
         probe.ask(one)
         assert not probe.is_cached(one)
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zeroshard
-from tests.support.specs import spec
+from tests.support.oracles import spec
 from tests.unit.test_partition import GROUPS, WORLD_SIZES, Groups, steadily
 from zeroshard.comm import shards as comm_shards
 from zeroshard.comm.ways import filled

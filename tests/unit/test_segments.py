@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import optim
 
-from tests.support.specs import spec, specs
+from tests.support.oracles import spec, specs
 from zeroshard import FlatShards
 from zeroshard.layout.layout import Layout
 from zeroshard.layout.specs import ParamSpec

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.specs import spec
+from tests.support.oracles import spec
 from zeroshard import ConfigError
 from zeroshard.layout.layout import Layout
 from zeroshard.layout.partition import ALIGNMENT, SideBySide, deal

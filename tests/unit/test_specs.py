@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.specs import spec
+from tests.support.oracles import spec
 from zeroshard.layout.specs import ParamSpec, read_specs
 
 

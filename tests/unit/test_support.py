@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import RankContext, RankFailures, ranks
-from tests.support.protocol import Outcome
-from tests.support.report import describe_exit, raise_unless_passed
+from tests.support.pool import Outcome, describe_exit, raise_unless_passed
 
 
 def body(ctx: RankContext, word: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tests.support.specs import spec
+from tests.support.oracles import spec
 from zeroshard import ConfigError
 from zeroshard.layout.specs import ParamSpec
 from zeroshard.runtime.inner import Recipe

@@ -1,4 +1,4 @@
-"""Jobs of several processes in which something goes wrong: each trains, saves, consolidates, and loads at its start."""
+"""Jobs of several processes into which faults are injected: what happens, where, on which rank and in which step."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ import hashlib
 import multiprocessing
 import os
 import pickle
+import re
+import shutil
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
+from functools import cache
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +32,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support import handle  # what the server has loaded before it forks
-from tests.support.faults import Fault, InjectedError, Kind, Place, Trap
-from tests.support.store import connect_store, open_store
+from tests.support.pool import PRELOAD, connect_store, open_store
 from zeroshard import (
     Drift,
     FlatShards,
@@ -37,10 +42,143 @@ from zeroshard import (
     ZeroConfig,
     ZeroError,
     ZeroRedundancyOptimizer,
+    assembly,
     checkpoint,
     shard,
 )
+from zeroshard.checkpoint import reading, writing
+from zeroshard.runtime import param_sync, slots, store
+from zeroshard.state import exchange
 from zeroshard.state.trees import map_tensors
+
+# ---- Faults
+
+SLOW = 0.7
+"""Seconds, less than any timeout here."""
+
+
+class Kind(Enum):
+    RAISES = "raises an exception"
+    KILLED = "is killed (SIGKILL)"
+    STOPPED = "is stopped (SIGSTOP)"
+    SLOW = "is slow"
+    MISSHAPEN = "has a wrong shape"
+    CUT = "loses its connections"
+
+
+class Place(Enum):
+    CONSTRUCTOR = "constructor"
+    BACKWARD = "backward"
+    REDUCTION = "reduction"
+    INNER_STEP = "inner step"
+    GATHER = "gather"
+    CONSOLIDATION = "consolidation"
+    SAVE = "save"
+    LOAD = "load"
+
+
+class InjectedError(Exception):
+    """What a rank raises on purpose."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: Kind
+    place: Place
+    rank: int
+    step: int
+    """Steps that have been made before; for a constructor and for a load, which come first, of no meaning."""
+
+
+class Trap:
+    """On the rank of the fault: fires once, at its place, in its step. On others: nothing."""
+
+    def __init__(self, fault: Fault | None, rank: int, store_port: int, tell: Callable[[], None]) -> None:
+        """`tell` is called before it happens."""
+        self._fault = fault if fault is not None and fault.rank == rank else None
+        self._store_port, self._tell = store_port, tell
+        self.step = 0
+        self.is_armed = self.has_fired = False
+        self.inner: Any = None
+        """The optimizer that made the last step here."""
+
+    def set(self) -> None:
+        """Into the code that all ranks go through. The process is not used for anything else afterwards."""
+        self._before(assembly.Assembly, "engine", Place.CONSTRUCTOR)
+        self._before(slots.Slot, "_start", Place.REDUCTION)
+        self._before(param_sync.ShardSync, "start", Place.GATHER)
+        self._before(param_sync.ParamSync, "start", Place.GATHER)
+        self._before(exchange.Outbox, "send", Place.CONSOLIDATION)
+        self._before(exchange, "receive", Place.CONSOLIDATION)
+        self._before(writing._Planner, "transform_object", Place.SAVE)
+        self._before(reading.Reading, "_read", Place.LOAD)
+
+    def spring(self, place: Place) -> bool:
+        """Whether the caller is to make a wrong shape."""
+        fault = self._fault
+        if fault is None or self.has_fired or place != fault.place:
+            return False
+        if place not in (Place.CONSTRUCTOR, Place.LOAD) and self.step < fault.step:
+            return False
+        self.has_fired = True
+        self._tell()
+        return self._act(fault.kind)
+
+    def misshapes(self, place: Place) -> bool:
+        """As `spring`, for a fault of that kind only."""
+        return self._fault is not None and self._fault.kind is Kind.MISSHAPEN and self.spring(place)
+
+    def _act(self, kind: Kind) -> bool:
+        if kind is Kind.RAISES:
+            raise InjectedError("on purpose")
+        if kind is Kind.KILLED:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind is Kind.STOPPED:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if kind is Kind.SLOW:
+            time.sleep(SLOW)
+        if kind is Kind.CUT:
+            self._cut_connections()
+        return kind is Kind.MISSHAPEN
+
+    def _before(self, owner: Any, name: str, place: Place) -> None:
+        original = getattr(owner, name)
+
+        def trapped(*arguments: Any, **options: Any) -> Any:
+            if self._can_act(arguments) and self.spring(place):
+                arguments = tuple(_misshapen(it) if isinstance(it, _SPOILED) else it for it in arguments)
+            return original(*arguments, **options)
+
+        setattr(owner, name, trapped)
+
+    def _can_act(self, arguments: Sequence[Any]) -> bool:
+        """A wrong shape needs something that has one."""
+        is_shape = self._fault is not None and self._fault.kind is Kind.MISSHAPEN
+        return not is_shape or any(isinstance(it, _SPOILED) for it in arguments)
+
+    def _cut_connections(self) -> None:
+        """All to other ranks, and not those to the store."""
+        for entry in os.listdir("/proc/self/fd"):
+            with suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as end:
+                if end.family in (socket.AF_INET, socket.AF_INET6) and end.getpeername()[1] != self._store_port:
+                    end.shutdown(socket.SHUT_RDWR)
+
+
+_SPOILED = (torch.Tensor, reading.Located, store.Shipment)
+
+
+def _misshapen(value: Any) -> Any:
+    """One element too few: of a tensor, of what a file has, of a parameter that another rank sends."""
+    if isinstance(value, reading.Located):
+        return value._replace(like=value.like[1:] if value.like.dim() else value.like.reshape(1))
+    if isinstance(value, store.Shipment):
+        parcel: Any = next(it for it in value.parcels if it.owner != dist.get_rank())
+        parcel._params = [_misshapen(parcel._params[0].detach()), *parcel._params[1:]]
+        return value
+    return value.reshape(-1)[1:]
+
+
+# ---- Jobs that train, save, consolidate, and load at their start
 
 STEPS = 6
 SAVED_EVERY = 2
@@ -49,7 +187,7 @@ CONSOLIDATED = 3
 LONG = 60.0
 """No job takes longer, whatever happens in it."""
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload([*handle.PRELOAD, "tests.support.faults"])
+_CONTEXT.set_forkserver_preload([*PRELOAD, "tests.support.fault_injection"])
 _numbers = count()
 
 
@@ -324,3 +462,113 @@ MODES: dict[str, Callable[[nn.Module, Any], Made]] = {
     "drop-in": _drop_in,
     STORE_ON_RANK_0: _sharded,
 }
+
+
+# ---- One fault after the other, and the outcome of each
+
+RANKS = 4
+TIMEOUT = 30.0
+"""Of the process group. Whoever knows earlier has not waited for it."""
+SHORT = 5.0
+"""The same where a rank is stopped, which is known by waiting only."""
+MARGIN = 15.0
+"""Seconds that a busy machine may add. A rank that hangs would take longer."""
+ENDING = 7.0
+"""Seconds in which processes end once all of them have raised: one at most, if a thread waits in vain; the rest is what
+a busy machine may add. Nobody is to wait for the 10 seconds in which something may still be received."""
+_FATAL = (Kind.KILLED, Kind.STOPPED, Kind.CUT)
+
+
+class Outcome(NamedTuple):
+    """What came of one fault."""
+
+    fault: Fault
+    mode: str
+    saw: tuple[str, ...]
+    """Kinds of errors on the other ranks."""
+    seconds: float
+    """Until every other rank knew; 0 if nobody had to know."""
+    restarted: bool
+
+
+class Matrix:
+    """Runs faults, each in a job of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._store = folder, open_store()
+        self._numbers = count()
+
+    def inject(self, fault: Fault, mode: str) -> Outcome:
+        """Raises `AssertionError` where something hung, was lost, or came out different."""
+        folder = self._fresh_folder(fault, mode)
+        timeout = SHORT if fault.kind is Kind.STOPPED else TIMEOUT
+        told = run_job(self._store.port, folder, mode, RANKS, fault, timeout=timeout)
+        assert told.fired is not None, "it did not happen"
+        assert not told.stuck, f"ranks {told.stuck} hang: {told.news}"
+        others = [rank for rank in range(RANKS) if rank != fault.rank]
+        errors = [told.of(rank, "error") for rank in others]
+        if fault.kind is Kind.SLOW:
+            assert not any(errors), f"slowness is no error: {errors}"
+        else:
+            assert all(errors), f"a rank knows of nothing: {told.news}"
+        self._require_the_same_end(told, folder, mode)
+        if fault.kind in _FATAL:
+            _require_names(told, fault, mode)
+        seconds = max((news[0].time - told.fired for news in errors if news), default=0.0)
+        raised = max((news[-1].time for news in errors if news), default=told.ended)
+        assert fault.kind not in _FATAL or told.ended - raised < ENDING, "ranks that have raised do not end"
+        assert seconds < (SHORT + MARGIN if fault.kind is Kind.STOPPED else TIMEOUT)
+        saw = tuple(sorted({news[0].text.partition(":")[0] for news in errors if news}))
+        return Outcome(fault, mode, saw, seconds, restarted=not told.is_done)
+
+    def _require_the_same_end(self, told: Told, folder: Path, mode: str) -> None:
+        if not told.is_done:
+            again = run_job(self._store.port, folder, mode, RANKS)
+            assert again.is_done, f"it does not go on: {again.news}"
+            assert again.began >= told.saved, "a finished checkpoint was lost"
+            told = again
+        assert told.digests == self.undisturbed(mode), "it came out different"
+
+    @cache  # noqa: B019 (lives as long as the tests)
+    def undisturbed(self, mode: str) -> frozenset[str]:
+        with TemporaryDirectory(dir=self._folder) as folder:
+            return frozenset(run_job(self._store.port, Path(folder, "run"), mode, RANKS).digests)
+
+    def _fresh_folder(self, fault: Fault, mode: str) -> Path:
+        folder = self._folder / f"run{next(self._numbers)}"
+        if fault.place is Place.LOAD:
+            shutil.copytree(self.saved(mode), folder)
+        return folder
+
+    @cache  # noqa: B019
+    def saved(self, mode: str) -> Path:
+        """A folder with a checkpoint from the middle of a run."""
+        folder = self._folder / f"saved-{mode}"
+        run_job(self._store.port, folder, mode, RANKS, steps=2 * SAVED_EVERY)
+        return folder
+
+
+def _require_names(told: Told, fault: Fault, mode: str) -> None:
+    """Who is missing is named where ranks learn it from us, and not by an error of torch's in DDP's backward pass."""
+    texts = [it.text for rank in range(RANKS) if rank != fault.rank for it in told.of(rank, "error")]
+    lost = [text for text in texts if text.startswith("RankLostError")]
+    assert mode == "drop-in" or len(lost) == len(texts), f"a rank was not told who is missing: {texts}"
+    named = re.compile(rf"ranks? [\d, ]*\b{fault.rank}\b[\d, ]* of")
+    if mode == STORE_ON_RANK_0 and fault.kind in (Kind.KILLED, Kind.STOPPED):
+        _require_no_verdict(told, texts)
+        return
+    told_of = [text for text in lost if named.search(text.partition("\n")[0])]
+    if fault.kind is not Kind.CUT:  # in which all ranks are there
+        assert len(told_of) == len(lost), f"the missing rank is not named: {texts}"
+
+
+def _require_no_verdict(told: Told, texts: Sequence[str]) -> None:
+    """Ranks that cannot hear of each other say so, and take nobody for lost."""
+    assert all("the store of the job does not answer" in text for text in texts), texts
+    assert not [it for news in told.news for it in news if it.lost], f"ranks that live are taken for lost: {texts}"
+
+
+def cells() -> list[tuple[Kind, Place, str]]:
+    """DDP reduces gradients of the drop-in: what happens there is not ours."""
+    every = [(kind, place, mode) for mode in MODES for kind in Kind for place in Place]
+    return [it for it in every if it[1:] != (Place.REDUCTION, "drop-in")]

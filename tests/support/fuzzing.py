@@ -1,4 +1,4 @@
-"""Ways to spoil state dicts and files, drawn by a number."""
+"""Random damage to state dicts, arguments and files. A seed decides what happens, so every example can be repeated."""
 
 from __future__ import annotations
 

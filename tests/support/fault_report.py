@@ -1,6 +1,6 @@
-"""The page docs/faults.md, made of what the tests of faults have recorded. `make faults` writes it.
+"""The page docs/faults.md, written by `make faults` from what the fault tests have recorded.
 
-With `--forget` nothing is written: records of earlier runs go, so that a test that is left out leaves no row.
+With `--forget`, records of earlier runs are deleted and nothing is written.
 """
 
 from __future__ import annotations
@@ -10,16 +10,48 @@ import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
-from tests.support import records
-from tests.support.fault_matrix import RANKS, SHORT, TIMEOUT, Outcome
-from tests.support.faults import Fault, Kind, Place
-from tests.support.jobs import MODES
+from tests.support.fault_injection import MODES, RANKS, SHORT, TIMEOUT, Fault, Kind, Outcome, Place
+
+# ---- Records
+
+FOLDER = "ZEROSHARD_RECORDS"
+_ENDING = ".record.json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """`known`, `ended`: seconds from what was done until all ranks that live had raised an error, and had ended; None
+    where nothing was to be known."""
+
+    case: str
+    injected: str
+    seen: str
+    known: float | None = None
+    ended: float | None = None
+
+    def keep(self) -> None:
+        """One file a case, so that each can be renewed alone."""
+        folder = os.environ.get(FOLDER)
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            name = "".join(letter if letter.isalnum() else "-" for letter in self.case)
+            (Path(folder) / f"{name}{_ENDING}").write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def read_records(folder: Path) -> list[Record]:
+    """All that were kept, by case."""
+    found = (json.loads(path.read_text(encoding="utf-8")) for path in folder.glob(f"*{_ENDING}"))
+    return sorted((Record(**it) for it in found), key=lambda record: record.case)
+
+
+# ---- The page
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 _OUTCOMES, _COUNTS, _LONG = "outcomes.json", "counts.json", "long_runs.json"
@@ -137,7 +169,7 @@ def keep_count(count: Count) -> None:
 
 def forget() -> None:
     """All but the long run, which is a run of its own."""
-    for file in _folder().glob("*.json") if os.environ.get(records.FOLDER) else ():
+    for file in _folder().glob("*.json") if os.environ.get(FOLDER) else ():
         if file.name != _LONG:
             file.unlink()
 
@@ -145,7 +177,7 @@ def forget() -> None:
 def write_page(target: Path = PAGE) -> None:
     """Ends with a sentence where there is nothing to be shown, or not what is promised."""
     outcomes = [_outcome(*it) for it in _read(_OUTCOMES) or []]
-    counts, hosts = _counts(), records.rows(_folder())
+    counts, hosts = _counts(), read_records(_folder())
     numbers = _numbers(outcomes, counts, [it for it in hosts if it.known is not None])
     parts = [_HEAD.format(**numbers), *_matrix(outcomes), _HOSTS, *map(_host_row, hosts)]
     if not any(it.known is not None for it in hosts):
@@ -156,7 +188,7 @@ def write_page(target: Path = PAGE) -> None:
     target.write_text("".join([*parts, *_long_run(target)]), encoding="utf-8")
 
 
-def _numbers(outcomes: Sequence[Outcome], counts: Sequence[Count], hosts: Sequence[records.Record]) -> dict[str, Any]:
+def _numbers(outcomes: Sequence[Outcome], counts: Sequence[Count], hosts: Sequence[Record]) -> dict[str, Any]:
     if not outcomes:
         sys.exit("no faults were recorded: run `make faults`")
     killed = [it.seconds for it in outcomes if it.fault.kind is Kind.KILLED]
@@ -175,7 +207,7 @@ def _counts() -> list[Count]:
     return [Count(*it) for it in _read(_COUNTS) or []]
 
 
-def _host_row(it: records.Record) -> str:
+def _host_row(it: Record) -> str:
     known, ended = ("" if seconds is None else f"{seconds:.1f}" for seconds in (it.known, it.ended))
     return f"| {it.case} | {it.injected} | {it.seen} | {known} | {ended} |\n"
 
@@ -232,7 +264,7 @@ def _long_row(row: dict[str, Any]) -> str:
 
 
 def _folder() -> Path:
-    return Path(os.environ.get(records.FOLDER, ""))
+    return Path(os.environ.get(FOLDER, ""))
 
 
 def _read(name: str) -> Any:
@@ -241,7 +273,7 @@ def _read(name: str) -> Any:
 
 
 def _write(name: str, value: Any) -> None:
-    if os.environ.get(records.FOLDER):
+    if os.environ.get(FOLDER):
         _folder().mkdir(parents=True, exist_ok=True)
         (_folder() / name).write_text(json.dumps(value), encoding="utf-8")
 
