@@ -13,6 +13,7 @@ import torch
 from hypothesis import settings
 
 from tests.support import RankPool
+from tests.support.tiers import mark_slow_variants
 
 settings.register_profile("zeroshard", derandomize=True, deadline=None, database=None)
 settings.load_profile("zeroshard")
@@ -23,6 +24,11 @@ def rank_pool() -> Iterator[RankPool]:
     """The worker processes behind `@ranks`."""
     with closing(RankPool()) as pool:
         yield pool
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is applied
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_slow_variants(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -27,6 +27,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon, Optimizer
 
+from tests.support.tiers import sampled
 from zeroshard import (
     FlatShards,
     KeepFull,
@@ -332,8 +333,8 @@ ZERO2 = ZeroConfig(partition=TINY)
 ZERO1 = ZeroConfig(partition=TINY, retention=KeepFull())
 ADAMW: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
 
-both_stages = pytest.mark.parametrize("config", [ZERO2, ZERO1], ids=["zero2", "zero1"])
-some_configs = pytest.mark.parametrize(
+both_stages = sampled("config", [ZERO2, ZERO1], ids=["zero2", "zero1"])
+some_configs = sampled(
     "config",
     [ZERO2, ZERO1, ZeroConfig(), replace(ZERO2, overlap_gather=True)],
     ids=["zero2", "zero1", "one-bucket", "overlap"],

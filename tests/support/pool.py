@@ -41,6 +41,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.optim import optimizer as optimizers
 
+from tests.support.tiers import RANK_COUNT, sampled
+
 # ---- The key-value store through which ranks find each other, on the loopback interface only
 
 LOOPBACK = "127.0.0.1"
@@ -418,9 +420,9 @@ START_ALLOWANCE = 60.0
 def ranks(*world_sizes: int, timeout: float = DEFAULT_TIMEOUT) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test's body, whose first argument is a `RankContext`, on all ranks of each world size.
 
-    The other arguments are fixtures and parameters as usual, and must be picklable.
+    The other arguments are fixtures and parameters as usual; they must be picklable. The fast tier runs one size.
     """
-    sizes = pytest.mark.parametrize("rank_count", world_sizes, ids=[f"{size}ranks" for size in world_sizes])
+    sizes = sampled(RANK_COUNT, world_sizes, ids=[f"{size}ranks" for size in world_sizes])
     limit = pytest.mark.timeout(timeout + START_ALLOWANCE)
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -440,5 +442,5 @@ def ranks(*world_sizes: int, timeout: float = DEFAULT_TIMEOUT) -> Callable[[Call
 
 def _without_context(body: Callable[..., None]) -> inspect.Signature:
     _, *arguments = inspect.signature(body).parameters.values()
-    needed = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("rank_pool", "rank_count")]
+    needed = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("rank_pool", RANK_COUNT)]
     return inspect.Signature([*needed, *arguments])
