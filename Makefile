@@ -10,7 +10,13 @@ RECORDS := $(VENV)/records
 # Some CPUs advertise AMX without being able to run it; bf16 products then die with SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test test-integrations lint types unit faults long fuzz table browser docs wheel bench clean
+.PHONY: demo check test test-all test-integrations test-integrations-fast lint types unit fast \
+	faults long fuzz table browser docs wheel bench clean
+
+# Two workers of pytest-xdist: most of the time ranks wait for each other. A worker gets whole files.
+WORKERS ?= 2
+PYTEST := $(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile
+BUDGET_MINUTES := 12
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -21,7 +27,21 @@ $(READY): pyproject.toml
 demo: $(READY)
 	$(PY) examples/demo.py
 
-test: lint types unit
+# Lint, types and unit tests: under 2 minutes on 2 cores.
+check: lint types unit
+
+# What CI runs: check and one variant of each distributed test, at most 12 minutes on 2 cores.
+test: $(READY)
+	@touch $(VENV)/.started
+	$(MAKE) check
+	$(MAKE) fast
+	@$(PY) -m tests.budget --since $(VENV)/.started --minutes $(BUDGET_MINUTES) $(VENV)/unit.xml $(VENV)/fast.xml
+
+# Everything: all world sizes and configurations, long runs, examples, packaging, frameworks. About 40 minutes on 2 cores.
+test-all: lint types $(READY)
+	$(PYTEST)
+	$(MAKE) test-integrations
+	if command -v chromium > /dev/null; then $(MAKE) browser; fi
 
 lint: $(READY)
 	$(PY) -m ruff check .
@@ -31,12 +51,24 @@ types: $(READY)
 	$(PY) -m mypy
 
 unit: $(READY)
-	$(PY) -m pytest
+	$(PYTEST) -m "not slow" --junitxml $(VENV)/unit.xml tests/unit
+
+fast: $(READY)
+	$(PYTEST) -m "not slow" --junitxml $(VENV)/fast.xml --ignore tests/unit --ignore tests/integrations tests
 
 # Lightning, Transformers and Accelerate as they are on PyPI; torch stays what it is. A package that is missing is a failure.
-test-integrations: $(READY)
+INTEGRATIONS := $(VENV)/.integrations
+
+$(INTEGRATIONS): $(READY)
 	$(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[integrations]"
-	ZEROSHARD_INTEGRATIONS=1 $(PY) -m pytest tests/integrations
+	touch $(INTEGRATIONS)
+
+test-integrations: $(INTEGRATIONS)
+	ZEROSHARD_INTEGRATIONS=1 $(PYTEST) tests/integrations
+
+# One training run and one resume per framework.
+test-integrations-fast: $(INTEGRATIONS)
+	ZEROSHARD_INTEGRATIONS=1 $(PYTEST) -m "not slow" tests/integrations
 
 # Faults in real jobs, more than 500 of them watched, flipped bits and other timings, and docs/faults.md made of what was found: about 40 minutes on 2 cores.
 # Records of earlier runs go first, but for that of `make long`.

@@ -10,7 +10,9 @@ import pytest
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import torch
+import torch.distributed as dist
 from hypothesis import settings
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not re-exported
 
 from tests.support import RankPool
 from tests.support.tiers import mark_slow_variants
@@ -24,6 +26,14 @@ def rank_pool() -> Iterator[RankPool]:
     """The worker processes behind `@ranks`."""
     with closing(RankPool()) as pool:
         yield pool
+
+
+@pytest.fixture
+def single_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is applied

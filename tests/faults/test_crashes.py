@@ -14,6 +14,7 @@ import pytest
 from tests.support.fault_report import Count, keep_count
 from tests.support.lost_ranks import Crew
 from tests.support.pool import open_store
+from tests.support.tiers import sampled
 
 KILLS = int(os.environ.get("ZEROSHARD_KILLS", "30"))
 LONGEST = 0.15
@@ -21,7 +22,7 @@ LONGEST = 0.15
 
 
 @pytest.mark.timeout(60 + 10 * KILLS)
-@pytest.mark.parametrize("world_size", [1, 2])
+@sampled("world_size", [1, 2])
 def test_killed_at_any_moment(tmp_path: Path, world_size: int) -> None:
     draw, store, folder = random.Random(world_size), open_store(), tmp_path / "run"
     saved, in_the_middle = 0, 0

@@ -43,6 +43,7 @@ def last_save(step: int) -> set[int]:
     return {last, last - EVERY}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=longer), pytest.param(2, marks=longer)])
 def test_four_ranks_go_on_as_three(tmp_path: Path, seed: int) -> None:

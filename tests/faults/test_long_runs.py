@@ -56,6 +56,7 @@ def plan_of(timing: int) -> Plan:
     return Plan(STEPS, STEPS // SEGMENTS, digest, timing, pauses=0.02 * timing, calm=calm)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * TIMEOUT + 60)
 def test_a_long_run_twice(rank_pool: RankPool, tmp_path: Path) -> None:
     runs: list[list[Record]] = []

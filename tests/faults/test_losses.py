@@ -17,6 +17,7 @@ import pytest
 from tests.support.fault_report import Count, keep_count
 from tests.support.lost_ranks import CHECKED, EVERY, FALLS, End, Order, Survivor, oracle
 from tests.support.pool import open_store
+from tests.support.tiers import sampled
 
 LOSSES = int(os.environ.get("ZEROSHARD_LOSSES", "2"))
 LONGEST = 0.2
@@ -103,7 +104,7 @@ def job(*, overlap: bool = False, ends: Mapping[int, End] = MappingProxyType({})
 
 
 @pytest.mark.timeout(60 + 20 * LOSSES)
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+@sampled("overlap", [False, True], ids=["plain", "overlap"])
 def test_killed_at_any_moment(overlap: bool) -> None:
     """By turns one rank less, and a new process in the place of the lost one or of all that were lost so far."""
     draw = random.Random(overlap)
@@ -120,7 +121,7 @@ def test_killed_at_any_moment(overlap: bool) -> None:
 
 
 @pytest.mark.timeout(60 + 20 * LOSSES)
-@pytest.mark.parametrize("moment", FALLS)
+@sampled("moment", FALLS)
 def test_another_is_killed_while_the_rest_goes_on_from_copies(moment: str) -> None:
     """Not the one that keeps the copy of the first, nor its ward: all shares are left, and so are ranks that go on."""
     draw, rounds = random.Random(moment), max(1, LOSSES // 10)
@@ -138,7 +139,7 @@ def test_another_is_killed_while_the_rest_goes_on_from_copies(moment: str) -> No
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("moment", FALLS)
+@sampled("moment", FALLS)
 def test_its_keeper_is_killed_while_the_rest_goes_on(moment: str) -> None:
     """Nobody has its share, until the next copy is whole: those that are left say so, all of them."""
     with job() as running:
@@ -154,7 +155,7 @@ SECOND = 3 * EVERY
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("lost", [0, 2])
+@sampled("lost", [0, 2])
 def test_killed_while_a_copy_is_sent(lost: int) -> None:
     """Half of it is of no use: the one before is still there."""
     with job(ends={lost: End(SECOND, "in the middle")}) as running:

@@ -35,6 +35,11 @@ QUICK = [
 ]
 
 
+FAST = [(Kind.KILLED, Place.BACKWARD, "shard"), (Kind.RAISES, Place.GATHER, "shard")]
+FAST += [(Kind.MISSHAPEN, Place.REDUCTION, "shard"), (Kind.KILLED, Place.INNER_STEP, "drop-in")]
+CELLS = [pytest.param(*cell, marks=() if cell in FAST else pytest.mark.slow) for cell in QUICK]
+
+
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return Matrix(tmp_path_factory.mktemp("matrix"))
@@ -50,7 +55,7 @@ def drawn(kind: Kind, place: Place, mode: str, turn: int) -> Fault:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("kind", "place", "mode"), QUICK, ids=lambda it: getattr(it, "name", it))
+@pytest.mark.parametrize(("kind", "place", "mode"), CELLS, ids=lambda it: getattr(it, "name", it))
 def test_a_fault(matrix: Matrix, kind: Kind, place: Place, mode: str) -> None:
     outcome = matrix.inject(drawn(kind, place, mode, 0), mode)
     assert outcome.restarted or kind in (Kind.RAISES, Kind.MISSHAPEN, Kind.SLOW), "a job cannot go on without a rank"

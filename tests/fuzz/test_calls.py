@@ -18,6 +18,7 @@ from tests.support import RankContext, ranks
 from tests.support.checkpoints import ADAMW, TrainingRun, dropin, train
 from tests.support.fuzzing import ODD, rounds
 from tests.support.oracles import assert_same
+from tests.support.tiers import sampled
 from zeroshard import (
     FlatShards,
     SecondCopy,
@@ -124,7 +125,7 @@ def attempt(case: Case, call: str, odd: Any, rank: int) -> Exception | None:
     return failure
 
 
-@pytest.mark.parametrize("way", [with_copies, dropin])
+@sampled("way", [with_copies, dropin])
 @pytest.mark.parametrize("call", CALLS)
 @ranks(2, 3, timeout=40)
 def test_calls(ctx: RankContext, tmp_path: Path, call: str, way: Any) -> None:

@@ -17,6 +17,7 @@ from tests.support import RankContext, ranks
 from tests.support.checkpoints import TrainingRun, dropin, flat, net, train
 from tests.support.fuzzing import ODD, rounds
 from tests.support.oracles import assert_same
+from tests.support.tiers import sampled
 from zeroshard import (
     Drift,
     FlatShards,
@@ -141,7 +142,7 @@ def test_parameters(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, timeout=100)
-@pytest.mark.parametrize("way", [flat, dropin])
+@sampled("way", [flat, dropin])
 def test_groups_that_are_added(ctx: RankContext, way: Any) -> None:
     run = TrainingRun(way=way)
     for seed in range(rounds(30)):

@@ -14,6 +14,7 @@ from tests.support.checkpoints import TrainingRun, Way, dropin, flat, net, plain
 from tests.support.fuzzing import TENSORS, Stranger, mutated, rounds
 from tests.support.monitoring import watched
 from tests.support.oracles import assert_same
+from tests.support.tiers import sampled
 from zeroshard import CheckpointError, MasterWeights, ZeroConfig, ZeroError, ZeroRedundancyOptimizer, shard
 from zeroshard.layout.partition import FlatShards
 from zeroshard.state.trees import map_tensors
@@ -108,7 +109,7 @@ def is_torchs(given: Any) -> bool:
 
 
 @ranks(1, 2, timeout=100)
-@pytest.mark.parametrize("way", [flat, dropin])
+@sampled("way", [flat, dropin])
 def test_spoiled_dicts(ctx: RankContext, way: Way) -> None:
     good, run, accepted = good_dict(), TrainingRun(way=way), 0
     for seed in range(rounds(60)):
@@ -136,7 +137,7 @@ def test_spoiled_dicts(ctx: RankContext, way: Way) -> None:
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("way", [flat, dropin, with_masters])
+@sampled("way", [flat, dropin, with_masters])
 def test_each_kind_of_tensor(ctx: RankContext, way: Way) -> None:
     good, run = good_dict(), TrainingRun(way=way)
     for kind, change in TENSORS.items():
@@ -184,7 +185,7 @@ def test_state_that_one_parameter_has_and_its_neighbour_has_not(ctx: RankContext
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("master", [torch.ones(1), "x", torch.ones(7, 7), torch.empty(6, 4, device="meta"), None])
+@sampled("master", [torch.ones(1), "x", torch.ones(7, 7), torch.empty(6, 4, device="meta"), None])
 def test_master_weights_of_another_shape(ctx: RankContext, master: Any) -> None:
     """One element would have become all of them."""
     run, bad = TrainingRun(way=with_masters), good_dict()

@@ -17,6 +17,7 @@ from tests.integrations.accelerate_runs import Loop, accelerated, accelerator
 from tests.integrations.closeness import assert_same
 from tests.support import RankContext, RankPool, ranks
 from tests.support.monitoring import recorded
+from tests.support.tiers import sampled
 from zeroshard import CheckpointError, ConfigError, FlatShards, KeepFull, ShardedOptimizer, ZeroConfig, shard
 from zeroshard.integrations.accelerate import Accelerator
 
@@ -29,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
 SMALL = ZeroConfig(partition=FlatShards(bucket_bytes=200))
 
 
-@pytest.mark.parametrize("case", CASES)
+@sampled("case", CASES)
 @ranks(2)
 def test_the_same_numbers_as_with_ddp(context: RankContext, case: str) -> None:
     compare_with_ddp(context, case)

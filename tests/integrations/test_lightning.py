@@ -20,6 +20,7 @@ from tests.integrations.closeness import assert_same
 from tests.integrations.lightning_runs import Module, Ranks, Run
 from tests.support import RankContext, RankPool, ranks
 from tests.support.monitoring import recorded
+from tests.support.tiers import sampled
 from zeroshard import (
     CheckpointError,
     ConfigError,
@@ -43,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 SMALL = ZeroConfig(partition=FlatShards(bucket_bytes=200))
 
 
-@pytest.mark.parametrize("case", CASES)
+@sampled("case", CASES)
 @ranks(2)
 def test_the_same_numbers_as_ddp(context: RankContext, case: str) -> None:
     compare_with_ddp(context, case)
@@ -199,7 +200,7 @@ def train(
     return [dict(module.state_dict()), module.losses, module.rates]
 
 
-@pytest.mark.parametrize("how", ["ours", "rules"])
+@sampled("how", ["ours", "rules"])
 @pytest.mark.filterwarnings("ignore:.* was saved by .* ranks")
 def test_who_is_stopped_goes_on_at_another_number_of_ranks(rank_pool: RankPool, tmp_path: Path, how: str) -> None:
     def run(size: int, name: str, epochs: int, how: str, path: str | Path | None = None) -> list[Any]:

@@ -16,6 +16,7 @@ from tests.integrations.closeness import assert_same
 from tests.integrations.transformers_runs import LENGTH, Rows, arguments, gpt, trained
 from tests.support import RankContext, RankPool, ranks
 from tests.support.monitoring import recorded
+from tests.support.tiers import sampled
 from zeroshard import CheckpointError, ConfigError, FlatShards, MasterWeights, ShardedOptimizer, ZeroConfig, shard
 from zeroshard.integrations.transformers import Trainer
 
@@ -33,7 +34,7 @@ def assert_alike(found: list[dict[str, float]], expected: list[dict[str, float]]
         assert ours == pytest.approx(theirs, rel=rel)
 
 
-@pytest.mark.parametrize("case", CASES)
+@sampled("case", CASES)
 @ranks(2)
 def test_the_same_numbers_as_with_ddp(context: RankContext, tmp_path: Path, case: str) -> None:
     compare_with_ddp(context, tmp_path, case)
@@ -133,7 +134,7 @@ def without_noise(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values.items() if not name.endswith("c_attn.bias")}
 
 
-@pytest.mark.parametrize("config", [None, ZeroConfig(masters=MasterWeights(torch.float32))], ids=["", "masters"])
+@sampled("config", [None, ZeroConfig(masters=MasterWeights(torch.float32))], ids=["", "masters"])
 @pytest.mark.filterwarnings("ignore:.* was saved by .* ranks")
 def test_who_is_stopped_goes_on_at_another_number_of_ranks(rank_pool: RankPool, tmp_path: Path, config: Any) -> None:
     def run(size: int, name: str, steps: int, plain: bool = False, resume: Any = None) -> list[Any]:

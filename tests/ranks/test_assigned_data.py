@@ -14,6 +14,7 @@ from tests.ranks.test_offload import everything_is_far
 from tests.support import RankContext, ranks
 from tests.support.optimizers import Assigning, Sam
 from tests.support.oracles import TINY, ZERO2, ShardTwins, assert_same, mlp, set_grads, some_configs, values_of
+from tests.support.tiers import sampled
 from zeroshard import (
     BindingError,
     MasterWeights,
@@ -80,7 +81,7 @@ def test_gradients_that_are_missing_now_and_then(ctx: RankContext) -> None:
     torch.testing.assert_close(values_of(ours), values_of(plain))
 
 
-@pytest.mark.parametrize("partition", [TINY, WholeParams()], ids=["flat", "whole"])
+@sampled("partition", [TINY, WholeParams()], ids=["flat", "whole"])
 @ranks(1, 2, 3, 4)
 def test_master_weights_and_what_is_saved_of_them(ctx: RankContext, partition: Any) -> None:
     model, config = half_mlp(), ZeroConfig(partition=partition, masters=MasterWeights())
@@ -98,7 +99,7 @@ def test_master_weights_and_what_is_saved_of_them(ctx: RankContext, partition: A
         torch.testing.assert_close(found, [master.detach() for master in oracle.masters])
 
 
-@pytest.mark.parametrize("masters", [None, MasterWeights()], ids=["plain", "masters"])
+@sampled("masters", [None, MasterWeights()], ids=["plain", "masters"])
 @ranks(1, 2)
 def test_offloaded(ctx: RankContext, masters: MasterWeights | None) -> None:
     with everything_is_far("cpu"):
@@ -150,7 +151,7 @@ def test_modes(ctx: RankContext) -> None:
     torch.testing.assert_close(values_of(model), before)
 
 
-@pytest.mark.parametrize("partition", [TINY, WholeParams()], ids=["flat", "whole"])
+@sampled("partition", [TINY, WholeParams()], ids=["flat", "whole"])
 @ranks(1, 2, 3, timeout=60)
 def test_what_does_not_fit_is_refused_everywhere_and_not_taken_over(ctx: RankContext, partition: Any) -> None:
     """On the one rank where it happened, the others' updates are made."""

@@ -18,11 +18,12 @@ from torch.distributed.fsdp import fully_shard
 from tests.support import RankContext, ranks
 from tests.support.checkpoints import ADAMW, WAYS, Way, assert_same_state, by_name, first_ranks, flat, net, plain, train
 from tests.support.oracles import assert_same
+from tests.support.tiers import sampled
 from tests.support.tools import convert
 from zeroshard import MasterWeights, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
 from zeroshard.checkpoint.archive import Archive
 
-every_way = pytest.mark.parametrize("way", WAYS)
+every_way = sampled("way", WAYS)
 
 
 def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def everything(optimizer: ZeroRedundancyOptimizer, model: nn.Module, group: Any 
 
 
 @ranks(5)
-@pytest.mark.parametrize("saving", [1, 2, 3, 4, 5])
+@sampled("saving", [1, 2, 3, 4, 5])
 def test_any_world_and_partition_to_any_other(ctx: RankContext, tmp_path: Path, saving: int) -> None:
     writers = first_ranks(saving)
     for source in WAYS:
@@ -317,7 +318,7 @@ def test_what_a_plain_optimizer_keeps_for_all_parameters_comes_back(tmp_path: Pa
 
 
 @ranks(1, 2, 3)
-@pytest.mark.parametrize("way", [shard, dropin_of])
+@sampled("way", [shard, dropin_of])
 def test_options_of_the_checkpoint_bring_state_that_was_not_expected(
     ctx: RankContext, tmp_path: Path, way: Any
 ) -> None:

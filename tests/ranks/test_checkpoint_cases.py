@@ -28,6 +28,7 @@ from tests.support.checkpoints import (
     whole,
 )
 from tests.support.oracles import assert_same
+from tests.support.tiers import sampled
 from zeroshard import (
     CheckpointError,
     ConfigError,
@@ -46,8 +47,8 @@ def bucket_view(model: nn.Module, group: dist.ProcessGroup | None = None) -> Zer
 
 
 @ranks(1, 2, 3)
-@pytest.mark.parametrize("way", [flat, one_bucket, whole, bucket_view, dropin])
-@pytest.mark.parametrize("everywhere", [True, False])
+@sampled("way", [flat, one_bucket, whole, bucket_view, dropin])
+@sampled("everywhere", [True, False])
 def test_parameters_whose_memory_was_exchanged(ctx: RankContext, tmp_path: Path, way: Way, everywhere: bool) -> None:
     run = TrainingRun(way=way)
     run.save(tmp_path)
@@ -90,7 +91,7 @@ def step_rows(model: nn.Module, optimizer: ZeroRedundancyOptimizer, rows: int = 
 
 
 @ranks(1, 2, 3)
-@pytest.mark.parametrize("steps", [0, 2])
+@sampled("steps", [0, 2])
 def test_masters_that_are_all_the_state_there_is(ctx: RankContext, tmp_path: Path, steps: int) -> None:
     """Also if only some of them differ from their parameters, or none: nothing is left of what was there before."""
     model, optimizer = bf16(0, torch.optim.SGD, lr=0.01)
@@ -140,8 +141,8 @@ class Odd(torch.optim.Optimizer):
 
 
 @ranks(1, 2, 3)
-@pytest.mark.parametrize("form", ["nested", "list", "tuple", "count", "scalar"])
-@pytest.mark.parametrize("way", ["shard", "drop-in", "plain"])
+@sampled("form", ["nested", "list", "tuple", "count", "scalar"])
+@sampled("way", ["shard", "drop-in", "plain"])
 @pytest.mark.filterwarnings("ignore:.*looks at whole parameters")
 def test_state_of_other_forms(ctx: RankContext, tmp_path: Path, form: str, way: str) -> None:
     ways: dict[str, Any] = {

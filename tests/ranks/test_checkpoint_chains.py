@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.support import RankContext, ranks
+from tests.support.tiers import sampled
 from zeroshard import FlatShards, MasterWeights, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
 
 MASTER = "master_weights"
@@ -79,7 +80,7 @@ def assert_like(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
         assert torch.equal(value, expected[name].to(value.dtype)), name
 
 
-@pytest.mark.parametrize("kind", ["plain", "fsdp2"])
+@sampled("kind", ["plain", "fsdp2"])
 @ranks(1, 2, 3)
 def test_master_weights_become_the_model_of_another_optimizer(ctx: RankContext, tmp_path: Path, kind: str) -> None:
     model, optimizer = ours(BF16, masters=True)
@@ -93,9 +94,9 @@ def test_master_weights_become_the_model_of_another_optimizer(ctx: RankContext, 
     assert all(MASTER not in values for values in into.state.values())
 
 
-@pytest.mark.parametrize("kind", ["plain", "fsdp2"])
-@pytest.mark.parametrize("between", [FP32, BF16])
-@pytest.mark.parametrize("end", [(FP32, False), (BF16, False), (BF16, True)], ids=str)
+@sampled("kind", ["plain", "fsdp2"])
+@sampled("between", [FP32, BF16])
+@sampled("end", [(FP32, False), (BF16, False), (BF16, True)], ids=str)
 @ranks(1, 2)
 def test_the_newest_values_arrive_after_a_time_without_master_weights(
     ctx: RankContext, tmp_path: Path, kind: str, between: torch.dtype, end: tuple[torch.dtype, bool]
@@ -203,8 +204,8 @@ WAYS: dict[str, Callable[[nn.Module], tuple[nn.Module, Optimizer]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("async_", [False, True])
+@sampled("way", WAYS)
+@sampled("async_", [False, True])
 @ranks(1, 2, 3, 4)
 def test_what_differs_is_that_of_the_first_rank(ctx: RankContext, tmp_path: Path, way: str, async_: bool) -> None:
     bare = marked(ctx)

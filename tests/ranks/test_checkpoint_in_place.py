@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from tests.support import RankContext, ranks
 from tests.support.checkpoints import ADAMW, WAYS, TrainingRun, Way, dropin, flat, net, one_bucket, train, whole
 from tests.support.oracles import assert_same
+from tests.support.tiers import sampled
 from zeroshard import CheckpointError, MasterWeights, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
 from zeroshard.checkpoint import reading
 from zeroshard.checkpoint.archive import Archive
@@ -27,7 +28,7 @@ def places(run: TrainingRun) -> set[int]:
 
 
 @ranks(1, 2, 3)
-@pytest.mark.parametrize("way", WAYS)
+@sampled("way", WAYS)
 def test_nothing_is_moved(ctx: RankContext, tmp_path: Path, way: Way) -> None:
     run = TrainingRun(way=way)
     run.save(tmp_path)
@@ -43,7 +44,7 @@ def test_nothing_is_moved(ctx: RankContext, tmp_path: Path, way: Way) -> None:
 
 
 @ranks(1, 2, 3)
-@pytest.mark.parametrize("way", [flat, one_bucket])
+@sampled("way", [flat, one_bucket])
 def test_segments_that_were_split_come_together(ctx: RankContext, tmp_path: Path, way: Way) -> None:
     """Into an optimizer whose parameters have not all made the same steps."""
     run = TrainingRun(way=way)
@@ -63,7 +64,7 @@ def test_segments_that_were_split_come_together(ctx: RankContext, tmp_path: Path
 
 
 @ranks(2, 3, 4)
-@pytest.mark.parametrize("way", [one_bucket, whole, dropin])
+@sampled("way", [one_bucket, whole, dropin])
 def test_each_rank_writes_and_reads_its_part(ctx: RankContext, tmp_path: Path, way: Way) -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)
@@ -95,7 +96,7 @@ def test_each_rank_writes_and_reads_its_part(ctx: RankContext, tmp_path: Path, w
 
 
 @ranks(1, 2, 3)
-@pytest.mark.parametrize("way", [flat, dropin])
+@sampled("way", [flat, dropin])
 def test_a_disk_that_fails_after_all_was_checked(ctx: RankContext, tmp_path: Path, way: Way) -> None:
     """Only this leaves a mixture, which every rank is told; the next load mends it."""
     run = TrainingRun(way=way)

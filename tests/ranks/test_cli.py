@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -24,11 +23,12 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.support import RankContext, ranks
 from tests.support.checkpoints import ADAMW, WAYS, Way, assert_same_state, by_name, flat, net, plain, train
+from tests.support.tiers import sampled
 from tests.support.tools import convert
 from zeroshard import ZeroRedundancyOptimizer, checkpoint, shard
 from zeroshard.cli.describe import describe
 
-every_way = pytest.mark.parametrize("way", WAYS)
+every_way = sampled("way", WAYS)
 
 
 def everything(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:

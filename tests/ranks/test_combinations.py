@@ -8,13 +8,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn, optim
 
 from tests.ranks.test_offload import everything_is_far
 from tests.support import RankContext, ranks
 from tests.support.oracles import assert_same
+from tests.support.tiers import sampled
 from zeroshard import (
     FlatShards,
     KeepFull,
@@ -112,7 +112,7 @@ def test_any_of_them_together_are_the_same_numbers(ctx: RankContext) -> None:
 
 
 @ranks(2, 4)
-@pytest.mark.parametrize("masters", [None, MasterWeights()], ids=["plain", "masters"])
+@sampled("masters", [None, MasterWeights()], ids=["plain", "masters"])
 def test_and_go_on_from_each_others_checkpoints(
     ctx: RankContext, masters: MasterWeights | None, tmp_path: Path
 ) -> None:

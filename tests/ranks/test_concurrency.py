@@ -34,6 +34,7 @@ from tests.support.concurrency import (
     two_groups,
 )
 from tests.support.oracles import ZERO1, ZERO2, assert_same, mlp, seeded, some_configs
+from tests.support.tiers import sampled
 from zeroshard import ZeroConfig, checkpoint
 from zeroshard.checkpoint import saving, writing
 
@@ -41,7 +42,7 @@ from zeroshard.checkpoint import saving, writing
 
 
 @some_configs
-@pytest.mark.parametrize("second", [by_shard, by_drop_in], ids=["shard", "drop-in"])
+@sampled("second", [by_shard, by_drop_in], ids=["shard", "drop-in"])
 @ranks(2, 3)
 def test_two_optimizers_on_one_model(ctx: RankContext, config: ZeroConfig, second: Callable[..., Optimizer]) -> None:
     """One backward pass for both, and steps in turn: first the one, then the other one."""
@@ -60,7 +61,7 @@ def test_two_optimizers_on_one_model(ctx: RankContext, config: ZeroConfig, secon
 # ---- several groups
 
 
-@pytest.mark.parametrize("overlapping", [False, True], ids=["same", "overlapping"])
+@sampled("overlapping", [False, True], ids=["same", "overlapping"])
 @some_configs
 @ranks(2, 4)
 def test_two_groups_in_two_threads(ctx: RankContext, config: ZeroConfig, overlapping: bool) -> None:
@@ -68,7 +69,7 @@ def test_two_groups_in_two_threads(ctx: RankContext, config: ZeroConfig, overlap
         run.check()
 
 
-@pytest.mark.parametrize("overlapping", [False, True], ids=["same", "overlapping"])
+@sampled("overlapping", [False, True], ids=["same", "overlapping"])
 @some_configs
 @ranks(3)
 def test_two_groups_in_one_thread(ctx: RankContext, config: ZeroConfig, overlapping: bool) -> None:
@@ -154,7 +155,7 @@ class Inputs(Dataset[Tensor]):
         return inputs_of(number, self._rank)
 
 
-@pytest.mark.parametrize("config", [ZERO2, ZERO1], ids=["zero2", "zero1"])
+@sampled("config", [ZERO2, ZERO1], ids=["zero2", "zero1"])
 @ranks(2)
 def test_a_data_loader_with_processes(ctx: RankContext, config: ZeroConfig) -> None:
     run = ConcurrentRun(None, config)

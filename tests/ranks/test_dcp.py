@@ -28,10 +28,11 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.support import RankContext, ranks
 from tests.support.checkpoints import ADAMW, WAYS, Way, assert_same_state, by_name, flat, net, plain, train
+from tests.support.tiers import sampled
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard.state.dcp import CutTensor
 
-every_way = pytest.mark.parametrize("way", WAYS)
+every_way = sampled("way", WAYS)
 FULL = StateDictOptions(full_state_dict=True)
 
 
@@ -124,7 +125,7 @@ def test_flattened_dicts(ctx: RankContext, tmp_path: Path, way: Way) -> None:
 
 @ranks(1, 2, 3)
 @every_way
-@pytest.mark.parametrize("broadcast", [False, True])
+@sampled("broadcast", [False, True])
 def test_full_dicts_are_loaded(ctx: RankContext, way: Way, broadcast: bool) -> None:
     """From all ranks, or from rank 0 alone."""
     odd = not broadcast  # torch sends transposed tensors in the wrong order
@@ -145,7 +146,7 @@ def test_full_dicts_are_loaded(ctx: RankContext, way: Way, broadcast: bool) -> N
 
 @ranks(1, 2, 3)
 @every_way
-@pytest.mark.parametrize("background", [False, True])
+@sampled("background", [False, True])
 def test_as_stateful(ctx: RankContext, tmp_path: Path, way: Way, background: bool) -> None:
     """DCP calls `state_dict` and `load_state_dict` itself."""
     _, optimizer = trained(way)

@@ -25,6 +25,7 @@ def plain_copy(folder: Path) -> torch.optim.AdamW:
     return optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore:.* was saved by .* ranks")
 def test_the_whole_script_trains_saves_and_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:
@@ -39,6 +40,7 @@ def losses(printed: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"ranks: loss (\S+)", printed)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_who_is_stopped_and_goes_on_loses_nothing(tmp_path: Path) -> None:
     """On the same number of ranks to the last bit; on others sums of float32 are made in another order."""
@@ -55,6 +57,7 @@ def test_who_is_stopped_and_goes_on_loses_nothing(tmp_path: Path) -> None:
     assert straight[-1] < straight[0] - 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_gpt_trains_sharded(tmp_path: Path) -> None:
     printed = torchrun(SCRIPT.with_name("train_gpt.py"), 2, tmp_path, "--way", "shard", "--steps", "2")
@@ -62,6 +65,7 @@ def test_the_gpt_trains_sharded(tmp_path: Path) -> None:
     assert "rank 1: loss of its last batch" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_muon_and_adamw_train_and_go_on_at_another_number_of_ranks(tmp_path: Path) -> None:
     script, last = SCRIPT.with_name("train_muon.py"), 9.9
@@ -84,6 +88,7 @@ def test_one_import_shares_the_state_under_ddp(tmp_path: Path) -> None:
     assert max(held.values()) < 0.6 * sum(held.values())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_layers_that_are_thawed_train_and_have_state(tmp_path: Path) -> None:
     printed = torchrun(SCRIPT.with_name("finetune.py"), 2, tmp_path)
@@ -92,6 +97,7 @@ def test_layers_that_are_thawed_train_and_have_state(tmp_path: Path) -> None:
     assert (few, many) == ("66", "24,962")  # half of two moments: of the head, and of all; slices are aligned
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_small_updates_move_a_bf16_model_with_masters_only(tmp_path: Path) -> None:
     printed = torchrun(SCRIPT.with_name("bf16_masters.py"), 2, tmp_path)
@@ -105,6 +111,7 @@ def test_the_index_of_examples_lists_all_of_them() -> None:
     assert sorted(listed) == sorted(file.name for file in SCRIPT.parent.glob("*.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_reports_and_traces_are_made(tmp_path: Path) -> None:
     printed = torchrun(SCRIPT.with_name("report.py"), 2, tmp_path, "report.png")
@@ -114,6 +121,7 @@ def test_reports_and_traces_are_made(tmp_path: Path) -> None:
     assert names == {path.name for path in tmp_path.iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_others_go_on_when_one_is_killed(tmp_path: Path) -> None:
     command, settings = [sys.executable, str(SCRIPT.with_name("recover.py"))], {"GLOO_SOCKET_IFNAME": "lo"}

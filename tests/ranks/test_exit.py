@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch import torchrun
+from tests.support.tiers import sampled
 
 SCRIPT = """
 import sys
@@ -27,7 +28,7 @@ if "leave" in sys.argv:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("what", [["leave"], [], ["step"], ["step", "leave"], ["step", "copy"]], ids=" ".join)
+@sampled("what", [["leave"], [], ["step"], ["step", "leave"], ["step", "copy"]], ids=" ".join)
 def test_the_end_of_a_process(tmp_path: Path, what: list[str]) -> None:
     """With gradients or a copy under way or without, from a group that was left or not."""
     script = tmp_path / "script.py"

@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.support import RankContext, ranks
 from tests.support.oracles import DdpTwins, Twins, assert_same, mlp, setups, small_model
+from tests.support.tiers import sampled
 from zeroshard import ConfigError, ZeroRedundancyOptimizer, shard
 from zeroshard.ddp_hooks import hook_with_zero_step
 
@@ -19,7 +20,7 @@ def subgroup(*members: int) -> dist.ProcessGroup | None:
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
-@pytest.mark.parametrize("members", [(0, 1), (1, 2), (0, 2), (2,), (2, 0, 1)], ids=str)
+@sampled("members", [(0, 1), (1, 2), (0, 2), (2,), (2, 0, 1)], ids=str)
 @ranks(3)
 def test_ranks_of_a_group_that_are_not_the_global_ones(ctx: RankContext, members: tuple[int, ...]) -> None:
     group = subgroup(*members)
@@ -54,7 +55,7 @@ def test_two_optimizers_on_two_groups_at_once(ctx: RankContext) -> None:
     assert [loads > 0 for loads in mine.zero.layout.loads(trainable=True)] == [True, True]
 
 
-@pytest.mark.parametrize("members", [(1, 2), (2, 0)], ids=str)
+@sampled("members", [(1, 2), (2, 0)], ids=str)
 @ranks(3)
 def test_overlap_on_a_part_of_the_ranks(ctx: RankContext, members: tuple[int, ...]) -> None:
     group = subgroup(*members)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
@@ -41,6 +40,7 @@ from tests.support.oracles import (
     values_of,
     within,
 )
+from tests.support.tiers import sampled
 from zeroshard import (
     GradScaler,
     KeepFull,
@@ -97,7 +97,7 @@ def whole_numbers(number: int) -> Tensor:
 
 
 @ranks(2, 4)
-@pytest.mark.parametrize("config", [ZERO2, ZERO1, ZeroConfig()], ids=["zero2", "zero1", "one-bucket"])
+@sampled("config", [ZERO2, ZERO1, ZeroConfig()], ids=["zero2", "zero1", "one-bucket"])
 def test_where_sums_are_exact_all_grids_are_equal_bit_by_bit(ctx: RankContext, config: ZeroConfig) -> None:
     results = []
     for where in ({}, *map(within, grids(ctx.world_size)), *map(meshed, grids(ctx.world_size))):
@@ -153,7 +153,7 @@ def test_all_rows_start_as_rank_0_and_have_its_buffers(ctx: RankContext) -> None
         assert optimizer.world_size == grid[1]
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@sampled("norm_type", [2.0, 1.0, float("inf")])
 @ranks(2, 3, 4)
 def test_clipping(ctx: RankContext, norm_type: float) -> None:
     """To rounding: norms are added up shard by shard."""

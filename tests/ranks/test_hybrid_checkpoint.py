@@ -34,6 +34,7 @@ from tests.support.oracles import (
     values_of,
     within,
 )
+from tests.support.tiers import sampled
 from zeroshard import (
     ConfigError,
     FlatShards,
@@ -119,7 +120,7 @@ def size_of(folder: Path) -> int:
 
 
 @ranks(2, 4)
-@pytest.mark.parametrize("config", [ZeroConfig(), CONFIGS[1]], ids=["flat", "whole"])
+@sampled("config", [ZeroConfig(), CONFIGS[1]], ids=["flat", "whole"])
 def test_replicas_are_written_once(ctx: RankContext, tmp_path: Path, config: ZeroConfig) -> None:
     """The bytes on the disk: what one group writes, but for the headers of chunks that are cut in other places."""
     sizes = {}
@@ -138,7 +139,7 @@ def test_replicas_are_written_once(ctx: RankContext, tmp_path: Path, config: Zer
 
 
 @ranks(4, timeout=120)
-@pytest.mark.parametrize("config", CONFIGS, ids=["flat", "whole"])
+@sampled("config", CONFIGS, ids=["flat", "whole"])
 def test_from_any_grid_to_any_grid(ctx: RankContext, tmp_path: Path, config: ZeroConfig) -> None:
     """Bit by bit, also in what follows: data are equal on all ranks, so that means over four are exact."""
     reference = net()
@@ -159,7 +160,7 @@ def test_from_any_grid_to_any_grid(ctx: RankContext, tmp_path: Path, config: Zer
 
 
 @ranks(4, timeout=120)
-@pytest.mark.parametrize("fewer", [1, 2, 3])
+@sampled("fewer", [1, 2, 3])
 def test_from_two_rows_to_fewer_ranks_and_back(ctx: RankContext, tmp_path: Path, fewer: int) -> None:
     model, optimizer = made((2, 2))
     train(model, optimizer, 3)

@@ -33,6 +33,7 @@ from tests.support.oracles import (
     seeded,
     within,
 )
+from tests.support.tiers import sampled
 from zeroshard import (
     CheckpointError,
     ConfigError,
@@ -188,7 +189,7 @@ def test_no_memory_to_pack_gradients_in(ctx: RankContext, config: ZeroConfig) ->
         go_on(ctx, twins, grid)
 
 
-@pytest.mark.parametrize("which", [range(1), range(1, 2), range(4, 5), range(9, 10), range(10)], ids=str)
+@sampled("which", [range(1), range(1, 2), range(4, 5), range(9, 10), range(10)], ids=str)
 @both_stages
 @ranks(2, 4, timeout=60)
 def test_sums_that_cannot_be_made(ctx: RankContext, config: ZeroConfig, which: range) -> None:

@@ -12,6 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from tests.support import RankContext, ranks
 from tests.support.oracles import Twins, assert_same, set_grads, small_model
+from tests.support.tiers import sampled
 from zeroshard import RankFailedError, ZeroRedundancyOptimizer
 
 Train = Callable[[nn.Module, Optimizer, int], None]
@@ -46,7 +47,7 @@ def with_scaler(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
 
 
 @ranks(2, 3, 4)
-@pytest.mark.parametrize("train", [with_closure, with_scaler])
+@sampled("train", [with_closure, with_scaler])
 @pytest.mark.parametrize(("factory", "options"), [(SGD, {"momentum": 0.9}), (AdamW, {"fused": True})])
 def test_parity_under_join(
     ctx: RankContext, train: Train, factory: Callable[..., Optimizer], options: dict[str, Any]

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from tests.support import RankContext, ranks
 from tests.support.oracles import TINY, WIDTH, assert_same, average, batch, from_all_ranks, mlp, set_grads
+from tests.support.tiers import sampled
 from zeroshard import FlatShards, KeepFull, MasterWeights, ZeroConfig, ZeroRedundancyOptimizer, shard
 
 Options = dict[str, Any]
@@ -174,7 +174,7 @@ def resumed(run: Run, saved: Any, inner: tuple[Any, Options], config: ZeroConfig
 
 
 @ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("model_first", [True, False])
+@sampled("model_first", [True, False])
 def test_goes_on_as_if_never_interrupted(ctx: RankContext, model_first: bool) -> None:
     for inner, config, other in zip(INNER[:2], CONFIGS, CONFIGS[1:], strict=False):
         run = Run(half_mlp(), config, inner)

@@ -23,6 +23,7 @@ from tests.support.oracles import (
     some_configs,
     values_of,
 )
+from tests.support.tiers import sampled
 from zeroshard import FlatShards, MasterWeights, RankFailedError, WholeParams, ZeroConfig, checkpoint, shard
 
 
@@ -90,7 +91,7 @@ def test_evaluation_is_with_the_weights_of_the_plain_optimizer(ctx: RankContext,
         assert all_equal([trained, values_of(twins.model)])
 
 
-@pytest.mark.parametrize("partition", [WholeParams(), TINY, FlatShards()], ids=["whole", "tiny", "flat"])
+@sampled("partition", [WholeParams(), TINY, FlatShards()], ids=["whole", "tiny", "flat"])
 @ranks(1, 2, 3)
 def test_without_a_model_too(ctx: RankContext, partition: Any) -> None:
     twins = Twins(Averaging, zero_only={"config": ZeroConfig(partition=partition)})

@@ -18,6 +18,7 @@ import zeroshard.runtime.host
 import zeroshard.runtime.offload
 from tests.support import RankContext, ranks
 from tests.support.oracles import assert_same
+from tests.support.tiers import sampled
 from zeroshard import (
     ConfigError,
     FlatShards,
@@ -163,7 +164,7 @@ def assert_at_home(run: Run) -> None:
 
 @ranks(1, 2, 3)
 @on_devices
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@sampled("kind", OPTIMIZERS)
 def test_updates_are_those_of_resident_state(ctx: RankContext, device: str, kind: str) -> None:
     with everything_is_far(device):
         pair = Pair(device, kind)
@@ -281,7 +282,7 @@ class Replacing(optim.Optimizer):
 
 @ranks(1, 2)
 @on_devices
-@pytest.mark.parametrize("factory", [CountingInTensors, Replacing])
+@sampled("factory", [CountingInTensors, Replacing])
 def test_what_optimizers_may_do_with_tensors(ctx: RankContext, device: str, factory: Any) -> None:
     OPTIMIZERS[factory.__name__] = (factory, {})
     with everything_is_far(device), warnings.catch_warnings():
@@ -295,7 +296,7 @@ def test_what_optimizers_may_do_with_tensors(ctx: RankContext, device: str, fact
 
 @ranks(1, 2)
 @on_devices
-@pytest.mark.parametrize("masters", [False, True])
+@sampled("masters", [False, True])
 def test_quantized_state_loads_beside_masters_that_rest_elsewhere(
     ctx: RankContext, device: str, masters: bool, tmp_path: Path
 ) -> None:
@@ -342,7 +343,7 @@ def test_a_host_without_memory_loses_no_update(ctx: RankContext) -> None:
 
 @ranks(1, 2)
 @on_devices
-@pytest.mark.parametrize("masters", [False, True])
+@sampled("masters", [False, True])
 def test_state_goes_and_comes_through_every_door(ctx: RankContext, device: str, masters: bool, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if masters else torch.float32
     with everything_is_far(device):

@@ -23,6 +23,12 @@ from tests.support.optimizers import (
 )
 
 SECONDS = 60.0
+FAST = ["torch.optim.AdamW", "torch.optim.Muon", "torchao.optim.AdamW8bit", "schedulefree.AdamWScheduleFree"]
+FAST += ["pytorch_optimizer.SOAP", "prodigyopt.Prodigy"]
+NUMBERS = [
+    pytest.param(number, id=case.title, marks=() if case.title in FAST else pytest.mark.slow)
+    for number, case in enumerate(CASES)
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +42,7 @@ def body(ctx: RankContext, number: int, folder: Path) -> Report:
 
 
 @pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[case.title for case in CASES])
+@pytest.mark.parametrize("number", NUMBERS)
 def test_it_does_what_it_does_alone_or_is_refused(
     rank_pool: RankPool, reports: dict[str, Report], number: int, tmp_path: Path
 ) -> None:

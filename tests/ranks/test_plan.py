@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, RMSprop
 
 from tests.support import RankContext, ranks
+from tests.support.tiers import sampled
 from zeroshard import (
     ConfigError,
     FlatShards,
@@ -115,7 +116,7 @@ ROWS: dict[str, tuple[torch.dtype, ZeroConfig]] = {
 
 
 @ranks(2, 3, 4)
-@pytest.mark.parametrize("case", ROWS)
+@sampled("case", ROWS)
 def test_rows_of_ranks(ctx: RankContext, case: str) -> None:
     dtype, config = ROWS[case]
     for row in (it for it in (1, 2, 3) if ctx.world_size % it == 0):

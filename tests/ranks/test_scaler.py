@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from tests.support import RankContext, ranks
 from tests.support.oracles import TINY, WIDTH, Pair, Twins, assert_same, mlp, regression, set_grads
+from tests.support.tiers import sampled
 from zeroshard import (
     GradScaler,
     KeepFull,
@@ -90,7 +91,7 @@ def test_goes_as_with_ddp(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("clip", [False, True])
+@sampled("clip", [False, True])
 def test_all_skip_when_one_rank_overflows(ctx: RankContext, clip: bool) -> None:
     for config, inner in zip(CONFIGS, INNER, strict=True):
         scaled = same(config, inner)
@@ -168,7 +169,7 @@ def test_float16_with_master_weights(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-@pytest.mark.parametrize("unscale", [False, True])
+@sampled("unscale", [False, True])
 def test_torchs_own_scaler_is_refused(ctx: RankContext, unscale: bool) -> None:
     for config in CONFIGS:
         model = mlp()

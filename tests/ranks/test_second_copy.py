@@ -16,6 +16,7 @@ from torch import nn
 from tests.support import RankContext, ranks
 from tests.support.checkpoints import ADAMW, net, train
 from tests.support.oracles import assert_same
+from tests.support.tiers import sampled
 from zeroshard import (
     CheckpointError,
     ConfigError,
@@ -116,15 +117,15 @@ def everything(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Any:
 
 
 @ranks(2, 3, 4)
-@pytest.mark.parametrize("way", WAYS)
+@sampled("way", WAYS)
 def test_without_one_rank_training_goes_on_as_from_a_checkpoint(ctx: RankContext, way: str) -> None:
     lose_a_rank(ctx, WAYS[way], lost=len(way) % ctx.world_size)  # now this one, now that
 
 
 @ranks(2, 3)
 @pytest.mark.gpu
-@pytest.mark.parametrize("offload", [None, Offload()])
-@pytest.mark.parametrize("overlap", [False, True])
+@sampled("offload", [None, Offload()])
+@sampled("overlap", [False, True])
 def test_what_is_on_a_gpu(ctx: RankContext, offload: Offload | None, overlap: bool) -> None:
     config = replace(COPIED, offload=offload, overlap_gather=overlap)
     lose_a_rank(ctx, sharded(config), lost=ctx.world_size - 1, device="cuda")
@@ -152,7 +153,7 @@ def lose_a_rank(ctx: RankContext, way: Way, *, lost: int, device: str = "cpu") -
 
 
 @ranks(2, 3, 4)
-@pytest.mark.parametrize("lost", [0, 1])
+@sampled("lost", [0, 1])
 def test_with_a_new_process_in_its_place(ctx: RankContext, lost: int) -> None:
     """It has another model, and nothing in its hands."""
     model = net()

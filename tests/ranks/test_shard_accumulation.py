@@ -26,9 +26,10 @@ from tests.support.oracles import (
     some_configs,
     values_of,
 )
+from tests.support.tiers import sampled
 from zeroshard import ShardedOptimizer, ZeroConfig, shard
 
-every_clearing = pytest.mark.parametrize("by_model", [False, True], ids=["optimizer", "model"])
+every_clearing = sampled("by_model", [False, True], ids=["optimizer", "model"])
 
 
 def sum_of_averages(ddp: nn.Module, passes: list[Callable[[nn.Module], torch.Tensor]]) -> None:

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tests.support import RankContext, ranks
 from tests.support.oracles import TINY, WIDTH, Handed, Pair, assert_same, batch, mlp, some_configs
+from tests.support.tiers import sampled
 from zeroshard import ConfigError, KeepFull, ZeroConfig, shard
 from zeroshard.adapters.module import ZeroGrad
 
@@ -366,7 +367,7 @@ def muon(params: Any, **options: Any) -> optim.Optimizer:
 
 
 @ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("config", [None, ZeroConfig(retention=KeepFull()), ZeroConfig(overlap_gather=True)])
+@sampled("config", [None, ZeroConfig(retention=KeepFull()), ZeroConfig(overlap_gather=True)])
 def test_optimizers_that_cannot_be_cut(ctx: RankContext, config: ZeroConfig | None) -> None:
     def square() -> nn.Module:
         return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
@@ -406,7 +407,7 @@ def test_a_model_does_not_remember_optimizers_that_are_gone(ctx: RankContext) ->
 
 
 @ranks(2, 4)
-@pytest.mark.parametrize("chosen", ["all", "plain"])
+@sampled("chosen", ["all", "plain"])
 def test_tensor_parallel_parameters_are_refused(ctx: RankContext, chosen: str) -> None:
     """Also those that the optimizer would not get: their gradients would be averaged by nobody."""
     mesh = init_device_mesh("cpu", (ctx.world_size // 2, 2), mesh_dim_names=("replicate", "tensor"))

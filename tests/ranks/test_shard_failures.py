@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support import RankContext, ranks
 from tests.support.monitoring import recorded
 from tests.support.oracles import ZERO1, ZERO2, ShardTwins, both_stages, mlp, regression, seeded, some_configs
+from tests.support.tiers import sampled
 from zeroshard import FlatShards, RankFailedError, ZeroConfig, ZeroRedundancyOptimizer
 from zeroshard.comm import pairs
 from zeroshard.comm.ways import add_in_order
@@ -97,8 +98,8 @@ def misshapen(where: int, when: list[bool]) -> Callable[[], nn.Module]:
     return made
 
 
-@pytest.mark.parametrize("where", [0, 1, 4, -1])
-@pytest.mark.parametrize("config", [ZERO2, ZERO1, ZeroConfig(), ONE_EACH], ids=["zero2", "zero1", "one", "each"])
+@sampled("where", [0, 1, 4, -1])
+@sampled("config", [ZERO2, ZERO1, ZeroConfig(), ONE_EACH], ids=["zero2", "zero1", "one", "each"])
 @ranks(1, 2, 3, timeout=20)
 def test_a_gradient_of_another_shape(ctx: RankContext, config: ZeroConfig, where: int) -> None:
     when = [False]
@@ -113,7 +114,7 @@ def test_a_gradient_of_another_shape(ctx: RankContext, config: ZeroConfig, where
 
 
 @some_configs
-@pytest.mark.parametrize("first", [0, 1])
+@sampled("first", [0, 1])
 @ranks(1, 2, 3, timeout=20)
 def test_no_memory_to_pack_gradients_in(ctx: RankContext, config: ZeroConfig, first: int) -> None:
     twins = ShardTwins(config)
@@ -161,7 +162,7 @@ def test_no_memory_in_the_step_itself(ctx: RankContext, config: ZeroConfig) -> N
     twins.train(2)
 
 
-@pytest.mark.parametrize("which", [range(1), range(2, 3), range(4, 5), range(5)], ids=["first", "third", "last", "all"])
+@sampled("which", [range(1), range(2, 3), range(4, 5), range(5)], ids=["first", "third", "last", "all"])
 @both_stages
 @ranks(2, 3, timeout=20)
 def test_slices_that_cannot_be_added_up(ctx: RankContext, config: ZeroConfig, which: range) -> None:

@@ -13,6 +13,7 @@ from tests.ranks import test_shard_graphs as graphs
 from tests.ranks import test_shard_unused as unused
 from tests.support import RankContext, ranks
 from tests.support.oracles import mlp, regression, seeded
+from tests.support.tiers import sampled
 from zeroshard import FlatShards, ZeroConfig, shard
 from zeroshard.runtime import grad_sync, under_way
 from zeroshard.runtime.slots import Slot
@@ -66,7 +67,7 @@ def test_as_with_small_ones(ctx: RankContext, number: int) -> None:
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("to_none", [False, True])
+@sampled("to_none", [False, True])
 def test_clearing_in_the_middle_of_a_pass(ctx: RankContext, to_none: bool) -> None:
     """What is copied already and has not been sent is cleared, too."""
     model = seeded(mlp, 0)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -25,6 +24,7 @@ from tests.support.oracles import (
     some_configs,
     through_branches,
 )
+from tests.support.tiers import sampled
 from zeroshard import ZeroConfig, ZeroRedundancyOptimizer, shard
 
 
@@ -55,7 +55,7 @@ PLANS: dict[str, Plan] = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@sampled("plan", PLANS)
 @ranks(2, 3)
 def test_layers_of_which_passes_use_some(ctx: RankContext, plan: str) -> None:
     def loss(model: nn.Module, number: int) -> torch.Tensor:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.multiprocessing as mp
 from torch import nn, optim
 
 from tests.support import RankContext, ranks
 from tests.support.oracles import ShardTwins, Side, Twins, assert_same, some_configs, values_of
+from tests.support.tiers import sampled
 from zeroshard import FlatShards, ZeroConfig
 
 
@@ -67,7 +67,7 @@ FLAT: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("zero_only", FLAT, ids=["flat", "view", "loose"])
+@sampled("zero_only", FLAT, ids=["flat", "view", "loose"])
 @ranks(1, 2, 3)
 def test_the_drop_in(ctx: RankContext, zero_only: dict[str, Any]) -> None:
     for share in WAYS:

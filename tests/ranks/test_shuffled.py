@@ -30,6 +30,7 @@ from tests.support.concurrency import (
 )
 from tests.support.fault_report import Count, keep_count
 from tests.support.oracles import ZERO1, ZERO2, all_equal, mlp, regression, seeded, values_of
+from tests.support.tiers import sampled
 from zeroshard import (
     Drift,
     NonFinite,
@@ -53,7 +54,7 @@ OVERLAP = replace(ZERO2, overlap_gather=True)
 LOOKING = replace(OVERLAP, second_copy=SecondCopy(every=1), drift=Drift(every=1), nonfinite=NonFinite("skip"))
 
 CONFIGS = {"zero2": ZERO2, "zero1": ZERO1, "overlap": OVERLAP}
-few_configs = pytest.mark.parametrize("config", CONFIGS)
+few_configs = sampled("config", CONFIGS)
 
 Make = Callable[[nn.Module], ShardedOptimizer]
 
@@ -107,7 +108,7 @@ def state_of_all(optimizer: Any) -> list[Tensor]:
     return [value.clone() for entry in held for value in entry.values() if isinstance(value, Tensor)]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@sampled("way", WAYS)
 @ranks(4, timeout=60 + 3 * SEEDS)
 def test_any_timing(ctx: RankContext, way: str) -> None:
     expected = trained(ctx, WAYS[way])
@@ -124,7 +125,7 @@ def keep(ctx: RankContext, case: str, count: int) -> None:
         keep_count(Count("timings", f"{ctx.world_size} ranks, {case}", "all parameters and all state compared", count))
 
 
-@pytest.mark.parametrize("way", ["zero2", "overlap", "hybrid"])
+@sampled("way", ["zero2", "overlap", "hybrid"])
 @ranks(4, timeout=60 + 6 * SEEDS)
 def test_any_timing_of_saves_in_the_background(ctx: RankContext, tmp_path: Path, way: str) -> None:
     expected, seeds = trained(ctx, WAYS[way]), max(1, SEEDS // 2)
@@ -160,7 +161,7 @@ def require_the_same(ctx: RankContext, case: str, make: Callable[[], list[Tensor
     keep(ctx, case, seeds)
 
 
-@pytest.mark.parametrize("second", [by_shard, by_drop_in], ids=["shard", "drop-in"])
+@sampled("second", [by_shard, by_drop_in], ids=["shard", "drop-in"])
 @few_configs
 @ranks(3, timeout=60 + 6 * SEEDS)
 def test_any_timing_of_two_optimizers(ctx: RankContext, config: str, second: Callable[..., Optimizer]) -> None:
@@ -168,7 +169,7 @@ def test_any_timing_of_two_optimizers(ctx: RankContext, config: str, second: Cal
     require_the_same(ctx, case, lambda: of_two_optimizers(CONFIGS[config], second))
 
 
-@pytest.mark.parametrize("overlapping", [False, True], ids=["same", "overlapping"])
+@sampled("overlapping", [False, True], ids=["same", "overlapping"])
 @few_configs
 @ranks(4, timeout=60 + 6 * SEEDS)
 def test_any_timing_of_two_groups_in_two_threads(ctx: RankContext, config: str, overlapping: bool) -> None:

@@ -182,6 +182,20 @@ def test_workers_are_reused_and_end_with_the_pool() -> None:
             os.kill(pid, 0)
 
 
+def leave_a_thread_on_rank_1(ctx: RankContext) -> int:
+    if ctx.rank == 1:
+        threading.Thread(target=wait_forever, name="zeroshard-test", daemon=True).start()
+    return os.getpid()
+
+
+def test_a_worker_with_threads_left_is_replaced() -> None:
+    with closing(RankPool()) as pool:
+        before = pool.run(leave_a_thread_on_rank_1, 2)
+        after = [pid for _, pid in pool.run(identify, 2)]
+    assert before[0] in after
+    assert before[1] not in after
+
+
 def kill_the_parent(ctx: RankContext) -> None:
     dist.barrier()
     parent = multiprocessing.parent_process()

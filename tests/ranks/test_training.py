@@ -16,21 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.support import RankContext, ranks
-from tests.support.oracles import Twins, assert_same, set_grads, small_model
+from tests.support.oracles import SCHEDULERS, Twins, assert_same, follow, set_grads, small_model, two_groups
 from zeroshard import ConfigError, ZeroRedundancyOptimizer
 
 Options = dict[str, Any]
 VIEWS = ({"parameters_as_bucket_view": False}, {"parameters_as_bucket_view": True})
 MOMENTUM: Options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-
-
-def in_groups(model: nn.Module) -> list[Options]:
-    """Two groups; the second is too small for every rank to own something in it."""
-    *others, last = model.parameters()
-    return [{"params": others}, {"params": [last], "lr": 0.05}]
 
 
 def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
@@ -39,64 +33,21 @@ def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
     return loss
 
 
-# ---- learning rates
-
-SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "LambdaLR": lambda opt: lr_scheduler.LambdaLR(opt, lambda epoch: 0.9**epoch),
-    "MultiplicativeLR": lambda opt: lr_scheduler.MultiplicativeLR(opt, lambda epoch: 1 - 0.1 * epoch),
-    "StepLR": lambda opt: lr_scheduler.StepLR(opt, 2),
-    "MultiStepLR": lambda opt: lr_scheduler.MultiStepLR(opt, [1, 3]),
-    "ConstantLR": lambda opt: lr_scheduler.ConstantLR(opt, total_iters=2),
-    "LinearLR": lambda opt: lr_scheduler.LinearLR(opt, total_iters=3),
-    "ExponentialLR": lambda opt: lr_scheduler.ExponentialLR(opt, 0.8),
-    "PolynomialLR": lambda opt: lr_scheduler.PolynomialLR(opt, 3, power=2.0),
-    "CosineAnnealingLR": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 3),
-    "CosineAnnealingWarmRestarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 2),
-    "ReduceLROnPlateau": lambda opt: lr_scheduler.ReduceLROnPlateau(opt, patience=0),
-    "CyclicLR": lambda opt: lr_scheduler.CyclicLR(opt, 0.01, 0.2, step_size_up=2),
-    "OneCycleLR": lambda opt: lr_scheduler.OneCycleLR(opt, 0.2, total_steps=10),
-    "SequentialLR": lambda opt: lr_scheduler.SequentialLR(
-        opt, [lr_scheduler.ConstantLR(opt, total_iters=2), lr_scheduler.ExponentialLR(opt, 0.5)], [2]
-    ),
-    "ChainedScheduler": lambda opt: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.LinearLR(opt, total_iters=3), lr_scheduler.ExponentialLR(opt, 0.9)]
-    ),
-    "SWALR": lambda opt: SWALR(opt, swa_lr=0.3, anneal_epochs=3),
-}
+# ---- learning rates: tests/unit/test_schedulers.py has all schedulers
 
 
-def test_every_scheduler_is_here() -> None:
-    assert set(lr_scheduler.__all__) - {"LRScheduler"} == set(SCHEDULERS) - {"SWALR"}
-
-
-def follow(twins: Twins, make: Callable[[Any], Any], epochs: int = 5) -> set[str]:
-    """Train both with a scheduler each; returns what values the options of the first group went through."""
-    schedulers = [make(twins.zero), make(twins.plain)]
-    twins.check()
-    seen = set()
-    for _ in range(epochs):
-        twins.train(1)
-        for scheduler in schedulers:
-            metric = (1.0,) if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else ()
-            scheduler.step(*metric)
-        twins.check()
-        assert_same(schedulers[0].get_last_lr(), schedulers[1].get_last_lr())
-        seen.add(str({k: v for k, v in twins.zero.param_groups[0].items() if k in ("lr", "momentum", "betas")}))
-    return seen
-
-
-@ranks(1, 2, 3, 4)
-def test_lr_schedulers(ctx: RankContext) -> None:
-    for view, make in enumerate(SCHEDULERS.values()):
-        sgd = Twins(optim.SGD, handed=in_groups, zero_only=VIEWS[view % 2], **MOMENTUM)
-        adam = Twins(optim.AdamW, handed=in_groups, zero_only=VIEWS[view % 2], lr=0.1)
-        for twins in (sgd, adam):
-            assert len(follow(twins, make)) > 1
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("name", ["OneCycleLR", "ReduceLROnPlateau"])
+def test_lr_schedulers(ctx: RankContext, name: str) -> None:
+    for zero_only in VIEWS:
+        for cls, options in ((optim.SGD, MOMENTUM), (optim.AdamW, {"lr": 0.1})):
+            twins = Twins(cls, handed=two_groups, zero_only=zero_only, **options)
+            assert len(follow(twins, SCHEDULERS[name])) > 1
 
 
 @ranks(2)
 def test_schedulers_write_into_a_tensor_lr(ctx: RankContext) -> None:
-    twins = Twins(optim.AdamW, handed=in_groups, lr=torch.tensor(0.1), foreach=False)
+    twins = Twins(optim.AdamW, handed=two_groups, lr=torch.tensor(0.1), foreach=False)
     assert len(follow(twins, SCHEDULERS["ExponentialLR"])) > 1
 
 
@@ -112,7 +63,7 @@ def test_a_scheduler_sees_the_steps(ctx: RankContext) -> None:
 @ranks(1, 3)
 def test_defaults_are_complete(ctx: RankContext) -> None:
     for factory in (optim.SGD, optim.AdamW, partial(optim.RMSprop, momentum=0.5)):
-        for handed in (nn.Module.parameters, in_groups):
+        for handed in (nn.Module.parameters, two_groups):
             twins = Twins(factory, handed=handed, lr=0.3)
             assert_same(twins.zero.defaults, twins.plain.defaults)
 
@@ -246,7 +197,7 @@ def test_gradient_accumulation_under_ddp(ctx: RankContext) -> None:
 def test_freezing_and_thawing(ctx: RankContext) -> None:
     for zero_only in VIEWS:
         for set_to_none in (True, False):
-            twins = Twins(optim.SGD, handed=in_groups, zero_only=zero_only, **MOMENTUM)
+            twins = Twins(optim.SGD, handed=two_groups, zero_only=zero_only, **MOMENTUM)
             for frozen in ((), (0, 5), (1, 2, 3), (0, 1, 2, 3, 4, 5), (4,), ()):
                 for model, optimizer in twins.sides:
                     optimizer.zero_grad(set_to_none)
@@ -342,7 +293,7 @@ class Swapping(Counting):
 @ranks(1, 2, 3, 4)
 def test_what_the_inner_optimizer_writes_into_its_groups(ctx: RankContext) -> None:
     def handed(model: nn.Module) -> list[Options]:
-        return [group | {"once": True} for group in in_groups(model)]
+        return [group | {"once": True} for group in two_groups(model)]
 
     for zero_only in VIEWS:
         twins = Twins(Counting, handed=handed, zero_only=zero_only)
@@ -359,7 +310,7 @@ def test_an_optimizer_that_exchanges_memory(ctx: RankContext) -> None:
 
 @ranks(1, 2, 3, 4)
 def test_what_the_user_writes_into_the_groups(ctx: RankContext) -> None:
-    twins = Twins(optim.SGD, handed=in_groups, lr=0.1)
+    twins = Twins(optim.SGD, handed=two_groups, lr=0.1)
     twins.train(1)
     for _, optimizer in twins.sides:
         optimizer.param_groups[0]["lr"] = 0.5
@@ -394,7 +345,7 @@ class Fussy(optim.SGD):
 @ranks(1, 2, 3, 4)
 def test_optimizers_that_refuse_empty_groups(ctx: RankContext) -> None:
     for zero_only in VIEWS:
-        for handed in (lambda model: list(model.parameters())[:1], in_groups):
+        for handed in (lambda model: list(model.parameters())[:1], two_groups):
             twins = Twins(Fussy, handed=handed, zero_only=zero_only, lr=0.1)
             twins.train(2)
             added = [nn.Linear(2, 2, bias=False) for _ in twins.sides]
@@ -421,7 +372,7 @@ class Maker:
 def test_any_callable_may_make_the_optimizer(ctx: RankContext) -> None:
     factories = (partial(optim.SGD, momentum=0.9), make_sgd, lambda params, lr: optim.Adam(params, 2 * lr), Maker())
     for factory in factories:
-        for handed in (nn.Module.parameters, in_groups):
+        for handed in (nn.Module.parameters, two_groups):
             twins = Twins(factory, handed=handed, lr=0.1)
             assert type(twins.zero.optim) is type(twins.plain)
             twins.train(2)
@@ -470,7 +421,7 @@ def test_arguments_and_result_of_the_step(ctx: RankContext) -> None:
 
 @ranks(1, 3)
 def test_the_optimizer_is_given_what_the_user_gave(ctx: RankContext) -> None:
-    for handed, kind in ((nn.Module.parameters, nn.Parameter), (nn.Module.named_parameters, tuple), (in_groups, dict)):
+    for handed, kind in ((nn.Module.parameters, nn.Parameter), (nn.Module.named_parameters, tuple), (two_groups, dict)):
         given: list[Any] = []
 
         def factory(params: list[Any], given: list[Any] = given) -> Optimizer:

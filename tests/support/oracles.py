@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.futures import Future
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Muon, Optimizer, lr_scheduler
+from torch.optim.swa_utils import SWALR
 
 from tests.support.tiers import sampled
 from zeroshard import (
@@ -70,6 +71,12 @@ def in_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Three groups, one of them empty, in another order than the model's."""
     first, *rest = model.parameters()
     return [{"params": rest, "lr": 0.3}, {"params": []}, {"params": [first], "weight_decay": 0.1}]
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The second is too small for every rank to own something in it."""
+    *others, last = model.parameters()
+    return [{"params": others}, {"params": [last], "lr": 0.05}]
 
 
 class Twins:
@@ -149,6 +156,48 @@ def assert_same(found: Any, expected: Any, where: str = "it") -> None:
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     strides = tensor.stride() if tensor.layout == torch.strided else None
     return tensor.layout, tensor.dtype, tensor.device, tuple(tensor.shape), strides
+
+
+# ---- Learning-rate schedulers on both sides of `Twins`
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda opt: lr_scheduler.LambdaLR(opt, lambda epoch: 0.9**epoch),
+    "MultiplicativeLR": lambda opt: lr_scheduler.MultiplicativeLR(opt, lambda epoch: 1 - 0.1 * epoch),
+    "StepLR": lambda opt: lr_scheduler.StepLR(opt, 2),
+    "MultiStepLR": lambda opt: lr_scheduler.MultiStepLR(opt, [1, 3]),
+    "ConstantLR": lambda opt: lr_scheduler.ConstantLR(opt, total_iters=2),
+    "LinearLR": lambda opt: lr_scheduler.LinearLR(opt, total_iters=3),
+    "ExponentialLR": lambda opt: lr_scheduler.ExponentialLR(opt, 0.8),
+    "PolynomialLR": lambda opt: lr_scheduler.PolynomialLR(opt, 3, power=2.0),
+    "CosineAnnealingLR": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 3),
+    "CosineAnnealingWarmRestarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 2),
+    "ReduceLROnPlateau": lambda opt: lr_scheduler.ReduceLROnPlateau(opt, patience=0),
+    "CyclicLR": lambda opt: lr_scheduler.CyclicLR(opt, 0.01, 0.2, step_size_up=2),
+    "OneCycleLR": lambda opt: lr_scheduler.OneCycleLR(opt, 0.2, total_steps=10),
+    "SequentialLR": lambda opt: lr_scheduler.SequentialLR(
+        opt, [lr_scheduler.ConstantLR(opt, total_iters=2), lr_scheduler.ExponentialLR(opt, 0.5)], [2]
+    ),
+    "ChainedScheduler": lambda opt: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(opt, total_iters=3), lr_scheduler.ExponentialLR(opt, 0.9)]
+    ),
+    "SWALR": lambda opt: SWALR(opt, swa_lr=0.3, anneal_epochs=3),
+}
+
+
+def follow(twins: Twins, make: Callable[[Any], Any], epochs: int = 5) -> set[str]:
+    """Train both with a scheduler each; returns what values the options of the first group went through."""
+    schedulers = [make(twins.zero), make(twins.plain)]
+    twins.check()
+    seen = set()
+    for _ in range(epochs):
+        twins.train(1)
+        for scheduler in schedulers:
+            metric = (1.0,) if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else ()
+            scheduler.step(*metric)
+        twins.check()
+        assert_same(schedulers[0].get_last_lr(), schedulers[1].get_last_lr())
+        seen.add(str({k: v for k, v in twins.zero.param_groups[0].items() if k in ("lr", "momentum", "betas")}))
+    return seen
 
 
 # ---- Parameter specs without parameters

@@ -226,11 +226,15 @@ def _find(module: str, qualname: str) -> Callable[..., Any]:
     return body
 
 
+_BUSY = b"busy"
+"""A worker says so that still has threads of the package, which wait for messages of a test that is over."""
+
+
 def _leave() -> bytes:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
-    return b""
+    return _BUSY if any(thread.name.startswith("zeroshard") for thread in threading.enumerate()) else b""
 
 
 # ---- One worker process as the pool sees it
@@ -311,7 +315,10 @@ NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 
 class RankPool:
-    """Runs functions on real gloo ranks; a worker that took part in a failed run is replaced."""
+    """Runs functions on real gloo ranks.
+
+    A worker is replaced if it took part in a failed run, or has threads of the package left afterwards.
+    """
 
     def __init__(self) -> None:
         self._store = open_store()
@@ -336,7 +343,8 @@ class RankPool:
             _send(workers, jobs)
             outcomes = _collect(workers, timeout)
             _send(workers, [None] * world_size)
-            _collect(workers, timeout)
+            left = _collect(workers, timeout)
+        self._discard([workers[rank] for rank, outcome in left.items() if outcome.value == _BUSY])
         return [pickle.loads(outcomes[rank].value) for rank in range(world_size)]
 
     def close(self) -> None:

@@ -20,7 +20,9 @@ RANK_COUNT = "rank_count"
 """The parameter with which `@ranks` says the world size."""
 
 
-def sampled(name: str, values: Iterable[Any], ids: Sequence[str] | Callable[[Any], str] | None = None) -> Any:
+def sampled(
+    name: str, values: Iterable[Any], ids: Iterable[str] | Callable[[Any], str] | None = None
+) -> Callable[[Test], Test]:
     """Like `pytest.mark.parametrize`, but the fast tier runs one of the values.
 
     For products of configurations. Not for tests that are about the difference between the values.

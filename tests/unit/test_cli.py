@@ -530,6 +530,7 @@ print(status, peak["RssAnon"] - before["RssAnon"], peak["VmRSS"] - before["VmRSS
 MIB = 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 @pytest.mark.timeout(240)
 def test_memory_stays_small(tmp_path: Path) -> None:

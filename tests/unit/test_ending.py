@@ -3,8 +3,7 @@
 import subprocess
 import sys
 
-import pytest
-
+from tests.support.tiers import sampled
 from zeroshard.comm.ending import IN_VAIN, RECEIVING
 
 BUSY = 5.0
@@ -28,7 +27,7 @@ def seconds_of(end: str, seconds: float) -> float:
     return float(subprocess.run(command, check=False, capture_output=True, text=True, timeout=60).stdout)
 
 
-@pytest.mark.parametrize("end", ["raise RuntimeError", "1 / 0"])
+@sampled("end", ["raise RuntimeError", "1 / 0"])
 def test_who_has_hung_up_waits_for_a_moment_only(end: str) -> None:
     assert seconds_of(end, RECEIVING) < IN_VAIN + BUSY < RECEIVING
 

@@ -19,6 +19,7 @@ import torch
 from packaging.requirements import Requirement
 
 import zeroshard
+from tests.support.tiers import sampled
 
 ROOT = Path(__file__).parents[2]
 pytest.importorskip("hatchling")
@@ -122,7 +123,7 @@ def sdist(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpacked
 
 
-@pytest.mark.parametrize("source", ["wheel", "sdist"])
+@sampled("source", ["wheel", "sdist"])
 @pytest.mark.timeout(300)
 def test_an_empty_environment_has_it_and_its_command(
     wheel: Path, sdist: Path, torch_alone: Path, tmp_path: Path, source: str
@@ -191,6 +192,7 @@ def test_it_says_what_it_is(facts: Message) -> None:
     assert str(facts.get_payload()).startswith("# zeroshard\n")
 
 
+@pytest.mark.slow
 def test_what_is_installed_can_be_used_and_its_command_says_which_extra_it_lacks(
     installed: Path, tmp_path: Path
 ) -> None:

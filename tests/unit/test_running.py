@@ -75,6 +75,7 @@ def test_a_script_sees_what_python_shows_it(folder: Path) -> None:
     assert (ours.returncode, ours.stderr) == (plain.returncode, plain.stderr) == (7, "to stderr\n")
 
 
+@pytest.mark.slow
 def test_a_module_sees_what_python_shows_it(folder: Path) -> None:
     code = SCRIPT.replace("import helper ", "from . import helper ").replace("__spec__ is None", "__spec__.name")
     (folder / "scripts" / "script.py").write_text(code)

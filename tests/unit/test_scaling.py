@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import zeroshard
 from tests.support.oracles import spec
+from tests.support.tiers import sampled
 from tests.unit.test_partition import GROUPS, WORLD_SIZES, Groups, steadily
 from zeroshard.comm import shards as comm_shards
 from zeroshard.comm.ways import filled
@@ -69,7 +70,7 @@ def made_for(kind: str, ranks: int) -> Counter[str]:
     return Counter(spans=spans.count, pieces=pieces.count)
 
 
-@pytest.mark.parametrize("kind", PARTITIONS)
+@sampled("kind", PARTITIONS)
 def test_no_more_is_made_for_more_ranks(kind: str) -> None:
     few, many = made_for(kind, FEW), made_for(kind, MANY)
     assert many["pieces"] <= few["pieces"] <= 2000
@@ -77,7 +78,7 @@ def test_no_more_is_made_for_more_ranks(kind: str) -> None:
     assert many["spans"] <= few["spans"] + (0 if kind == "cut" else 3 * 2000)
 
 
-@pytest.mark.parametrize("kind", PARTITIONS)
+@sampled("kind", PARTITIONS)
 def test_loads_are_found_without_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = PARTITIONS[kind].extend(Layout.empty(MANY), [spec(i, (5000,), group=i % 2) for i in range(400)])
     monkeypatch.setattr(layouts, "Piece", None)
@@ -121,7 +122,7 @@ def test_slices_of_many_ranks_are_added_by_one_call(ranks: int) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind", ["shard", "rules", "dropin"])
+@sampled("kind", ["shard", "rules", "dropin"])
 def test_one_of_thousands_of_ranks_updates_its_own(kind: str) -> None:
     """2,000 parameters on 4,096 ranks that are not there, in a process of its own."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.unit.test_scaling", kind]

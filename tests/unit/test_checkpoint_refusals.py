@@ -1,0 +1,337 @@
+"""Checkpoints that are damaged, foreign or hostile, and wrong arguments: refused with a reason, and nothing changes.
+
+What one process decides is tested here, in a process group of one. `tests/ranks/test_checkpoint_hazards.py` shows that
+all ranks refuse when one of them does.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from tests.support.checkpoints import (
+    Evil,
+    Net,
+    TrainingRun,
+    dropin,
+    edit_metadata,
+    files_below,
+    flat,
+    net,
+    on_rank_0,
+    refused,
+    train,
+    whole,
+)
+from tests.support.oracles import assert_same
+from tests.support.tiers import sampled
+from zeroshard import ConfigError, checkpoint, shard
+from zeroshard.checkpoint.manifest import MANIFEST, Manifest
+from zeroshard.state.codec import pack
+
+pytestmark = pytest.mark.usefixtures("single_rank")
+
+Damage = Callable[[Path], object]
+DATA = "__0_0.distcp"
+
+
+# ---- damaged files
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def flip(file: Path) -> None:
+    """One bit, in the middle of the data."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def exchange(directory: Path) -> None:
+    """A file of the same name and size, of the checkpoint before."""
+    before = directory.parent / "step-000000001" / DATA
+    assert before.stat().st_size == (directory / DATA).stat().st_size
+    (directory / DATA).write_bytes(before.read_bytes())
+
+
+def exchange_metadata(directory: Path) -> None:
+    edit_metadata(directory, lambda it: it.planner_data.pop("ranks.0"))
+
+
+def noise(file: Path) -> None:
+    file.write_bytes(random.Random(0).randbytes(500))
+
+
+def lead_out(name: str) -> Damage:
+    def edit(metadata: Any) -> None:
+        next(iter(metadata.storage_data.values())).relative_path = name
+
+    return lambda directory: edit_metadata(directory, edit)
+
+
+def forget_chunks(metadata: Any) -> None:
+    for it in metadata.state_dict_metadata.values():
+        if hasattr(it, "chunks"):
+            it.chunks.clear()
+
+
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "no metadata": (lambda it: (it / ".metadata").unlink(), r"no \.metadata"),
+    "cut metadata": (lambda it: cut(it / ".metadata"), r"\.metadata cannot be read"),
+    "empty metadata": (lambda it: (it / ".metadata").write_bytes(b""), r"\.metadata cannot be read"),
+    "noise as metadata": (lambda it: noise(it / ".metadata"), r"\.metadata cannot be read"),
+    "no chunks": (lambda it: edit_metadata(it, forget_chunks), r"\.metadata contradicts itself.*parts with 0 of them"),
+    "another's metadata": (exchange_metadata, r"\.metadata is damaged"),
+    "no data": (lambda it: (it / DATA).unlink(), f"{DATA} is missing"),
+    "cut data": (lambda it: cut(it / DATA), f"{DATA} is truncated"),
+    "one bit": (lambda it: flip(it / DATA), f"{DATA} is damaged"),
+    "another's data": (exchange, f"{DATA} is damaged, or of another checkpoint"),
+    "cut manifest": (lambda it: cut(it / MANIFEST), f"{MANIFEST} cannot be read"),
+    "wrong manifest": (lambda it: (it / MANIFEST).write_text('{"format": 1, "step": []}'), f"{MANIFEST} cannot be"),
+    "later manifest": (lambda it: (it / MANIFEST).write_text('{"format": 2}'), "newer version"),
+    "upwards": (lead_out("../x"), "outside its directory: '../x'"),
+    "absolute": (lead_out("/etc/passwd"), "outside its directory: '/etc/passwd'"),
+    "nowhere": (lead_out(".."), "outside its directory"),
+    "no name": (lead_out(7), "outside its directory"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files(tmp_path: Path, damage: str) -> None:
+    run = TrainingRun()
+    run.save(tmp_path, 1)
+    train(run.model, run.optimizer, 1)
+    directory = run.save(tmp_path, 2)
+    spoil, match = DAMAGES[damage]
+    on_rank_0(lambda: spoil(directory))
+    other = TrainingRun(seed=5)
+    for path in (tmp_path, directory):
+        if damage == "no metadata" and path == directory:
+            match = "no checkpoint in it"
+        with refused(other, match, tmp_path):
+            other.load(path)
+    other.load(tmp_path / "step-000000001")
+
+
+FOREIGN_DAMAGES: dict[str, tuple[Damage, str]] = {
+    "cut data": (lambda it: cut(it / DATA), f"{DATA} is truncated"),
+    "noise": (
+        lambda it: (it / DATA).write_bytes(bytes((it / DATA).stat().st_size)),
+        f"'.*' in .*{DATA} cannot be read",
+    ),
+    "no chunks": (lambda it: edit_metadata(it, forget_chunks), "elements, but parts with 0 of them"),
+    "no planner data": (lambda it: edit_metadata(it, lambda m: m.planner_data.clear()), "has no optimizer|other model"),
+}
+
+
+@pytest.mark.parametrize("damage", FOREIGN_DAMAGES)
+def test_damaged_files_without_check_sums(tmp_path: Path, damage: str) -> None:
+    """As others write them: torch notices less, and says it less clearly."""
+    directory = TrainingRun().save(tmp_path)
+    on_rank_0((directory / MANIFEST).unlink)
+    spoil, match = FOREIGN_DAMAGES[damage]
+    on_rank_0(lambda: spoil(directory))
+    other = TrainingRun(seed=5)
+    with refused(other, match, tmp_path):
+        checkpoint.load(directory, **other.parts(scheduler=False))
+
+
+# ---- files that would run code
+
+
+def test_metadata_runs_no_code(tmp_path: Path) -> None:
+    run, marker = TrainingRun(), tmp_path / "marker"
+    directory = run.save(tmp_path / "run")
+    for evil in (Evil(marker), Metadata({}, planner_data=Evil(marker))):
+        on_rank_0(partial((directory / ".metadata").write_bytes, pickle.dumps(evil)))
+        with refused(run, "no part of a checkpoint's metadata", tmp_path):
+            run.load(tmp_path / "run")
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("place", ["groups", "state", "model"])
+def test_data_run_no_code(tmp_path: Path, place: str) -> None:
+    run, marker = TrainingRun(), tmp_path / "marker"
+    run.save(tmp_path / "run")
+    evil = Evil(marker)
+    names = [name for name, _ in run.model.named_parameters()]
+    group = {"params": names, "lr": evil if place == "groups" else 0.1}
+    optim = {"state": {name: {"step": evil if place == "state" else 1.0} for name in names}, "param_groups": [group]}
+    model: dict[str, Any] = dict(run.model.state_dict())
+    if place == "model":
+        model["unused"] = evil
+    dcp_save({"model": model, "optim": optim}, checkpoint_id=tmp_path / "evil")
+    match = {"groups": r"'optim.param_groups.0.lr' holds a type .* run code \(.*posix.system", "state": "another optim"}
+    with refused(run, match.get(place, "another model"), tmp_path):
+        checkpoint.load(tmp_path / "evil", **run.parts(scheduler=False))
+    assert not marker.exists()
+
+
+def as_bytes(value: Any, *, safely: bool = True) -> torch.Tensor:
+    if safely:
+        return torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("place", ["ranks", "scheduler"])
+@pytest.mark.parametrize("kind", ["evil", "noise", "wrong"])
+def test_packed_values_run_no_code(tmp_path: Path, place: str, kind: str) -> None:
+    run, marker = TrainingRun(), tmp_path / "marker"
+    values = {
+        "evil": as_bytes({"random": Evil(marker), "extra": Evil(marker)}, safely=False),
+        "noise": torch.arange(100, dtype=torch.uint8),
+        "wrong": as_bytes({"random": {"torch": torch.zeros(3), "python": []}, "extra": 1}),
+    }
+    good = as_bytes(run.scheduler.state_dict())
+    contents: dict[str, Any] = {"model": run.model.state_dict(), "scheduler": good}
+    contents[place] = {"0": values[kind]} if place == "ranks" else values[kind]
+    dcp_save(contents, checkpoint_id=tmp_path / "evil")
+    text = Manifest(1, 1, files_below(tmp_path / "evil"), 0.0, "").text()
+    on_rank_0(lambda: (tmp_path / "evil" / MANIFEST).write_text(text))
+    if kind == "wrong" and place == "scheduler":
+        return  # a scheduler takes any dict
+    reason = {"evil": "GLOBAL posix.system", "noise": "", "wrong": ""}[kind]
+    with refused(run, f"'{place}.* cannot be read.*{reason}", tmp_path):
+        checkpoint.load(tmp_path / "evil", model=run.model, scheduler=run.scheduler)
+    assert not marker.exists()
+
+
+# ---- checkpoints of something else
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    run = TrainingRun()
+    on_rank_0((tmp_path / "empty").mkdir)
+    on_rank_0(lambda: (tmp_path / "file").write_text(""))
+    with refused(run, "nothing does not exist", tmp_path):
+        run.load(tmp_path / "nothing")
+    with refused(run, "no checkpoint in it", tmp_path):
+        run.load(tmp_path / "empty")
+    with refused(run, "file is a file", tmp_path):
+        run.load(tmp_path / "file")
+
+
+class Wider(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Conv1d(2, 4, 2)
+
+
+class Longer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.further = nn.Parameter(torch.randn(2))
+
+
+@pytest.mark.parametrize("way", [flat, whole, dropin, None])
+def test_another_model(tmp_path: Path, way: Any) -> None:
+    run, longer, wider = TrainingRun(way=way), TrainingRun(way=way, model=Longer()), TrainingRun(way=way, model=Wider())
+    run.save(tmp_path / "short")
+    longer.save(tmp_path / "long")
+    with refused(run, "Only there: further", tmp_path):
+        run.load(tmp_path / "long")
+    with refused(longer, "Missing there: further", tmp_path):
+        longer.load(tmp_path / "short")
+    with refused(wider, r"'model.kernel.* in .* has shape \(3.*\(4", tmp_path):
+        wider.load(tmp_path / "short")
+    alone = named_like(wider)
+    with refused(wider, r"kernel.* in .* has shape \(3.*kernel.* has \(4", tmp_path):
+        checkpoint.load(tmp_path / "short", optimizer=alone)
+
+
+def named_like(run: TrainingRun) -> Any:
+    """Its optimizer, whose parameters have the names of the model also where the model is not given."""
+    for group in run.optimizer.param_groups:
+        group.setdefault("param_names", [name for name, _ in run.model.named_parameters()])
+    return run.optimizer
+
+
+@pytest.mark.parametrize("way", [flat, whole, None])
+def test_what_both_have(tmp_path: Path, way: Any) -> None:
+    """With strict=False. What is missing in the checkpoint keeps its value and its state."""
+    run, longer = TrainingRun(way=way), TrainingRun(seed=3, way=way, model=Longer())
+    run.save(tmp_path)
+    before = longer.look()
+    loaded = longer.load(tmp_path, strict=False)
+    after = longer.look()
+    assert loaded.step == 2
+    assert torch.equal(after["model"]["further"], before["model"]["further"])
+    assert torch.equal(after["model"]["mix"], run.model.state_dict()["mix"])
+    if before["optimizer"] is not None:
+        last = len(list(longer.model.parameters())) - 1
+        order = [name for name, _ in longer.model.named_parameters()].index("further")
+        assert 0 <= order <= last
+        assert_same(after["optimizer"]["state"].get(order), before["optimizer"]["state"].get(order), "further")
+
+
+def test_parts_that_are_not_there(tmp_path: Path) -> None:
+    run = TrainingRun()
+    checkpoint.save(tmp_path, step=1, model=run.model)
+    with refused(run, "no optimizer in it", tmp_path):
+        checkpoint.load(tmp_path, model=run.model, optimizer=run.optimizer)
+    with refused(run, "no scheduler in it", tmp_path):
+        checkpoint.load(tmp_path, model=run.model, scheduler=run.scheduler)
+    other = TrainingRun(seed=4)
+    before = other.look()
+    other.load(tmp_path, strict=False)
+    assert_same({**other.look(), "model": 0, "random": 0}, {**before, "model": 0, "random": 0}, "what is not there")
+    assert_same(other.model.state_dict(), run.model.state_dict(), "the model")
+
+
+KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Adamax": torch.optim.Adamax,
+    "RMSprop": torch.optim.RMSprop,
+    "Adagrad": torch.optim.Adagrad,
+}
+
+
+@sampled("saved", KINDS)
+def test_another_optimizer_class(tmp_path: Path, saved: str) -> None:
+    model = net()
+    ours = shard(model, KINDS[saved])
+    train(model, ours, 2)
+    checkpoint.save(tmp_path, step=1, model=model, optimizer=ours)
+    for kind, made in KINDS.items():
+        for steps in (0, 2):
+            for sharded in (True, False):
+                run = TrainingRun(seed=2, steps=0)
+                run.model = net(2)
+                run.optimizer = shard(run.model, made) if sharded else made(run.model.parameters())
+                train(run.model, run.optimizer, steps)
+                if kind == saved:
+                    checkpoint.load(tmp_path, model=run.model, optimizer=run.optimizer)
+                    train(run.model, run.optimizer, 1)
+                elif {kind, saved} != {"SGD", "momentum"}:  # which are one class
+                    with refused(run, "is of another optimizer class", tmp_path):
+                        checkpoint.load(tmp_path, model=run.model, optimizer=run.optimizer)
+
+
+def test_values_that_cannot_be(tmp_path: Path) -> None:
+    run = TrainingRun()
+    run.save(tmp_path)
+    with refused(run, "step-000000002 exists already", tmp_path):
+        run.save(tmp_path)
+    for step in (-1, 1.5, "3", None, True):
+        with refused(run, "step must be", tmp_path, error=ConfigError):
+            run.save(tmp_path, step)  # type: ignore[arg-type]
+    for keep in (0, -1, 1.5, "3", True):
+        with refused(run, "keep must be", tmp_path, error=ConfigError):
+            run.save(tmp_path, 3, keep=keep)
