@@ -113,7 +113,7 @@ $(PEERS): $(READY)
 	touch $(PEERS)
 
 bench: $(PEERS)
-	status=0; for part in dropin checkpoint muon mesh scaling labels peers; do $(PY) benchmarks/$$part.py || status=1; done; exit $$status
+	status=0; for part in dropin construction checkpoint muon mesh scaling labels peers; do $(PY) benchmarks/$$part.py || status=1; done; exit $$status
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis site dist

@@ -33,10 +33,7 @@ class Cutting(NamedTuple):
     """Of state that is made of several tensors: those that are the same for all pieces."""
 
 
-_MUST_STAY_WHOLE: Cutting | None = None
-
-
-@memoize_probe(on_failure=_MUST_STAY_WHOLE)
+@memoize_probe(on_failure=None)
 def how_to_cut(recipe: Recipe) -> Cutting | None:
     """The finest way; None if parameters must stay whole."""
     with quietly(recipe):

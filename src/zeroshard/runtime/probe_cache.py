@@ -13,7 +13,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 from ..layout.specs import marks_of
 from .inner import ParamGroup, Recipe
 
-Answer = TypeVar("Answer")
+Probe = TypeVar("Probe", bound=Callable[..., Any])
 
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
-MAX_ANSWERS_PER_CLASS = 128
+MAX_ANSWERS_PER_CLASS = 1024
 _MAX_TENSOR_NUMEL = 64
 _PLAIN_TYPES = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.memory_format)
 
@@ -33,21 +33,24 @@ _answers: "weakref.WeakKeyDictionary[type, dict[Hashable, Any]]" = weakref.WeakK
 _lock = threading.Lock()
 
 
-def memoize_probe(*, on_failure: Answer) -> Callable[[Callable[[Recipe], Answer]], Callable[[Recipe], Answer]]:
-    """Make a function of a recipe remember its answers; `on_failure` is the answer where it raises."""
+def memoize_probe(*, on_failure: Any) -> Callable[[Probe], Probe]:
+    """Make a function of a recipe, and of further hashable arguments, remember its answers.
 
-    def decorate(probe: Callable[[Recipe], Answer]) -> Callable[[Recipe], Answer]:
+    `on_failure` is the answer where it raises.
+    """
+
+    def decorate(probe: Probe) -> Probe:
         @functools.wraps(probe)
-        def ask(recipe: Recipe) -> Answer:
+        def ask(recipe: Recipe, *arguments: Hashable) -> Any:
             cls, rest = _describe(recipe)
+            question = (probe.__qualname__, arguments, rest)
             with _lock:
                 known = _answers.get(cls, {}) if cls else {}
-                if cls and (key := (probe.__name__, _freeze_class(cls), rest)) in known:
-                    answer: Answer = known[key]
-                    return answer
+                if cls and (key := (_freeze_class(cls), question)) in known:
+                    return known[key]
             before = _count_collectives()
             try:
-                answer = probe(recipe)
+                answer = probe(recipe, *arguments)
             except OUT_OF_MEMORY:  # says nothing about the class: ask again next time
                 return on_failure
             except Exception:
@@ -56,10 +59,10 @@ def memoize_probe(*, on_failure: Answer) -> Callable[[Callable[[Recipe], Answer]
             # they have cached, so such answers are never kept.
             if cls and before is not None and before == _count_collectives():
                 # The class as it is now: its first instance makes torch wrap its `step`.
-                _store(cls, (probe.__name__, _freeze_class(cls), rest), answer)
+                _store(cls, (_freeze_class(cls), question), answer)
             return answer
 
-        return ask
+        return cast(Probe, ask)
 
     return decorate
 

@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +12,7 @@ from ..layout.partition import Cost, checked
 from ..layout.specs import ParamSpec
 from .beginnings import built_for
 from .inner import Recipe, ShardOptimizer
+from .probe_cache import memoize_probe
 from .selftest import quietly, step_once
 
 PER_ELEMENT = 1000
@@ -31,7 +31,7 @@ class CountedWork:
 
     def __call__(self, spec: ParamSpec) -> int:
         if spec.shape not in self._known:
-            self._known[spec.shape] = PER_ELEMENT * spec.numel + _operations(self._recipe, spec)
+            self._known[spec.shape] = PER_ELEMENT * spec.numel + _operations(self._recipe, spec.shape, spec.dtype)
         return self._known[spec.shape]
 
 
@@ -98,16 +98,16 @@ def in_operations(cost: Cost, specs: Sequence[ParamSpec], counted: Sequence[Cost
     return lambda spec: factor * cost(spec)
 
 
-def _operations(recipe: Recipe, spec: ParamSpec) -> int:
+@memoize_probe(on_failure=0)
+def _operations(recipe: Recipe, shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Those of products of matrices; none if the optimizer cannot be asked."""
     from torch.utils.flop_counter import FlopCounterMode  # takes a second
 
-    with quietly(recipe), suppress(Exception):
-        param = torch.nn.Parameter(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
+    with quietly(recipe):
+        param = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
         inner = built_for(recipe, recipe.groups[0], [param])
         with FlopCounterMode(display=False) as counter:
             for _ in range(_STEPS):
                 param.grad = torch.empty_like(param)
                 step_once(inner)
         return int(counter.get_total_flops()) // _STEPS
-    return 0
