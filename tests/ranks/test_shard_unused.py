@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.support import RankContext, ranks
@@ -185,3 +188,62 @@ def test_groups_that_run_through_the_model_keep_no_bucket_waiting(ctx: RankConte
         members = [{place[id(params[piece.param])] for piece in bucket.pieces} for bucket in optimizer.layout.buckets]
         assert len(members) > 3
         assert all(min(earlier) > max(later) for earlier, later in pairwise(members))
+
+
+def exit_early(model: nn.Module, number: int) -> torch.Tensor:
+    """Ranks leave at different depths, others in each pass."""
+    depth = 1 + (3 * number + dist.get_rank()) % Choice.LAYERS
+    loss: torch.Tensor = model(batch(number), list(range(depth))).square().mean()
+    return loss
+
+
+@ranks(2, 3, 4)
+@some_configs
+def test_steps_are_skipped_after_passes_that_used_other_parameters(ctx: RankContext, config: ZeroConfig) -> None:
+    """By all ranks: none of them sends a pass that another has cleared."""
+    twins = ShardTwins(config, Choice, find_unused=True)
+    for number in range(10):
+        for side in twins.sides:
+            for skipped in range(number % 3):
+                side.backward(100 + 2 * number + skipped, exit_early)
+            side.optimizer.zero_grad()
+            side.backward(number, exit_early)
+            side.update()
+        twins.compare()
+
+
+def fail(_: torch.Tensor) -> None:
+    raise ArithmeticError("on purpose")
+
+
+@ranks(2, 3)
+@some_configs
+def test_a_pass_that_fails_halfway_on_one_rank_and_is_cleared_on_all(ctx: RankContext, config: ZeroConfig) -> None:
+    twins = ShardTwins(config)
+    twins.train(1)
+    first, rest = twins.model[:2], twins.model[2:]  # type: ignore[index]
+    hidden = first(batch(0))
+    if ctx.rank == 1:
+        hidden.register_hook(fail)
+    loss = rest(hidden).square().mean()
+    with pytest.raises(ArithmeticError) if ctx.rank == 1 else nullcontext():
+        torch.autograd.backward(loss)
+    twins.zero.zero_grad()
+    twins.train(2)
+
+
+@ranks(2, 3)
+@some_configs
+def test_thawed_layers_add_up_before_they_are_sent(ctx: RankContext, config: ZeroConfig) -> None:
+    """As DDP adds them: those of passes inside `no_sync()` and of the last one first, then those of all ranks."""
+    twins = ShardTwins(config, find_unused=True)
+    for number in range(4):
+        for model in (twins.model, twins.plain_model):
+            model[0].requires_grad_(number % 2 == 0)  # type: ignore[index]
+        twins.wrap_plain()
+        for side in twins.sides:
+            side.backward_locally(3 * number)
+            side.backward_locally(3 * number + 1)
+            side.backward(3 * number + 2)
+            side.update()
+        twins.compare()

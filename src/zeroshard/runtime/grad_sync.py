@@ -109,7 +109,12 @@ class GradSync(Gradients):
         if grad is not None:
             self._offered[index] = grad
         self._unsent[index] = 1
-        if self.paused or not self._rounds.awaits(index):
+        if self.paused:
+            self._rounds.expect_too(index)
+            return
+        if self._is_eager:
+            self._rounds.open()
+        if not self._rounds.awaits(index):
             return
         if index in self._large:
             self._put_in(index)
@@ -133,20 +138,29 @@ class GradSync(Gradients):
 
     def _send_full(self) -> None:
         """Send all buckets that are full and whose turn it is."""
-        while self._rounds.next_is_full and self._is_eager:
+        while self._rounds.next_is_full:
             self._send(self._rounds.next)
-            if self._rounds.is_over:
-                return  # the same bucket twice in one go would be empty
 
     def end_round(self) -> None:
-        """A backward pass is over: send what is left of a round that has begun."""
+        """A backward pass is over: send what is left of its round."""
         with self._lock:
+            if self.paused or self._failure is not None:
+                return
             try:
-                if self._is_eager and not self.paused and self._rounds.has_begun:
-                    while self._failure is None and not self._rounds.is_over:
-                        self._send(self._rounds.next)
+                while self._rounds.has_left:
+                    self._send(self._rounds.next)
+                self._rounds.close()
             except Exception as failure:
                 self._fail(failure)
+
+    def _abandon_round(self) -> None:
+        """A backward pass has failed halfway, and its gradients are cleared: others still get what they wait for."""
+        try:
+            while self._rounds.has_left:
+                self._send_surely(self._rounds.next, wanted=False)
+            self._rounds.close()
+        except Exception as failure:
+            self._fail(failure)
 
     def _fail(self, failure: Exception) -> None:
         """Hazard: other ranks rely on what this one would send next, so that it must not raise alone."""
@@ -224,6 +238,7 @@ class GradSync(Gradients):
 
     def clear(self, *, to_none: bool) -> None:
         self._under_way.unwant()
+        self._abandon_round()
         for slot in self._rounds.slots:
             slot.clear(to_none=to_none)
             slot.holds = slot.holds and not to_none
