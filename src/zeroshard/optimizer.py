@@ -10,6 +10,7 @@ from torch._compile import _disable_dynamo  # as torch's own optimizers: the com
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
+from .adapters.autograd import hook_accumulation
 from .adapters.ddp import CommHook, Overlap, plain_class
 from .adapters.ddp_grads import hand_over
 from .adapters.join import ShadowStep
@@ -260,6 +261,9 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         if not isinstance(sync, GradSync):
             sync = GradSync(self._comm, KeepFull(), self._config.reduce, self._config.masters)
             self.engine.reduce_by(sync)
+        for index, param in enumerate(self.engine.params):
+            if param.requires_grad:
+                hook_accumulation(sync, index, param)
         return hand_over(sync, self.engine.params)
 
     def unscale_grads(self, inverse_scale: torch.Tensor) -> dict[torch.device, torch.Tensor]:

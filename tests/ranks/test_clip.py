@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from tests.support import RankContext, ranks
@@ -21,20 +22,24 @@ from tests.support.oracles import (
     PairSide,
     ShardTwins,
     Twins,
+    assert_equal_sums,
     assert_same,
     both_stages,
     mlp,
     regression,
+    seeded,
     set_grads,
     through_branches,
 )
 from zeroshard import (
     FlatShards,
     KeepFull,
+    KeepShard,
     RankFailedError,
     RankMismatchError,
     ShardedOptimizer,
     ZeroConfig,
+    ZeroRedundancyOptimizer,
     shard,
 )
 
@@ -116,6 +121,61 @@ def test_what_was_clipped_stays_clipped(ctx: RankContext) -> None:
             clipped(side, limit, math.inf)
 
     Pair(optim.SGD, lr=0.5, config=CONFIGS[0]).train(2, clip)
+
+
+def clip_values(optimizer: Any, model: nn.Module) -> None:
+    own = getattr(optimizer, "clip_grad_value_", None)
+    own(0.004) if own else clip_grad_value_(model.parameters(), 0.004)
+
+
+def clip_norm(optimizer: Any, model: nn.Module) -> None:
+    own = getattr(optimizer, "clip_grad_norm_", None)
+    own(0.05) if own else clip_grad_norm_(model.parameters(), 0.05)
+
+
+def with_hook(model: nn.Module) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+    """The drop-in under DDP, whose gradients our hook brings to their owners."""
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    config = ZeroConfig(partition=TINY)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, momentum=0.9, config=config)
+    ddp.register_comm_hook(None, optimizer.ddp_hook())
+    return ddp, optimizer
+
+
+def with_stage(retention: Any, model: nn.Module) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+    config = ZeroConfig(partition=TINY, retention=retention)
+    return model, shard(model, optim.SGD, lr=0.1, momentum=0.9, config=config)
+
+
+SHARDED: dict[str, Callable[[nn.Module], tuple[nn.Module, ZeroRedundancyOptimizer]]] = {
+    "zero2": partial(with_stage, KeepShard()),
+    "zero1": partial(with_stage, KeepFull()),
+    "ddp_hook": with_hook,
+}
+
+
+@pytest.mark.parametrize("clip", [clip_norm, clip_values])
+@pytest.mark.parametrize("way", SHARDED)
+@ranks(1, 2, 3)
+def test_backward_passes_add_to_what_was_clipped(ctx: RankContext, way: str, clip: Callable[..., None]) -> None:
+    """As with DDP: after each micro batch, with parameters that only some passes use, and over a step.
+
+    DDP averages the clipped sum once more with each pass, which rounds differently.
+    """
+    plain_model, model = seeded(Branches), seeded(Branches)
+    plain = DistributedDataParallel(plain_model, find_unused_parameters=True)
+    net, zero = SHARDED[way](model)
+    sides = [(plain, plain_model, optim.SGD(plain_model.parameters(), lr=0.1, momentum=0.9)), (net, model, zero)]
+    for number in range(4):
+        for forward, owner, optimizer in sides:
+            for part in range(3):
+                torch.autograd.backward(through_branches(forward, 3 * number + part))
+                clip(optimizer, owner)
+            optimizer.step()
+            if number != 1:  # once the next passes add to what a step has used
+                optimizer.zero_grad()
+        for (name, ours), theirs in zip(model.named_parameters(), plain_model.parameters(), strict=True):
+            assert_equal_sums(ours, theirs, f"{name} after step {number}", exactly=False)
 
 
 @ranks(1, 2, 3, 4)

@@ -39,6 +39,7 @@ class GradHooks:
             _remove_the_dead(waiting[index])
             hook = partial(_tell, weakref.ref(self), index)
             waiting[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            hook_accumulation(self._sync, index, waiting[index])
 
     def _take_from_others(self, mine: set[int]) -> None:
         for other in _alive():
@@ -59,6 +60,24 @@ class GradHooks:
     def _end(self) -> None:
         self._pass = NO_BACKWARD
         self._sync.end_round()
+
+
+def hook_accumulation(sync: GradSync, index: int, param: torch.Tensor) -> None:
+    """Tell `sync` before a backward pass adds to `param.grad`."""
+    hooks: dict[int, Any] = param._backward_hooks or {}
+    for key, hook in list(hooks.items()):
+        if isinstance(hook, partial) and hook.func is _tell_before:
+            if hook.args[0]() is sync:
+                return
+            if hook.args[0]() is None:
+                del hooks[key]
+    param.register_hook(partial(_tell_before, weakref.ref(sync), index))  # type: ignore[no-untyped-call]
+
+
+def _tell_before(sync: "weakref.ref[GradSync]", index: int, _: torch.Tensor) -> None:
+    alive = sync()
+    if alive is not None:
+        alive.before_accumulation(index)
 
 
 def _alive() -> "list[GradHooks]":

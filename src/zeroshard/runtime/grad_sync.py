@@ -58,6 +58,8 @@ class GradSync(Gradients):
         self._present = bytearray()
         self._offered: dict[int, torch.Tensor] = {}
         self._unsent = bytearray()
+        self._accumulated = bytearray()
+        """Parameters to whose `param.grad` a backward pass has added since it was last sent."""
         self._late: list[int] = []
         self._sent = SentGrads()
         self._under_way = UnderWay(comm.clock)
@@ -79,6 +81,7 @@ class GradSync(Gradients):
         if self._retention.frees and not self._comm.is_alone and self._is_eager:
             self._large = {index for slot in self._rounds.slots if slot.packs for index in slot.at_least(LARGE)}
         self._present.extend(bytes(len(params) - len(self._present)))
+        self._accumulated.extend(bytes(len(params) - len(self._accumulated)))
         self._start_over()
 
     def _slot(self, layout: Layout, bucket: Bucket) -> Slot:
@@ -91,6 +94,25 @@ class GradSync(Gradients):
     def busy(self) -> bool:
         """Gradients have been sent since they were last settled."""
         return self._rounds.sent > 0 or bool(self._under_way)
+
+    @property
+    def _adds(self) -> bool:
+        """A pass adds to the shard; else it sends all that this rank has added up, which takes the shard's place.
+
+        Also with `KeepFull()` once the shard was clipped or unscaled, since what is in `param.grad` was not.
+        """
+        return self._retention.frees or self._sent.scaled
+
+    def before_accumulation(self, index: int) -> None:
+        """A backward pass is about to add to `param.grad`."""
+        with self._lock:
+            if self._is_in_scaled_shard(index):
+                self._params[index].grad = None
+            self._accumulated[index] = 1
+
+    def _is_in_scaled_shard(self, index: int) -> bool:
+        """What is in `param.grad` has been sent, and was clipped or unscaled in the shard since."""
+        return self._sent.scaled and index in self._sent and not self._accumulated[index]
 
     def ready(self, index: int, grad: torch.Tensor | None = None) -> None:
         """A parameter has its gradient: the given one, or that in `param.grad`. Relies on no other rank."""
@@ -246,6 +268,7 @@ class GradSync(Gradients):
                 self._shards[slot.bucket].zero_()
         if to_none:
             self._present[:] = bytes(len(self._present))
+            self._accumulated[:] = bytes(len(self._accumulated))
         else:
             self._sent.note_zeros(self._params)
         self._rounds.cleared = self._rounds.sent
@@ -273,7 +296,7 @@ class GradSync(Gradients):
 
     def spend(self) -> None:
         """A later backward pass adds to them unless they are cleared."""
-        self._spent, self._sent.scaled = self._retention.frees, False
+        self._spent = self._retention.frees
 
     @property
     def _is_eager(self) -> bool:
@@ -351,6 +374,9 @@ class GradSync(Gradients):
         grad = param.grad if offered is None else offered
         self._rounds.note_taken(index)
         self._unsent[index] = 0
+        if self._is_in_scaled_shard(index):
+            return None
+        self._accumulated[index] = 0
         self._present[index] |= grad is not None
         if self._retention.frees:
             param.grad = None
@@ -362,7 +388,7 @@ class GradSync(Gradients):
         """There are no other ranks: the shard is the whole bucket."""
         buffer = slot.as_buffer(self.shard(slot.bucket))
         with self._comm.clock.part(Label.PACK, slot.bucket):
-            if slot.holds and self._retention.frees:
+            if slot.holds and self._adds:
                 slot.packing.add(grads, buffer)
             else:
                 slot.packing.pack(grads, buffer)
@@ -390,13 +416,13 @@ class GradSync(Gradients):
                 shard.zero_()
             return
         if not is_shard:
-            shard.add_(memory) if slot.holds and self._retention.frees else shard.copy_(memory)
+            shard.add_(memory) if slot.holds and self._adds else shard.copy_(memory)
         slot.holds = True
 
     def _target(self, slot: Slot) -> Target:
         """The shard itself, unless it has something that must stay or is about to get something."""
         shard = self._filled(slot)
-        occupied = slot.holds and self._retention.frees
+        occupied = slot.holds and self._adds
         if occupied or any(sending.slot is slot for sending in self._under_way):
             return Target(torch.empty_like(shard), is_shard=False)
         return Target(shard, is_shard=True)

@@ -23,13 +23,16 @@ class SentGrads:
     def __init__(self) -> None:
         self._sent: dict[int, _Sent] = {}
         self.scaled = False
-        """The average was clipped or unscaled, and must not be made anew of gradients that were not."""
+        """The average was clipped or unscaled, and must not be made again from gradients that were not."""
 
     def note(self, index: int, grad: torch.Tensor | None) -> None:
         if grad is None:
             self._sent.pop(index, None)
         else:
             self._sent[index] = _Sent(ref(grad), _version(grad))
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._sent
 
     def note_zeros(self, params: Sequence[torch.Tensor]) -> None:
         """All are zeros, as is their average."""
