@@ -1,7 +1,7 @@
 """Print how long a test run took and which tests were slowest, and warn when it was over its budget.
 
 Run by `make test` as `python -m tests.budget`. It reads the JUnit files that pytest has written. It never fails a
-build: a busy machine is no defect.
+build, because a busy machine is not a defect.
 """
 
 from __future__ import annotations

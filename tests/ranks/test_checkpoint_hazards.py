@@ -39,6 +39,9 @@ from tests.support.checkpoints import (
 from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
 from zeroshard import CheckpointError, ConfigError, RankMismatchError, ZeroRedundancyOptimizer, checkpoint, shard
+from zeroshard.checkpoint.contents import random_states
+from zeroshard.checkpoint.manifest import MANIFEST, Manifest
+from zeroshard.state.codec import pack
 
 # ---- damaged and hostile files: what counts as damage is tested in tests/unit/test_checkpoint_refusals.py
 
@@ -77,11 +80,28 @@ def test_hostile_files_run_no_code_on_any_rank(ctx: RankContext, tmp_path: Path)
     with refused(run, "no part of a checkpoint's metadata", tmp_path):
         run.load(tmp_path / "run")
     names = [name for name, _ in run.model.named_parameters()]
-    optim = {"state": {}, "param_groups": [{"params": names, "lr": Evil(marker)}]}
+    state = {name: {"step": 1.0} for name in names}
+    optim = {"state": state, "param_groups": [{"params": names, "lr": Evil(marker)}]}
     dcp_save({"model": run.model.state_dict(), "optim": optim}, checkpoint_id=tmp_path / "evil")
-    with refused(run, "", tmp_path):
+    with refused(run, r"'optim.param_groups.0.lr' holds a type .* run code", tmp_path):
         checkpoint.load(tmp_path / "evil", **run.parts(scheduler=False))
     assert not marker.exists()
+
+
+@ranks(2, 3)
+def test_a_bad_value_of_one_rank_is_refused_on_all_ranks(ctx: RankContext, tmp_path: Path) -> None:
+    """Of the last one, which the first would not look at for itself."""
+    run = TrainingRun()
+    good = torch.frombuffer(bytearray(pack({"random": random_states(), "extra": 1})), dtype=torch.uint8)
+    values = {str(rank): good for rank in range(ctx.world_size)}
+    last = str(ctx.world_size - 1)
+    for number, bad in enumerate([torch.arange(100, dtype=torch.uint8), good[:-3]]):
+        path = tmp_path / str(number)
+        dcp_save({"model": run.model.state_dict(), "ranks": {**values, last: bad}}, checkpoint_id=path)
+        text = Manifest(1, ctx.world_size, files_below(path), 0.0, "").text()
+        on_rank_0(partial((path / MANIFEST).write_text, text))
+        with refused(run, f"'ranks.{last}' .*cannot be read", tmp_path):
+            checkpoint.load(path, model=run.model)
 
 
 # ---- checkpoints of something else
@@ -100,6 +120,50 @@ def test_another_model_is_refused_on_all_ranks(ctx: RankContext, tmp_path: Path,
     longer.save(tmp_path)
     with refused(run, "Only there: further", tmp_path):
         run.load(tmp_path)
+
+
+@ranks(2, 3)
+@sampled("way", [flat, whole, None])
+def test_what_both_models_have_is_loaded(ctx: RankContext, tmp_path: Path, way: Any) -> None:
+    """With strict=False. What the checkpoint lacks keeps its value and its state."""
+    run, longer = TrainingRun(way=way), TrainingRun(seed=3, way=way, model=Longer())
+    run.save(tmp_path)
+    before = longer.look()
+    longer.load(tmp_path, strict=False)
+    after = longer.look()
+    assert torch.equal(after["model"]["further"], before["model"]["further"])
+    assert torch.equal(after["model"]["mix"], run.model.state_dict()["mix"])
+    if before["optimizer"] is not None:
+        order = [name for name, _ in longer.model.named_parameters()].index("further")
+        assert_same(after["optimizer"]["state"].get(order), before["optimizer"]["state"].get(order), "further")
+
+
+@ranks(2, 3)
+def test_parts_that_a_checkpoint_lacks_stay_as_they_are(ctx: RankContext, tmp_path: Path) -> None:
+    run, other = TrainingRun(), TrainingRun(seed=4)
+    checkpoint.save(tmp_path, step=1, model=run.model)
+    with refused(other, "no optimizer in it", tmp_path):
+        other.load(tmp_path)
+    before = other.look()
+    other.load(tmp_path, strict=False)
+    assert_same({**other.look(), "model": 0, "random": 0}, {**before, "model": 0, "random": 0}, "what is not there")
+    assert_same(other.model.state_dict(), run.model.state_dict(), "the model")
+
+
+@ranks(2)
+@sampled("cls", [torch.optim.SGD, torch.optim.Adamax, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_state_moves_between_sharded_and_plain_optimizers(ctx: RankContext, tmp_path: Path, cls: Any) -> None:
+    model = net()
+    ours = shard(model, cls, lr=0.1)
+    train(model, ours, 2)
+    checkpoint.save(tmp_path, step=1, model=model, optimizer=ours)
+    train(model, ours, 1, first=2)
+    for sharded in (True, False):
+        other = net(2)
+        into = shard(other, cls, lr=0.1) if sharded else cls(other.parameters(), lr=0.1)
+        checkpoint.load(tmp_path, model=other, optimizer=into)
+        train(other, into, 1, first=2)
+        assert_same(other.state_dict(), model.state_dict(), "the model after a further step")
 
 
 def grouped(model: nn.Module, *, swap: bool = False, mixed: bool = False, lr: float = 0.1) -> ZeroRedundancyOptimizer:
@@ -207,7 +271,7 @@ def test_a_model_that_fails_to_load(ctx: RankContext, tmp_path: Path, way: Any) 
 
 
 @ranks(1, 2)
-@sampled("way", [flat, None])
+@pytest.mark.parametrize("way", [flat, None])
 def test_a_scheduler_or_an_optimizer_that_fails_to_load(ctx: RankContext, tmp_path: Path, way: Any) -> None:
     run, other = TrainingRun(way=way), TrainingRun(seed=4, way=way)
     run.save(tmp_path)
@@ -251,7 +315,7 @@ def small_files(most: int, *, here: bool = True) -> Iterator[None]:
 
 @ranks(1, 2, 3)
 @sampled("behind", [False, True])
-@sampled("first", [False, True])
+@pytest.mark.parametrize("first", [False, True])
 def test_a_full_disk(ctx: RankContext, tmp_path: Path, behind: bool, first: bool) -> None:
     """On the last rank, or on the first one, which writes the metadata."""
     run = TrainingRun()

@@ -165,7 +165,6 @@ def come_back(ctx: RankContext, task: Task, source: Division, target: Division, 
             assert_equal(found, expected, same_precision=source.config.masters == target.config.masters)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_any_model_in_any_way(rank_pool: RankPool) -> None:
     """Drawn here, not on the ranks: an example that fails is made smaller for all of them alike."""

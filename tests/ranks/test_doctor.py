@@ -226,7 +226,6 @@ def test_the_advice_can_be_pasted(ctx: RankContext) -> None:
         torch.testing.assert_close(model.state_dict(), plain_model.state_dict())
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_under_torchrun(tmp_path: Path) -> None:
     said = json.loads(torchrun("-m", 2, tmp_path, "zeroshard", "doctor", "--json"))

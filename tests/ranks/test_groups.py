@@ -20,7 +20,7 @@ def subgroup(*members: int) -> dist.ProcessGroup | None:
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
-@sampled("members", [(0, 1), (1, 2), (0, 2), (2,), (2, 0, 1)], ids=str)
+@pytest.mark.parametrize("members", [(0, 1), (1, 2), (0, 2), (2,), (2, 0, 1)], ids=str)
 @ranks(3)
 def test_ranks_of_a_group_that_are_not_the_global_ones(ctx: RankContext, members: tuple[int, ...]) -> None:
     group = subgroup(*members)

@@ -44,7 +44,6 @@ def printed(folder: Path, *, setup: str = "", fails: bool = False) -> str:
     return done.stderr
 
 
-@pytest.mark.slow
 def test_only_errors_are_heard_where_nobody_listens(tmp_path: Path) -> None:
     """They may be the last thing that a process says. Whoever wants less has a handler."""
     assert (

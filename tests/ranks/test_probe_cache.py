@@ -1,4 +1,4 @@
-"""What a rank remembers of an optimizer class is its own affair: others see no difference."""
+"""A cache hit on one rank and a miss on another look the same to their peers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.optim import SGD
 
 from tests.support import RankContext, ranks
@@ -39,6 +41,24 @@ class AveragingSGD(SGD):
                     dist.all_reduce(param.grad)
                     param.grad /= dist.get_world_size()
         return super().step(closure)
+
+
+class AveragesInLargeGroups(AveragingSGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure) if dist.get_world_size() > 1 else SGD.step(self, closure)
+
+
+@ranks(2, timeout=20)
+def test_what_was_found_in_a_group_of_one_is_not_used_in_a_larger_one(ctx: RankContext) -> None:
+    """Rank 0 was in such a group before."""
+    store = dist.distributed_c10d._get_default_store()
+    if ctx.rank == 0:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        shard(mlp(), AveragesInLargeGroups, lr=0.1)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=PrefixStore("again", store), rank=ctx.rank, world_size=2)
+    shard(mlp(), AveragesInLargeGroups, lr=0.1)
 
 
 @ranks(2, timeout=20)

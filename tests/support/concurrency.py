@@ -76,7 +76,7 @@ class ConcurrentRun:
         assert_same(self.model.state_dict(), self.plain_model.state_dict())
 
 
-# ---- several optimizers
+# -- several optimizers
 
 
 def by_shard(model: nn.Module, params: list[nn.Parameter], config: ZeroConfig) -> Optimizer:
@@ -110,7 +110,7 @@ def average_grads(params: list[nn.Parameter]) -> None:
         param.grad = average(from_all_ranks(param.grad))
 
 
-# ---- several groups
+# -- several groups
 
 
 def two_groups(*, overlapping: bool) -> list[dist.ProcessGroup | None]:
@@ -130,7 +130,7 @@ def trained_in_threads(groups: Sequence[dist.ProcessGroup | None], config: ZeroC
     return runs
 
 
-# ---- threads that do something else
+# -- threads that do something else
 
 
 @contextmanager

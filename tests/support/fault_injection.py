@@ -302,7 +302,7 @@ def _news(end: Connection[None, News]) -> list[News]:
     return found
 
 
-# ---- on a rank
+# -- on a rank
 
 
 def _play(end: Connection[News, None], post: Post) -> None:

@@ -211,6 +211,7 @@ def _play(job: Job, store: Store) -> bytes:
 
 
 def _reset() -> None:
+    """Undo what a test may have left. Answers of probes stay: they are right in any test, and save time."""
     random.seed(0)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
@@ -227,7 +228,7 @@ def _find(module: str, qualname: str) -> Callable[..., Any]:
 
 
 _BUSY = b"busy"
-"""A worker says so that still has threads of the package, which wait for messages of a test that is over."""
+"""Sent by a worker that still has threads of zeroshard, which wait for a test that is over."""
 
 
 def _leave() -> bytes:

@@ -17,7 +17,7 @@ import pytest
 Test = TypeVar("Test", bound=Callable[..., Any])
 
 RANK_COUNT = "rank_count"
-"""The parameter with which `@ranks` says the world size."""
+"""The parameter that holds the world size."""
 
 
 def sampled(
@@ -27,6 +27,7 @@ def sampled(
 
     For products of configurations. Not for tests that are about the difference between the values.
     """
+    assert "," not in name, f"one parameter at a time, got {name!r}"
     parametrize, sample = pytest.mark.parametrize(name, values, ids=ids), pytest.mark.sampled(name)
 
     def decorate(test: Test) -> Test:
@@ -53,8 +54,9 @@ def mark_slow_variants(items: Sequence[pytest.Item]) -> None:
 
 def _choose(variants: Sequence[pytest.Function]) -> pytest.Function:
     """Among those with several ranks, where there are any."""
-    distributed = [item for item in variants if item.callspec.params.get(RANK_COUNT) not in (None, 1)]
-    return min(distributed or variants, key=_hash)
+    fast = [item for item in variants if item.get_closest_marker("slow") is None] or variants
+    distributed = [item for item in fast if item.callspec.params.get(RANK_COUNT) not in (None, 1)]
+    return min(distributed or fast, key=_hash)
 
 
 def _hash(item: pytest.Function) -> str:

@@ -123,7 +123,6 @@ def test_the_drawings_are_those_of_the_script() -> None:
     assert {file.stem for file in (ROOT / "docs/drawings").glob("*.svg")} == set(drawn.DRAWINGS)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(SITE_LIMIT)
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -36,11 +37,12 @@ class Cutting(NamedTuple):
 @memoize_probe(on_failure=None)
 def how_to_cut(recipe: Recipe) -> Cutting | None:
     """The finest way; None if parameters must stay whole."""
-    with quietly(recipe):
+    with quietly(recipe), suppress(_NotSeparable):
         found = Cutting()
         for group, like in _different(recipe.groups):
             found = _finest(_CutTrial(recipe, group, like), found)
         return found
+    return None
 
 
 def _finest(trial: "_CutTrial", so_far: Cutting) -> Cutting:

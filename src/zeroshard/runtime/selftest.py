@@ -14,7 +14,7 @@ from torch.optim import optimizer
 
 from ..layout.specs import marks_of
 from .inner import ParamGroup, Recipe, ShardOptimizer
-from .probe_cache import OUT_OF_MEMORY, memoize_probe
+from .probe_cache import memoize_probe
 
 _SIZES = (2, 3, 4, 5)
 SCALES = (1.0, 1e3, 1e-2)
@@ -46,14 +46,9 @@ def examine(recipe: Recipe) -> Traits:
     """
     for kind in _KINDS:
         trial = _Trial(recipe, kind)
-        try:
-            with quietly(recipe):
-                return trial.traits()._replace(needs=kind)
-        except OUT_OF_MEMORY:
-            raise
-        except Exception:
-            continue
-    return Traits()
+        with quietly(recipe), suppress(Exception):
+            return trial.traits()._replace(needs=kind)
+    raise RuntimeError(f"{recipe.name} cannot be stepped")
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,7 +26,8 @@ class CountedWork:
     """The operations of a step on a parameter, by its shape."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
+        # Without its parameters, which do not matter here, and which may be thousands.
+        self._recipe = replace(recipe, groups=[{**group, "params": []} for group in recipe.groups[:1]])
         self._known: dict[tuple[int, ...], int] = {}
 
     def __call__(self, spec: ParamSpec) -> int:
