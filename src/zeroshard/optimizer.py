@@ -209,6 +209,7 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._overlap is not None:
             self._overlap.check_trainable()
+        self.engine.drop_placeholders()
         super().zero_grad(set_to_none)
         self.engine.clear_grads(to_none=set_to_none)
 

@@ -35,6 +35,7 @@ from zeroshard import (
     plan,
     shard,
 )
+from zeroshard.runtime.sharded_grad import local_grad
 from zeroshard.state.trees import map_tensors
 from zeroshard.state.wrapped import insides, is_wrapped
 
@@ -137,7 +138,7 @@ def method(config: ZeroConfig) -> str:
 def gradient_bytes(optimizer: ShardedOptimizer, stage: int) -> int:
     """In the dtype of the parameters."""
     if stage == 1:
-        return sum(it.grad.nbytes for it in optimizer.engine.params if it.grad is not None)
+        return sum(grad.nbytes for grad in map(local_grad, optimizer.engine.params) if grad is not None)
     slices, buckets = optimizer.engine.grads._shards, optimizer.layout.buckets
     return sum(slice_.numel() * buckets[bucket].dtype.itemsize for bucket, slice_ in slices.items())
 
@@ -218,7 +219,7 @@ def test_peers_are_what_is_there(ctx: RankContext) -> None:
     train(wrapped, plain)
     usage = found.of("DDP", ctx.world_size).usage
     assert usage.parameters == sum(it.nbytes for it in [*model.parameters(), *model.buffers()])
-    assert usage.gradients == sum(it.grad.nbytes for it in model.parameters() if it.grad is not None)
+    assert usage.gradients == sum(grad.nbytes for grad in map(local_grad, model.parameters()) if grad is not None)
     assert usage.state == state_bytes(plain.state)
     for optimizer_class in (TorchZero, ZeroRedundancyOptimizer):
         sharded = optimizer_class(model.parameters(), AdamW)

@@ -28,6 +28,7 @@ from tests.support.oracles import (
 )
 from tests.support.tiers import sampled
 from zeroshard import ShardedOptimizer, ZeroConfig, shard
+from zeroshard.runtime.sharded_grad import ShardedGrad
 
 every_clearing = sampled("by_model", [False, True], ids=["optimizer", "model"])
 
@@ -52,7 +53,7 @@ def test_passes_add_up_in_the_shard_by_default(ctx: RankContext) -> None:
             numbers = range(10 * step, 10 * step + 3)
             for number in numbers:
                 twins.sides[0].backward(number)
-                assert all(param.grad is None for param in twins.model.parameters())
+                assert all(isinstance(param.grad, ShardedGrad) for param in twins.model.parameters())
             sum_of_averages(twins.ddp, [lambda model, n=n: regression(model, n) for n in numbers])  # type: ignore[misc]
             for side in twins.sides:
                 side.update()
@@ -130,33 +131,33 @@ def test_no_sync_may_be_nested_and_left_by_an_error(ctx: RankContext) -> None:
         torch.autograd.backward(regression(model, 0))
         assert all(param.grad is not None for param in model.parameters())
     torch.autograd.backward(regression(model, 1))
-    assert all(param.grad is None for param in model.parameters())
+    assert all(isinstance(param.grad, ShardedGrad) for param in model.parameters())
 
 
 @both_stages
 @ranks(1, 2)
 def test_what_a_parameter_s_grad_is(ctx: RankContext, config: ZeroConfig) -> None:
-    """ZeRO-2: nothing. ZeRO-1: the sum over this rank's own passes, also after a step, until it is cleared."""
+    """ZeRO-2: a placeholder. ZeRO-1: the sum over this rank's own passes, also after a step, until it is cleared."""
     model, alone = seeded(mlp, 0), seeded(mlp, 0)
     zero = shard(model, torch.optim.SGD, lr=0.1, config=config)
 
-    def require_local_sums(*, kept: bool) -> None:
+    def require_local_sums() -> None:
         for param, expected in zip(model.parameters(), alone.parameters(), strict=True):
-            if kept:
-                assert param.grad is not None
-                assert expected.grad is not None
+            assert param.grad is not None
+            assert expected.grad is not None
+            if config == ZERO1:
                 assert torch.equal(param.grad, expected.grad)
             else:
-                assert param.grad is None
+                assert isinstance(param.grad, ShardedGrad)
 
     for number in range(2):
         for side in (model, alone):
             torch.autograd.backward(regression(side, number))
-        require_local_sums(kept=config == ZERO1)
+        require_local_sums()
     zero.step()
-    require_local_sums(kept=config == ZERO1)
+    require_local_sums()
     zero.zero_grad()
-    require_local_sums(kept=False)
+    assert all(param.grad is None for param in model.parameters())
 
 
 @every_clearing

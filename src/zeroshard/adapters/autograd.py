@@ -11,6 +11,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from ..runtime.grad_sync import GradSync
+from ..runtime.sharded_grad import drop_placeholder
 from .engine_events import NO_BACKWARD, at_end_of_backward, running_backward
 
 _ALIVE: "weakref.WeakValueDictionary[int, GradHooks]" = weakref.WeakValueDictionary()
@@ -63,19 +64,25 @@ class GradHooks:
 
 
 def hook_accumulation(sync: GradSync, index: int, param: torch.Tensor) -> None:
-    """Tell `sync` before a backward pass adds to `param.grad`."""
+    """Tell `sync` before a backward pass adds to `param.grad`, and remove a placeholder from there."""
     hooks: dict[int, Any] = param._backward_hooks or {}
     for key, hook in list(hooks.items()):
-        if isinstance(hook, partial) and hook.func is _tell_before:
+        if isinstance(hook, partial) and hook.func is _before_accumulation:
             if hook.args[0]() is sync:
                 return
             if hook.args[0]() is None:
                 del hooks[key]
-    param.register_hook(partial(_tell_before, weakref.ref(sync), index))  # type: ignore[no-untyped-call]
+    drop_placeholder(param)  # of an optimizer that this one supersedes
+    hook = partial(_before_accumulation, weakref.ref(sync), index, weakref.ref(param))
+    param.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def _tell_before(sync: "weakref.ref[GradSync]", index: int, _: torch.Tensor) -> None:
-    alive = sync()
+def _before_accumulation(
+    sync: "weakref.ref[GradSync]", index: int, param: "weakref.ref[torch.Tensor]", _: torch.Tensor
+) -> None:
+    accumulates, alive = param(), sync()
+    if accumulates is not None:
+        drop_placeholder(accumulates)
     if alive is not None:
         alive.before_accumulation(index)
 

@@ -26,6 +26,7 @@ from ..errors import ConfigError
 from ..labels import Label
 from ..runtime.buffers import BufferSync
 from ..runtime.flat import FlatEngine
+from ..runtime.sharded_grad import drop_placeholder
 from ..units import Rank
 from .autograd import GradHooks
 
@@ -80,13 +81,15 @@ def _active_ddp() -> DistributedDataParallel | None:
 
 
 class ZeroGrad:
-    """`model.zero_grad`, and `also` after it."""
+    """`model.zero_grad`, and `also` after it. Placeholders of gradients that are sharded are not there for it."""
 
     def __init__(self, model: Module, also: Callable[[bool], None]) -> None:
         self._model, self._also = model, WeakMethod(also)
         self._before = _without_the_dead(model.zero_grad)
 
     def __call__(self, set_to_none: bool = True) -> None:
+        for param in self._model.parameters():
+            drop_placeholder(param)
         self._before(set_to_none)
         also = self._also()
         if also is not None:

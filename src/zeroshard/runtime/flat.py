@@ -212,6 +212,9 @@ class FlatEngine(Engine):
     def is_reducing(self) -> bool:
         return self.grads.busy
 
+    def drop_placeholders(self) -> None:
+        self.grads.drop_placeholders()
+
     def clear_grads(self, *, to_none: bool) -> None:
         self.grads.clear(to_none=to_none)
 

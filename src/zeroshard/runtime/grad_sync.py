@@ -15,7 +15,6 @@ and all ranks drop what they have and raise.
 import logging
 from collections.abc import Sequence
 from functools import partial
-from operator import attrgetter
 from struct import pack
 from threading import RLock
 
@@ -33,10 +32,9 @@ from .grads import Gradients
 from .packing import Grads, Pool
 from .rounds import Rounds
 from .sent import CHANGED_AFTER_SCALING, SentGrads
+from .sharded_grad import ShardedGrad, drop_placeholder, local_grad
 from .slots import Sending, Slot, Target
 from .under_way import UnderWay
-
-_GRAD = attrgetter("grad")
 
 LARGE = 256 * 1024
 """Bytes of a gradient that is copied on its own."""
@@ -63,6 +61,7 @@ class GradSync(Gradients):
         self._late: list[int] = []
         self._sent = SentGrads()
         self._under_way = UnderWay(comm.clock)
+        self._placeholders: dict[int, ShardedGrad] = {}
         self._pools: dict[tuple[torch.dtype, torch.device], Pool] = {}
         self._ways = Ways(comm, reduce)
         self._lock = RLock()
@@ -105,6 +104,8 @@ class GradSync(Gradients):
 
     def before_accumulation(self, index: int) -> None:
         """A backward pass is about to add to `param.grad`."""
+        if self._retention.frees:
+            return
         with self._lock:
             if self._is_in_scaled_shard(index):
                 self._params[index].grad = None
@@ -172,8 +173,28 @@ class GradSync(Gradients):
                 while self._rounds.has_left:
                     self._send(self._rounds.next)
                 self._rounds.close()
+                self._place_placeholders()
             except Exception as failure:
                 self._fail(failure)
+
+    def _place_placeholders(self) -> None:
+        """Have whoever uses a gradient that is in the shards get an error, instead of None or a part of it."""
+        if not self._retention.frees:
+            return
+        for index, param in enumerate(self._params):
+            if self._present[index] and param.grad is None:
+                if index not in self._placeholders:
+                    self._placeholders[index] = ShardedGrad(param, self._layout.params[index].label)
+                param.grad = self._placeholders[index]
+
+    def drop_placeholders(self) -> None:
+        for param in self._params:
+            drop_placeholder(param)
+
+    def __del__(self) -> None:
+        for index, placeholder in self._placeholders.items():
+            if self._params[index].grad is placeholder:
+                self._params[index].grad = None
 
     def _abandon_round(self) -> None:
         """A backward pass has failed halfway, and its gradients are cleared: others still get what they wait for."""
@@ -221,6 +242,7 @@ class GradSync(Gradients):
         self._rounds.learn(present, anew=bool(self._late) or not same)
         self._present[:] = present
         self._start_over()
+        self._place_placeholders()
         return present
 
     def _catch_up(self) -> None:
@@ -271,6 +293,7 @@ class GradSync(Gradients):
             self._accumulated[:] = bytes(len(self._accumulated))
         else:
             self._sent.note_zeros(self._params)
+        self._place_placeholders()
         self._rounds.cleared = self._rounds.sent
         self._spent = self._sent.scaled = False
         self._lost = self._failure if isinstance(self._failure, RankLostError) else None
@@ -307,7 +330,7 @@ class GradSync(Gradients):
         """Parameters with a gradient that has not travelled, whoever has set it."""
         if self._failure is not None:
             return []
-        grads = list(map(_GRAD, self._params))
+        grads = list(map(local_grad, self._params))
         waiting = [index for slot in self._rounds.slots for index in slot.waiting]
         # Lists ask for identity first. Hazard: `count` would go on and ask every tensor whether it equals None.
         if self._retention.frees and grads == [None] * len(grads):
@@ -371,7 +394,7 @@ class GradSync(Gradients):
         """The gradient of a parameter, which is on its way then."""
         param = self._params[index]
         offered = self._offered.pop(index, None)
-        grad = param.grad if offered is None else offered
+        grad = local_grad(param) if offered is None else offered
         self._rounds.note_taken(index)
         self._unsent[index] = 0
         if self._is_in_scaled_shard(index):

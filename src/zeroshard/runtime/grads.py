@@ -53,6 +53,9 @@ class Gradients(ABC):
     def tensors(self) -> list[torch.Tensor]:
         """All gradients that this rank has, once they are settled."""
 
+    def drop_placeholders(self) -> None:  # noqa: B027 (nothing, by default)
+        """Remove what stands in `param.grad` for gradients that are elsewhere."""
+
     def note_scaling(self) -> None:  # noqa: B027 (nothing, by default)
         """They are about to be clipped or unscaled where they are."""
 

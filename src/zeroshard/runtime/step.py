@@ -24,6 +24,7 @@ from .inner import Inner, ParamGroup, ShardOptimizer
 from .looks import Looks
 from .nonfinite import Lot
 from .param_sync import ParamSync, ShardSync
+from .sharded_grad import local_grad
 from .store import FlatStore, Store
 
 PARTLY = "What other ranks own has been updated: for numbers as if nothing had failed, load a checkpoint."
@@ -169,7 +170,7 @@ class Engine(ABC):
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         """The memory that this rank keeps, by what it is for; state is not among it."""
-        grads = [param.grad for param in self.params if param.grad is not None]
+        grads = [grad for grad in map(local_grad, self.params) if grad is not None]
         own = self.store.buffers() if isinstance(self.store, FlatStore) else self.params
         return {"parameters": own, "gradients": grads, "staging": self.store.staging()}
 
@@ -181,6 +182,9 @@ class Engine(ABC):
     def is_reducing(self) -> bool:
         """Gradients have been sent for the step that comes."""
         return False
+
+    def drop_placeholders(self) -> None:  # noqa: B027 (nothing, by default)
+        """Remove what stands in `param.grad` for gradients that are elsewhere: `zero_grad` would use it."""
 
     def clear_grads(self, *, to_none: bool) -> None:  # noqa: B027 (nothing, by default)
         """What `zero_grad` does beyond `param.grad`."""

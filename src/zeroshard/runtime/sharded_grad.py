@@ -1,0 +1,46 @@
+"""A placeholder in `param.grad` for a gradient that is sharded across ranks: whoever uses it gets an error."""
+
+from typing import Any
+
+import torch
+
+
+class ShardedGrad(torch.Tensor):
+    """Has the shape, dtype and device of its parameter and no storage. Operations on it raise."""
+
+    _label: str
+
+    @staticmethod
+    def __new__(cls, param: torch.Tensor, label: str) -> "ShardedGrad":
+        placeholder: ShardedGrad = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
+        placeholder._label = label
+        return placeholder
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"ShardedGrad({self._label}, shape={tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return None  # torch's GradScaler, perhaps on one rank: the step that it makes is refused on all
+        flat: list[Any] = []
+        torch.utils._pytree.tree_map_only(ShardedGrad, flat.append, (args, kwargs))
+        raise RuntimeError(
+            f"the gradient of {flat[0]._label} is sharded across ranks, so param.grad cannot be used ({func}). "
+            "To clip, call optimizer.clip_grad_norm_() or optimizer.clip_grad_value_(); to unscale, use "
+            "zeroshard.GradScaler; to log or edit gradients, accumulate them inside optimizer.no_sync(), or keep each "
+            "rank's own gradients with ZeroConfig(retention=KeepFull())."
+        )
+
+
+def local_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient in `param.grad`, if it is a real one."""
+    grad = param.grad
+    return None if type(grad) is ShardedGrad else grad
+
+
+def drop_placeholder(param: torch.Tensor) -> None:
+    if type(param.grad) is ShardedGrad:
+        param.grad = None

@@ -1,0 +1,182 @@
+"""Under ZeRO-2 `param.grad` is a placeholder after a backward pass: whoever uses it gets an error with the fix."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from tests.support import RankContext, ranks
+from tests.support.oracles import (
+    TINY,
+    WIDTH,
+    ZERO2,
+    Branches,
+    ShardTwins,
+    batch,
+    mlp,
+    regression,
+    seeded,
+    through_branches,
+)
+from zeroshard import GradScaler, ShardedOptimizer, ZeroConfig, shard
+from zeroshard.runtime.sharded_grad import ShardedGrad
+
+USES: dict[str, Callable[[nn.Module], object]] = {
+    "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "clip_grad_value_": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    "get_total_norm": lambda model: nn.utils.get_total_norm([_grad(param) for param in model.parameters()]),
+    "norm": lambda model: [_grad(param).norm() for param in model.parameters()],
+    "div_": lambda model: [_grad(param).div_(2) for param in model.parameters()],
+    "add_": lambda model: [_grad(param).add_(torch.ones_like(param)) for param in model.parameters()],
+    "isfinite": lambda model: all(_grad(param).isfinite().all() for param in model.parameters()),
+    "clone": lambda model: [_grad(param).clone() for param in model.parameters()],
+    "plain optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step(),
+}
+
+
+def _grad(param: torch.Tensor) -> torch.Tensor:
+    assert param.grad is not None
+    return param.grad
+
+
+@ranks(1, 2)
+def test_every_use_raises_and_training_goes_on(ctx: RankContext) -> None:
+    twins = ShardTwins(ZERO2)
+    for number, (name, use) in enumerate(USES.items()):
+        for side in twins.sides:
+            side.backward(number)
+        with pytest.raises(RuntimeError, match=r"parameter 0 .*sharded across ranks.*optimizer\.clip_grad_norm_"):
+            use(twins.model)
+        assert all(tuple(_grad(param).shape) == tuple(param.shape) for param in twins.model.parameters()), name
+        for side in twins.sides:
+            side.update()
+        twins.compare()
+        assert all(param.grad is None for param in twins.model.parameters()), name
+
+
+@ranks(1, 2, 3)
+def test_only_gradients_that_are_there_have_a_placeholder(ctx: RankContext) -> None:
+    """After a step those that some rank has; before it those of this rank."""
+    model = seeded(Branches)
+    zero = shard(model, torch.optim.SGD, lr=0.1, config=ZERO2)
+    torch.autograd.backward(through_branches(model, 1))
+    zero.step()
+    shown = {name.partition(".")[0] for name, param in model.named_parameters() if param.grad is not None}
+    assert shown == {"first", "sometimes", "final", *(["odd"] if ctx.world_size > 1 else [])}
+    zero.zero_grad(set_to_none=False)
+    assert all(
+        (param.grad is not None) == (name.partition(".")[0] in shown) for name, param in model.named_parameters()
+    )
+    model.zero_grad(set_to_none=False)
+    model.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+
+
+@ranks(1, 2)
+def test_passes_without_zero_grad_closures_and_local_passes(ctx: RankContext) -> None:
+    """Autograd accumulates as if there were no placeholder, and users' own hooks see real gradients."""
+    twins, seen = ShardTwins(ZERO2), list[type]()
+    first = next(twins.model.parameters())
+    first.register_post_accumulate_grad_hook(lambda param: seen.append(type(param.grad)))  # type: ignore[no-untyped-call]
+    for number in range(3):
+        for side in twins.sides:
+            side.backward(3 * number)
+            side.backward_locally(3 * number + 1)
+            side.backward(3 * number + 2)
+            side.update()
+        twins.compare(exactly=False)  # several averages are added here, and averaged again by DDP
+    assert ShardedGrad not in seen
+
+    def closure() -> torch.Tensor:
+        twins.zero.zero_grad()
+        loss = regression(twins.model, 50)
+        torch.autograd.backward(loss)
+        return loss
+
+    twins.zero.step(closure)
+
+
+class Blocks(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self._reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(lambda x, it=layer: it(x).tanh(), x, use_reentrant=self._reentrant)
+        return x
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["checkpoint", "reentrant", "compiled", "graph"])
+def test_other_backward_passes(ctx: RankContext, kind: str) -> None:
+    """Without `zero_grad` in between, so that each finds the placeholders of the last."""
+    model: nn.Module = Blocks(kind == "reentrant") if kind in ("checkpoint", "reentrant") else mlp()
+    reference = copy.deepcopy(model)
+    zero = shard(model, torch.optim.SGD, lr=0.1, config=ZERO2)
+    ddp = DistributedDataParallel(reference)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    forward: Any = torch.compile(model, backend="eager") if kind == "compiled" else model
+    for net, optimizer in ((forward, zero), (ddp, plain)):
+        for number in range(3):
+            x = batch(number).requires_grad_(kind == "reentrant")
+            torch.autograd.backward(net(x).square().mean(), create_graph=kind == "graph" and net is not ddp)
+            optimizer.step()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # DDP averages once more in each pass
+
+
+@ranks(1, 2)
+def test_placeholders_go_with_their_optimizer_and_into_no_copy(ctx: RankContext) -> None:
+    model = mlp()
+    zero: ShardedOptimizer | None = shard(model, torch.optim.SGD, lr=0.1)
+    torch.autograd.backward(regression(model, 0))
+    copied = copy.deepcopy(model)
+    assert all(param.grad is None and not param._backward_hooks for param in copied.parameters())
+    torch.save(model, io.BytesIO())
+    model.to("cpu")
+    del zero
+    gc.collect()
+    assert all(param.grad is None for param in model.parameters())
+    torch.autograd.backward(regression(model, 0))
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    shard(model, torch.optim.SGD, lr=0.1)
+
+
+@ranks(1, 2)
+def test_a_second_optimizer_supersedes_the_placeholders(ctx: RankContext) -> None:
+    model = seeded(mlp)
+    first = shard(model, torch.optim.SGD, lr=0.1)
+    torch.autograd.backward(regression(model, 0))
+    second = shard(model, torch.optim.SGD, lr=0.1)
+    assert all(param.grad is None for param in model.parameters())
+    torch.autograd.backward(regression(model, 1))
+    second.step()
+    del first
+    gc.collect()
+    assert all(isinstance(param.grad, ShardedGrad) for param in model.parameters())
+
+
+@ranks(1, 2)
+def test_our_scaler_and_clipping_need_no_param_grad(ctx: RankContext) -> None:
+    twins = ShardTwins(ZeroConfig(partition=TINY))
+    scaler = GradScaler("cpu", init_scale=4.0)
+    for number in range(2):
+        torch.autograd.backward(scaler.scale(regression(twins.model, number)))
+        scaler.unscale_(twins.zero)
+        twins.zero.clip_grad_norm_(100.0)
+        scaler.step(twins.zero)
+        scaler.update()
+        twins.zero.zero_grad()
+        twins.sides[1].iterate(number)
+        twins.compare()
