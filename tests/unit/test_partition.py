@@ -1,8 +1,8 @@
 """Who owns which parameter, and where it lies, for any parameters and any number of ranks."""
 
 from collections import Counter
-from collections.abc import Sequence
-from itertools import groupby, pairwise
+from collections.abc import Mapping, Sequence
+from itertools import groupby, pairwise, product
 
 import pytest
 import torch
@@ -50,21 +50,28 @@ def owners(layout: Layout) -> list[int]:
     return [layout.owner_of(param) for param in range(len(layout.params))]
 
 
-def by_hand(made: Sequence[ParamSpec], world_size: int) -> list[int]:
-    """The rule in plain words: group after group, the largest that is left goes to the first rank of least load."""
+def by_hand(made: Sequence[ParamSpec], world_size: int, fixed: Mapping[int, int] | None = None) -> list[int]:
+    """The rule in plain words: group after group, the largest that is left goes to the first rank of least load.
+
+    First the trainable parameters of a group, then the frozen ones: among equal frozen loads the trainable ones decide.
+    """
     loads = {True: [0] * world_size, False: [0] * world_size}
     found = [-1] * len(made)
-    for number in range(1 + max((one.group for one in made), default=-1)):
-        left = [one for one in made if one.group == number]
+    for index, rank in (fixed or {}).items():
+        found[index] = rank
+        loads[made[index].trainable][rank] += made[index].numel
+    for number, trainable in product(range(1 + max((one.group for one in made), default=-1)), (True, False)):
+        left = [one for one in made if one.group == number and one.trainable == trainable and found[one.index] < 0]
         while left:
             largest = left[0]
             for one in left:
                 if one.numel > largest.numel:
                     largest = one
             left.remove(largest)
-            tally = loads[largest.trainable]
-            found[largest.index] = tally.index(min(tally))
-            tally[found[largest.index]] += largest.numel
+            ties = [0] * world_size if trainable else loads[True]
+            best = min(zip(loads[trainable], ties, range(world_size), strict=True))[2]
+            found[largest.index] = best
+            loads[trainable][best] += largest.numel
     return found
 
 
@@ -145,6 +152,20 @@ def test_frozen_parameters_do_not_disturb_the_trainable_ones() -> None:
     assert owners(layout) == [0, 0, 1, 0, 1]
 
 
+def test_equal_frozen_loads_go_to_the_rank_with_fewest_trainable_elements() -> None:
+    trained = whole(specs([9, 7, 5, 3, 9, 7, 5]), 2)
+    assert trained.loads(trainable=True) == [24, 21]
+    added = WholeParams().extend(trained, specs([3], first=7, group=1, trainable=False))
+    assert added.owner_of(7) == 1
+    assert [sum(pair) for pair in zip(*(added.loads(trainable=it) for it in (True, False)), strict=True)] == [24, 24]
+    assert owners(WholeParams().extend(trained, specs([3, 2, 2], first=7, group=1, trainable=False)))[7:] == [1, 0, 0]
+
+
+def test_frozen_parameters_of_a_mixed_group_come_after_the_trainable_ones() -> None:
+    """Also where the frozen one is the largest."""
+    assert owners(whole([spec(0, (100,), trainable=False), *specs([4], first=1)], 2)) == [1, 0]
+
+
 def test_loads_run_on_across_groups_but_sorting_does_not() -> None:
     first, second = specs([1, 2]), specs([8, 3], group=1, first=2)
     assert owners(whole([*first, *second], 2)) == [1, 0, 1, 0]
@@ -198,13 +219,14 @@ NAMED = [spec(0, (2,)), spec(1, (9,)), spec(2, (4,)), spec(3, (7,), trainable=Fa
 def test_assigned_owners_are_taken_as_they_are() -> None:
     owned = {4: Rank(1), 2: Rank(1), 1: Rank(0), 0: Rank(1)}
     layout = AssignedOwners(owned, {4: 0, 2: 0, 1: 1, 0: 1}).extend(Layout.empty(2), NAMED)
-    assert owners(layout) == [1, 0, 1, 0, 1]
+    assert owners(layout) == [1, 0, 1, 0, 1]  # rank 0 has 9 trainable elements, rank 1 as many
     assert [bucket.params for bucket in layout.buckets] == [[2, 4], [1, 0], [3]]
 
 
 def test_what_is_not_assigned_is_dealt_out() -> None:
-    layout = AssignedOwners({1: Rank(2)}, {1: 0}).extend(Layout.empty(3), NAMED)
-    rest = [one for one in NAMED if one.index != 1]
-    dealt = by_hand([spec(i, one.shape, trainable=one.trainable) for i, one in enumerate(rest)], 3)
-    assert owners(layout)[1] == 2
-    assert [owner for i, owner in enumerate(owners(layout)) if i != 1] == dealt
+    """What is assigned counts: the frozen one goes to the rank with the fewest trainable elements."""
+    for fixed in ({1: Rank(2)}, {0: Rank(0), 1: Rank(1), 2: Rank(2), 4: Rank(0)}, {3: Rank(1)}):
+        layout = AssignedOwners(fixed, dict.fromkeys(fixed, 0)).extend(Layout.empty(3), NAMED)
+        assert owners(layout) == by_hand(NAMED, 3, fixed)
+    taken = {0: Rank(0), 1: Rank(0), 2: Rank(1), 4: Rank(2)}
+    assert AssignedOwners(taken, dict.fromkeys(taken, 0)).extend(Layout.empty(3), NAMED).owner_of(3) == 2

@@ -4,7 +4,7 @@ import heapq
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Protocol
@@ -43,7 +43,8 @@ class WholeParams:
     """Every parameter belongs to one rank: needed by optimizers that look at whole tensors.
 
     From the dearest parameter to the cheapest, each goes to the rank with the least so far. Trainable and frozen
-    parameters are balanced separately: a frozen one costs its owner no state.
+    parameters are balanced separately: a frozen one costs its owner no state. Among ranks with equal frozen loads it
+    goes to the one with the smallest trainable load.
 
     cost: what it takes to update a parameter. By default `shard` counts the operations of the optimizer's step on
         tensors of that shape. `ZeroRedundancyOptimizer` goes by elements, and group after group, as torch's class.
@@ -68,7 +69,7 @@ class WholeParams:
 class AssignedOwners:
     """Whole parameters whose owner and bucket were decided elsewhere, by parameter index.
 
-    What is not named there is dealt out as `WholeParams` does.
+    What is not named there is dealt out as `WholeParams` does, and what is named counts as a load.
     """
 
     owners: Mapping[int, Rank]
@@ -77,7 +78,7 @@ class AssignedOwners:
     def extend(self, layout: Layout, specs: Sequence[ParamSpec]) -> Layout:
         rest = [spec for spec in specs if spec.index not in self.owners]
         named = sorted((spec for spec in specs if spec.index in self.owners), key=self._bucket_of)
-        owners = {**deal(layout, rest), **self.owners}
+        owners = deal(layout, specs, fixed=self.owners)
         return place(layout, [*named, *rest], owners, bucket_of=self._bucket_of)
 
     def _bucket_of(self, spec: ParamSpec) -> int:
@@ -177,14 +178,31 @@ class SideBySide:
         yield from (bucket for bucket in filling.values() if bucket)
 
 
-def deal(layout: Layout, specs: Sequence[ParamSpec], cost: Cost | None = None) -> dict[int, Rank]:
-    """An owner for each new parameter; the loads of `layout` run on. Without a cost, group after group by size."""
+def deal(
+    layout: Layout, specs: Sequence[ParamSpec], cost: Cost | None = None, fixed: Mapping[int, Rank] | None = None
+) -> dict[int, Rank]:
+    """An owner for each new parameter; the loads of `layout` run on. Without a cost, group after group by size.
+
+    `fixed`: owners of some of them, by index, that are not to be changed.
+    """
     price = checked(cost) if cost else (lambda spec: spec.numel)
-    tallies = {trains: _Tally(_loads(layout, price, trainable=trains)) for trains in (True, False)}
-    owners: dict[int, Rank] = {}
-    for _, batch in groupby(specs, key=lambda spec: cost or spec.group):
-        for spec in sorted(batch, key=lambda spec: -price(spec)):
-            owners[spec.index] = tallies[spec.trainable].give(price(spec))
+    owners = dict(fixed or {})
+    trainable, frozen = (_loads(layout, price, trainable=trains) for trains in (True, False))
+    for spec in specs:
+        if spec.index in owners:
+            (trainable if spec.trainable else frozen)[owners[spec.index]] += price(spec)
+    tally = _Tally(trainable)
+    open_specs = [spec for spec in specs if spec.index not in owners]
+    for _, batch in groupby(open_specs, key=lambda spec: cost or spec.group):
+        members = sorted(batch, key=lambda spec: -price(spec))
+        for spec in (spec for spec in members if spec.trainable):
+            owners[spec.index] = tally.give(price(spec))
+        if all(spec.trainable for spec in members):
+            continue  # the tally below costs as much as there are ranks
+        # Only now are the trainable loads of this batch known, which decide between equal frozen loads.
+        frozen_tally = _Tally(frozen, ties=trainable)
+        for spec in (spec for spec in members if not spec.trainable):
+            owners[spec.index] = frozen_tally.give(price(spec))
     return owners
 
 
@@ -316,13 +334,17 @@ def _is_cheap(padding: int, elements: int) -> bool:
 
 
 class _Tally:
-    """Who has the least so far; ties go to the lowest rank."""
+    """Who has the least so far; equal loads are decided by the smaller of `ties`, then by the lower rank."""
 
-    def __init__(self, loads: Iterable[float]) -> None:
-        self._heap = [(load, rank) for rank, load in enumerate(loads)]
+    def __init__(self, loads: list[float], ties: Sequence[float] | None = None) -> None:
+        """`loads` is kept up to date."""
+        self._loads = loads
+        ties = [0] * len(loads) if ties is None else ties
+        self._heap = [(load, ties[rank], rank) for rank, load in enumerate(loads)]
         heapq.heapify(self._heap)
 
     def give(self, cost: float) -> Rank:
-        load, rank = self._heap[0]
-        heapq.heapreplace(self._heap, (load + cost, rank))
+        load, tie, rank = self._heap[0]
+        self._loads[rank] = load + cost
+        heapq.heapreplace(self._heap, (load + cost, tie, rank))
         return Rank(rank)
