@@ -18,7 +18,7 @@ from .errors import (
 )
 from .layout.partition import FlatShards, WholeParams
 from .measuring import measure_cost
-from .objects import broadcast_object
+from .objects import broadcast_object as broadcast_object  # not in `__all__`: torch has it as a private name
 from .optimizer import ZeroRedundancyOptimizer
 from .planning.plan import Plan, plan
 from .planning.usage import Network
@@ -66,7 +66,6 @@ __all__ = [
     "ZeroConfig",
     "ZeroError",
     "ZeroRedundancyOptimizer",
-    "broadcast_object",
     "checkpoint",
     "ddp_hooks",
     "everything_else",

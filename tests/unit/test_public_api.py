@@ -27,7 +27,6 @@ PUBLIC = {
     "GradScaler",
     "ShardedOptimizer",
     "shard",
-    "broadcast_object",
     "Offload",
     "SecondCopy",
     "Copies",
