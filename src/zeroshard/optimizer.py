@@ -10,10 +10,11 @@ from torch._compile import _disable_dynamo  # as torch's own optimizers: the com
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
+from . import state_dicts
+from . import zero_redundancy_optimizer as compat
 from .adapters.autograd import hook_accumulation
 from .adapters.ddp import CommHook, Overlap, plain_class
 from .adapters.ddp_grads import hand_over
-from .adapters.join import ShadowStep
 from .assembly import Assembly, count_params
 from .comm.agreement import Proposal, agreed, undone_on_failure
 from .comm.collectives import Comm
@@ -42,6 +43,8 @@ from .runtime.step import Closure, Engine
 from .runtime.whole import WholeEngine
 from .second_copy import Buffers, Copies, copying
 from .state import callers
+from .state.compat import StateDict
+from .state.trees import copy_mutable, versions
 from .stateful import Stateful
 from .stepping import Stepping
 from .units import GlobalRank, Rank
@@ -89,6 +92,7 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         self._comm = self._comm_of(process_group)
         self._config = ZeroConfig() if config is None else config
         self._overlap: Overlap | None = None
+        self._views: dict[str, tuple[Layout, Any]] = {}
         self._stepping = Stepping(self, self._comm)
         call = f"making a {type(self).__name__}"
         layout = agreed(self._comm, call, lambda: self._assemble(params, optimizer_class, overlap_with_ddp, defaults))
@@ -186,6 +190,45 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         """Who owns what, what it takes on this rank, what the last step took. Any rank may call it: nothing is sent."""
         settled = self._overlap is None or self._overlap.settled
         return report_of(self._assembly, self.engine, self.param_groups, self.second_copy, settled=settled)
+
+    # ---- state
+
+    def state_dict(self) -> StateDict:
+        """What `consolidate_state_dict` gathered on this rank, in the format of the unsharded optimizer.
+
+        To spare memory its tensors are those that were gathered, not copies. `torch.distributed.checkpoint` and its
+        helpers get what they can save: this rank's part, or everything if they were asked for that.
+        """
+        self.require_settled("state_dict")
+        asked = callers.asked()
+        if asked is not None:
+            return state_dicts.through_save_hooks(self, state_dicts.wanted(self.engine, self.param_groups, asked))
+        if self._snapshot is None:
+            raise RuntimeError(
+                "this rank holds only its own share of the state. Call full_state_dict(to=0) on "
+                "all ranks: it returns everything on rank 0. Or call consolidate_state_dict(to=0) on all ranks, then "
+                "state_dict() on rank 0 only."
+            )
+        since = self.engine.steps - self._snapshot.steps
+        if since:
+            warnings.warn(
+                f"state_dict() returns the state of {since} steps ago: call consolidate_state_dict() on all ranks "
+                "again for the present one",
+                stacklevel=2,
+            )
+        if versions(self._snapshot.contents) != self._snapshot.versions:
+            raise RuntimeError(
+                "the tensors of an earlier state_dict() were changed in place, and it shares them with what was "
+                "gathered: call consolidate_state_dict() again, and change a copy"
+            )
+        return state_dicts.through_save_hooks(self, copy_mutable(self._snapshot.contents))
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Take this rank's part of a dict saved at any world size, or by the plain optimizer. Called on all ranks.
+
+        Either all ranks load it or none does. The dict stays as it is.
+        """
+        self._load(state_dict, adopt=False)
 
     # ---- training (who compiles a training loop leaves the graph here: messages to other ranks are in none)
 
@@ -285,10 +328,9 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
 
     def join_hook(self, **_: Any) -> JoinHook:
         """For `torch.distributed.algorithms.join.Join`."""
-        if self._overlap is not None:
-            return ShadowStep(self._overlap.shadow_step, self._comm, self.param_groups)
-        self._stepping.start_join()
-        return ShadowStep(lambda: self._step(None, {}, joined=True), self._comm, self.param_groups)
+        if self._overlap is None:
+            self._stepping.start_join()
+        return compat._ZeROJoinHook(self)
 
     @property
     def join_device(self) -> torch.device:
@@ -381,6 +423,13 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
     def _step(self, closure: Closure | None, kwargs: dict[str, Any], *, joined: bool) -> Any:
         return self._stepping.step(closure, kwargs, uneven=self._join_config.enable, joined=joined)
 
+    def _shadow_step(self) -> None:
+        """For a rank that ran out of inputs inside `Join`."""
+        if self._overlap is not None:
+            self._overlap.shadow_step()
+        else:
+            self._step(None, {}, joined=True)
+
     def forget_copies(self) -> None:
         if self.copying is not None:
             self.copying.begin_anew()
@@ -399,3 +448,29 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         """For `Stepping`."""
         if self.copying is not None:
             self.copying.after_step(self.engine, self.param_groups, self.model_buffers)
+
+    # ---- names that torch marks private
+
+    _all_params = compat.all_params
+    _index_to_param = compat.index_to_param
+    _param_to_index = compat.param_to_index
+    _param_to_rank = compat.param_to_rank
+    _device_to_params_per_rank = compat.device_to_params_per_rank
+    _device_to_device_index = compat.device_to_device_index
+    _buckets = compat.buckets
+    _bucket_assignments_per_rank = compat.bucket_assignments_per_rank
+    _overlap_with_ddp = compat.overlap_with_ddp
+    _overlap_info = compat.overlap_info
+    _optim_constructor = compat.optim_constructor
+    _optim_defaults = compat.optim_defaults
+    _default_device = compat.default_device
+    _is_trainable_mask = compat.is_trainable_mask
+    functional_optim_map = compat.functional_map
+    _partition_parameters = compat.partition_parameters
+    _sync_params = compat.sync_params
+    _sync_param_groups = staticmethod(compat.sync_param_groups)
+    _local_step = compat.local_step
+    _get_assigned_rank = compat.get_assigned_rank
+    _init_zero_for_overlap = compat.init_zero_for_overlap
+    _check_overlap_initialized = compat.check_overlap_initialized
+    _clear_cache = compat.clear_cache

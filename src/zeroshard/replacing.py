@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from . import ddp_hooks
+from . import ddp_hooks, zero_redundancy_optimizer
 from .notices import warn_user
-from .optimizer import ZeroRedundancyOptimizer
 
 _OPTIMIZERS = "torch.distributed.optim.zero_redundancy_optimizer"
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
@@ -103,7 +102,8 @@ def _swaps() -> dict[int, Swap]:
         warnings.simplefilter("ignore")  # torch's modules are told to be old when they are imported
         optimizers, hooks = import_module(_OPTIMIZERS), import_module(_HOOKS)
     swaps = [Swap(getattr(hooks, name), getattr(ddp_hooks, name)) for name in ddp_hooks.__all__]
-    swaps.append(Swap(optimizers.ZeroRedundancyOptimizer, ZeroRedundancyOptimizer))
+    names = zero_redundancy_optimizer.REPLACED
+    swaps += [Swap(getattr(optimizers, name), getattr(zero_redundancy_optimizer, name)) for name in names]
     return {id(swap.theirs): swap for swap in swaps}
 
 

@@ -1,6 +1,5 @@
 """What a sharded optimizer does with its state: gather it, hand out this rank's part, load."""
 
-import warnings
 from typing import NamedTuple
 
 from torch.optim import Optimizer
@@ -11,9 +10,8 @@ from .comm.agreement import Proposal, agreed
 from .comm.collectives import Comm
 from .labels import Label
 from .runtime.step import Engine
-from .state import callers
 from .state.compat import StateDict
-from .state.trees import copy_mutable, versions
+from .state.trees import versions
 
 
 class _Snapshot(NamedTuple):
@@ -24,7 +22,11 @@ class _Snapshot(NamedTuple):
 
 
 class Stateful(Optimizer):
-    """Every method is called on all ranks, but `state_dict()` after `consolidate_state_dict()`."""
+    """Every method is called on all ranks.
+
+    `state_dict` and `load_state_dict` are not here: `super(ZeroRedundancyOptimizer, optimizer).state_dict()` must reach
+    torch's, as it does from torch's class.
+    """
 
     engine: Engine
     _comm: Comm
@@ -59,43 +61,6 @@ class Stateful(Optimizer):
         self.require_settled("sharded_state_dict")
         return state_dicts.part(self.engine, self.param_groups)
 
-    def state_dict(self) -> StateDict:
-        """What `consolidate_state_dict` gathered on this rank, in the format of the unsharded optimizer.
-
-        To spare memory its tensors are those that were gathered, not copies. `torch.distributed.checkpoint` and its
-        helpers get what they can save: this rank's part, or everything if they were asked for that.
-        """
-        self.require_settled("state_dict")
-        asked = callers.asked()
-        if asked is not None:
-            return state_dicts.through_save_hooks(self, state_dicts.wanted(self.engine, self.param_groups, asked))
-        if self._snapshot is None:
-            raise RuntimeError(
-                "this rank holds only its own share of the state. Call full_state_dict(to=0) on "
-                "all ranks: it returns everything on rank 0. Or call consolidate_state_dict(to=0) on all ranks, then "
-                "state_dict() on rank 0 only."
-            )
-        since = self.engine.steps - self._snapshot.steps
-        if since:
-            warnings.warn(
-                f"state_dict() returns the state of {since} steps ago: call consolidate_state_dict() on all ranks "
-                "again for the present one",
-                stacklevel=2,
-            )
-        if versions(self._snapshot.contents) != self._snapshot.versions:
-            raise RuntimeError(
-                "the tensors of an earlier state_dict() were changed in place, and it shares them with what was "
-                "gathered: call consolidate_state_dict() again, and change a copy"
-            )
-        return state_dicts.through_save_hooks(self, copy_mutable(self._snapshot.contents))
-
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Take this rank's part of a dict saved at any world size, or by the plain optimizer. Called on all ranks.
-
-        Either all ranks load it or none does. The dict stays as it is.
-        """
-        self._load(state_dict, adopt=False)
-
     def adopt_state_dict(self, state_dict: StateDict) -> None:
         """As `load_state_dict`, of a dict that is given away: its tensors become the state where they can."""
         self._load(state_dict, adopt=True)
@@ -124,6 +89,11 @@ class Stateful(Optimizer):
 
     def _forget_snapshot(self) -> None:
         self._snapshot = None
+
+    def _age_snapshot(self) -> None:
+        """Count a step that only this rank makes."""
+        if self._snapshot is not None:
+            self._snapshot = self._snapshot._replace(steps=self._snapshot.steps - 1)
 
     def require_settled(self, call: str) -> None:
         """Raise if owners may still change."""

@@ -116,9 +116,14 @@ def test_its_hooks_are_ours(ctx: RankContext) -> None:
 def test_an_optimizer_that_was_made_before_goes_on(ctx: RankContext) -> None:
     torchs: Any = zero_redundancy_optimizer.ZeroRedundancyOptimizer
     params = [torch.nn.Parameter(torch.full((3,), 1.0 + number)) for number in range(2)]
-    optimizer = torchs(params, torch.optim.SGD, lr=0.5)
+    optimizer = torchs(params, torch.optim.SGD, lr=0.5, momentum=0.9)
     with zeroshard.replace_torch():
         for param in params:
             param.grad = torch.ones(3)
         optimizer.step()
+        optimizer.consolidate_state_dict()
+        assert ctx.rank or list(optimizer.state_dict()["state"]) == [0, 1]
+        with pytest.raises(TypeError, match=r"Construct optimizers after replace_torch\(\)"):
+            optimizer.join_hook()
+    optimizer.join_hook()
     assert [param.tolist() for param in params] == [[0.5] * 3, [1.5] * 3]

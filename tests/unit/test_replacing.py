@@ -17,6 +17,7 @@ from torch.distributed.optim import zero_redundancy_optimizer
 
 import zeroshard
 from zeroshard import ddp_hooks, replacing
+from zeroshard import zero_redundancy_optimizer as compat
 
 HOOKS = ("hook_with_zero_step", "hook_with_zero_step_interleaved")
 NAME = "ZeroRedundancyOptimizer"
@@ -57,6 +58,15 @@ def test_torchs_names_are_ours_until_the_end(user: ModuleType) -> None:
     assert vars(user)["ZeRO"] is THEIRS[NAME]
     assert vars(user)["hook"] is THEIRS[HOOKS[0]]
     assert done.places == ()
+
+
+def test_private_names_of_torchs_module_are_ours_too() -> None:
+    theirs = {name: vars(zero_redundancy_optimizer)[name] for name in compat.REPLACED}
+    with zeroshard.replace_torch():
+        assert all(vars(zero_redundancy_optimizer)[name] is getattr(compat, name) for name in theirs)
+        assert not any(getattr(compat, name) is it for name, it in theirs.items())
+    assert {name: vars(zero_redundancy_optimizer)[name] for name in theirs} == theirs
+    assert vars(zero_redundancy_optimizer)["functional_optim_map"] is compat.functional_optim_map
 
 
 def test_it_is_undone_when_what_is_inside_fails() -> None:

@@ -71,6 +71,8 @@ class Overlap:
         self._index = {id(param): i for i, param in enumerate(_params(groups))}
         self._trainable = [param.requires_grad for param in _params(groups)]
         self._ddp: DistributedDataParallel | None = None
+        self.shard_buckets = False
+        """A bucket may have several owners."""
         self._seen_passes, self._backward = 0, NO_BACKWARD
         self._buckets: list[list[int]] = []
         self._plan: Plan | None = None
@@ -80,6 +82,15 @@ class Overlap:
     @property
     def settled(self) -> bool:
         return self._plan is not None
+
+    @property
+    def buckets(self) -> list[list[int]]:
+        """DDP's buckets as indices of our parameters, once they are settled."""
+        return self._buckets if self.settled else []
+
+    def owner_in_turn(self, bucket: int) -> Rank:
+        """The owner of a DDP bucket, unless its parameters are dealt out."""
+        return Rank(bucket % self._comm.group.size)
 
     @property
     def warmup_passes(self) -> int:
@@ -94,7 +105,7 @@ class Overlap:
         ours = dist.get_process_group_ranks(self._comm.group.process_group)
         if dist.get_process_group_ranks(ddp.process_group) != ours:
             raise ConfigError(f"the optimizer is sharded over ranks {ours}, DDP has others: give both the same group")
-        self._ddp = ddp
+        self._ddp, self.shard_buckets = ddp, shard_buckets
 
         def reduce_and_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             future = hook(state, bucket)
@@ -155,7 +166,7 @@ class Overlap:
         return Proposal(Plan(engine, places, late), [*facts, f"layout {engine.layout.digest}"])
 
     def _in_turns(self, bucket_of: dict[int, int]) -> dict[int, Rank]:
-        return {index: Rank(number % self._comm.group.size) for index, number in bucket_of.items()}
+        return {index: self.owner_in_turn(number) for index, number in bucket_of.items()}
 
     def _dealt(self, bucket_of: dict[int, int]) -> dict[int, Rank]:
         """Whole parameters, bucket after bucket, each to the rank with the least so far."""

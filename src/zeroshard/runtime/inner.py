@@ -15,7 +15,7 @@ from ..state.trees import clone, copy_mutable, map_tensors
 ParamGroup = dict[str, Any]
 Factory = Callable[..., Optimizer]
 
-_PER_RANK = ("params", "param_names")
+PER_RANK = ("params", "param_names")
 """Keys of a group that differ between this rank's view and everyone's."""
 
 
@@ -159,7 +159,7 @@ class ShardOptimizer:
             yield
         finally:
             for group, before in zip(self.optimizer.param_groups, whole, strict=True):
-                group.update({key: before[key] for key in _PER_RANK if key in before})
+                group.update({key: before[key] for key in PER_RANK if key in before})
 
     def _own_group(self, group: ParamGroup, owned: set[int]) -> ParamGroup:
         """The group as its user gave it, with this rank's parameters, or a stand-in where it has none."""
@@ -170,7 +170,7 @@ class ShardOptimizer:
         params: list[Any] = [group["params"][i] for i in mine] or [stand_in]
         if names is not None:
             params = list(zip([names[i] for i in mine] or ["stand-in"], params, strict=True))
-        return {**{k: v for k, v in group.items() if k not in _PER_RANK}, "params": params}
+        return {**{k: v for k, v in group.items() if k not in PER_RANK}, "params": params}
 
     @contextmanager
     def _occupied(self) -> Iterator[None]:
@@ -206,7 +206,7 @@ def _stand_in(params: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _copy_options(source: ParamGroup, target: ParamGroup) -> None:
     """All keys of `source`, and no others, in its order; what differs by rank stays."""
-    kept = {key: target[key] for key in _PER_RANK if key in target}
+    kept = {key: target[key] for key in PER_RANK if key in target}
     target.clear()
     target.update(source)
     target.update(kept)

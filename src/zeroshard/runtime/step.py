@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 
-from ..comm.agreement import Trouble, Verdict, compare, raise_failure, raise_first_difference
+from ..comm.agreement import (
+    Proposal,
+    Trouble,
+    Verdict,
+    agreed,
+    compare,
+    raise_failure,
+    raise_first_difference,
+)
 from ..comm.collectives import Comm
 from ..errors import BindingError
 from ..labels import Label
@@ -162,6 +170,18 @@ class Engine(ABC):
     @abstractmethod
     def spread(self) -> Callable[[], None]:
         """Start to bring what each rank owns of all parameters to everyone; returns how to wait. On all ranks."""
+
+    def sync_params(self, call: str, groups: Sequence[ParamGroup]) -> None:
+        """Bring what each rank owns of all parameters to everyone and wait for it. On all ranks."""
+
+        def propose() -> Proposal[None]:
+            self.check_groups(groups)
+            self.at_rest()
+            return Proposal(None)
+
+        agreed(self.comm, call, propose)
+        with self.comm.group.line.relied_on():
+            self.spread()()
 
     def check_drift(self, call: str, step: int | None = None) -> None:
         """Raise `DriftError` on all ranks if they have different parameters. On all ranks."""

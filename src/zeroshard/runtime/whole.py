@@ -162,6 +162,14 @@ class WholeEngine(Engine):
             for param, before in kept.items():
                 param.grad = before
 
+    def local_step(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
+        """Update this rank's parameters with the gradients in `param.grad`, and tell no one."""
+        self.check_groups(groups)
+        self.store.refresh()
+        result = self._inner_step(groups, closure, kwargs)
+        self.store.refresh(self._owned)
+        return result
+
     def send_bucket(self, bucket: int) -> None:
         """Start bringing the parameters of one bucket to everyone; `sync.finish` ends it."""
         if self.comm.group.size > 1:

@@ -1,0 +1,371 @@
+"""Names that torch marks private in its file of this name, and that public code and PyTorch's own tests use.
+
+Attributes are read-only views of the layout, and methods call what the optimizer has under another name. torch's
+meaning holds, and so do torch's values where parameters are dealt out in the same way. `ZeroRedundancyOptimizer`
+assigns them in its body.
+
+Parameters of a rank are listed in the order of the groups, as in `optim.param_groups`; torch lists the largest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
+from enum import IntEnum
+from importlib import import_module
+from itertools import accumulate, compress
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast, overload
+
+import torch
+
+from .adapters.join import ShadowStep
+from .errors import ConfigError
+from .objects import broadcast_object
+from .runtime.inner import PER_RANK, Factory, ParamGroup
+from .runtime.step import Closure
+from .runtime.store import FlatStore
+from .runtime.whole import WholeEngine
+from .state.trees import map_tensors
+from .stateful import Stateful
+from .units import Rank
+
+if TYPE_CHECKING:
+    from .optimizer import ZeroRedundancyOptimizer
+
+__all__ = ["ZeroRedundancyOptimizer"]
+
+REPLACED = (
+    *("ZeroRedundancyOptimizer", "_ZeROJoinHook", "_DDPBucketAssignment", "_OverlapStatus", "_OverlapInfo"),
+    *("_broadcast_object", "_recursive_copy_to_device", "_is_trainable"),
+)
+"""What `replace_torch()` puts in the place of torch's. `functional_optim_map` is torch's own."""
+
+T = TypeVar("T")
+
+
+def __getattr__(name: str) -> Any:
+    """Imported on use: the class is made of this module, and torch's functional optimizers warn when imported."""
+    if name == "ZeroRedundancyOptimizer":
+        return import_module(".optimizer", __package__).ZeroRedundancyOptimizer
+    if name == "functional_optim_map":
+        return import_module("torch.distributed.optim.utils").functional_optim_map
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# ---- types and functions
+
+
+class _ZeROJoinHook(ShadowStep):
+    """What `join_hook()` returns."""
+
+    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
+        if not isinstance(zero, Stateful):
+            raise TypeError(
+                f"expected an optimizer of zeroshard, got a {type(zero).__module__}.{type(zero).__qualname__}. "
+                "Construct optimizers after replace_torch(), or undo it before joining one of torch's."
+            )
+        super().__init__(zero._shadow_step, zero._comm, zero.param_groups)
+        self.zero = zero
+
+
+class _DDPBucketAssignment:
+    """The parameters of a DDP bucket that one rank owns.
+
+    `offset` is the place of the first of them in the bucket. With `shard_buckets=True` they need not be neighbors.
+    `tensor` is None: parameters stay in their own memory.
+    """
+
+    def __init__(self, bucket_index: int, parameters: list[torch.Tensor], offset: int) -> None:
+        if not parameters:
+            raise ValueError(f"expected parameters of bucket {bucket_index}, got none: leave out ranks that own none.")
+        self.bucket_index, self.parameters, self.offset = bucket_index, parameters, offset
+        self.device = parameters[0].device
+        self.tensor: torch.Tensor | None = None
+
+
+class _OverlapStatus(IntEnum):
+    """Whether DDP's buckets are known. Between the first and the last there is nothing to be seen here."""
+
+    UNINITIALIZED = 0
+    DDP_HAS_REBUILT_BUCKETS = 1
+    INITIALIZED = 2
+
+
+@dataclass(frozen=True)
+class _OverlapInfo:
+    """DDP's buckets and their owners, as far as they are known."""
+
+    world_size: InitVar[int]
+    status: _OverlapStatus = _OverlapStatus.UNINITIALIZED
+    shard_buckets: bool = False
+    params_per_bucket: list[list[torch.Tensor]] = field(default_factory=list)
+    params_per_rank: list[list[torch.Tensor]] = field(default_factory=list)
+    """In the order of buckets, and of the parameters in them."""
+    offsets: dict[int, int] = field(default_factory=dict)
+    """By bucket, where this rank's parameters of it start in `params_per_rank`."""
+    assigned_ranks_per_bucket: list[set[int]] = field(default_factory=list)
+    total_size: int | None = None
+    """Elements of all buckets."""
+
+    def __post_init__(self, world_size: int) -> None:
+        self.params_per_rank.extend([] for _ in range(world_size - len(self.params_per_rank)))
+
+
+_broadcast_object = broadcast_object
+
+
+def _recursive_copy_to_device(value: Any, non_blocking: bool, device: torch.device) -> Any:
+    """A copy of nested containers with all tensors on `device`."""
+    return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+
+def _is_trainable(param: torch.Tensor) -> bool:
+    return param.requires_grad
+
+
+# ---- attributes
+
+
+class View(Generic[T]):
+    """A read-only attribute that is computed on each access."""
+
+    def __init__(self, compute: Callable[[ZeroRedundancyOptimizer], T]) -> None:
+        self._compute, self._name = compute, compute.__name__
+        self.__doc__ = compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, zero: None, owner: type) -> View[T]: ...
+    @overload
+    def __get__(self, zero: ZeroRedundancyOptimizer, owner: type | None = None) -> T: ...
+    def __get__(self, zero: ZeroRedundancyOptimizer | None, owner: type | None = None) -> View[T] | T:
+        return self if zero is None else self._value(zero)
+
+    def __set__(self, zero: ZeroRedundancyOptimizer, value: object) -> NoReturn:
+        raise AttributeError(f"{self._name} is a read-only view of the optimizer's layout and cannot be set.")
+
+    def _value(self, zero: ZeroRedundancyOptimizer) -> T:
+        return self._compute(zero)
+
+
+class CachedView(View[T]):
+    """One that is kept until the layout changes: code asks for it once per parameter."""
+
+    def _value(self, zero: ZeroRedundancyOptimizer) -> T:
+        layout, value = zero._views.get(self._name, (None, None))
+        if layout is not zero.layout:
+            value = self._compute(zero)
+            zero._views[self._name] = (zero.layout, value)
+        return cast(T, value)
+
+
+@View
+def all_params(zero: ZeroRedundancyOptimizer) -> list[torch.Tensor]:
+    """All parameters of all groups."""
+    return list(zero.engine.params)
+
+
+@View
+def index_to_param(zero: ZeroRedundancyOptimizer) -> list[torch.Tensor]:
+    """Parameters by their index in the state dict."""
+    return list(zero.engine.params)
+
+
+@CachedView
+def param_to_index(zero: ZeroRedundancyOptimizer) -> dict[torch.Tensor, int]:
+    """The index of each parameter in the state dict."""
+    return {param: index for index, param in enumerate(zero.engine.params)}
+
+
+@CachedView
+def param_to_rank(zero: ZeroRedundancyOptimizer) -> dict[torch.Tensor, int]:
+    """The rank in the group that owns each parameter."""
+    if not all(bucket.is_dealt for bucket in zero.layout.buckets):
+        raise AttributeError(
+            "_param_to_rank needs whole parameters, and FlatShards() divides them among ranks. "
+            "Use partition=WholeParams(), or read optimizer.layout."
+        )
+    return {param: zero.layout.owner_of(index) for index, param in enumerate(zero.engine.params)}
+
+
+@View
+def device_to_params_per_rank(zero: ZeroRedundancyOptimizer) -> dict[torch.device, list[list[torch.Tensor]]]:
+    """By device, the parameters that each rank owns."""
+    owned = [zero.engine.owned(Rank(rank)).values() for rank in range(zero.world_size)]
+    devices = dict.fromkeys(spec.device for spec in zero.layout.params)
+    return {device: [[it for it in mine if it.device == device] for mine in owned] for device in devices}
+
+
+@View
+def buckets(zero: ZeroRedundancyOptimizer) -> list[list[torch.Tensor]]:
+    """The part of each rank in each flat buffer, padding included; none unless parameters are views of buffers.
+
+    torch has one buffer for each device. Here there is one for each device, dtype and call of `add_param_group`.
+    """
+    store = zero.engine.store
+    if not isinstance(store, FlatStore):
+        return []
+    return [[store.buffer(it.index)[slice(*shard)] for shard in it.shards] for it in zero.layout.buckets]
+
+
+@View
+def device_to_device_index(zero: ZeroRedundancyOptimizer) -> dict[torch.device, int]:
+    """The index in `_buckets` of the first buffer on each device."""
+    return {bucket.device: bucket.index for bucket in reversed(zero.layout.buckets)}
+
+
+@View
+def overlap_with_ddp(zero: ZeroRedundancyOptimizer) -> bool:
+    """A DDP hook makes the steps."""
+    return zero._overlap is not None
+
+
+@View
+def overlap_info(zero: ZeroRedundancyOptimizer) -> _OverlapInfo:
+    """DDP's buckets and their owners. Only with `overlap_with_ddp=True`, as with torch."""
+    if zero._overlap is None:
+        raise AttributeError("_overlap_info needs overlap_with_ddp=True: without it there are no DDP buckets.")
+    overlap, params = zero._overlap, zero.engine.params
+    if not overlap.settled:
+        return _OverlapInfo(zero.world_size, shard_buckets=overlap.shard_buckets)
+    owners = {index: zero.layout.owner_of(index) for members in overlap.buckets for index in members}
+    mine = [sum(owners[index] == zero.rank for index in members) for members in overlap.buckets]
+    return _OverlapInfo(
+        zero.world_size,
+        status=_OverlapStatus.INITIALIZED,
+        shard_buckets=overlap.shard_buckets,
+        params_per_bucket=[[params[index] for index in members] for members in overlap.buckets],
+        params_per_rank=[[params[i] for i, it in owners.items() if it == rank] for rank in range(zero.world_size)],
+        offsets={i: end - mine[i] for i, end in enumerate(accumulate(mine)) if mine[i]},
+        assigned_ranks_per_bucket=[{owners[index] for index in members} for members in overlap.buckets],
+        total_size=sum(params[index].numel() for index in owners),
+    )
+
+
+@View
+def bucket_assignments_per_rank(zero: ZeroRedundancyOptimizer) -> list[dict[int, _DDPBucketAssignment]]:
+    """By rank and bucket, the parameters that the rank owns. Only when DDP's buckets are known."""
+    info = zero._overlap_info
+    zero.require_settled("_bucket_assignments_per_rank")
+    found: list[dict[int, _DDPBucketAssignment]] = [{} for _ in info.params_per_rank]
+    for number, members in enumerate(info.params_per_bucket):
+        for rank in info.assigned_ranks_per_bucket[number]:
+            places = [place for place, param in enumerate(members) if zero._param_to_rank[param] == rank]
+            found[rank][number] = _DDPBucketAssignment(number, [members[place] for place in places], places[0])
+    return found
+
+
+@View
+def optim_constructor(zero: ZeroRedundancyOptimizer) -> Factory:
+    """The class to shard. With `overlap_with_ddp=True` torch has its functional twin here."""
+    zero.optim  # noqa: B018 (raises if there are several)
+    return zero.engine.inner.members[0].recipe.factory
+
+
+@View
+def optim_defaults(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    """What was given for that class."""
+    zero.optim  # noqa: B018 (raises if there are several)
+    return dict(zero.engine.inner.members[0].recipe.defaults)
+
+
+@View
+def default_device(zero: ZeroRedundancyOptimizer) -> torch.device:
+    """That of the first parameter."""
+    return zero.join_device
+
+
+@View
+def is_trainable_mask(zero: ZeroRedundancyOptimizer) -> list[bool]:
+    """For each parameter, whether it was trainable when it was given."""
+    return [spec.trainable for spec in zero.layout.params]
+
+
+@View
+def functional_map(zero: ZeroRedundancyOptimizer) -> dict[Any, Any]:  # noqa: ARG001
+    """torch's functional twins of its optimizers."""
+    found: dict[Any, Any] = __getattr__("functional_optim_map")
+    return found
+
+
+# ---- methods
+
+
+def partition_parameters(zero: ZeroRedundancyOptimizer) -> list[list[ParamGroup]]:
+    """For each rank all groups, with the parameters that it owns: with `FlatShards()`, all or a part of each."""
+
+    def part(group: ParamGroup, owned: set[int]) -> ParamGroup:
+        chosen = [id(param) in owned for param in group["params"]]
+        return {key: list(compress(value, chosen)) if key in PER_RANK else value for key, value in group.items()}
+
+    ids = [set(map(id, zero.engine.owned(Rank(rank)).values())) for rank in range(zero.world_size)]
+    return [[part(group, owned) for group in zero.param_groups] for owned in ids]
+
+
+def sync_params(zero: ZeroRedundancyOptimizer) -> None:
+    """Bring all parameters from their owners to all ranks, as after a step. Called on all ranks."""
+    zero.engine.sync_params("_sync_params", zero.param_groups)
+
+
+def sync_param_groups(src_param_groups: list[ParamGroup], dst_param_groups: list[ParamGroup]) -> None:
+    """Copy the options of groups to other groups, not their parameters."""
+    for source, target in zip(src_param_groups, dst_param_groups, strict=True):
+        target.update({key: value for key, value in source.items() if key not in PER_RANK})
+
+
+def local_step(
+    zero: ZeroRedundancyOptimizer,
+    gradients: list[torch.Tensor | None] | None = None,
+    closure: Closure | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Update what this rank owns and tell no other rank: `_sync_params()` then makes ranks equal.
+
+    Args:
+        gradients: those of `_overlap_info.params_per_rank[rank]`, None for parameters to leave alone. Only with
+            `overlap_with_ddp=True`; else gradients are those in `param.grad`.
+        closure: goes to the inner optimizer, as do `kwargs`.
+    """
+    engine, groups = zero.engine, zero.param_groups
+    if not isinstance(engine, WholeEngine):
+        raise ConfigError("_local_step() needs whole parameters, and FlatShards() divides them: call step().")
+    zero.require_settled("_local_step")
+    if gradients is None:
+        zero._age_snapshot()
+        return engine.local_step(groups, closure, kwargs)
+    zero.overlap  # noqa: B018 (raises if there is none)
+    params = zero._overlap_info.params_per_rank[zero.rank]
+    if len(gradients) != len(params) or closure is not None or kwargs:
+        raise ValueError(
+            f"expected {len(params)} gradients and nothing else, got {len(gradients)} gradients, closure={closure!r} "
+            f"and {kwargs}. Pass one for each of _overlap_info.params_per_rank[{zero.rank}], or None in its place."
+        )
+    zero._age_snapshot()
+    engine.update(groups, {param: grad for param, grad in zip(params, gradients, strict=True) if grad is not None})
+    engine.inner.pull(groups)
+    return None
+
+
+def get_assigned_rank(zero: ZeroRedundancyOptimizer, bucket_index: int) -> int:
+    """The rank that owns a DDP bucket."""
+    if zero.overlap.shard_buckets:
+        raise RuntimeError("with shard_buckets=True a bucket may have several owners: read _overlap_info.")
+    return zero.overlap.owner_in_turn(bucket_index)
+
+
+def init_zero_for_overlap(zero: ZeroRedundancyOptimizer) -> None:
+    """Do nothing: the DDP hook does it in its last backward pass without an update. Raises before."""
+    zero.overlap  # noqa: B018 (raises if there is none)
+    zero.require_settled("_init_zero_for_overlap")
+
+
+def check_overlap_initialized(zero: ZeroRedundancyOptimizer) -> None:
+    """Raise if a DDP hook makes the steps and DDP's buckets are not known yet."""
+    zero.require_settled("_check_overlap_initialized")
+
+
+def clear_cache(zero: ZeroRedundancyOptimizer) -> None:
+    """Forget views that are kept. They never need it: each is computed again when the layout changes."""
+    zero._views.clear()
