@@ -78,7 +78,8 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
     """What `shard` returns. Gradients come from autograd's hooks and are on their way to their owners at once.
 
     After a backward pass with `KeepShard()` `param.grad` is a placeholder that raises when it is used; with
-    `KeepFull()` it is what this rank's own passes have added up. Use `clip_grad_norm_` of this optimizer, and `zeroshard.GradScaler`.
+    `KeepFull()` it is what this rank's own passes have added up. Use `clip_grad_norm_` of this optimizer, and
+    `zeroshard.GradScaler`.
 
     Where rows of ranks hold the same, `rank`, `world_size` and `process_group` are those of this rank's row, as in
     `layout`. The rank that `full_state_dict(to=...)` takes counts in all that train, `join_process_group`.
