@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import cycle, product
 from typing import Any
 
@@ -23,12 +24,14 @@ from tests.support.oracles import (
     TINY,
     WIDTH,
     Branches,
+    Complex,
     assert_same,
     average,
     batch,
     from_all_ranks,
     in_rank_order,
     mlp,
+    of_complex,
     regression,
     through_branches,
 )
@@ -164,6 +167,47 @@ def test_sparse_gradients(ctx: RankContext) -> None:
                 optimizer.zero_grad()
             for ours, theirs in zip(net.parameters(), plain_net.parameters(), strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+class AnyLayout(nn.Module):
+    """Parameters that are not contiguous, complex ones, and several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.transposed = nn.Parameter(torch.randn(5, 4).t())
+        self.gapped = nn.Parameter(torch.randn(5, 6)[:, ::2])
+        self.precise = nn.Parameter(torch.randn(2, 3, dtype=torch.float64).t())
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.pair, self.precise_pair = Complex(), Complex(torch.complex128)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        images = x.repeat(1, 3).view(4, 2, 3, 3)
+        real: Tensor = (self.conv(images).mean((2, 3)) @ self.transposed @ self.gapped).double() @ self.precise
+        total: Tensor = real.square().tanh().mean() * self.scale + self.empty.sum()
+        for part in (self.pair, self.precise_pair) if number % 2 else ():
+            total = total + of_complex(part, number)
+        return total
+
+
+@ranks(1, 2, 3)
+def test_any_strides_and_dtypes(ctx: RankContext) -> None:
+    """In DDP's buckets gradients lie as their parameters do, and complex ones as pairs of real numbers."""
+    config = ZeroConfig(partition=FlatShards(bucket_bytes=200), mixed_dtypes=True)
+    for (view, unused), inner in zip(product((False, True), repeat=2), cycle(INNER)):
+        wrap = {"gradient_as_bucket_view": view, "bucket_cap_mb": BUCKET_MB, "find_unused_parameters": unused}
+        loss = partial(of_any_layout, odd=not unused)
+        hooked = Hooked(inner, AnyLayout, config, loss, **wrap)
+        hooked.train(3)
+        hooked.train(1, local_passes=1)
+        hooked.check_state()
+
+
+def of_any_layout(net: nn.Module, number: int, *, odd: bool) -> Tensor:
+    """`odd`: complex parameters are used in every pass."""
+    loss: Tensor = net(batch(number), 2 * number + 1 if odd else number)
+    return loss
 
 
 @ranks(1, 2, 3, 4)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,11 +25,13 @@ from tests.support import RankContext, ranks
 from tests.support.oracles import (
     WIDTH,
     Branches,
+    Complex,
     DdpTwins,
     Setup,
     assert_same,
     batch,
     mlp,
+    of_complex,
     regression,
     setups,
     through_branches,
@@ -203,6 +206,15 @@ def of_images(model: nn.Module, number: int) -> torch.Tensor:
 def test_any_shapes_and_strides(ctx: RankContext) -> None:
     for setup in setups(static_graph=False):
         DdpTwins(setup, Mixed, torch.optim.SGD, lr=0.01, momentum=0.9).train(5, of_images)
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("hook", [allreduce_hook, fp16_compress_hook, double_hook])
+def test_complex_parameters(ctx: RankContext, hook: Any) -> None:
+    for setup, dtype in product(
+        setups(static_graph=False, shard_buckets=False, hook=hook), (torch.complex64, torch.complex128)
+    ):
+        DdpTwins(setup, partial(Complex, dtype), torch.optim.AdamW, lr=0.01).train(4, of_complex)
 
 
 class Words(nn.Module):

@@ -373,6 +373,27 @@ def through_branches(model: nn.Module, number: int) -> torch.Tensor:
     return loss
 
 
+class Complex(nn.Module):
+    """Complex parameters with all kinds of strides: DDP has real buckets for them."""
+
+    def __init__(self, dtype: torch.dtype = torch.complex64) -> None:
+        super().__init__()
+        self.plain = nn.Parameter(torch.randn(WIDTH, 5, dtype=dtype))
+        self.transposed = nn.Parameter(torch.randn(4, 5, dtype=dtype).t())
+        self.gapped = nn.Parameter(torch.randn(4, 6, dtype=dtype)[:, ::2])
+        self.scale = nn.Parameter(torch.randn((), dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = x.to(self.plain.dtype) @ self.plain @ self.transposed @ self.gapped * self.scale
+        return output
+
+
+def of_complex(model: nn.Module, number: int) -> torch.Tensor:
+    output = model(batch(number))
+    loss: torch.Tensor = (output.real.square() + output.imag).tanh().mean()
+    return loss
+
+
 # ---- `shard` beside DDP
 
 TINY = FlatShards(bucket_bytes=200)

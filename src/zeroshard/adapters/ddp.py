@@ -8,7 +8,7 @@ A rank that ran out of inputs inside `Join` has no backward any more. DDP hands 
 the others fill, and it goes on updating what it owns.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -47,10 +47,8 @@ class Arrival(NamedTuple):
         """The reduced gradients."""
         result = self.future.wait()
         reduced = result if isinstance(result, torch.Tensor) else result[0]
-        if reduced.layout != torch.strided:  # DDP gives every sparse gradient a bucket of its own.
-            return {self.params[0]: reduced}
-        parts = torch.split(reduced, [param.numel() for param in self.params])
-        return {param: _shaped(part, param) for param, part in zip(self.params, parts, strict=True)}
+        grads = split_bucket(reduced, self.params)
+        return {param: grad.to(param.dtype) for param, grad in zip(self.params, grads, strict=True)}
 
 
 class Plan(NamedTuple):
@@ -290,8 +288,26 @@ def _params(groups: list[ParamGroup]) -> Iterator[torch.Tensor]:
     return (param for group in groups for param in group["params"])
 
 
-def _shaped(part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """A stretch of DDP's bucket as a gradient: DDP keeps the parameter's strides where they leave no gaps."""
+def split_bucket(bucket: torch.Tensor, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients in a bucket of DDP: views of it, each in the shape of its parameter, in the dtype of the bucket.
+
+    Hazard: `GradBucket.gradients()` ignores the strides of parameters, and takes complex gradients for real ones.
+    """
+    if bucket.layout != torch.strided:  # DDP gives every sparse gradient a bucket of its own
+        return [bucket]
+    numbers = [2 if param.is_complex() and not bucket.is_complex() else 1 for param in params]
+    parts = torch.split(bucket, [param.numel() * number for param, number in zip(params, numbers, strict=True)])
+    return [_shape_like(part, param) for part, param in zip(parts, params, strict=True)]
+
+
+def _shape_like(part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """A stretch of DDP's bucket as a gradient. DDP keeps the strides of dense parameters; others are contiguous there.
+    The bucket of complex parameters is real: real and imaginary parts take turns."""
+    if param.is_complex() and not part.is_complex():
+        pairs = part.view(-1, 2)
+        if part.dtype == torch.bfloat16:  # of which torch has no complex numbers
+            pairs = pairs.to(param.dtype.to_real())
+        part = torch.view_as_complex(pairs)
     if not torch.ops.aten.is_non_overlapping_and_dense(param):
-        return part.view(param.shape).to(param.dtype)
-    return part.as_strided(param.shape, param.stride(), part.storage_offset()).to(param.dtype)
+        return part.view(param.shape)
+    return part.as_strided(param.shape, param.stride(), part.storage_offset())

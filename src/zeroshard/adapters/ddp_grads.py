@@ -9,7 +9,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from ..errors import ConfigError
 from ..runtime.grad_sync import GradSync
-from .ddp import CommHook
+from .ddp import CommHook, split_bucket
 from .engine_events import NO_BACKWARD, at_end_of_backward, running_backward
 
 
@@ -19,7 +19,8 @@ def hand_over(sync: GradSync, params: Sequence[torch.Tensor]) -> CommHook:
     handed: list[int] = []
 
     def hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        for param, grad in zip(bucket.parameters(), _gradients(bucket), strict=True):
+        members = bucket.parameters()
+        for param, grad in zip(members, split_bucket(bucket.buffer(), members), strict=True):
             if id(param) not in index:
                 raise ConfigError(f"DDP reduces a parameter of shape {tuple(param.shape)} that the optimizer has not")
             # Hazard: inside Join a rank without inputs is given zeros here, while old gradients are in `param.grad`.
@@ -41,9 +42,3 @@ def _when_ddp_is_done(action: Callable[[], None]) -> None:
     if running_backward() != NO_BACKWARD:
         # Hazard: DDP writes `param.grad` at the end of backward, which it queues after the last bucket's hook.
         at_end_of_backward(lambda: at_end_of_backward(action))
-
-
-def _gradients(bucket: GradBucket) -> list[torch.Tensor]:
-    """DDP gives every sparse gradient a bucket of its own, which is that gradient."""
-    buffer = bucket.buffer()
-    return bucket.gradients() if buffer.layout == torch.strided else [buffer]
