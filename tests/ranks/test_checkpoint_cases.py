@@ -33,6 +33,7 @@ from zeroshard import (
     CheckpointError,
     ConfigError,
     MasterWeights,
+    RankMismatchError,
     ZeroConfig,
     ZeroRedundancyOptimizer,
     checkpoint,
@@ -73,6 +74,23 @@ def test_other_ranks_than_those_of_the_optimizer(ctx: RankContext, tmp_path: Pat
             run.load(tmp_path, process_group=first)
     dist.barrier()
     run.load(tmp_path)
+
+
+@ranks(3, 4)
+def test_ranks_of_a_subgroup_save_and_load_by_themselves(ctx: RankContext, tmp_path: Path) -> None:
+    """Rank 0 makes no call, and nobody waits for it."""
+    group = dist.new_group(list(range(1, ctx.world_size)))
+    if ctx.rank:
+        run, other = (TrainingRun(seed, lambda model, _: flat(model, group)) for seed in (0, 5))
+        run.save(tmp_path, 1)
+        run.save(tmp_path, 2, async_=True)
+        assert other.load(tmp_path).world_size == ctx.world_size - 1
+        for each in (run, other):
+            train(each.model, each.optimizer, 2, first=2)
+        assert_same(dict(other.model.named_parameters()), dict(run.model.named_parameters()))
+        with pytest.raises(RankMismatchError, match=r"rank 0: step 3; ranks? 1.*: step 4"):
+            run.save(tmp_path, 3 if ctx.rank == 1 else 4)
+    dist.barrier()
 
 
 # ---- masters

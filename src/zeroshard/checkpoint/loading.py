@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from ..comm.agreement import Proposal, agreed
 from ..comm.collectives import Comm
-from ..comm.group import group_or_alone
 from ..errors import CheckpointError
 from ..labels import Label
 from ..notices import log, warn_user
@@ -30,7 +29,7 @@ from .folder import Folder
 from .manifest import Manifest, read_manifest
 from .naming import names_of
 from .optimizers import running
-from .owned import require_its_ranks
+from .owned import choose_group, require_its_ranks
 from .progress import Progress, Report
 from .reading import Reading, read
 from .restoring import Restoring
@@ -67,7 +66,9 @@ def load(
     progress: bool | Report | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
-    """Load the latest checkpoint in the folder `path`, or the one in the directory `path`. Called on all ranks.
+    """Load the latest checkpoint in the folder `path`, or the one in the directory `path`.
+
+    Called on all ranks of `process_group`.
 
     Any number of ranks, partition and bucket size will do, and directories that FSDP2 and plain torch have saved with
     `torch.distributed.checkpoint` under the same names. Either all ranks load it or nothing changes, unless a disk
@@ -81,9 +82,9 @@ def load(
         strict: else what is missing stays as it is, and what is too much is left out.
         progress: show a line on rank 0; by default if somebody sits at the terminal and it takes a while. Or what is
             to be called on each rank with the bytes that it has checked and read, and those that there are so far.
-        process_group: the ranks that load together; by default all.
+        process_group: the ranks that load together; by default those of a sharded `optimizer`, else all.
     """
-    comm = Comm(group_or_alone(process_group))
+    comm = Comm(choose_group(process_group, optimizer))
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     facts = [f"path {path}", f"strict={strict}"]
     facts += [f"{name} {'not ' if it is None else ''}given" for name, it in given.items()]

@@ -3,10 +3,11 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
-from ..comm.group import Group
+from ..comm.group import Group, group_or_alone
 from ..errors import ConfigError
 from ..runtime.step import Engine
 from ..state.trees import plain_tensors
@@ -58,6 +59,17 @@ def place_of(value: Any) -> object:
         return None
     local = value.to_local() if hasattr(value, "to_local") else value
     return local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, local.device
+
+
+def choose_group(process_group: dist.ProcessGroup | None, optimizer: Optimizer | None) -> Group:
+    """The ranks that save or load together: the given ones, else those of a sharded optimizer, else all."""
+    engine = engine_of(optimizer)
+    if process_group is None and engine is not None and dist.is_initialized():
+        own = engine.comm.everyone.group
+        if own.size < dist.get_world_size():
+            return own
+    # Hazard: where the optimizer has all ranks in a group of its own, one that forgot it still meets the others here.
+    return group_or_alone(process_group)
 
 
 def require_its_ranks(optimizer: Optimizer | None, group: Group, call: str) -> None:

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from ..comm.agreement import Proposal, agreed
 from ..comm.collectives import Comm
-from ..comm.group import group_or_alone
 from ..errors import ConfigError
 from ..labels import Label
 from ..notices import log, warn_user
@@ -25,7 +24,7 @@ from .archive import Archive
 from .contents import collect
 from .folder import Folder, write
 from .manifest import MANIFEST, Manifest
-from .owned import require_its_ranks
+from .owned import choose_group, require_its_ranks
 from .progress import Progress, Report
 from .staging import staged
 from .together import check_given, on_first, told_alike
@@ -98,7 +97,7 @@ def save(
     progress: bool | Report | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Saving:
-    """Save a checkpoint into the folder `path`. Called on all ranks; all succeed or all raise.
+    """Save a checkpoint into the folder `path`. Called on all ranks of `process_group`; all succeed or all raise.
 
     Each rank writes its own parts and nothing is gathered. The checkpoint appears as `path/step-...` when it is
     complete and on the disk; until then the one before is the latest.
@@ -116,9 +115,9 @@ def save(
             fails there is raised by that, or by the next save. Wait before the process group is destroyed.
         progress: show a line on rank 0; by default if somebody sits at the terminal and it takes a while. Or what is
             to be called on each rank with the bytes that it has written and those that it writes in all.
-        process_group: the ranks that save together; by default all.
+        process_group: the ranks that save together; by default those of a sharded `optimizer`, else all.
     """
-    comm = Comm(group_or_alone(process_group))
+    comm = Comm(choose_group(process_group, optimizer))
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     shown = Progress(f"saving step {step}", progress, comm.group.rank)
     request = _Request(path, step, keep, given, extra, async_, shown)
