@@ -125,7 +125,8 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
     def state(self) -> Any:
         """This rank's optimizer state, by parameter: the one copy there is."""
         if callers.is_about_to_fake_a_step():
-            self.engine.begin()
+            if callers.is_about_to_load_flattened():
+                self.engine.make_initial_state()  # until it is loaded
             return self.engine.state() or {None: "nothing to be made by a step"}
         return self.engine.state()
 

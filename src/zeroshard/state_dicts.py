@@ -24,11 +24,17 @@ from .units import Rank
 
 
 def gathered(
-    engine: Engine, groups: Sequence[ParamGroup], call: str, to: int, agreed_on: Callable[[], object] = lambda: None
+    engine: Engine,
+    groups: Sequence[ParamGroup],
+    call: str,
+    to: int,
+    agreed_on: Callable[[], object] = lambda: None,
+    *,
+    initial: bool = False,
 ) -> StateDict | None:
     """The unsharded optimizer's dict, as a snapshot on the CPU of rank `to` of `Comm.everyone`; None on the others.
 
-    `agreed_on` is called when all ranks have agreed, before anything is gathered.
+    `agreed_on` is called when all ranks have agreed, before anything is gathered. `initial`: see `part`.
     """
     written: StateDict = {}
     whole, others = Whole(engine.layout.params), dict[Any, Any]()
@@ -41,7 +47,8 @@ def gathered(
             *compat.describe_groups(groups),
             f"what the optimizer adds to its dict: {compat.describe_options(extra)}",
         ]
-        mine = {record.param: record.portable() for record in engine.records()}
+        with engine.with_initial_state() if initial else nullcontext():
+            mine = {record.param: record.portable() for record in engine.records()}
         return Share({"params": mine, "others": _shared(engine)}, facts)
 
     def take(part: Any) -> None:
@@ -56,16 +63,17 @@ def gathered(
     return {"state": whole.state() | others, **written}
 
 
-def part(engine: Engine, groups: Sequence[ParamGroup], *, room: bool = False) -> StateDict:
+def part(engine: Engine, groups: Sequence[ParamGroup], *, initial: bool, room: bool = False) -> StateDict:
     """This rank's part of the state, as `torch.distributed.checkpoint` saves it. Every parameter has an entry.
 
-    `room`: with memory of its own, to be loaded into; else its tensors are the optimizer's own.
+    `initial`: parameters that require gradients and have no state get the one that their first step would begin with,
+    in the dict only. `room`: with memory of its own, to be loaded into; else its tensors are the optimizer's own.
     """
     engine.check_groups(groups)
-    engine.begin()
     state: dict[Any, Any] = {spec.index: {} for spec in engine.layout.params}
-    for record in engine.records():
-        state[record.param] = record.part(engine.layout.params[record.param], room=room)
+    with engine.with_initial_state() if initial else nullcontext():
+        for record in engine.records():
+            state[record.param] = record.part(engine.layout.params[record.param], room=room)
     return {
         "state": state | _shared(engine),
         "param_groups": compat.write_groups(groups),
@@ -83,10 +91,11 @@ def wanted(engine: Engine, groups: Sequence[ParamGroup], asked: Asked) -> StateD
     if asked.wanted is Wanted.EVERYTHING:
         found = everywhere(engine, groups, "state_dict")
     elif asked.wanted is Wanted.EVERYTHING_ON_ONE:
-        gathered_there = gathered(engine, groups, "state_dict", to=engine.comm.everyone.group.from_global(0))
+        first = engine.comm.everyone.group.from_global(0)
+        gathered_there = gathered(engine, groups, "state_dict", to=first, initial=True)
         found = gathered_there or {"state": {}, "param_groups": compat.write_groups(groups)}
     else:
-        found = part(engine, groups, room=asked.wanted is Wanted.ROOM)
+        found = part(engine, groups, initial=True, room=asked.wanted is Wanted.ROOM)
     found = found if asked.names else compat.nameless(found)
     return found if len(engine.inner.members) == 1 else _without_classes(found)
 
@@ -99,7 +108,8 @@ def _without_classes(saved: StateDict) -> StateDict:
 
 def everywhere(engine: Engine, groups: Sequence[ParamGroup], call: str) -> StateDict:
     """The unsharded optimizer's dict on all ranks, with tensors where the parameters are. Called on all ranks."""
-    found: StateDict = bring_to_all(engine.comm.everyone, gathered(engine, groups, call, to=0), Rank(0))
+    mine = gathered(engine, groups, call, to=0, initial=True)
+    found: StateDict = bring_to_all(engine.comm.everyone, mine, Rank(0))
     devices = {spec.index: spec.device for spec in engine.layout.params}
     state = found["state"]
     for index in state.keys() & devices.keys():

@@ -57,9 +57,12 @@ class Stateful(Optimizer):
 
         In the format of the unsharded optimizer. State that is cut appears in the shape of its parameter, and knows
         which part of it is here; DCP saves it so that it loads at any world size. Called on all ranks.
+
+        DCP also loads into this dict. So parameters that require gradients and were never updated are in it with the
+        state that their first step would begin with, as with torch's helpers. The optimizer does not keep that.
         """
         self.require_settled("sharded_state_dict")
-        return state_dicts.part(self.engine, self.param_groups)
+        return state_dicts.part(self.engine, self.param_groups, initial=True)
 
     def adopt_state_dict(self, state_dict: StateDict) -> None:
         """As `load_state_dict`, of a dict that is given away: its tensors become the state where they can."""

@@ -35,6 +35,7 @@ from zeroshard import (
     shard,
 )
 from zeroshard.runtime.host import Host
+from zeroshard.state.dcp import CutTensor
 from zeroshard.units import Rank
 
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -388,7 +389,12 @@ def test_state_can_be_saved_before_the_first_step(ctx: RankContext, device: str)
     with everything_is_far(device):
         pair = Pair(device, dtype=torch.bfloat16, masters=True)
         pair.check()
-        assert_at_home(pair.offloaded)
+        part = pair.offloaded.optimizer.sharded_state_dict()["state"]
+        found = [it.local for state in part.values() for it in state.values() if isinstance(it, CutTensor)]
+        assert {"exp_avg", "master_weights"} <= {key for state in part.values() for key in state}
+        assert {value.device.type for value in found} == {"cpu"}
+        assert {value.untyped_storage().data_ptr() for value in found} <= HOMES
+        assert not large(pair.offloaded.optimizer)  # the dict has it, the optimizer does not keep it
         pair.train(ctx, 2)
 
 

@@ -142,8 +142,6 @@ class TrainingRun:
         for step in range(steps):
             train(self.model, self.optimizer, 1, first=step)
             self.scheduler.step()
-        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
-            self.optimizer.sharded_state_dict()  # makes all state that a save would make
 
     def parts(self, *, scheduler: bool = True) -> dict[str, Any]:
         given = {"model": self.model, "optimizer": self.optimizer}

@@ -54,7 +54,9 @@ MAY_IMPORT["reporting"] = {
 MAY_IMPORT["optimizer"] = set(MAY_IMPORT) - {"objects", "rules", "measuring"}
 MAY_IMPORT["sharded"] = set(MAY_IMPORT) - {"objects", "measuring"}
 MAY_IMPORT["recovery"] = {"labels", "layout", "comm", "state", "runtime", "second_copy", "optimizer", "units", "errors"}
-MAY_IMPORT["checkpoint"] = {"labels", "notices", "layout", "comm", "state", "runtime", "optimizer", "units", "errors"}
+MAY_IMPORT["checkpoint"] = {
+    *("labels", "notices", "layout", "comm", "state", "state_dicts", "runtime", "optimizer", "units", "errors"),
+}
 MAY_IMPORT["scaler"] = {"optimizer"}
 MAY_IMPORT["ddp_hooks"] = {"optimizer", "adapters"}
 MAY_IMPORT["planning"] = {"dividing", "rules", "layout", "policies", "config", "state", "runtime", "units", "errors"}

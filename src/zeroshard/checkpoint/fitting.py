@@ -7,6 +7,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..state.compat import describe_options
+from ..state.records import MASTER
 from ..state.wrapped import is_wrapped
 from .archive import Entry
 from .expecting import expected_state
@@ -67,7 +68,8 @@ class Fit:
 
     def _check_kind(self, index: int, expected: dict[Any, Any], present: Options, saved: Options) -> None:
         kind = self._running.kind_of(index)
-        entries = {it.keys[0]: it.entry for it in self._saved.state.get(self._names[index], ())}
+        found = self._saved.state.get(self._names[index], ())
+        entries = {it.keys[0]: it.entry for it in found if it.keys != (MASTER,)}  # no class makes those
         if entries and expected:
             strange = bool(expected.keys() - entries.keys())
         else:

@@ -11,7 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
+from .. import state_dicts
 from ..optimizer import ZeroRedundancyOptimizer
+from ..runtime.rooms import Wanted
 from ..runtime.step import Engine, Room
 from ..runtime.wrapping import put_together
 from ..state.compat import StateDict
@@ -56,8 +58,8 @@ class Running(Protocol):
     def shaped(self, found: Shapes, /) -> frozenset[Any]:
         """Keys of state that has the shape of its parameter, and may be divided among ranks."""
 
-    def rooms(self, shaped: frozenset[Any], /) -> Room:
-        """Memory to read to."""
+    def rooms(self, wanted: Wanted, shaped: frozenset[Any], /) -> Room:
+        """Memory to read to. `wanted`: all that it will be asked for."""
 
     def completed(self, saved: StateDict, /) -> StateDict:
         """In the form in which it is loaded."""
@@ -107,14 +109,12 @@ class Plain:
     def shaped(self, _: Shapes, /) -> frozenset[Any]:
         return frozenset()
 
-    def rooms(self, _: frozenset[Any], /) -> Room:
+    def rooms(self, _: Wanted, __: frozenset[Any], /) -> Room:
         return self._room
 
     def completed(self, saved: StateDict, /) -> StateDict:
-        state = {key: it for key, it in saved["state"].items() if not isinstance(key, int) or it}
-        whole = {**saved, "state": state}
         groups = saved["param_groups"]
-        return put_together(whole, recipe_of(self.optimizer, groups[0]), self.optimizer) if groups else whole
+        return put_together(saved, recipe_of(self.optimizer, groups[0]), self.optimizer) if groups else saved
 
     def try_out(self, _: Callable[[], StateDict], /) -> None:
         pass
@@ -162,7 +162,8 @@ class Sharded:
         return self._engine.inner_of(index).optimizer
 
     def part(self) -> StateDict:
-        return self.optimizer.sharded_state_dict()
+        self.optimizer.require_settled("checkpoint.save")
+        return state_dicts.part(self._engine, self.optimizer.param_groups, initial=False)
 
     def knows_masters(self, _: Collection[Any], /) -> bool:
         return True
@@ -177,8 +178,8 @@ class Sharded:
         specs = self.optimizer.layout.params
         return shaped_keys((specs[index], key, size) for index, key, size in found)
 
-    def rooms(self, shaped: frozenset[Any], /) -> Room:
-        return self._engine.rooms(in_place=self.in_place, param_shaped=shaped)
+    def rooms(self, wanted: Wanted, shaped: frozenset[Any], /) -> Room:
+        return self._engine.rooms(wanted, in_place=self.in_place, param_shaped=shaped)
 
     def completed(self, saved: StateDict, /) -> StateDict:
         return saved

@@ -7,10 +7,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
+from ..comm.collectives import Comm
 from ..comm.group import Group, group_or_alone
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..runtime.step import Engine
 from ..state.trees import plain_tensors
+from .naming import listed
 from .optimizers import engine_of
 
 
@@ -84,4 +86,22 @@ def require_its_ranks(optimizer: Optimizer | None, group: Group, call: str) -> N
         raise ConfigError(
             f"{call}() is called by ranks {group.members}, but the optimizer is sharded over ranks "
             f"{members}: give it process_group=optimizer.{name}"
+        )
+
+
+def require_equal_state(optimizer: Optimizer | None, comm: Comm) -> None:
+    """Raise on all ranks if only some owners of a parameter have state of it, which files would have in part."""
+    engine = engine_of(optimizer)
+    if engine is None or comm.group.size == 1:
+        return
+    state, count = engine.state(), len(engine.params)
+    flags = bytearray(2 * count)
+    for index, param in engine.owned(engine.comm.group.rank).items():
+        flags[index if state.get(param) else count + index] = 1
+    both = comm.union(bytes(flags))
+    torn = [engine.layout.params[index].label for index in range(count) if both[index] and both[count + index]]
+    if torn:
+        raise CheckpointError(
+            f"some ranks have optimizer state of {listed(torn)}, and others that own a part of it have none, as after "
+            "a step that failed on one rank. Load a checkpoint before you save one."
         )

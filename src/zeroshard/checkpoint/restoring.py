@@ -42,8 +42,8 @@ class Restoring:
     @cached_property
     def targets(self) -> dict[str, Any]:
         """What to read, and where to."""
-        room = self.running.rooms(self._shaped)
         held = [(index, it) for index, it in self._wanted if self.running.holds(index, it.key)]
+        room = self.running.rooms({(index, it.mark) for index, it in held}, self._shaped)
         mine = {it.entry.key: _made(room, index, it) for index, it in held}
         return mine | {entry.key: entry.room() for entry in self._saved.others}
 
@@ -73,15 +73,16 @@ class Restoring:
 
     def state_dict(self, values: Mapping[str, Any]) -> StateDict:
         """In the order and the groups of the running optimizer, for it to load."""
-        state: dict[int, Any] = {index: {} for index in range(len(self._names))}
+        found: dict[int, Any] = {index: {} for index in range(len(self._names))}
         for index, it in self._wanted:
             if it.entry.key in self.targets:
-                set_element(state[index], it.keys, values[it.entry.key])
-        state = {index: self._in_order(index, found) for index, found in state.items()}
+                set_element(found[index], it.keys, values[it.entry.key])
+        # As with a plain optimizer, a parameter without state in the checkpoint starts without.
+        state = {index: self._in_order(index, it) for index, it in found.items() if it}
         new = [index for index, name in enumerate(self._names) if name not in self._saved.options]
         if new:  # what is missing in the checkpoint stays as it is
             present = self.running.part()["state"]
-            state.update({index: present[index] for index in new if index in present})
+            state.update({index: present[index] for index in new if present.get(index)})
         whole = {STATE: state, GROUPS: self._groups}
         for entry in self._saved.others:
             set_element(whole, entry.path[1:], values[entry.key])

@@ -24,7 +24,7 @@ from .archive import Archive
 from .contents import collect
 from .folder import Folder, write
 from .manifest import MANIFEST, Manifest
-from .owned import choose_group, require_its_ranks
+from .owned import choose_group, require_equal_state, require_its_ranks
 from .progress import Progress, Report
 from .staging import staged
 from .together import check_given, on_first, told_alike
@@ -123,6 +123,7 @@ def save(
     request = _Request(path, step, keep, given, extra, async_, shown)
     with told_alike(path), comm.clock.part(Label.SAVE_COLLECT):
         contents = agreed(comm, "checkpoint.save", lambda: request.propose(comm))
+        require_equal_state(optimizer, comm)
     return request.start(comm, contents)
 
 

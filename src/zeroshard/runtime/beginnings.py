@@ -1,11 +1,12 @@
 """State as an optimizer makes it when it first steps a parameter, made before that.
 
-A checkpoint has then a place for everything, also before the first step. Nothing else changes: what the optimizer would
-have begun with is what it finds.
+torch's checkpoint helpers load into the state of a new optimizer, so its dict needs a place for everything. The
+optimizer itself stays as it is.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -27,11 +28,12 @@ def first_state(recipe: Recipe, options: ParamGroup, params: Sequence[torch.Tens
     return [dict(trial.first(probe)) for probe in probes]
 
 
-def begin(inner: ShardOptimizer) -> None:
-    """Give it what it would begin its first step with."""
+def begin(inner: ShardOptimizer, chosen: Set[int], undo: ExitStack) -> None:
+    """Give parameters with ids in `chosen` that have no state what their first step would begin with, until `undo`."""
     state = inner.optimizer.state
     for group in inner.optimizer.param_groups:
-        for param in [it for it in group["params"] if it.requires_grad and not state.get(it)]:
+        for param in [it for it in group["params"] if id(it) in chosen and not state.get(it)]:
+            undo.callback(state.pop, param, None)
             state.update(zip([param], first_state(inner.recipe, group, [param]), strict=True))
 
 

@@ -17,7 +17,7 @@ from ..state.wrapped import is_wrapped, piece_of
 from .inner import Recipe
 from .loading import load
 from .masters import ShardMemory
-from .rooms import CutRooms, adjoined
+from .rooms import CutRooms, Wanted, adjoined
 from .segments import Holdings, Segment, State
 from .wrapping import put_together
 
@@ -50,14 +50,16 @@ class CutState:
                 records.append(StateRecord(piece.param, piece.in_param, (*cut, MASTER), values, self._common))
         return records
 
-    def rooms(self, optimizer: Optimizer, layout: Layout, param_shaped: frozenset[Any], *, in_place: bool) -> CutRooms:
+    def rooms(
+        self, optimizer: Optimizer, layout: Layout, wanted: Wanted, param_shaped: frozenset[Any], *, in_place: bool
+    ) -> CutRooms:
         """Where to read state of pieces to."""
         present = {}
         for piece, state, _ in self._each(optimizer) if in_place else ():
             copy = self._memory.precise(piece)
             present[piece.param] = state if copy is None else {**state, MASTER: copy}
         holdings = self._holdings.knowing(param_shaped)
-        return CutRooms(layout, holdings, self._memory, present, self._common)
+        return CutRooms(layout, holdings, self._memory, present, wanted, common=self._common)
 
     def load(
         self, optimizer: Optimizer, saved: SavedState, specs: Sequence[ParamSpec], *, adopt: bool
@@ -94,7 +96,7 @@ class CutState:
         groups, number = [], 0
         for group, segments in zip(saved.groups, self._holdings.by_group, strict=True):
             for place, segment in enumerate(segments, number):
-                if segment.pieces[0].param in saved.by_param:
+                if saved.has(segment.pieces[0].param):
                     state[place] = self._joined(segment, saved, specs)
             numbers = list(range(number, number + len(segments)))
             names = [specs[segment.pieces[0].param].name for segment in segments]

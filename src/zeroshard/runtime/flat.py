@@ -1,7 +1,7 @@
 """Flat shards: every rank updates its slice of every bucket, and all slices go to everyone."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain, compress
@@ -29,6 +29,7 @@ from .nonfinite import Lot
 from .offload import Offloading
 from .param_sync import ShardSync
 from .parts import Kind, Part
+from .rooms import Wanted
 from .rows import Rows
 from .segments import Segment
 from .step import PARTLY, Attempt, Closure, Engine, Room, SharedClosure
@@ -121,8 +122,11 @@ class FlatEngine(Engine):
         for part in self.parts:
             part.holdings.learn(param_shaped)
 
-    def rooms(self, *, in_place: bool, param_shaped: frozenset[Any]) -> Room:
-        rooms = [part.rooms(self.layout, param_shaped, in_place=in_place) for part in self.parts]
+    def rooms(self, wanted: Wanted, *, in_place: bool, param_shaped: frozenset[Any]) -> Room:
+        rooms = []
+        for number, part in enumerate(self.parts):
+            own = {it for it in wanted if self._part_of(it[0]) == number}
+            rooms.append(part.rooms(self.layout, own, param_shaped, in_place=in_place))
 
         def room(index: int, key: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             piece = self.layout.piece_of(index, self.comm.group.rank)
@@ -284,13 +288,23 @@ class FlatEngine(Engine):
         groups = {number for part, flag in zip(self.parts, moves_all, strict=True) if flag for number in part.numbers}
         return bytes(flag or spec.group in groups for flag, spec in zip(present, self.layout.params, strict=True))
 
-    def begin(self) -> None:
+    def _begin(self, undo: ExitStack) -> None:
         if self._offloading is None:
-            super().begin()
+            super()._begin(undo)
             return
+        chosen = self._find_trainable()
         for part in self.parts:
             if self._begins_neutrally(part.inner):
-                self._offloading.each(part, partial(begin, part.inner))
+                self._offloading.each(part, partial(begin, part.inner, chosen, undo))
+
+    def _find_trainable(self) -> Set[int]:
+        # Hazard: segments always require gradients, and may hold parameters that were frozen since.
+        state = self.state()
+        chosen = bytes(param.requires_grad or param in state for param in self.params)
+        if 0 in chosen:
+            for part in self.parts:
+                part.split(chosen)
+        return {id(segment.param) for segment in self.segments if chosen[segment.pieces[0].param]}
 
     def _inner_step(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
         if self._offloading is None:

@@ -29,7 +29,7 @@ class ShardMemory:
 
     def __init__(self, rank: Rank, store: FlatStore, hosts: Hosts | None = None) -> None:
         """`hosts`: state rests there, not where the parameters are."""
-        self._rank, self._store, self.hosts = rank, store, hosts
+        self.rank, self._store, self.hosts = rank, store, hosts
         self._layout = Layout.empty(0)
 
     def extend(self, layout: Layout) -> None:
@@ -43,15 +43,15 @@ class ShardMemory:
         """What the inner optimizer is to update."""
         return self.shard(bucket)
 
-    def zeros(self, bucket: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for state of a shard, where state rests."""
-        like = self.shard(bucket)
+    def zeros(self, bucket: int, span: slice, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for state of a part of a shard, where state rests."""
+        like = self.shard(bucket)[span]
         if self.hosts is None:
             return torch.zeros_like(like, dtype=dtype)
         return self.hosts.of(like.device).zeros(like.numel(), dtype)
 
     def shard(self, bucket: int) -> torch.Tensor:
-        return self._store.buffer(bucket)[slice(*self._layout.buckets[bucket].shards[self._rank])]
+        return self._store.buffer(bucket)[slice(*self._layout.buckets[bucket].shards[self.rank])]
 
     def own(self, piece: Piece) -> torch.Tensor:
         """A piece of this rank as it lies in the store, flat."""
@@ -83,7 +83,7 @@ class ShardMemory:
 
     def span(self, piece: Piece) -> slice:
         """Where a piece lies in its shard."""
-        base = self._layout.buckets[piece.bucket].shards[self._rank].start
+        base = self._layout.buckets[piece.bucket].shards[self.rank].start
         return slice(piece.in_bucket.start - base, piece.in_bucket.stop - base)
 
 
@@ -152,7 +152,7 @@ class MasterMemory(ShardMemory):
             piece
             for bucket in self._layout.buckets
             if self._policy.covers(bucket.dtype)
-            for piece in bucket.pieces_of(self._rank)
+            for piece in bucket.pieces_of(self.rank)
         ]
 
 

@@ -17,6 +17,7 @@ from .cut_state import CutState
 from .cutting import Cutting, how_to_cut
 from .inner import ParamGroup, Recipe, ShardOptimizer
 from .masters import ShardMemory
+from .rooms import Wanted
 from .segments import Holdings, Segment
 from .selftest import Traits, examine
 from .work import CountedWork
@@ -96,8 +97,8 @@ class Part:
     def records(self, specs: Sequence[ParamSpec]) -> list[StateRecord]:
         return self._state.records(self.inner.optimizer, specs)
 
-    def rooms(self, layout: Layout, param_shaped: frozenset[Any], *, in_place: bool) -> PieceRoom:
-        return self._state.rooms(self.inner.optimizer, layout, param_shaped, in_place=in_place)
+    def rooms(self, layout: Layout, wanted: Wanted, param_shaped: frozenset[Any], *, in_place: bool) -> PieceRoom:
+        return self._state.rooms(self.inner.optimizer, layout, wanted, param_shaped, in_place=in_place)
 
     def load(self, saved: SavedState, specs: Sequence[ParamSpec], *, adopt: bool) -> Callable[[], None]:
         """Take this rank's part of it; returns how to undo it."""

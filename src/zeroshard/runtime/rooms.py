@@ -1,6 +1,7 @@
 """Memory for state that is about to be loaded: the present state's own wherever it will do, else new."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from .masters import ShardMemory
 from .segments import Holdings, State
 
 CPU = torch.device("cpu")
+Wanted = Set[tuple[int, Any]]
+"""State to be loaded: parameters and keys."""
 
 
 def whole_room(present: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -24,7 +27,7 @@ def whole_room(present: Any, shape: tuple[int, ...], dtype: torch.dtype, device:
 
 
 class CutRooms:
-    """For the pieces of a rank. New memory is one run a bucket, so that segments need not be put together."""
+    """For the pieces of a rank. Neighbouring pieces share new memory, so that segments need not be put together."""
 
     def __init__(
         self,
@@ -32,12 +35,15 @@ class CutRooms:
         holdings: Holdings,
         memory: ShardMemory,
         present: Mapping[int, State],
+        wanted: Wanted,
+        *,
         common: frozenset[str],
     ) -> None:
-        """`present`: the state of each parameter that may be overwritten; `common`: see `StateRecord`."""
+        """`present`: the state of each parameter that may be overwritten; `wanted`: all that memory will be asked for;
+        `common`: see `StateRecord`."""
         self._layout, self._holdings, self._memory, self._present = layout, holdings, memory, present
-        self._common = common
-        self._new: dict[tuple[int, Any, torch.dtype], torch.Tensor] = {}
+        self._common, self._wanted = common, wanted
+        self._new: dict[tuple[int, Any, torch.dtype], dict[int, torch.Tensor]] = {}
 
     def __call__(self, piece: Piece, key: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         spec = self._layout.params[piece.param]
@@ -49,15 +55,33 @@ class CutRooms:
         if key != MASTER and not self._holdings.has_shape(key, shape, spec.shape):
             # Several pieces may share the present value, a step count for example.
             return torch.empty(shape, dtype=dtype, device=spec.device if shape else "cpu")
-        suits = _will_do(present, (piece.in_param.length,), dtype)
-        memory: torch.Tensor = present.detach() if suits else self._run(piece, key, dtype)
+        memory = present.detach() if self._is_present(piece, key, dtype) else self._get_new(piece, key, dtype)
         return CutTensor(memory, spec.shape, spec.stride, piece.in_param.start)
 
-    def _run(self, piece: Piece, key: Any, dtype: torch.dtype) -> torch.Tensor:
+    def _is_present(self, piece: Piece, key: Any, dtype: torch.dtype) -> bool:
+        return _will_do(self._present.get(piece.param, {}).get(key), (piece.in_param.length,), dtype)
+
+    def _get_new(self, piece: Piece, key: Any, dtype: torch.dtype) -> torch.Tensor:
         mark = (piece.bucket, key, dtype)
         if mark not in self._new:
-            self._new[mark] = self._memory.zeros(piece.bucket, dtype)
-        return self._new[mark][self._memory.span(piece)]
+            self._new[mark] = self._allocate(*mark)
+        return self._new[mark][piece.param]
+
+    def _allocate(self, bucket: int, key: Any, dtype: torch.dtype) -> dict[int, torch.Tensor]:
+        """For all pieces of a bucket whose state of that key needs new memory, by parameter."""
+
+        def needs_new(piece: Piece) -> bool:
+            is_wanted = (piece.param, key) in self._wanted and not self._holdings.is_whole(piece)
+            return is_wanted and not self._is_present(piece, key, dtype)
+
+        new: dict[int, torch.Tensor] = {}
+        for needed, run in groupby(self._layout.buckets[bucket].pieces_of(self._memory.rank), key=needs_new):
+            places = [(piece.param, self._memory.span(piece)) for piece in run if needed]
+            if places:
+                start, stop = places[0][1].start, places[-1][1].stop
+                memory = self._memory.zeros(bucket, slice(start, stop), dtype)
+                new |= {param: memory[span.start - start : span.stop - start] for param, span in places}
+        return new
 
 
 def _inside_room(piece: Piece, spec: ParamSpec, numel: int, dtype: torch.dtype) -> CutTensor:

@@ -3,7 +3,8 @@
 import logging
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -32,6 +33,7 @@ from .inner import Inner, ParamGroup, ShardOptimizer
 from .looks import Looks
 from .nonfinite import Lot
 from .param_sync import ParamSync, ShardSync
+from .rooms import Wanted
 from .sharded_grad import local_grad
 from .store import FlatStore, Store
 
@@ -113,11 +115,29 @@ class Engine(ABC):
     def state(self) -> dict[Any, Any]:
         """This rank's optimizer state, by parameter."""
 
-    def begin(self) -> None:
-        """All state is there that the first step would begin with, as far as the optimizer allows it."""
+    @contextmanager
+    def with_initial_state(self) -> Iterator[None]:
+        """Inside, parameters that require gradients and have no state have the one that their first step would begin
+        with, as far as the optimizer allows it. Afterwards they have none, as before."""
+        with ExitStack() as undo:
+            self._begin(undo)
+            yield
+
+    def make_initial_state(self) -> None:
+        """The same, to stay."""
+        with ExitStack() as undo:
+            self._begin(undo)
+            undo.pop_all()
+
+    def _begin(self, undo: ExitStack) -> None:
+        chosen = self._find_trainable()
         for member in self.inner.members:
             if self._begins_neutrally(member):
-                begin(member)
+                begin(member, chosen, undo)
+
+    def _find_trainable(self) -> Set[int]:
+        """The ids of the inner optimizers' tensors that may get gradients now."""
+        return {id(param) for param in self.params if param.requires_grad}
 
     def _begins_neutrally(self, member: ShardOptimizer) -> bool:
         if id(member) not in self._begins:
@@ -144,8 +164,11 @@ class Engine(ABC):
         """State under these keys has the shape of its parameter."""
 
     @abstractmethod
-    def rooms(self, *, in_place: bool, param_shaped: frozenset[Any]) -> Room:
-        """Where to read state to: new memory, or `in_place` that of the present state wherever it will do."""
+    def rooms(self, wanted: Wanted, *, in_place: bool, param_shaped: frozenset[Any]) -> Room:
+        """Where to read state to: new memory, or `in_place` that of the present state wherever it will do.
+
+        `wanted`: all that room will be asked for.
+        """
 
     @abstractmethod
     def load(self, saved: SavedState, *, adopt: bool = False) -> Callable[[], None]:

@@ -20,7 +20,7 @@ from .loading import load
 from .nonfinite import Lot
 from .param_sync import ParamSync
 from .parts import Kind
-from .rooms import whole_room
+from .rooms import Wanted, whole_room
 from .step import PARTLY, Attempt, Closure, Engine, Room, SharedClosure
 from .store import Store
 from .wrapping import put_together
@@ -67,7 +67,7 @@ class WholeEngine(Engine):
         mine = self.owned(self.comm.group.rank)
         return [StateRecord(index, None, (), state[param]) for index, param in mine.items() if param in state]
 
-    def rooms(self, *, in_place: bool, param_shaped: frozenset[Any]) -> Room:  # noqa: ARG002
+    def rooms(self, wanted: Wanted, *, in_place: bool, param_shaped: frozenset[Any]) -> Room:  # noqa: ARG002
         state = self.inner.optimizer.state
 
         def room(index: int, key: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

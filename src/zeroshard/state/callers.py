@@ -15,6 +15,7 @@ import torch
 
 _DCP = "torch.distributed.checkpoint"
 _HELPERS = f"{_DCP}.state_dict"
+_LOADS = "_load_optim_state_dict"
 _DEEP = 16
 """Frames outside this package: the helpers are not farther away than that."""
 
@@ -57,7 +58,7 @@ def _asked_by_helpers(frames: Sequence[FrameType]) -> Asked:
             f"torch {torch.__version__} calls state_dict() in a way that is not known here: use "
             "optimizer.sharded_state_dict() or optimizer.full_state_dict() instead"
         )
-    loads = any(frame.f_code.co_name == "_load_optim_state_dict" for frame in frames)
+    loads = any(frame.f_code.co_name == _LOADS for frame in frames)
     wanted = Wanted.PART
     if loads:  # it is about to put whole tensors in their place
         wanted = Wanted.EVERYTHING
@@ -69,6 +70,12 @@ def _asked_by_helpers(frames: Sequence[FrameType]) -> Asked:
 def is_about_to_fake_a_step() -> bool:
     """Called by the getter of `state`: whether torch asks if there is any, in order to step with zeros if not."""
     return any(_module(frame) == _HELPERS and frame.f_code.co_name == "_init_optim_state" for frame in _callers())
+
+
+def is_about_to_load_flattened() -> bool:
+    """Called by the getter of `state`: whether torch will look there for the keys to take from a flattened dict."""
+    frames = [frame for frame in _callers() if _module(frame) == _HELPERS and frame.f_code.co_name == _LOADS]
+    return any("state" not in frame.f_locals.get("state_dict", ()) for frame in frames)
 
 
 def _callers() -> Iterator[FrameType]:

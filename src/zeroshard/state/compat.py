@@ -60,6 +60,11 @@ class SavedState:
         chosen = {index: state for index, state in self.by_param.items() if specs[index].group in numbers}
         return replace(self, groups=[self.groups[number] for number in numbers], by_param=chosen)
 
+    def has(self, index: int) -> bool:
+        """Whether there is state of a parameter. In a rank's part an empty dict says that there is none."""
+        state = self.by_param.get(index)
+        return index in self.by_param and not (self.is_part and isinstance(state, Mapping) and not state)
+
     @property
     def tensors(self) -> list[Any]:
         """All that may have tensors in it."""
@@ -119,7 +124,7 @@ def local_dict(saved: SavedState, owned: Sequence[Sequence[int]]) -> StateDict:
     state: dict[Hashable, Any] = dict(saved.others)
     groups, number = [], 0
     for group, indices in zip(saved.groups, owned, strict=True):
-        state |= {number + i: saved.by_param[index] for i, index in enumerate(indices) if index in saved.by_param}
+        state |= {number + i: saved.by_param[index] for i, index in enumerate(indices) if saved.has(index)}
         own: dict[str, Any] = {"params": list(range(number, number + len(indices)))}
         if saved.names is not None:
             own["param_names"] = [saved.names[index] for index in indices]
