@@ -17,12 +17,12 @@ _INSIDE = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__f
 
 
 class _Quiet(logging.NullHandler):
-    """Says nothing but errors, and these only where nobody has set up logging: they may be the last thing that a
-    process says before it waits for others in vain."""
+    """Says nothing but warnings and errors, and these only where nobody has set up logging: they may be the last thing
+    that a process says."""
 
     def handle(self, record: logging.LogRecord) -> bool:
         unheard = not logging.root.handlers and _LOGGER.handlers == [self]
-        if unheard and record.levelno >= logging.ERROR and logging.lastResort is not None:
+        if unheard and record.levelno >= logging.WARNING and logging.lastResort is not None:
             return bool(logging.lastResort.handle(record))
         return True
 

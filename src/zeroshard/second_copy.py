@@ -18,6 +18,7 @@ from .comm.agreement import Proposal, agreed
 from .comm.aside import Aside
 from .comm.collectives import Comm
 from .comm.ending import wait_at_exit_for
+from .comm.line import Line
 from .errors import RankFailedError
 from .labels import Label
 from .layout.partners import keepers, wards
@@ -163,7 +164,7 @@ class Copying:
             return
         # Hazard: both start here, since no thread can once the process is about to end.
         sending = _Sending(self._aside, outbox, Rank(self._keepers[self._rank]))
-        self._thread = _started(partial(self._run, generation, sending))
+        self._thread = _started(partial(self._run, generation, sending), self._aside.group.line)
         self.held.traffic = outbox.nbytes
 
     def settle(self) -> None:
@@ -212,7 +213,7 @@ class _Sending:
     def __init__(self, comm: Aside, outbox: Outbox, to: Rank) -> None:
         self._failure: BaseException | None = None
         self._job = (comm, outbox, to)
-        self._thread = _started(self._run)
+        self._thread = _started(self._run, comm.group.line)
 
     def end(self) -> BaseException | None:
         """Wait for it; what failed, if anything did."""
@@ -228,10 +229,10 @@ class _Sending:
             self._failure = error
 
 
-def _started(job: Callable[[], None]) -> threading.Thread:
+def _started(job: Callable[[], None], line: Line) -> threading.Thread:
     thread = threading.Thread(target=job, name="zeroshard-copy", daemon=True)
     thread.start()
-    wait_at_exit_for(thread)
+    wait_at_exit_for(thread, line=line)
     return thread
 
 

@@ -1,11 +1,20 @@
 """A process ends in order, whatever is still on its way."""
 
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from tests.support import RankContext, ranks
 from tests.support.launch import torchrun
 from tests.support.tiers import sampled
+from zeroshard import shard
 
 SCRIPT = """
 import sys
@@ -34,3 +43,110 @@ def test_the_end_of_a_process(tmp_path: Path, what: list[str]) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     torchrun(script, 2, tmp_path, *what)
+
+
+UNUSED = """
+import atexit, gc, pathlib, sys, threading, time
+
+def at_end():
+    print("threads", [it.name for it in threading.enumerate() if it.name.startswith("zeroshard")], flush=True)
+    if rank == 0:
+        ended.touch()
+
+atexit.register(at_end)  # runs after what zeroshard registers later
+sys.stderr = sys.stdout  # for log records that nobody handles
+
+import torch
+import torch.distributed as dist
+import zeroshard
+
+dist.init_process_group("gloo")
+rank, ended = dist.get_rank(), pathlib.Path("ended")
+model = torch.nn.Linear(64, 64)
+config = zeroshard.ZeroConfig(overlap_gather="overlap" in sys.argv)
+within = 2 if "hybrid" in sys.argv else None
+optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=1e-3, config=config, shard_within=within)
+for number in range(10 if "alone" not in sys.argv or rank == 0 else 8):
+    model(torch.ones(4, 64)).sum().backward()
+    if number % 4 == 3:
+        optimizer.step()
+        optimizer.zero_grad()
+if "clear" in sys.argv:
+    optimizer.zero_grad()
+if "garbage" in sys.argv:
+    del model, optimizer
+    gc.collect()
+if "meet" in sys.argv:
+    dist.barrier()
+if "stay" not in sys.argv:
+    dist.destroy_process_group()
+if "outlive" in sys.argv and rank > 0:
+    while not ended.exists():
+        time.sleep(0.1)
+"""
+DROPPED = "dropped {} gradient buckets: backward passes sent them, but neither step() nor zero_grad() followed"
+UNUSED_GRADIENTS = [
+    *("leave meet", "leave meet garbage", "leave meet clear", "leave meet overlap", "leave meet hybrid"),
+    *("leave alone", "leave alone garbage", "leave alone hybrid", "leave alone outlive hybrid"),
+    *("stay meet", "stay meet garbage", "stay alone", "stay alone hybrid", "stay alone outlive"),
+]
+
+
+def end_with_unused_gradients(folder: Path, what: str) -> list[str]:
+    """Ten backward passes, a step after each fourth. What the ranks print at their end, in their order."""
+    script = folder / "script.py"
+    script.write_text(UNUSED)
+    return torchrun(script, 4 if "hybrid" in what else 2, folder, *what.split()).splitlines()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "what", ["leave alone outlive", *(pytest.param(it, marks=pytest.mark.slow) for it in UNUSED_GRADIENTS)]
+)
+def test_gradients_that_no_step_uses(tmp_path: Path, what: str) -> None:
+    """The processes end well, also where others live on, and say what they drop."""
+    expected = []
+    for rank in range(4 if "hybrid" in what else 2):
+        drops = "clear" not in what and ("alone" not in what or rank == 0)
+        expected += [f"rank {rank}: {DROPPED.format(2)}"] * drops + ["threads []"]
+    assert end_with_unused_gradients(tmp_path, what) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_gradients_that_no_step_uses_on_a_busy_machine(tmp_path: Path) -> None:
+    """How many are sent before another rank has ended depends on the machine."""
+    possible = {"threads []", *(f"rank {rank}: {DROPPED.format(count)}" for rank in (0, 1) for count in (1, 2))}
+    with busy_processes(2):
+        for _ in range(20):
+            printed = end_with_unused_gradients(tmp_path, "leave")
+            assert printed.count("threads []") == 2
+            assert possible.issuperset(printed)
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@ranks(2, 3)
+def test_threads_end_with_their_process_group(ctx: RankContext) -> None:
+    """In a process that goes on, and whose other process groups stay as they are."""
+    group = dist.new_group(list(range(ctx.world_size)))
+    model = torch.nn.Linear(64, 64)
+    optimizer = shard(model, torch.optim.SGD, lr=0.1, process_group=group)
+    if ctx.rank == 0:
+        model(torch.ones(4, 64)).sum().backward()  # the others send nothing
+    receivers = [it for it in threading.enumerate() if it.name == "zeroshard-receiver"]
+    assert len(receivers) == (ctx.rank == 0)
+    ctx.gather(None)
+    dist.destroy_process_group(group)
+    for thread in receivers:
+        thread.join()
+    assert ctx.gather(optimizer.rank) == list(range(ctx.world_size))

@@ -52,6 +52,7 @@ class Line:
         self._groups = WeakSet(process_groups)
         self._lock = threading.Lock()
         self._broken: RankLostError | None = None
+        self._hung_up: WeakSet[dist.ProcessGroup] = WeakSet()
 
     def at(self, place: str | Callable[[], str], steps: int | None = None) -> None:
         """Says what is waited for next, and how many steps have been made."""
@@ -126,10 +127,24 @@ class Line:
                 words = self._part(reason, group, own=own)
                 self._broken = RankLostError(f"this rank has failed with {reason}. {words.ADVICE}")
 
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether one of the process groups was destroyed."""
+        return any(it not in _world.pg_map for it in list(self._groups))
+
+    def hang_up(self, *, destroyed_only: bool) -> None:
+        """Close the connections of all process groups, or of those that were destroyed: whoever waits there raises."""
+        with self._lock:
+            chosen = [it for it in list(self._groups) if not destroyed_only or it not in _world.pg_map]
+            for group in chosen:
+                if group not in self._hung_up:
+                    self._hung_up.add(group)
+                    _Ends(group).close()
+
     def _part(self, reason: str, group: dist.ProcessGroup, *, own: bool) -> Words:
         """Leave a word, then hang up."""
         ends = [_Ends(it) for it in list(self._groups) if it in _world.pg_map]
-        closed = {rank for it in ends for rank in it.closed}
+        closed = {rank for it in ends for rank in it.closed_ranks()}
         words = Words(group, self._where(group), reason, closed, own=own)
         words.leave()
         for it in ends:
@@ -164,23 +179,27 @@ class _Ends:
     """This rank's ends of the connections in a group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.closed: list[int] = []
-        """Global ranks whose ends are closed, if not for want of time."""
+        self._group, self._closed = group, list[int]()
+        """Ranks of the group whose ends are closed, if not for want of time."""
         self._open: list[tuple[Any, torch.Tensor]] = []
         if not _is_gloo(group):
             return  # NCCL has a watchdog of its own
-        me = dist.get_rank()
-        for rank in dist.get_process_group_ranks(group):
-            if rank != me:
-                self._look(rank, group)
+        for rank in range(group.size()):
+            if rank != group.rank():
+                self._look(rank)
 
-    def _look(self, rank: int, group: dist.ProcessGroup) -> None:
+    def closed_ranks(self) -> list[int]:
+        """Global ranks. Not for a group that was destroyed, which torch no longer knows."""
+        return [dist.get_global_rank(self._group, rank) for rank in self._closed]
+
+    def _look(self, rank: int) -> None:
         memory = torch.empty(1, dtype=torch.uint8, device="cpu")
         try:
-            self._open.append((dist.irecv(memory, rank, group, _NOBODYS), memory))
+            # Hazard: `dist.irecv` refuses groups that were destroyed.
+            self._open.append((self._group.recv([memory], rank, _NOBODYS), memory))
         except RuntimeError as error:
             if not _is_timeout(error):
-                self.closed.append(rank)
+                self._closed.append(rank)
 
     def close(self) -> None:
         """gloo closes all of them when one has waited in vain."""

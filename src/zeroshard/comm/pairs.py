@@ -86,12 +86,21 @@ class _Pairs:
         return torch.split(part, self._piece // part.itemsize)
 
     def send(self, part: torch.Tensor, other: Rank) -> Any:
+        group = self._group.process_group
         with self.line:
-            return dist.isend(as_bytes(part), self._group.to_global(other), self._group.process_group, self._tag)
+            try:
+                return dist.isend(as_bytes(part), self._group.to_global(other), group, self._tag)
+            except ValueError:
+                # Hazard: torch refuses a group that was destroyed. Others may wait for this message, and live longer.
+                return group.send([as_bytes(part)], other, self._tag)
 
     def receive(self, part: torch.Tensor, other: Rank) -> Any:
+        group = self._group.process_group
         with self.line:
-            return dist.irecv(as_bytes(part), self._group.to_global(other), self._group.process_group, self._tag)
+            try:
+                return dist.irecv(as_bytes(part), self._group.to_global(other), group, self._tag)
+            except ValueError:  # as above: without it, the sender's process would wait at its end
+                return group.recv([as_bytes(part)], other, self._tag)
 
 
 class _Sum(ByThread):
@@ -132,7 +141,7 @@ class _Receiver:
                 thread = threading.Thread(target=self._run, name="zeroshard-receiver", daemon=True)
                 thread.start()
                 self._runs = True
-                wait_at_exit_for(thread)
+                wait_at_exit_for(thread, line=self._pairs.line)
             self._queue.extend(rows)
 
     def kept(self) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ from ..policies import sum_dtype
 from ..units import Span, align_up
 from .ending import wait_at_exit_for
 from .group import Group
+from .line import Line
 from .pairs import Pairwise
 from .pending import Pending
 from .shards import Native, Slices, Summed, all_gather, bytes_of_all_reduce
@@ -41,7 +42,8 @@ class Relayed(ShardWay):
         self._inside, self._across = inside, across
         self.ranks = inside.group.size * across.group.size
         # Hazard: what meets others must start in the order of `reduce`, which is the same on all ranks.
-        self._meeting, self._spreading = _Line("zeroshard-meeting"), _Line("zeroshard-spreading")
+        line = inside.group.line
+        self._meeting, self._spreading = _Line("zeroshard-meeting", line), _Line("zeroshard-spreading", line)
         self._rooms = _Rooms()
 
     def reduce(self, flat: torch.Tensor, shards: Sequence[Span], into: torch.Tensor, share: float) -> Arriving:
@@ -159,8 +161,8 @@ def divided(numel: int, parts: int) -> list[Span]:
 class _Line:
     """Does one thing after the other, in a thread that lives as long as there is something to do."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, connection: Line) -> None:
+        self._name, self._connection = name, connection
         self._lock = threading.Lock()
         self._queue: deque[Callable[[], None]] = deque()
         self._runs = False
@@ -172,7 +174,7 @@ class _Line:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 thread.start()
                 self._runs = True
-                wait_at_exit_for(thread)
+                wait_at_exit_for(thread, line=self._connection)
             self._queue.append(action)
 
     @torch.no_grad()

@@ -60,7 +60,7 @@ class GradSync(Gradients):
         """Parameters to whose `param.grad` a backward pass has added since it was last sent."""
         self._late: list[int] = []
         self._sent = SentGrads()
-        self._under_way = UnderWay(comm.clock)
+        self._under_way = UnderWay(comm)
         self._placeholders: dict[int, ShardedGrad] = {}
         self._pools: dict[tuple[torch.dtype, torch.device], Pool] = {}
         self._ways = Ways(comm, reduce)

@@ -3,7 +3,9 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from ..labels import Clock, Label
+from ..comm.collectives import Comm
+from ..comm.ending import UnusedBuckets
+from ..labels import Label
 from ..layout.layout import Layout
 from .slots import Sending
 
@@ -23,8 +25,9 @@ Receive = Callable[[Sending], None]
 class UnderWay:
     """The oldest first."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, comm: Comm) -> None:
+        self._clock = comm.clock
+        self._unused = UnusedBuckets(comm.everyone.group.rank, comm.group.line)
         self._sendings: deque[Sending] = deque()
         self._patience = PATIENCE
         self.keeps_pace = True
@@ -38,14 +41,17 @@ class UnderWay:
 
     def add(self, sending: Sending) -> None:
         self._sendings.append(sending)
+        self._unused.add()
 
     def start_over(self) -> None:
         """A step has all that it waited for."""
         self._patience = PATIENCE
+        self._unused.reset()
 
     def unwant(self) -> None:
         # Hazard: waiting here for what is under way would be waiting for ranks that may not send it before they settle.
         self._sendings = deque(sending._replace(wanted=False) for sending in self._sendings)
+        self._unused.reset()
 
     def take_in_what_came(self, receive: Receive) -> None:
         while len(self) > UNFINISHED:
