@@ -23,8 +23,8 @@ class ZeroConfig:
     nonfinite: what becomes of a step whose gradients are not all finite; by default nobody looks.
     second_copy: keep each rank's share on another rank as well, from which it is rebuilt when a rank is lost.
     overlap_gather: parameters come back while the next forward pass runs, instead of at the end of `step()`.
-    sync_buffers: make the buffers of the model those of rank 0 before each forward pass with gradients, and after each
-        step.
+    sync_buffers: make the buffers of the model those of rank 0 after each step, and on DDP's schedule before forward
+        passes with gradients that follow each other without a step.
     mixed_dtypes: allow parameters of several dtypes in one `ZeroRedundancyOptimizer`; `shard` always does.
 
     `retention`, `overlap_gather` and `sync_buffers` are for `shard`, which sees the model.

@@ -50,7 +50,7 @@ class Label(Enum):
     SEND_PARAMS = "send parameters", "messages with updated parameters start"
     WAIT_PARAMS = "wait for parameters", "those of the others arrive"
     GATE = "pass a gate", "a forward pass, or whoever looks at parameters, waits for those of a module"
-    EQUAL = "make equal", "buffers become those of rank 0, before a pass and after a step; at the start, parameters do"
+    EQUAL = "make equal", "buffers become those of rank 0, after a step or before a pass; at the start, parameters do"
     COPY = "copy to another rank", "this rank's share is copied for `SecondCopy(...)`, and starts going to its keeper"
     GATHER = "gather state", "`full_state_dict` or `consolidate_state_dict`"
     LOAD = "load state", "`load_state_dict`"

@@ -111,7 +111,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         self._attach_to_model(model)
 
     def _attach_to_model(self, model: torch.nn.Module) -> None:
-        self._buffers = EqualBuffers(self._comm.everyone, model, self._passes_send_nothing)
+        self._buffers = EqualBuffers(self._comm.everyone, model, self._passes_keep_buffers, self._is_accumulating)
         self._buffers.sync(Rank(0))
         others = [param for param in model.parameters() if id(param) not in self.engine.bucket_of]
         make_equal(self._comm.everyone, others, Rank(0))
@@ -121,10 +121,14 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside nothing is sent: backward passes add up gradients in `param.grad`, in full size, and buffers stay.
+        """Inside no gradients are sent: backward passes add up gradients in `param.grad`, in full size.
 
-        So a rank may run the model alone here; without gradients it may anywhere. The next pass outside, or the next
-        step, sends the sum. Without it every pass travels, and under `KeepShard()` gradients never take more than 1/N.
+        The next pass outside, or the next step, sends the sum. Without it every pass travels, and under `KeepShard()`
+        gradients never take more than 1/N.
+
+        Buffers follow DDP: all passes up to the next one outside use those that the first of them has got. So after a
+        step a rank may run the model alone here; without gradients it may anywhere. Right after a pass outside whose
+        step is yet to come, the first pass inside broadcasts the buffers of rank 0, which all ranks must take part in.
         """
         before, self._grad_sync.paused = self._grad_sync.paused, True
         try:
@@ -226,7 +230,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
     def after_step(self) -> None:
         if not self._keeps_buffers():
-            self._buffers.sync(Rank(0))  # for passes without gradients, which send nothing
+            self._buffers.sync(Rank(0))  # for the next passes, also those without gradients, which send nothing
         super().after_step()
 
     def sync_buffers(self) -> None:
@@ -238,9 +242,12 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         agree(self._comm, "sync_buffers", ())
         self._buffers.sync(Rank(0))
 
-    def _passes_send_nothing(self) -> bool:
+    def _passes_keep_buffers(self) -> bool:
         """So that one rank may make the forward pass that is next alone."""
-        return not torch.is_grad_enabled() or self._grad_sync.paused or self._keeps_buffers()
+        return not torch.is_grad_enabled() or self._keeps_buffers()
+
+    def _is_accumulating(self) -> bool:
+        return self._grad_sync.paused
 
     def _require_not_replaced(self, verb: str) -> None:
         if self._hooks.is_replaced:

@@ -3,7 +3,8 @@
 - Gates: a module's forward pass waits for its parameters, which may be under way.
 - Guards: while they are, a module keeps its parameters in a dict that waits for them first. `parameters()`,
   `state_dict()`, loading, copying, saving and moving the model all go through it. Another optimizer's step waits, too.
-- Buffers are made equal before each forward pass of the model with gradients, but not inside `no_sync()`.
+- Buffers are made equal after each step, and before a forward pass with gradients that follows another one without a
+  step in between, unless that one was inside `no_sync()`.
 - `model.zero_grad()` clears what the optimizer keeps of gradients, too.
 - A forward pass through `DistributedDataParallel`, which would average gradients a second time, is refused.
 
@@ -109,11 +110,27 @@ def _without_the_dead(call: Callable[..., None]) -> Callable[..., None]:
 
 
 class EqualBuffers:
-    """Buffers of rank 0 for everyone: before forward passes, unless that `is_off`, and when the optimizer says so."""
+    """Broadcast rank 0's buffers as often as DDP does, and when the optimizer says so.
 
-    def __init__(self, comm: Comm, model: Module, is_off: Callable[[], bool]) -> None:
-        self._sync, self._is_off, self._clock = BufferSync(comm, model), is_off, comm.clock
+    DDP broadcasts before a forward pass, inside `no_sync()` or not, if the pass before it was outside. So passes that
+    accumulate gradients use what the first of them has got. Here a step broadcasts already, for evaluation, which
+    leaves passes that follow another one without a step.
+
+    Hazard: each rank decides alone whether to broadcast. Passes that one rank makes alone must not change that, so
+    those without gradients never count, and those inside `no_sync()` after a step neither send nor ask others to.
+    """
+
+    def __init__(self, comm: Comm, model: Module, is_off: Callable[[], bool], accumulates: Callable[[], bool]) -> None:
+        """`is_off`: the pass that is next does not count. `accumulates`: it is inside `no_sync()`."""
+        self._sync, self._is_off, self._accumulates, self._clock = (
+            BufferSync(comm, model),
+            is_off,
+            accumulates,
+            comm.clock,
+        )
         self._line = comm.group.line
+        self._is_due = False
+        """The next forward pass broadcasts."""
         if self._sync.has_any:
             Before(self._before_forward).hang_on(model)
 
@@ -122,10 +139,14 @@ class EqualBuffers:
         if self._sync.has_any:
             with self._line.meanwhile(place), self._clock.part(Label.EQUAL):
                 self._sync.sync(source)
+        self._is_due = False
 
     def _before_forward(self, _: Module, __: bool) -> None:
-        if not self._is_off():
+        if self._is_off():
+            return
+        if self._is_due:
             self.sync(Rank(0), "bringing buffers to all; who runs the model alone does so under torch.no_grad()")
+        self._is_due = not self._accumulates()
 
 
 class AveragedOnce:
