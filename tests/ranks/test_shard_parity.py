@@ -370,3 +370,22 @@ def test_an_optimizer_that_is_dropped_is_freed_and_its_hooks_fall_silent(ctx: Ra
     Side(model, again, again.no_sync).iterate(1)
     again.wait()
     assert all_equal(ctx.gather([param.detach().clone() for param in model.parameters()]))
+
+
+def odd_layers() -> nn.Module:
+    """Packed one behind the other, its parameters would not be aligned."""
+    return nn.Sequential(nn.Linear(13, 33), nn.Tanh(), nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 3))
+
+
+def loss_of_one_sample(model: nn.Module, number: int) -> torch.Tensor:
+    sample = torch.randn(1, 13, generator=torch.Generator().manual_seed(100 * number + dist.get_rank()))
+    result: torch.Tensor = model(sample).square().mean()
+    return result
+
+
+@ranks(2)
+def test_whole_parameters_have_the_bits_of_ddp_in_batches_of_one_sample(ctx: RankContext) -> None:
+    """Matrix-vector products add in an order that depends on where a matrix starts in memory."""
+    twins = ShardTwins(ZeroConfig(partition=WholeParams()), odd_layers, torch.optim.SGD, lr=0.05)
+    twins.train(4, loss_of_one_sample)
+    assert all(param.data_ptr() % 64 == 0 for param in twins.model.parameters())
