@@ -123,7 +123,11 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
 
     @property
     def state(self) -> Any:
-        """This rank's optimizer state, by parameter: the one copy there is."""
+        """This rank's optimizer state, by parameter: the one copy there is. Make the same edits on all ranks.
+
+        With flat shards a parameter shows this rank's slice of its state as a flat tensor. Assign tensors in the shape
+        of the slice or of the parameter; of the latter, this rank keeps a copy of its slice.
+        """
         if callers.is_about_to_fake_a_step():
             if callers.is_about_to_load_flattened():
                 self.engine.make_initial_state()  # until it is loaded
@@ -133,7 +137,7 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
     @state.setter
     def state(self, value: Any) -> None:
         if self.initialized:
-            self.optim.state = value
+            self.engine.replace_state(value)
 
     @property
     def process_group(self) -> dist.ProcessGroup:

@@ -1,6 +1,5 @@
 """Flat shards: every rank updates its slice of every bucket, and all slices go to everyone."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -32,6 +31,7 @@ from .parts import Kind, Part
 from .rooms import Wanted
 from .rows import Rows
 from .segments import Segment
+from .state_view import FlatState, ParamState
 from .step import PARTLY, Attempt, Closure, Engine, Room, SharedClosure
 from .store import FlatStore
 from .team import CLASS, Team
@@ -66,6 +66,7 @@ class FlatEngine(Engine):
         self._rows = Rows(comm)
         self.waits = True
         """A step ends when all parameters have arrived; else they are waited for where they are needed."""
+        self._index_of: dict[int, int] = {}
         self.bucket_of: dict[int, int] = {}
         """Where each parameter lies, by its id."""
 
@@ -89,6 +90,7 @@ class FlatEngine(Engine):
         self.sync.layout = layout
         self.grads.extend(layout, self.params)
         self.memory.remember(self.params)
+        self._index_of = {id(param): index for index, param in enumerate(self.params)}
         self.bucket_of = {id(self.params[param]): bucket.index for bucket in layout.buckets for param in bucket.params}
 
     def broadcast(self, source: Rank, *, first_bucket: int = 0) -> None:
@@ -104,15 +106,27 @@ class FlatEngine(Engine):
         grads.extend(self.layout, self.params)
         self.grads, self.reduces = grads, True
 
-    def state(self) -> dict[Any, Any]:
-        found: dict[Any, Any] = defaultdict(dict)
-        for part in self.parts:
-            found.update(part.state(self.params))
-        return found
+    def state(self) -> FlatState:
+        return FlatState.of(self.params, self.parts, self._state_of, self.comm.group.size)
+
+    def replace_state(self, state: Any) -> None:
+        self.state().replace(state)
+
+    def _state_of(self, param: torch.Tensor) -> ParamState | None:
+        index = self._index_of.get(id(param))
+        if index is None:
+            return None
+        return ParamState.of(self.parts[self._part_of(index)], self.layout, index, self.comm.group.rank)
 
     def records(self) -> list[StateRecord]:
-        self.memory.before_update(self.params)  # a parameter that was changed since is what its copy is, too
+        self.take_edits()
         return [record for part in self.parts for record in part.records(self.layout.params)]
+
+    def take_edits(self) -> None:
+        """Take over what was done to parameters and to values of `optimizer.state` since the last step."""
+        self.memory.before_update(self.params)
+        for part in self.parts:
+            part.take_edits()
 
     def holds(self, index: int, key: Any) -> bool:
         piece = self.layout.piece_of(index, self.comm.group.rank)
@@ -187,7 +201,7 @@ class FlatEngine(Engine):
         return put_all_back
 
     def switch(self, groups: Sequence[ParamGroup], mode: str) -> None:
-        self.memory.before_update(self.params)
+        self.take_edits()
         super().switch(groups, mode)
         self.bind_anew()
         self.memory.after_update(self.segments)
@@ -362,7 +376,7 @@ class _Update:
 
     def _fill(self) -> None:
         engine = self._engine
-        engine.memory.before_update(engine.params)
+        engine.take_edits()
         if 0 in self._present:
             for part in engine.parts:
                 part.split(self._present)

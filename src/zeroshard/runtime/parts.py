@@ -64,7 +64,7 @@ class Part:
         cutting = kind.cutting if cut else None
         joins = cutting is not None and cutting.grain.is_fine
         self.holdings = Holdings(rank, memory.view, joins=joins, param_shaped=kind.traits.param_shaped)
-        self._state = CutState(self.holdings, memory, kind.recipe, frozenset() if cutting is None else cutting.common)
+        self.states = CutState(self.holdings, memory, kind.recipe, frozenset() if cutting is None else cutting.common)
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self.holdings)
@@ -91,15 +91,16 @@ class Part:
     def split(self, present: bytes) -> None:
         self.holdings.split(present, self.inner.optimizer)
 
-    def state(self, params: Sequence[torch.Tensor]) -> dict[Any, Any]:
-        return self._state.by_param(self.inner.optimizer, params)
+    def take_edits(self) -> None:
+        """Take over what was done in place to values of `optimizer.state` since the last step."""
+        self.states.take_edits(self.inner.optimizer)
 
     def records(self, specs: Sequence[ParamSpec]) -> list[StateRecord]:
-        return self._state.records(self.inner.optimizer, specs)
+        return self.states.records(self.inner.optimizer, specs)
 
     def rooms(self, layout: Layout, wanted: Wanted, param_shaped: frozenset[Any], *, in_place: bool) -> PieceRoom:
-        return self._state.rooms(self.inner.optimizer, layout, wanted, param_shaped, in_place=in_place)
+        return self.states.rooms(self.inner.optimizer, layout, wanted, param_shaped, in_place=in_place)
 
     def load(self, saved: SavedState, specs: Sequence[ParamSpec], *, adopt: bool) -> Callable[[], None]:
         """Take this rank's part of it; returns how to undo it."""
-        return self._state.load(self.inner.optimizer, saved.of_groups(self.numbers, specs), specs, adopt=adopt)
+        return self.states.load(self.inner.optimizer, saved.of_groups(self.numbers, specs), specs, adopt=adopt)

@@ -6,6 +6,7 @@ momenta, their step counts and themselves, as the unsharded optimizer leaves the
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from ..errors import BindingError
 from ..layout.layout import Layout, Piece
+from ..state.trees import clone, copy_mutable, map_tensors
 from ..units import Rank, Span
 from .inner import ParamGroup
 
@@ -63,6 +65,8 @@ class Holdings:
         self._rank, self._memory, self._joins, self._param_shaped = rank, memory, joins, param_shaped
         self._layout = Layout.empty(0)
         self.by_group: list[list[Segment]] = []
+        """In the order of `_numbers`, each in the order of memory."""
+        self._numbers: list[int] = []
         self._bound: list[Place] = []
         """Where all segments lay when they were last where they belong."""
 
@@ -71,7 +75,7 @@ class Holdings:
 
     def extend(self, layout: Layout, numbers: Sequence[int]) -> None:
         """Add segments for the buckets that `layout` has beyond the present ones. `numbers`: of all groups to hold."""
-        known, self._layout = len(self._layout.buckets), layout
+        known, self._layout, self._numbers = len(self._layout.buckets), layout, list(numbers)
         self.by_group.extend([] for _ in numbers[len(self.by_group) :])
         held = dict(zip(numbers, self.by_group, strict=True))
         for bucket in layout.buckets[known:]:
@@ -83,7 +87,7 @@ class Holdings:
     def take_back(self, layout: Layout, group_count: int) -> None:
         """Undo `extend`."""
         self._layout = layout
-        del self.by_group[group_count:]
+        del self.by_group[group_count:], self._numbers[group_count:]
 
     def inner_groups(self, groups: Sequence[ParamGroup]) -> list[ParamGroup]:
         """The user's groups, with segments in the place of parameters. A group without any keeps the user's."""
@@ -104,6 +108,34 @@ class Holdings:
             parts = [self._parts(segment, present, optimizer) for segment in segments]
             segments[:] = chain.from_iterable(parts)
             self._fill(group, segments)
+
+    def segment_of(self, piece: Piece) -> Segment:
+        """The one that a piece of this rank lies in."""
+        segments, place = self._find(piece)
+        return segments[place]
+
+    def isolate(self, piece: Piece, optimizer: Optimizer) -> Segment:
+        """Give a piece a segment of its own, with its state. Other segments keep their tensors."""
+        segments, place = self._find(piece)
+        pieces = segments[place].pieces
+        if len(pieces) == 1:
+            return segments[place]
+        at = pieces.index(piece)
+        runs = [run for run in (pieces[:at], (piece,), pieces[at + 1 :]) if run]
+        segments[place : place + 1] = self._divided(segments[place], runs, optimizer)
+        self._fill(optimizer.param_groups[self._number(piece)], segments)
+        return self.segment_of(piece)
+
+    def _find(self, piece: Piece) -> tuple[list[Segment], int]:
+        """All segments of its group, and the place among them of the one that it lies in."""
+        segments = self.by_group[self._number(piece)]
+        place = bisect_right(segments, (piece.bucket, piece.in_bucket.start), key=_start) - 1
+        while piece not in segments[place].pieces:  # one without elements starts where the next one does
+            place -= 1
+        return segments, place
+
+    def _number(self, piece: Piece) -> int:
+        return self._numbers.index(self._layout.params[piece.param].group)
 
     def regroup(self, optimizer: Optimizer, alike: Callable[[Piece], object]) -> Callable[[], None]:
         """Cut anew into runs of pieces that are `alike`, and drop all state; returns how to undo it."""
@@ -181,6 +213,10 @@ class Holdings:
         other.learn(param_shaped)
         return other
 
+    def is_param_shaped(self, key: Any) -> bool:
+        """Whether values under this key are known to have the parameter's shape."""
+        return key in self._param_shaped
+
     def has_shape(self, key: Any, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
         """Of one element the shape says nothing, so the self-test does."""
         return shape == expected and (key in self._param_shaped or math.prod(shape) > 1)
@@ -219,15 +255,21 @@ class Holdings:
         if _uniform(segment, present):
             return [segment]
         runs = self._runs(segment.pieces, lambda piece: present[piece.param])
+        return self._divided(segment, runs, optimizer)
+
+    def _divided(self, segment: Segment, runs: Iterable[tuple[Piece, ...]], optimizer: Optimizer) -> list[Segment]:
+        """A segment for each run of its pieces, with their state and, in the middle of a step, their gradients."""
         parts = [self._segment(run) for run in runs]
-        state = optimizer.state.pop(segment.param, None)
-        for part in parts if state is not None else ():
-            optimizer.state[part.param] = self._state_of_part(segment, part, state)
+        state, grad = optimizer.state.pop(segment.param, None), segment.param.grad
+        for part in parts:
+            if state is not None:
+                optimizer.state[part.param] = self._state_of_part(segment, part, state)
+            if grad is not None:
+                part.param.grad = grad[_span(segment, part)]
         return parts
 
     def _state_of_part(self, segment: Segment, part: Segment, state: State) -> State:
-        start = part.in_shard.start - segment.in_shard.start
-        span = slice(start, start + part.in_shard.length)
+        span = _span(segment, part)
         return {
             key: value[span] if self.is_cut(key, value, segment.param) else _own(value) for key, value in state.items()
         }
@@ -249,9 +291,19 @@ def _uniform(segment: Segment, present: bytes) -> bool:
     return len({present[piece.param] for piece in segment.pieces}) == 1
 
 
+def _start(segment: Segment) -> tuple[int, int]:
+    return segment.bucket, segment.pieces[0].in_bucket.start
+
+
+def _span(segment: Segment, part: Segment) -> slice:
+    """Where a part of a segment lies in its tensor."""
+    start = part.in_shard.start - segment.in_shard.start
+    return slice(start, start + part.in_shard.length)
+
+
 def _own(value: Any) -> Any:
-    """Step counts are tensors that optimizers change in place: parts must not share them."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    """Step counts are tensors that optimizers change in place, as they may change lists: parts must not share them."""
+    return map_tensors(copy_mutable(value), clone)
 
 
 def _differentiable(memory: torch.Tensor) -> bool:

@@ -113,7 +113,11 @@ class Engine(ABC):
 
     @abstractmethod
     def state(self) -> dict[Any, Any]:
-        """This rank's optimizer state, by parameter."""
+        """This rank's optimizer state, by parameter: whoever changes it changes that of the inner optimizers."""
+
+    @abstractmethod
+    def replace_state(self, state: Any) -> None:
+        """Have that state and no other."""
 
     @contextmanager
     def with_initial_state(self) -> Iterator[None]:

@@ -55,6 +55,9 @@ class WholeEngine(Engine):
     def state(self) -> dict[Any, Any]:
         return self.inner.optimizer.state
 
+    def replace_state(self, state: Any) -> None:
+        self.inner.optimizer.state = state
+
     def inner_of(self, index: int) -> ShardOptimizer:  # noqa: ARG002
         return self.inner
 
