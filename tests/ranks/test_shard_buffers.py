@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ from tests.support.oracles import (
     seeded,
     some_configs,
 )
-from zeroshard import NonFinite, RankMismatchError, ZeroConfig, shard
+from zeroshard import ConfigError, NonFinite, RankFailedError, RankMismatchError, ZeroConfig, shard
 
 
 class Normed(nn.Module):
@@ -441,3 +442,41 @@ def test_what_the_model_has_beside_must_be_equal_on_all_ranks(ctx: RankContext) 
     odd.last = nn.Linear(WIDTH, WIDTH + last)
     attempt(odd, "last.weight")
     shard(Normed(), torch.optim.SGD, lr=0.1)
+
+
+def with_buffer(value: torch.Tensor) -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.register_buffer("scale", value)
+    return model
+
+
+def with_foreign(value: torch.Tensor) -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.scale = nn.Parameter(value, requires_grad=False)
+    return model
+
+
+CANNOT_TRAVEL: list[tuple[Any, torch.Tensor, str]] = [
+    (with_buffer, torch.ones(1).expand(4), r"buffer scale has elements that share memory .* strides \(0,\).*clone\(\)"),
+    (with_foreign, torch.ones(4, 1).expand(4, 2), r"scale has elements that share memory .* clone\(\)"),
+    (with_buffer, torch.eye(3).to_sparse(), r"buffer scale .* torch.sparse_coo\. .* to_dense\(\)"),
+    (with_buffer, torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8), r"buffer scale .* is quantized"),
+    (with_buffer, torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"buffer scale .* a nested tensor"),
+    (with_buffer, torch.ones(3, device="meta"), "cannot carry buffer scale on meta"),
+]
+
+
+@ranks(2, 3, timeout=20)
+def test_what_cannot_be_broadcast_is_refused_by_name_on_all_ranks(ctx: RankContext) -> None:
+    """Also where one rank alone has it. Nothing is left behind."""
+    for odd in (range(ctx.world_size), [0], [ctx.world_size - 1]):
+        for make, value, what in CANNOT_TRAVEL:
+            model = make(value if ctx.rank in odd else torch.ones(4))
+            own = [model.weight, model.bias]
+            error = ConfigError if ctx.rank in odd else RankFailedError
+            with left_as_it_was(nn.ParameterList(own)), pytest.raises(error, match=what):
+                shard(model, torch.optim.SGD, params=own, lr=0.1)
+            assert not model._forward_pre_hooks
+            assert not any(param._post_accumulate_grad_hooks for param in own)
+            assert "zero_grad" not in vars(model)
+    shard(nn.Linear(4, 4), torch.optim.SGD, lr=0.1)

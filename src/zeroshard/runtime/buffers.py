@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..comm.collectives import Comm
 from ..errors import ConfigError
@@ -37,10 +38,36 @@ class BufferSync:
 
 def describe(comm: Comm, tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """What must be equal on all ranks for `make_equal`. Raises where a tensor cannot travel."""
-    for name, tensor in tensors.items():
-        if comm.group.size > 1 and tensor.numel() and not comm.group.carries(tensor.device):
-            raise ConfigError(f"the backend of the process group cannot carry {name} on {tensor.device}")
-    return [f"{name}: {tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type}" for name, tensor in tensors.items()]
+    if comm.group.size > 1:
+        for name, tensor in tensors.items():
+            _require_that_it_can_travel(comm, name, tensor)
+    # Each device has messages of its own, whatever its number is on this rank.
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors.values()))
+    which = {it: it.type + (f" ({n} of {len(devices)} devices)" if n > 1 else "") for n, it in enumerate(devices, 1)}
+    return [f"{name}: {it.dtype} {tuple(it.shape)} on {which[it.device]}" for name, it in tensors.items()]
+
+
+def _require_that_it_can_travel(comm: Comm, name: str, tensor: torch.Tensor) -> None:
+    """Hazard: only ranks that receive a tensor write to it, so that these alone would raise."""
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized:
+        kind = "a nested tensor" if tensor.is_nested else "quantized" if tensor.is_quantized else tensor.layout
+        raise ConfigError(
+            f"{name} cannot be broadcast from rank 0, because it is {kind}. Make it dense, for example with to_dense() "
+            "or dequantize(), or keep it as a plain attribute of the module that is no buffer."
+        )
+    if is_traceable_wrapper_subclass(tensor):
+        raise ConfigError(
+            f"{name} cannot be broadcast from rank 0, because it is a {type(tensor.data).__name__}. Make it a plain "
+            "tensor, or keep it as a plain attribute of the module that is no buffer."
+        )
+    if tensor.numel() and any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ConfigError(
+            f"{name} has elements that share memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}), as "
+            "expand() makes them, so it cannot receive the values of rank 0. Give it memory of its own with clone() or "
+            "contiguous()."
+        )
+    if tensor.numel() and not comm.group.carries(tensor.device):
+        raise ConfigError(f"the backend of the process group cannot carry {name} on {tensor.device}")
 
 
 @torch.no_grad()
