@@ -189,6 +189,23 @@ def test_master_weights_rest_there_too(ctx: RankContext, device: str) -> None:
                 assert all(copy is not None and copy.device.type == "cpu" for copy in copies)
 
 
+@ranks(1, 2, 3)
+@on_devices
+def test_edits_of_state_are_those_of_resident_state(ctx: RankContext, device: str) -> None:
+    with everything_is_far(device):
+        for dtype, masters in ((torch.float32, False), (torch.bfloat16, True)):
+            pair = Pair(device, dtype=dtype, masters=masters, partition=FlatShards())
+            pair.train(ctx, 2)
+            for run in (pair.resident, pair.offloaded):
+                first, second, third, *_ = run.model.parameters()
+                del run.optimizer.state[second]
+                run.optimizer.state[third]["exp_avg"] = torch.ones_like(third)
+                if "step" in run.optimizer.state[first]:
+                    run.optimizer.state[first]["step"].zero_()
+            pair.train(ctx, 2)
+            assert_at_home(pair.offloaded)
+
+
 @ranks(1, 2)
 @on_devices
 def test_what_was_changed_by_hand_is_what_is_updated(ctx: RankContext, device: str) -> None:
