@@ -55,7 +55,8 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
 
     Each rank updates the parameters it owns with its own instance of `optimizer_class` and sends them to the
     others. Parameters come out bit for bit as the unsharded optimizer would have made them of the same
-    gradients, which must be equal on all ranks, as `DistributedDataParallel` makes them.
+    gradients, which must be equal on all ranks, as `DistributedDataParallel` makes them: if they differ in the first
+    step, it warns.
 
     Constructing, stepping, adding groups, loading and consolidating are collective: call them on all ranks of
     the group in the same order. Ranks that disagree raise `RankMismatchError`; what fails on one rank is

@@ -60,6 +60,7 @@ class Stepping:
     def _make_step(self, closure: Closure | None, kwargs: dict[str, Any], *, uneven: bool, joined: bool) -> Any:
         try:
             self._look_for_drift()
+            self._engine.grad_check.paused = uneven
             if uneven and not self._comm.is_alone:
                 run = self._uneven_reduced if self._engine.reduces else self._uneven
                 return run(closure, kwargs, joined=joined)

@@ -236,7 +236,7 @@ def test_bytes_go_to_the_target_alone_and_in_bounded_pieces(ctx: RankContext) ->
         patch.setattr(exchange, "PIECE_BYTES", most)
         twins.zero.consolidate_state_dict(to)
     talk = [(verb, size) for verb, size in traffic if verb not in ("isend", "irecv")]
-    assert talk == [("all_reduce", 56), ("all_reduce", 8)]  # the agreement, and whether there are types to be allowed
+    assert talk == [("all_reduce", 72), ("all_reduce", 8)]  # the agreement, and whether there are types to be allowed
     if ctx.rank == to:
         assert not traffic.sizes("isend")
         assert_same(twins.zero.state_dict(), twins.plain.state_dict())

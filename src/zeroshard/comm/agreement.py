@@ -46,11 +46,25 @@ class Verdict(NamedTuple):
     trouble: Trouble
     same_plan: bool
     same_options: bool = True
+    spread: int = 0
+    """By how much the ranks that have stated a `measure` differ."""
 
 
-def compare(comm: Comm, call: str, plan: bytes, trouble: Trouble = Trouble.NONE, *, options: bytes = b"") -> Verdict:
+_NO_MEASURE = -(1 << 62)
+
+
+def compare(
+    comm: Comm,
+    call: str,
+    plan: bytes,
+    trouble: Trouble = Trouble.NONE,
+    *,
+    options: bytes = b"",
+    measure: int | None = None,
+) -> Verdict:
     """State `call`, `plan`, `options` and `trouble`; learn the worst trouble and what is equal on all ranks.
 
+    `measure`: a number below 2^61 that is nearly equal on all ranks that state one.
     Ranks in different calls raise `RankMismatchError`, all of them.
     """
     if comm.is_alone:
@@ -58,10 +72,14 @@ def compare(comm: Comm, call: str, plan: bytes, trouble: Trouble = Trouble.NONE,
     comm.everyone.group.line.at(f"agreeing on {call}")
     marks = [fingerprint(call.encode()), fingerprint(plan), fingerprint(options)]
     with comm.clock.part(Label.AGREE):
-        worst, *most = comm.everyone.maximum([trouble, *(signed for mark in marks for signed in (mark, -mark))])
+        limits = (_NO_MEASURE, _NO_MEASURE) if measure is None else (measure, -measure)
+        worst, *most = comm.everyone.maximum(
+            [trouble, *(signed for mark in marks for signed in (mark, -mark)), *limits]
+        )
     if most[0] != -most[1]:
         _raise_mismatch(comm, "the ranks are in different calls.", call, _SAME_CALLS)
-    verdict = Verdict(Trouble(worst), most[2] == -most[3], most[4] == -most[5])
+    spread = most[6] + most[7] if most[6] > _NO_MEASURE else 0
+    verdict = Verdict(Trouble(worst), most[2] == -most[3], most[4] == -most[5], spread)
     log(logging.DEBUG, comm.everyone.group.rank, "all ranks are in %s: %s", call, verdict)
     return verdict
 

@@ -254,10 +254,12 @@ class FlatEngine(Engine):
         # Hazard: a rank that alone has called `ddp_hook()` would settle by other messages than the rest.
         stated = f"{call}, with gradients of {self.grads.origin}"
         options = self._hyper_parameters(groups) + "\n".join(arguments).encode()
-        verdict = compare(self.comm, stated, self.grads.statement(), attempt.trouble, options=options)
+        measure = None if self.reduces else self.grad_check.measure(self.params)
+        verdict = compare(self.comm, stated, self.grads.statement(), attempt.trouble, options=options, measure=measure)
         if verdict.trouble:
             raise_failure(self.comm, call, attempt.failure)
         self._require_same_options(call, verdict, groups, arguments)
+        self.grad_check.judge(verdict)
         if self._rows.in_doubt:
             self.check_drift(call, self.steps + 1)
             self._rows.in_doubt = False

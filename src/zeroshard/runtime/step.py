@@ -29,6 +29,7 @@ from ..state.dcp import CutTensor
 from ..state.records import MASTER, StateRecord
 from ..units import Rank
 from .beginnings import begin, begins_neutrally
+from .grad_check import GradCheck
 from .inner import Inner, ParamGroup, ShardOptimizer
 from .looks import Looks
 from .nonfinite import Lot
@@ -59,6 +60,7 @@ class Engine(ABC):
     def __init__(self, comm: Comm, store: Store) -> None:
         self.comm, self.store = comm, store
         self.looks = Looks(comm)
+        self.grad_check = GradCheck(comm)
         self._begins: dict[int, bool] = {}
         self.layout = Layout.empty(comm.group.size)
         self.params: list[torch.Tensor] = []

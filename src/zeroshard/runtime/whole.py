@@ -15,6 +15,7 @@ from ..layout.layout import Layout
 from ..state.compat import SavedState, local_dict
 from ..state.dcp import CutTensor, nothing_of
 from ..state.records import StateRecord
+from .grad_check import GradCheck
 from .inner import ParamGroup, ShardOptimizer
 from .loading import load
 from .nonfinite import Lot
@@ -124,7 +125,11 @@ class WholeEngine(Engine):
         attempt.require(lambda: self.check_groups(groups))
         attempt.require(self.store.refresh)
         watch = _Watch(
-            self.params, self._owned, grads_are_there=closure is None, everything=self._kind.traits.moves_without_grads
+            self.params,
+            self._owned,
+            self.grad_check,
+            grads_are_there=closure is None,
+            everything=self._kind.traits.moves_without_grads,
         )
         shared = None if closure is None else SharedClosure(self.comm, call, closure, watch.note_grads)
         if not attempt.failure:
@@ -137,7 +142,7 @@ class WholeEngine(Engine):
             attempt.update(lambda: self._inner_step(groups, used, kwargs))
             attempt.raise_if_shared(shared)
             attempt.require(lambda: self.store.refresh(self._owned))
-        self._bring_to_all(call, attempt, watch.moving(), before)
+        self._bring_to_all(call, attempt, watch, before)
         return attempt.result
 
     def _inner_step(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
@@ -180,13 +185,15 @@ class WholeEngine(Engine):
         if self.comm.group.size > 1:
             self.sync.start(self.store.bucket_shipment(bucket))
 
-    def _bring_to_all(self, call: str, attempt: Attempt, moving: bytes, groups: Sequence[ParamGroup]) -> None:
+    def _bring_to_all(self, call: str, attempt: Attempt, watch: "_Watch", groups: Sequence[ParamGroup]) -> None:
         """`groups`: as they were before the step."""
         # What an earlier step could not deliver goes along. Whatever follows, nothing of it is forgotten.
-        moving = self._undelivered = _either(moving, self._undelivered)
+        moving = self._undelivered = _either(watch.moving(), self._undelivered)
         attempt.require(lambda: self.store.shipment(moving))
-        verdict = compare(self.comm, call, moving, attempt.trouble, options=self._hyper_parameters(groups))
+        options = self._hyper_parameters(groups)
+        verdict = compare(self.comm, call, moving, attempt.trouble, options=options, measure=watch.measure)
         self._require_same_options(call, verdict, groups)
+        first = verdict
         self.steps += 1
         if verdict.trouble < Trouble.UNFIT and not verdict.same_plan:
             # Which gradients there are differs from rank to rank: the owners decide.
@@ -201,16 +208,26 @@ class WholeEngine(Engine):
             self._undelivered = b""
         if verdict.trouble:
             raise_failure(self.comm, call, attempt.failure, then=PARTLY)
+        self.grad_check.judge(first)  # at the end: a warning may be an error
 
 
 class _Watch:
     """Which parameters a step moves: those with a gradient, and those that this rank changes without one."""
 
     def __init__(
-        self, params: Sequence[torch.Tensor], owned: Sequence[int], *, grads_are_there: bool, everything: bool
+        self,
+        params: Sequence[torch.Tensor],
+        owned: Sequence[int],
+        check: GradCheck,
+        *,
+        grads_are_there: bool,
+        everything: bool,
     ) -> None:
         """`grads_are_there`: else a closure makes them, and `note_grads` must follow it."""
-        self._params = params
+        self._params, self._check = params, check
+        self._everything = everything
+        self.measure: int | None = None
+        """Of the gradients, if ranks shall compare them."""
         self._flags = bytearray(b"\1" * len(params)) if everything else bytearray(len(params))
         if grads_are_there:
             self.note_grads()
@@ -220,6 +237,8 @@ class _Watch:
         # Hazard: some optimizers clear gradients in their step, so they are looked at before it.
         flags = bytes([param.grad is not None for param in self._params])
         self._flags = bytearray(_either(flags, bytes(self._flags)) if any(self._flags) else flags)
+        # Where everything moves, flags do not say whether ranks have gradients of the same parameters.
+        self.measure = None if self._everything else self._check.measure(self._params)
 
     def moving(self) -> bytes:
         for index, before in self._versions.items():
