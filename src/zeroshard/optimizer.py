@@ -15,6 +15,7 @@ from . import zero_redundancy_optimizer as compat
 from .adapters.autograd import hook_accumulation
 from .adapters.ddp import CommHook, Overlap, plain_class
 from .adapters.ddp_grads import hand_over
+from .adapters.plain_steps import watch_plain_steps
 from .assembly import Assembly, count_params
 from .comm.agreement import Proposal, agreed, undone_on_failure
 from .comm.collectives import Comm
@@ -105,6 +106,7 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
                 warnings.warn("parameters_as_bucket_view has no effect with overlap_with_ddp=True", stacklevel=2)
         self.copying = copying(self._comm, self._config.second_copy)
         self.initialized = True
+        watch_plain_steps(self)
         announce(self._assembly, self.engine)
 
     # ---- what it is made of
@@ -166,6 +168,11 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
     def reduces(self) -> bool:
         """Gradients are averaged here, each slice at its owner, and not by DDP."""
         return self.engine.reduces
+
+    @property
+    def is_superseded(self) -> bool:
+        """Another optimizer was made by `shard` for parameters of this one."""
+        return False
 
     @property
     def balance(self) -> Balance:
@@ -330,6 +337,7 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
             raise RuntimeError("parameter groups cannot be added with overlap_with_ddp=True: DDP's buckets are fixed")
         layout = agreed(self._comm, "add_param_group", lambda: self._with_group(read_group(param_group)))
         self.engine.extend(layout, self.param_groups)
+        watch_plain_steps(self)
         self._forget_snapshot()
 
     def join_hook(self, **_: Any) -> JoinHook:

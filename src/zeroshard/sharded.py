@@ -119,6 +119,11 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         self._gates = Gates(model, self.engine) if self._config.overlap_gather else None
         vars(model)["zero_grad"] = ZeroGrad(model, self._clear_grads)
 
+    @property
+    def is_superseded(self) -> bool:
+        hooks = vars(self).get("_hooks")  # not there before it is made
+        return hooks is not None and hooks.is_replaced
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside no gradients are sent: backward passes add up gradients in `param.grad`, in full size.

@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "comm": {"labels", "notices", "policies", "units", "errors"},
     "state": {"layout", "comm", "units", "errors"},
     "runtime": {"labels", "notices", "layout", "policies", "params", "comm", "state", "units", "errors"},
-    "adapters": {"labels", "layout", "comm", "state", "runtime", "units", "errors"},
+    "adapters": {"labels", "notices", "layout", "comm", "state", "runtime", "units", "errors"},
     "dividing": {"layout", "config", "runtime", "units", "errors"},
     "assembly": {
         *("dividing", "notices", "layout", "config", "params", "policies", "comm", "state", "runtime", "units"),

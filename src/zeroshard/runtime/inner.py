@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import local
 from typing import Any, Protocol
 
 import torch
@@ -137,7 +138,7 @@ class ShardOptimizer:
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The inner optimizer's step. Its own hooks fire, global ones do not: they fire for the outer step."""
-        with self._occupied():
+        with self._occupied(), _stepping():
             return _call_step(self.optimizer, args, kwargs)
 
     def has_mode(self, mode: str) -> bool:
@@ -191,6 +192,24 @@ class ShardOptimizer:
                 if "param_names" in group:
                     group["param_names"] = []
                 self.optimizer.state.pop(stand_in, None)
+
+
+_THREAD = local()
+
+
+def is_stepping() -> bool:
+    """Whether this thread is inside the step of an inner optimizer, which may consist of others."""
+    return getattr(_THREAD, "steps", 0) > 0
+
+
+@contextmanager
+def _stepping() -> Iterator[None]:
+    before = getattr(_THREAD, "steps", 0)
+    _THREAD.steps = before + 1
+    try:
+        yield
+    finally:
+        _THREAD.steps = before
 
 
 def _copied(state: dict[Any, Any]) -> dict[Any, Any]:

@@ -1,0 +1,250 @@
+"""A plain optimizer that steps parameters of a sharded one is noticed once; all else that steps is left alone."""
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch._dynamo.utils import counters
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim.swa_utils import SWALR, AveragedModel
+
+from tests.support import RankContext, ranks
+from tests.support.oracles import assert_same, mlp, regression, seeded, set_grads
+from zeroshard import FlatShards, KeepFull, KeepShard, ZeroConfig, ZeroRedundancyOptimizer, shard
+
+UPDATED = "step\\(\\) of a plain SGD has updated parameters of a {}"
+SGD: dict[str, Any] = {"optimizer_class": optim.SGD, "lr": 0.1}
+
+
+def drop_in(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), **SGD, **options)
+
+
+@contextmanager
+def no_warning() -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    assert not [str(it.message) for it in caught if "of a plain" in str(it.message)]
+
+
+def flat_drop_in(model: nn.Module) -> ZeroRedundancyOptimizer:
+    return drop_in(model, config=ZeroConfig(partition=FlatShards()))
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("make", [drop_in, flat_drop_in])
+@pytest.mark.parametrize("first", ["plain", "zero"])
+def test_left_over_beside_the_drop_in(ctx: RankContext, make: Callable[[nn.Module], Any], first: str) -> None:
+    model = seeded(mlp)
+    plain, zero = optim.SGD(model.parameters(), lr=0.1), make(model)
+    steps = [plain.step, zero.step] if first == "plain" else [zero.step, plain.step]
+    with pytest.warns(UserWarning, match=UPDATED.format("ZeroRedundancyOptimizer")) as caught:
+        take_turns(model, steps)
+    assert [it.filename for it in caught] == [__file__]
+
+
+def take_turns(model: nn.Module, steps: list[Callable[[], Any]]) -> None:
+    for number in range(4):
+        set_grads(model.parameters(), number)
+        for step in steps:
+            step()
+
+
+@ranks(1, 2)
+def test_left_over_beside_shard(ctx: RankContext) -> None:
+    model = seeded(mlp)
+    plain = optim.SGD(model.parameters(), lr=0.1)
+    sharded = shard(model, **SGD, config=ZeroConfig(retention=KeepFull()))
+    torch.autograd.backward(regression(model, 0))
+    sharded.step()
+    with pytest.warns(UserWarning, match=UPDATED.format("ShardedOptimizer")):
+        plain.step()
+    with no_warning():
+        torch.autograd.backward(regression(model, 1))
+        plain.step()
+
+
+@ranks(1, 2)
+def test_gradients_that_are_with_their_owners(ctx: RankContext) -> None:
+    """A plain step in the place of the sharded one finds no gradients, and nothing would ever be trained."""
+    model = seeded(mlp)
+    plain = optim.SGD(model.parameters(), lr=0.1)
+    sharded = shard(model, **SGD, config=ZeroConfig(retention=KeepShard()))
+    with no_warning():
+        plain.step()  # before any backward pass
+        torch.autograd.backward(regression(model, 0))
+        sharded.step()
+        plain.step()
+        plain.zero_grad()
+        sharded.zero_grad()
+    torch.autograd.backward(regression(model, 1))
+    with pytest.warns(UserWarning, match="plain SGD does nothing: the gradients of its parameters are with a Sharded"):
+        plain.step()
+
+
+class Wrapper(optim.Optimizer):
+    """Steps another optimizer every other time, as those that accumulate gradients do."""
+
+    def __init__(self, inside: optim.Optimizer) -> None:
+        super().__init__(inside.param_groups, {})
+        self.inside, self.calls = inside, 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        if self.calls % 2 == 0:
+            self.inside.step(closure)
+
+
+class Nested(optim.Optimizer):
+    """Made of another one."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.inside = optim.SGD(self.param_groups, lr=lr)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inside.param_groups = self.param_groups
+        self.inside.step(closure)
+
+
+def two_of_them(model: nn.Module, make: Any) -> None:
+    first, second = make(model), make(seeded(mlp))
+    for number in range(2):
+        set_grads(model.parameters(), number)
+        first.step()
+        second.step()
+
+
+def two_for_one_model(model: nn.Module, make: Any) -> None:
+    del make
+    (first, second) = (drop_in(model) for _ in range(2))
+    for number in range(2):
+        set_grads(model.parameters(), number)
+        first.step()
+        second.step()
+
+
+def superseded(model: nn.Module, make: Any) -> None:
+    """Also where the former one is still there, and the latter is gone."""
+    former = make(model)
+    latter = shard(model, **SGD)
+    torch.autograd.backward(regression(model, 0))
+    latter.step()
+    del latter
+    gc.collect()
+    if former.reduces:
+        set_grads(model.parameters(), 0)
+        optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def schedulers(model: nn.Module, make: Any) -> None:
+    optimizer = make(model)
+    of_inner = optim.lr_scheduler.StepLR(optimizer.optim, 1)
+    for made in (optim.lr_scheduler.StepLR(optimizer, 1), SWALR(optimizer, swa_lr=0.01)):
+        set_grads(model.parameters(), 0)
+        optimizer.step()
+        made.step()
+        of_inner.step()
+
+
+def averages(model: nn.Module, make: Any) -> None:
+    optimizer, average = make(model), AveragedModel(model)
+    of_average = optim.SGD(average.parameters(), lr=0.1)
+    for each in (model, average):
+        set_grads(each.parameters(), 0)
+    optimizer.step()
+    average.update_parameters(model)
+    of_average.step()
+
+
+def other_parameters(model: nn.Module, make: Any) -> None:
+    sharded, other = make(model), nn.Parameter(torch.zeros(3))
+    other.grad = torch.ones(3)
+    plain = optim.SGD([other], lr=0.1)
+    set_grads(model.parameters(), 0)
+    sharded.step()
+    plain.step()
+    assert_same(other.detach(), torch.full((3,), -0.1))
+
+
+def wrapped(model: nn.Module, make: Any) -> None:
+    optimizer = Wrapper(make(model))
+    for number in range(4):
+        set_grads(model.parameters(), number)
+        optimizer.step()
+
+
+def nested(model: nn.Module, make: Any) -> None:
+    del make
+    zero = ZeroRedundancyOptimizer(model.parameters(), Nested, lr=0.1)
+    for number in range(2):
+        set_grads(model.parameters(), number)
+        zero.step()
+
+
+def one_after_the_other(model: nn.Module, make: Any) -> None:
+    """A plain optimizer goes on where the drop-in, or one that is gone, has ended."""
+    before = make(model)
+    set_grads(model.parameters(), 0)
+    before.step()
+    if before.reduces:
+        del before
+        gc.collect()
+    plain = optim.SGD(model.parameters(), lr=0.1)
+    for number in range(2):
+        set_grads(model.parameters(), number)
+        plain.step()
+
+
+def without_gradients(model: nn.Module, make: Any) -> None:
+    sharded = make(model)
+    optim.SGD(model.parameters(), lr=0.1).step()
+    del sharded
+
+
+def state_made_by_torch(model: nn.Module, make: Any) -> None:
+    """By a step with zeros."""
+    sharded = make(model)
+    plain = optim.AdamW(model.parameters())
+    assert get_optimizer_state_dict(model, plain)["state"]
+    del sharded
+
+
+CORRECT: list[Callable[[nn.Module, Any], None]] = [
+    *(two_of_them, two_for_one_model, superseded, schedulers, averages, other_parameters, wrapped, nested),
+    *(one_after_the_other, without_gradients, state_made_by_torch),
+]
+
+
+def keep_full(model: nn.Module) -> Any:
+    return shard(model, **SGD, config=ZeroConfig(retention=KeepFull()))
+
+
+@ranks(1, 2)
+def test_correct_programs_get_no_warning(ctx: RankContext) -> None:
+    for make in (drop_in, flat_drop_in, keep_full, lambda model: shard(model, **SGD)):
+        for train in CORRECT:
+            with no_warning():
+                train(seeded(mlp), make)
+
+
+@ranks(1, 2)
+def test_other_optimizers_compile_as_before(ctx: RankContext) -> None:
+    """Hooks that all optimizers have in common must not break a graph."""
+    zero = drop_in(seeded(mlp))
+    models = [seeded(mlp) for _ in range(2)]
+    for model in models:
+        set_grads(model.parameters(), 0)
+    plain, compiled = (optim.SGD(model.parameters(), lr=0.1, foreach=True) for model in models)
+    plain.step()
+    counters.clear()
+    torch.compile(compiled.step, backend="eager")()
+    assert all("`torch._dynamo.graph_break()`" in reason for reason in counters["graph_break"]), "torch's own ones only"
+    assert_same(models[1].state_dict(), models[0].state_dict())
+    del zero
