@@ -14,9 +14,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from tests.support import RankContext, ranks
 from tests.support.monitoring import recorded
-from tests.support.oracles import Twins, assert_same, left_as_it_was, set_grads, small_model
+from tests.support.oracles import Twins, assert_same, set_grads, small_model
 from zeroshard import BindingError, RankFailedError, ZeroRedundancyOptimizer
-from zeroshard.runtime.store import FlatStore
 from zeroshard.units import Rank
 
 VIEWS = ({"parameters_as_bucket_view": False}, {"parameters_as_bucket_view": True})
@@ -55,36 +54,6 @@ def test_saving_one_parameter_writes_that_one(ctx: RankContext) -> None:
     torch.save(model.state_dict(), whole)
     whole.seek(0)
     assert_same(torch.load(whole), model.state_dict())
-
-
-@ranks(2, 3, timeout=20)
-def test_no_memory_for_a_buffer_on_one_rank_is_raised_on_all(ctx: RankContext) -> None:
-    """Before any rank relies on it. Parameters are as they were, and the next attempt goes well."""
-    fails, added = ctx.rank == ctx.world_size - 1, [nn.Parameter(torch.ones(5)) for _ in range(2)]
-
-    def attempt(action: Callable[[], object]) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            if fails:
-                patch.setattr(FlatStore, "_make_buffer", no_memory)
-            with pytest.raises(torch.OutOfMemoryError if fails else RankFailedError, match="on purpose"):
-                action()
-
-    model = small_model()
-    with left_as_it_was(model):
-        attempt(lambda: ZeroRedundancyOptimizer(model.parameters(), optim.SGD, parameters_as_bucket_view=True, lr=0.1))
-    twins = Twins(optim.SGD, zero_only=VIEWS[1], **MOMENTUM)
-    twins.train(1)
-    with left_as_it_was(nn.ParameterList(added)):
-        attempt(lambda: twins.zero.add_param_group({"params": added[:1]}))
-    assert len(twins.zero.param_groups) == len(twins.zero.optim.param_groups) == 1
-    for (module, optimizer), param in zip(twins.sides, added, strict=True):
-        module.added = param
-        optimizer.add_param_group({"params": [param]})
-    twins.train(2)
-
-
-def no_memory(*_: Any) -> None:
-    raise torch.OutOfMemoryError("no memory, on purpose")
 
 
 Change = Callable[[nn.Module], None]

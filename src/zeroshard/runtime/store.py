@@ -116,9 +116,6 @@ class Store(ABC):
         self._prepared: dict[bytes, Shipment] = {}
         self._by_bucket: dict[int, Shipment] = {}
 
-    def prepare(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:  # noqa: B027 (most need nothing)
-        """Do all that can fail in an `extend` to `layout`. `params` are all of them."""
-
     def extend(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
         """Take in the parameters and buckets that `layout` has beyond the present one."""
         known = len(self._layout.buckets)
@@ -276,7 +273,7 @@ class FlatStore(Store):
         return self._buffers[bucket]
 
     def _take_in(self, bucket: Bucket) -> None:
-        if bucket.index == len(self._buffers):  # not prepared
+        if bucket.index == len(self._buffers):
             self._make_buffer(bucket, self._layout, self._params)
         self._moved.pop(bucket.index, None)
 

@@ -43,7 +43,6 @@ class WholeEngine(Engine):
         params = [param for group in groups for param in group["params"]]
         owned = {id(params[index]) for index in layout.owned_by(self.comm.group.rank)}
         known = len(self._members)
-        self.store.prepare(layout, params)
         if not known:
             self.inner = self._kind.recipe.build(owned)
             return
@@ -53,7 +52,6 @@ class WholeEngine(Engine):
 
     def take_back(self, first_group: int) -> None:
         self.inner.drop_groups(first_group)
-        self.store.take_back()
 
     def state(self) -> dict[Any, Any]:
         return self.inner.optimizer.state
