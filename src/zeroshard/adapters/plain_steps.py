@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..notices import warn_user
 from ..runtime.inner import is_stepping
+from ..runtime.sharded_grad import local_grad
 from ..runtime.step import Engine
 
 
@@ -49,20 +50,16 @@ class _Plain:
             self._known = known
             self._shared = [weakref.ref(param) for param in params if id(param) in owned]
 
-    def start(self, optimizer: Optimizer) -> None:
+    def start(self) -> None:
         """A step begins: note what it may change."""
         self.started = None
         if not self._shared or self.is_done:
             return
         shared = [param for param in (it() for it in self._shared) if param is not None]
-        param = next((it for it in shared if it.grad is not None), None)
-        owner = _owner_of(param if param is not None else shared[0]) if shared else None
-        if owner is None:
-            return
-        if param is not None:
+        param = next((it for it in shared if local_grad(it) is not None), None)
+        owner = None if param is None else _owner_of(param)
+        if param is not None and owner is not None:
             self.started = _Started(param, owner, _sharded_steps)
-        elif _does_nothing(optimizer) and owner.engine.reduces and owner.engine.is_reducing:
-            self._warn(optimizer, owner, "does nothing: the gradients of its parameters are with")
 
     def end(self, optimizer: Optimizer) -> None:
         """A step is over: did it change what it should not?"""
@@ -79,13 +76,13 @@ class _Plain:
         steps, before = owner.engine.steps, self._seen_steps
         self._seen_steps = steps
         if owner.engine.reduces or steps == 0 or before not in (-1, steps):
-            self._warn(optimizer, owner, "has updated parameters of")
+            self._warn(optimizer, owner)
 
-    def _warn(self, optimizer: Optimizer, owner: Sharded, what: str) -> None:
+    def _warn(self, optimizer: Optimizer, owner: Sharded) -> None:
         self.is_done = True
         name, sharded = type(optimizer).__name__, type(owner).__name__
         warn_user(
-            f"step() of a plain {name} {what} a {sharded}. Only one optimizer may update a parameter: call step() of "
+            f"step() of a plain {name} has updated parameters of a {sharded}. Only one optimizer may update a parameter: call step() of "
             f"the {sharded} and remove the {name}."
         )
 
@@ -136,7 +133,7 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
         plain = _PLAIN[key] = _Plain(optimizer, key)
     if not plain.is_done:
         plain.find_shared(optimizer.param_groups)
-        plain.start(optimizer)
+        plain.start()
 
 
 def _after(optimizer: Optimizer, *_: Any) -> None:
@@ -154,13 +151,6 @@ def _live() -> list[Sharded]:
 
 def _owner_of(param: torch.Tensor) -> Sharded | None:
     return next((it for it in _live() if any(mine is param for mine in it.engine.params)), None)
-
-
-def _does_nothing(optimizer: Optimizer) -> bool:
-    """One of torch's own, which wraps no other, without any gradient."""
-    if not type(optimizer).__module__.startswith("torch.optim."):
-        return False
-    return all(param.grad is None for group in optimizer.param_groups for param in group["params"])
 
 
 def _is_rehearsal(optimizer: Optimizer) -> bool:
