@@ -82,8 +82,8 @@ class _Plain:
         self.is_done = True
         name, sharded = type(optimizer).__name__, type(owner).__name__
         warn_user(
-            f"step() of a plain {name} has updated parameters of a {sharded}. Only one optimizer may update a parameter: call step() of "
-            f"the {sharded} and remove the {name}."
+            f"step() of a plain {name} has updated parameters of a {sharded}. Only one optimizer may update a "
+            f"parameter: call step() of the {sharded} and remove the {name}."
         )
 
 
