@@ -213,7 +213,8 @@ def test_what_does_not_fit_is_refused_on_all_ranks(ctx: RankContext) -> None:
 
 @ranks(1, 2, 3)
 def test_what_is_read_is_the_state_itself(ctx: RankContext) -> None:
-    """Reading divides no tensor of the inner optimizer and keeps nothing; what somebody holds follows later steps."""
+    """Reading divides no tensor of the inner optimizer and keeps nothing, nor does a reset of all parameters; what
+    somebody holds follows later steps."""
     pair = Pair(optim.AdamW, config=ZeroConfig(), lr=0.05)
     pair.train(2)
     inner, params = pair.zero.optim.state, list(pair.model.parameters())
@@ -226,6 +227,9 @@ def test_what_is_read_is_the_state_itself(ctx: RankContext) -> None:
         assert isinstance(values, dict)
         assert_same([copy.deepcopy(values), values | {}, type(values)(values), values.copy()], [dict(values)] * 4)
     pair.train(1)
+    assert len(inner) == count
+    edit_both(pop_all, [(pair.model, pair.zero), (pair.plain_model, pair.plain)])
+    pair.train(3)
     assert len(inner) == count
     held = [(values, values["step"], values["exp_avg"]) for values in pair.zero.state.values()]
     pair.train(2)

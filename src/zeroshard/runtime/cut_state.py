@@ -39,6 +39,8 @@ class CutState:
         """`common`: what all pieces have in common of values that are made of several tensors."""
         self._holdings, self._memory, self._recipe, self._common = holdings, memory, recipe, common
         self._loans: dict[tuple[int, Any], _Loan] = {}
+        self._has_dropped = False
+        """State was removed since segments were last joined."""
 
     # ---- one piece: what the user reads and writes in `optimizer.state`
 
@@ -76,9 +78,21 @@ class CutState:
         segment = self._holdings.segment_of(piece)
         if state is None:
             optimizer.state.pop(segment.param, None)
+            self._has_dropped = True
         else:
             optimizer.state[segment.param] = state
         return before
+
+    def clear(self, optimizer: Optimizer) -> None:
+        """Drop all state, also what belongs to no parameter."""
+        optimizer.state.clear()
+        self._has_dropped = True
+
+    def join_dropped(self, optimizer: Optimizer) -> None:
+        """Pieces that have lost their state are updated as one tensor again."""
+        if self._has_dropped:
+            self._holdings.join_stateless(optimizer)
+            self._has_dropped = False
 
     def delete(self, optimizer: Optimizer, piece: Piece, key: Any) -> None:
         del self._own_state(optimizer, piece)[key]

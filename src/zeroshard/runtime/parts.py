@@ -92,8 +92,9 @@ class Part:
         self.holdings.split(present, self.inner.optimizer)
 
     def take_edits(self) -> None:
-        """Take over what was done in place to values of `optimizer.state` since the last step."""
+        """Take over what was done to `optimizer.state` since the last step."""
         self.states.take_edits(self.inner.optimizer)
+        self.states.join_dropped(self.inner.optimizer)
 
     def records(self, specs: Sequence[ParamSpec]) -> list[StateRecord]:
         return self.states.records(self.inner.optimizer, specs)

@@ -126,6 +126,21 @@ class Holdings:
         self._fill(optimizer.param_groups[self._number(piece)], segments)
         return self.segment_of(piece)
 
+    def join_stateless(self, optimizer: Optimizer) -> None:
+        """Join neighbours without state again. Hazard: views of state that is joined would no longer be its memory."""
+        for segments, group in self._paired(optimizer) if self._joins else ():
+            joined: list[Segment] = []
+            for (*_, has_state), run in groupby(segments, key=lambda it: self._likeness(it, optimizer)):
+                neighbours = list(run)
+                pieces = tuple(piece for segment in neighbours for piece in segment.pieces)
+                joined += neighbours if has_state or len(neighbours) == 1 else [self._segment(pieces)]
+            if len(joined) < len(segments):
+                segments[:] = joined
+                self._fill(group, segments)
+
+    def _likeness(self, segment: Segment, optimizer: Optimizer) -> tuple[object, ...]:
+        return segment.bucket, self._layout.params[segment.pieces[0].param].marks, segment.param in optimizer.state
+
     def _find(self, piece: Piece) -> tuple[list[Segment], int]:
         """All segments of its group, and the place among them of the one that it lies in."""
         segments = self.by_group[self._number(piece)]

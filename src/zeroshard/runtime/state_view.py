@@ -241,8 +241,8 @@ class FlatState(_LiveDict):
         return key, self.pop(key)
 
     def clear(self) -> None:
-        for state in self._inner():
-            state.clear()
+        for part in self._parts:
+            part.states.clear(part.inner.optimizer)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """All values fit, or none is assigned."""
