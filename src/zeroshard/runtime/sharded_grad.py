@@ -11,9 +11,16 @@ class ShardedGrad(torch.Tensor):
     _label: str
 
     @staticmethod
-    def __new__(cls, param: torch.Tensor, label: str) -> "ShardedGrad":
+    def __new__(
+        cls,
+        param: torch.Tensor,
+        label: str,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> "ShardedGrad":
         placeholder: ShardedGrad = torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+            cls, param.shape, strides=param.stride(), dtype=dtype or param.dtype, device=device or param.device
         )
         placeholder._label = label
         return placeholder
@@ -21,10 +28,17 @@ class ShardedGrad(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ShardedGrad({self._label}, shape={tuple(self.shape)})"
 
+    def share_memory_(self) -> "ShardedGrad":
+        """Do nothing. Hazard: torch's own method would read the storage that is not there, and crash."""
+        return self
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
             return None  # torch's GradScaler, perhaps on one rank: the step that it makes is refused on all
+        if func is torch.ops.aten._to_copy.default:  # a model is cast or moved, and its gradients with it
+            options = {key: (kwargs or {}).get(key) for key in ("dtype", "device")}
+            return ShardedGrad(args[0], args[0]._label, **options)
         flat: list[Any] = []
         torch.utils._pytree.tree_map_only(ShardedGrad, flat.append, (args, kwargs))
         raise RuntimeError(
