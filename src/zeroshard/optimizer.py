@@ -170,7 +170,7 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         return self.engine.reduces
 
     @property
-    def is_superseded(self) -> bool:
+    def _is_superseded(self) -> bool:
         """Another optimizer was made by `shard` for parameters of this one."""
         return False
 

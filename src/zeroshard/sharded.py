@@ -120,7 +120,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         vars(model)["zero_grad"] = ZeroGrad(model, self._clear_grads)
 
     @property
-    def is_superseded(self) -> bool:
+    def _is_superseded(self) -> bool:
         hooks = vars(self).get("_hooks")  # not there before it is made
         return hooks is not None and hooks.is_replaced
 

@@ -305,7 +305,7 @@ def _shape_like(part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     The bucket of complex parameters is real: real and imaginary parts take turns."""
     if param.is_complex() and not part.is_complex():
         pairs = part.view(-1, 2)
-        if part.dtype == torch.bfloat16:  # of which torch has no complex numbers
+        if part.dtype == torch.bfloat16:  # torch has no complex dtype for it
             pairs = pairs.to(param.dtype.to_real())
         part = torch.view_as_complex(pairs)
     if not torch.ops.aten.is_non_overlapping_and_dense(param):

@@ -23,7 +23,7 @@ class Sharded(Protocol):
     engine: Engine
 
     @property
-    def is_superseded(self) -> bool:
+    def _is_superseded(self) -> bool:
         """Another one was made for its parameters."""
 
 
@@ -146,7 +146,7 @@ def _after(optimizer: Optimizer, *_: Any) -> None:
 
 def _live() -> list[Sharded]:
     found = (reference() for reference in _LIVE.valuerefs())
-    return [it for it in found if it is not None and not it.is_superseded]
+    return [it for it in found if it is not None and not it._is_superseded]
 
 
 def _owner_of(param: torch.Tensor) -> Sharded | None:

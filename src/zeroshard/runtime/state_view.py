@@ -170,7 +170,7 @@ class ParamState(_LiveDict):
 
 
 class FlatState(_LiveDict):
-    """The state of all parameters of which this rank holds a part, and what belongs to none."""
+    """The state of all parameters that this rank holds a part of, and state that belongs to no parameter."""
 
     _params: Sequence[torch.Tensor]
     _parts: Sequence[Part]

@@ -225,7 +225,7 @@ class _Watch:
         self._params, self._check = params, check
         self._everything = everything
         self.measure: int | None = None
-        """Of the gradients, if ranks shall compare them."""
+        """The number that ranks compare to see whether their gradients differ."""
         self._flags = bytearray(b"\1" * len(params)) if everything else bytearray(len(params))
         if grads_are_there:
             self.note_grads()
