@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.cases import construction, iteration, state, steps  # noqa: E402
+from benchmarks.cases import construction, groups, iteration, state, steps  # noqa: E402
 from benchmarks.harness.report import Section, finish, measure  # noqa: E402
 
 TITLE = "zeroshard as a drop-in"
@@ -28,6 +28,7 @@ def sections(quick: bool) -> dict[str, Section]:
         "alone": lambda: steps.alone(12 * scale),
         "beyond": lambda: steps.beyond_inner(6 * scale),
         "construct": lambda: construction.growth(4 * scale),
+        "groups": lambda: groups.many_groups(4 * scale),
         "state": lambda: state.consolidation(1 if quick else 3, more_ranks=not quick),
         "iteration": lambda: iteration.iterations(3 * scale),
     }

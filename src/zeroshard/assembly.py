@@ -51,11 +51,12 @@ class Assembly:
         """Who owns what."""
         return Division(self.config, self.kinds, reduces=self.reduces, offloads=self._offloads)
 
-    def kind_of(self, group: ParamGroup) -> int:
-        """The number of a group's kind."""
+    def _kinds_of(self, groups: Sequence[ParamGroup]) -> list[int]:
+        """The number of each group's kind."""
+        return [0] * len(groups) if len(self.kinds) == 1 else [self._kind_of(group) for group in groups]
+
+    def _kind_of(self, group: ParamGroup) -> int:
         names = [kind.name for kind in self.kinds]
-        if len(names) == 1:
-            return 0
         if group.get(CLASS) not in names:
             raise ConfigError(
                 f"this optimizer has several classes, so that a group must name its own: {CLASS!r} is to be one of "
@@ -67,16 +68,17 @@ class Assembly:
         """`layout` with the groups from `first_group` on, once they are found fit to be sharded."""
         specs = read_specs(groups[first_group:], first_index=len(layout.params), first_group=first_group)
         mixed = self.config.mixed_dtypes or self.reduces
-        check_specs([*layout.params, *specs], all_params(groups), mixed_dtypes=mixed)
+        known = len(layout.params)
+        check_specs([*layout.params, *specs], all_params(groups), mixed_dtypes=mixed, known=known)
         for device in {spec.device for spec in specs}:
             if not self.comm.group.carries(device):
                 raise ConfigError(f"the backend of the process group cannot carry parameters on {device}")
         ordered = self._in_order_of_use(specs, groups) if self.division.flat else specs
-        return self.division.divide(layout, ordered, [self.kind_of(group) for group in groups])
+        return self.division.divide(layout, ordered, self._kinds_of(groups))
 
     def balance(self, layout: Layout, groups: Sequence[ParamGroup]) -> Balance:
         """Of trained elements, and of what it takes to update them."""
-        return self.division.balance(layout, [self.kind_of(group) for group in groups])
+        return self.division.balance(layout, self._kinds_of(groups))
 
     def _in_order_of_use(self, specs: Sequence[ParamSpec], groups: Sequence[ParamGroup]) -> list[ParamSpec]:
         """As a forward pass is expected to use them: in the order of the model or, where that is not known, all groups
@@ -96,6 +98,7 @@ class Assembly:
         """It is to `extend` to `layout` next, or to take back what it has got ready for that."""
         engine.prepare(layout, groups)
         self._check(engine)
+        engine.move_params(layout, groups)  # not before: what this rank refuses by itself leaves them where they are
 
     def warn_of_whole_params(self) -> None:
         """Say so where parameters would be cut if the optimizer allowed it. After one was made, and so can be made."""
@@ -155,9 +158,17 @@ class Assembly:
             *self.config.describe(),
             f"parameters_as_bucket_view={self.bucket_view}",
             f"overlap_with_ddp={self.overlap}",
-            *(spec.describe() for spec in layout.params),
+            *self.facts_of_new(Layout.empty(layout.world_size), layout, groups),
+        ]
+
+    def facts_of_new(
+        self, base: Layout, layout: Layout, groups: Sequence[ParamGroup], first_group: int = 0
+    ) -> list[str]:
+        """The same of what `layout` has beyond `base`: the groups from `first_group` on."""
+        return [
+            *(spec.describe() for spec in layout.params[len(base.params) :]),
             "no further parameter",
-            *describe_groups(groups),
+            *describe_groups(groups[first_group:], first=first_group),
             f"layout {layout.digest}",
         ]
 
@@ -165,7 +176,7 @@ class Assembly:
         if self.division.flat:
             shares = [Share(kind, self.division.is_cut(number)) for number, kind in enumerate(self.kinds)]
             return FlatEngine(self.comm, shares, self.config.masters, self.config.offload if self._offloads else None)
-        store = FlatStore() if self.bucket_view and not self.overlap else LooseStore()
+        store = FlatStore(by_owner=True) if self.bucket_view and not self.overlap else LooseStore()
         return WholeEngine(self.comm, self.kinds[0], store)
 
 

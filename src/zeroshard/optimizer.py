@@ -1,7 +1,7 @@
 """`ZeroRedundancyOptimizer`: wires the parts together and delegates."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -29,7 +29,7 @@ from .layout.partition import Partitioner
 from .layout.specs import read_specs
 from .modes import Modes
 from .notices import warn_user
-from .params import GivenParams, read_group, read_params
+from .params import GivenParams, read_groups, read_params
 from .policies import KeepFull
 from .reporting.announcing import announce
 from .reporting.counting import report_of
@@ -329,16 +329,36 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         return self._stepping.unscale(grads or [], inverse_scale)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add a group in the middle of training, on all ranks. No earlier parameter changes its owner."""
+        """Add a group in the middle of training. Call it on all ranks. No earlier parameter changes its owner.
+
+        To add many groups, `add_param_groups` is faster and sends fewer, larger messages.
+
+        Args:
+            param_group: a dict with the key `params` and the options of the group, as for any torch optimizer.
+
+        Raises:
+            RankMismatchError: the ranks added different groups.
+            RankFailedError: the group was refused on another rank.
+        """
         if not self.initialized:
             super().add_param_group(param_group)
             return
-        if self._overlap is not None:
-            raise RuntimeError("parameter groups cannot be added with overlap_with_ddp=True: DDP's buckets are fixed")
-        layout = agreed(self._comm, "add_param_group", lambda: self._with_group(read_group(param_group)))
-        self.engine.extend(layout, self.param_groups)
-        watch_plain_steps(self)
-        self._forget_snapshot()
+        self._add_groups("add_param_group", [param_group])
+
+    def add_param_groups(self, param_groups: Iterable[ParamGroup]) -> None:
+        """Add several groups in the middle of training, all of them or none. Call it on all ranks.
+
+        The result is that of `add_param_group` on each of them in order, with one agreement of all ranks instead of one
+        a group. If a group is refused on any rank, all ranks raise and no group is added.
+
+        Args:
+            param_groups: dicts with the key `params` and the options of the group, as for any torch optimizer.
+
+        Raises:
+            RankMismatchError: the ranks added different groups.
+            RankFailedError: a group was refused on another rank.
+        """
+        self._add_groups("add_param_groups", param_groups)
 
     def join_hook(self, **_: Any) -> JoinHook:
         """For `torch.distributed.algorithms.join.Join`."""
@@ -386,8 +406,20 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         """What must be equal on all ranks that make one."""
         return self._assembly.facts(layout, self.param_groups)
 
-    def _with_group(self, group: ParamGroup) -> Proposal[Layout]:
-        """The layout with one more group, which our groups and those of the inner optimizer already have."""
+    def _add_groups(self, call: str, groups: Any) -> None:
+        if self._overlap is not None:
+            raise RuntimeError("parameter groups cannot be added with overlap_with_ddp=True: DDP's buckets are fixed")
+        layout = agreed(self._comm, call, lambda: self._with_groups(self._read_groups(groups)))
+        self.engine.extend(layout, self.param_groups)
+        watch_plain_steps(self)
+        self._forget_snapshot()
+
+    def _read_groups(self, groups: Any) -> list[ParamGroup]:
+        """New groups in one form. What is wrong with them is raised on all ranks."""
+        return read_groups(groups)
+
+    def _with_groups(self, groups: Sequence[ParamGroup]) -> Proposal[Layout]:
+        """The layout with more groups, which our groups and those of the inner optimizer already have."""
         known, engine = len(self.param_groups), self.engine
 
         def undo() -> None:
@@ -395,12 +427,15 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
             engine.take_back(known)
 
         with undone_on_failure(undo):
-            super().add_param_group(group)
+            for group in groups:
+                super().add_param_group(group)
             layout = self._assembly.extend(self.layout, self.param_groups, known)
             self._assembly.prepare(engine, layout, self.param_groups)
-            engine.inner.pull(self.param_groups)
-            facts = self._assembly.facts(layout, self.param_groups)
-            return Proposal(layout, facts, undo, count_params(self.param_groups))
+            engine.inner.pull_added(self.param_groups, known)
+            facts = self._assembly.facts_of_new(self.layout, layout, self.param_groups, known)
+            # Ranks have agreed on the earlier groups, but their options may have been changed since.
+            options = engine.compared_options(self.param_groups)
+            return Proposal(layout, facts, undo, count_params(self.param_groups), options)
 
     def _comm_of(self, process_group: dist.ProcessGroup | None) -> Comm:
         return Comm(Group(process_group))

@@ -2,7 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise, starmap
+from operator import add, le
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,13 @@ def read_params(params: Any) -> GivenParams:
     return GivenParams([{"params": entries}], plain=True)
 
 
+def read_groups(groups: Any) -> list[dict[str, Any]]:
+    """Several groups as new dicts."""
+    if isinstance(groups, (str, Mapping, torch.Tensor)) or not isinstance(groups, Iterable):
+        raise TypeError(f"expected a list of param groups, got {type(groups).__name__}: put a single group into a list")
+    return [read_group(group) for group in groups]
+
+
 def read_group(group: Any) -> dict[str, Any]:
     """One group as a new dict with its parameters in a list."""
     if not isinstance(group, Mapping):
@@ -42,9 +50,11 @@ def read_group(group: Any) -> dict[str, Any]:
     return {**group, "params": entries}
 
 
-def check_specs(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor], *, mixed_dtypes: bool) -> None:
-    """Refuse what cannot be sharded."""
-    for spec, param in zip(specs, params, strict=True):
+def check_specs(
+    specs: Sequence[ParamSpec], params: Sequence[torch.Tensor], *, mixed_dtypes: bool, known: int = 0
+) -> None:
+    """Refuse what cannot be sharded. The first `known` of them have been checked before, each by itself."""
+    for spec, param in zip(specs[known:], params[known:], strict=True):
         if param.layout != torch.strided:
             raise ConfigError(f"{spec.label} has the layout {param.layout}; only dense parameters can be sharded")
         refuse_distributed(spec.label, param)
@@ -53,7 +63,7 @@ def check_specs(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor], *, m
         if not param.is_contiguous() and overlaps(spec.shape, spec.stride):
             raise ConfigError(f"{spec.label} has elements that share memory (strides {spec.stride}); clone it first")
     check_disjoint(specs, params)
-    others = [spec for spec in specs if spec.dtype != specs[0].dtype]
+    others = [spec for spec in specs[known:] if spec.dtype != specs[0].dtype]
     if others and not mixed_dtypes:
         raise ConfigError(
             f"all parameters must have one dtype: {specs[0].label} is {specs[0].dtype}, {others[0].label} is "
@@ -76,6 +86,8 @@ def refuse_distributed(label: str, param: torch.Tensor) -> None:
 
 def check_disjoint(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor]) -> None:
     """Two parameters over the same memory would be updated by two owners."""
+    if _are_apart(specs, params):
+        return
     ranges: dict[torch.device, list[tuple[int, int, int]]] = defaultdict(list)
     for spec, param in zip(specs, params, strict=True):
         if spec.numel and (start := param.data_ptr()):
@@ -89,6 +101,14 @@ def check_disjoint(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor]) -
                 f"{specs[index].label} and {specs[next_index].label} share memory; "
                 "tie them by using one parameter in both places"
             )
+
+
+def _are_apart(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor]) -> bool:
+    """Whether no two ranges of addresses overlap, whichever devices they are of: quick, and mostly so."""
+    starts = map(torch.Tensor.data_ptr, params)
+    ranges = sorted(zip(starts, (spec.extent_bytes for spec in specs), strict=True))
+    stops = starmap(add, ranges)
+    return all(map(le, stops, (start for start, _ in islice(ranges, 1, None))))
 
 
 def _as_list(given: Any, what: str) -> list[Any]:

@@ -146,27 +146,29 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         if self._gates is not None:
             self._gates.wait()
 
-    def add_param_group(self, param_group: ParamGroup) -> None:
-        if not self.initialized:
-            super().add_param_group(param_group)
-            return
-        self.engine.settle("add_param_group", self.param_groups)  # what is under way is of the present buckets
+    def _add_groups(self, call: str, groups: Any) -> None:
+        self.engine.settle(call, self.param_groups)  # what is under way is of the present buckets
         known = len(self.engine.layout.buckets)
-        super().add_param_group(self._with_names(param_group))
+        super()._add_groups(call, groups)
         self.engine.broadcast(Rank(0), first_bucket=known)
         self._hooks.attach(self.engine.params)
         if self._gates is not None:
             self._gates.find_params()
 
-    def _with_names(self, group: ParamGroup) -> ParamGroup:
-        """The group with the names that its parameters have in the model, if our other groups have names."""
-        given = group.get("params") if isinstance(group, dict) else None
-        if "param_names" not in self.param_groups[0] or not isinstance(given, (list, tuple, Iterator, torch.Tensor)):
-            return group
+    def _read_groups(self, groups: Any) -> list[ParamGroup]:
+        """With the names that parameters have in the model, if our other groups have names."""
+        new = super()._read_groups(groups)
+        if "param_names" not in self.param_groups[0]:
+            return new
         names = {id(param): name for name, param in self._model.named_parameters()}
-        entries = enumerate([given] if isinstance(given, torch.Tensor) else given, len(self.engine.params))
-        named = [(names.get(id(it), f"added.{i}"), it) if isinstance(it, torch.Tensor) else it for i, it in entries]
-        return {**group, "params": named}
+        start = len(self.engine.params)
+        for group in new:
+            entries = enumerate(group["params"], start)
+            start += len(group["params"])
+            group["params"] = [
+                (names.get(id(it), f"added.{i}"), it) if isinstance(it, torch.Tensor) else it for i, it in entries
+            ]
+        return new
 
     def _step(self, closure: Any, kwargs: dict[str, Any], *, joined: bool) -> Any:
         self._require_not_replaced("step")

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from tests.support import RankContext, ranks
-from tests.support.monitoring import recorded
-from tests.support.oracles import Twins, assert_same, set_grads, small_model
-from zeroshard import BindingError, RankFailedError, ZeroRedundancyOptimizer
+from tests.support.monitoring import allocated, recorded
+from tests.support.oracles import Twins, assert_same, left_as_it_was, set_grads, small_model
+from zeroshard import BindingError, RankFailedError, RankMismatchError, ZeroRedundancyOptimizer
 from zeroshard.units import Rank
 
 VIEWS = ({"parameters_as_bucket_view": False}, {"parameters_as_bucket_view": True})
@@ -36,6 +37,58 @@ def test_one_buffer_a_rank(ctx: RankContext) -> None:
         spans = sorted((params[i].data_ptr(), params[i].nbytes) for i in zero.layout.owned_by(rank))
         for (start, size), (following, _) in pairwise(spans):
             assert start + size <= following < start + size + 64
+
+
+def equal_blocks() -> nn.ParameterList:
+    torch.manual_seed(0)
+    return nn.ParameterList([torch.randn(4096) for _ in range(24)])
+
+
+@ranks(1, 2, 3, 4)
+def test_building_takes_no_more_memory_than_torchs_class(ctx: RankContext) -> None:
+    """One owner's share at a time: old memory is free as soon as a parameter has moved."""
+    peaks = []
+    for make in (ZeroRedundancyOptimizer, TorchZero):
+        with allocated() as found:
+            model = equal_blocks()
+            zero = make(model.parameters(), optim.SGD, parameters_as_bucket_view=True, lr=0.1)
+        peaks.append(found.peak)
+        del model, zero
+    block, whole = 4 * 4096, 4 * 4096 * 24
+    assert peaks[0] <= peaks[1] + block
+    assert peaks[0] <= whole + -(-whole // ctx.world_size) + 2 * block
+
+
+@ranks(2, 3)
+def test_a_refused_construction_leaves_parameters_in_memory_of_their_own(ctx: RankContext) -> None:
+    """Whether ranks disagree, or the optimizer is refused on one of them: parameters have moved on all others."""
+    model = equal_blocks()
+    for culprit in range(ctx.world_size):
+        lr = 0.2 if ctx.rank == culprit else 0.1
+        with left_as_it_was(model), pytest.raises(RankMismatchError, match="lr"):
+            ZeroRedundancyOptimizer(model.parameters(), optim.SGD, parameters_as_bucket_view=True, lr=lr)
+        lr, error = (-1.0, ValueError) if ctx.rank == culprit else (0.1, RankFailedError)
+        with left_as_it_was(model), pytest.raises(error, match="learning rate"):
+            ZeroRedundancyOptimizer(model.parameters(), optim.SGD, parameters_as_bucket_view=True, lr=lr)
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, parameters_as_bucket_view=True, lr=0.1)
+    others = nn.ParameterList([torch.randn(64) for _ in range(6)])
+    with left_as_it_was(others), pytest.raises(RankMismatchError, match="lr"):
+        zero.add_param_group({"params": others.parameters(), "lr": 0.1 * ctx.rank})
+
+
+@ranks(2, 3)
+def test_staging_memory_lives_inside_a_step_only(ctx: RankContext) -> None:
+    model = equal_blocks()
+    for param in model:
+        param.grad = torch.ones_like(param)
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
+    with allocated() as found:
+        for _ in range(3):
+            zero.step()
+    whole = sum(param.nbytes for param in model)
+    assert found.peak >= whole // 2
+    assert found.kept < whole // 100
+    assert not zero.engine.store.staging()
 
 
 @ranks(1, 2, 3, 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -295,13 +295,13 @@ GROWING = [Rule(lambda name, param: ".blocks." in name and param.dim() == 2, Muo
 
 @ranks(1, 2, 3)
 def test_groups_that_are_added_name_their_class(ctx: RankContext) -> None:
-    for config in (CONFIGS[0], CONFIGS[1]):
+    for config, at_once in product((CONFIGS[0], CONFIGS[1]), (False, True)):
         pair = RulesPair(GROWING, plain_of, make=Growing, config=config)
         pair.train(2)
         for model in (pair.model, pair.plain_model):
             model.grow()  # type: ignore[operator]
         pair.wrap_plain()
-        add_late(pair)
+        add_late(pair, at_once=at_once)
         assert [group["optimizer"] for group in pair.zero.param_groups] == ["Muon", "AdamW", "Muon", "AdamW"]
         assert pair.zero.param_groups[2]["param_names"] == ["late.0.weight", "late.2.weight"]
         pair.train(3)
@@ -310,10 +310,12 @@ def test_groups_that_are_added_name_their_class(ctx: RankContext) -> None:
         pair.train(1)
 
 
-def add_late(pair: RulesPair) -> None:
+def add_late(pair: RulesPair, *, at_once: bool = False) -> None:
     muon, adamw = pair.plain.members
+    kept: list[dict[str, Any]] = []
+    add = kept.append if at_once else pair.zero.add_param_group
     for model, add_matrices, add_rest in (
-        (pair.model, pair.zero.add_param_group, pair.zero.add_param_group),
+        (pair.model, add, add),
         (pair.plain_model, muon.add_param_group, adamw.add_param_group),
     ):
         ours = model is pair.model
@@ -323,6 +325,8 @@ def add_late(pair: RulesPair) -> None:
         # All that the plain classes take; that they are told apart is what is new.
         add_matrices({"params": large, "lr": 0.1, **({"optimizer": "Muon"} if ours else {})})
         add_rest({"params": small, "lr": 0.2, **({"optimizer": "AdamW"} if ours else {})})
+    if at_once:
+        pair.zero.add_param_groups(kept)
 
 
 @ranks(1, 2, 3)

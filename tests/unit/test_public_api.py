@@ -68,6 +68,7 @@ ATTRIBUTES = {
 }
 METHODS = {
     "add_param_group",
+    "add_param_groups",
     "consolidate_state_dict",
     "full_state_dict",
     "state_dict",
@@ -157,7 +158,7 @@ def test_torchs_own_class_has_the_same_signature() -> None:
 
     ours = [entry for entry in parameters_of(ZeroRedundancyOptimizer) if entry[0] != "config"]
     assert ours == parameters_of(Theirs)
-    for name in METHODS - {"full_state_dict", "join_device", "join_process_group"}:
+    for name in METHODS - {"add_param_groups", "full_state_dict", "join_device", "join_process_group"}:
         mine, theirs = parameters_of(getattr(ZeroRedundancyOptimizer, name)), parameters_of(getattr(Theirs, name))
         assert [kind for _, kind, _ in mine] == [kind for _, kind, _ in theirs], name
         names = [entry for entry in mine if entry[1] != inspect.Parameter.VAR_KEYWORD]

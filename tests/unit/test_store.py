@@ -4,6 +4,7 @@ import io
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
 from weakref import ref
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.monitoring import allocated
 from zeroshard.errors import BindingError
 from zeroshard.layout.layout import Layout
 from zeroshard.layout.partition import FlatShards, WholeParams
@@ -21,7 +23,7 @@ from zeroshard.runtime.store import FlatStore, InPlace, LooseStore, Packed, Stor
 
 RANKS = 3
 Kind = Callable[[], Store]
-STORES: list[Kind] = [LooseStore, FlatStore]
+STORES: list[Kind] = [LooseStore, FlatStore, partial(FlatStore, by_owner=True)]
 
 
 def filled(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -145,6 +147,22 @@ def test_they_move_bucket_by_bucket_so_that_only_one_is_there_twice() -> None:
     Counting().prepare(layout, params)
     assert left == [6, 4, 2]
     assert not any(storage() is not None for storage in old)
+
+
+def test_buffers_of_owners_are_filled_one_after_the_other() -> None:
+    """So that only one owner's share is there twice, and padding is zero."""
+    params = [nn.Parameter(filled(100, seed=seed)) for seed in range(9)]
+    values = [param.detach().clone() for param in params]
+    with allocated() as found:
+        inside = [nn.Parameter(value.clone()) for value in values]
+        store = bound(partial(FlatStore, by_owner=True), inside)
+    padded = 4 * 112  # 64 bytes are the alignment
+    assert found.peak <= 9 * 400 + 3 * padded + 400
+    assert found.kept <= 9 * padded
+    assert isinstance(store, FlatStore)
+    assert [buffer.numel() for buffer in store.buffers()] == [3 * 112] * RANKS
+    assert all(not buffer.view(3, 112)[:, 100:].any() for buffer in store.buffers())
+    assert all(map(torch.equal, inside, values))
 
 
 def memory_of(tensor: torch.Tensor) -> int:
@@ -407,15 +425,18 @@ def test_one_message_an_owner_and_dtype() -> None:
 
 
 def test_a_flat_parcel_is_a_run_of_neighbours() -> None:
-    """What does not move splits a run, and the runs are the memory of the parameters themselves."""
+    """What does not move splits a run. One that is alone is the memory of its parameters; several are packed."""
     params = [nn.Parameter(torch.zeros(16)) for _ in range(9)]
     store = bound(FlatStore, params)
     for moving in ([1] * 9, [1, 1, 1, 0, 1, 1, 1, 1, 0], [0, 1, 0] * 3):
         parcels = store.shipment(bytes(moving)).parcels
         owned = [[moving[i] for i in range(rank, 9, RANKS)] for rank in range(RANKS)]
-        assert len(parcels) == sum(flag for flags in owned for flag, _ in groupby(flags))
+        runs = [sum(flag for flag, _ in groupby(flags)) for flags in owned]
+        assert [runs[parcel.owner] > 1 for parcel in parcels] == [isinstance(it, Packed) for it in parcels]
+        assert len(parcels) == sum(count > 0 for count in runs)
         for parcel in parcels:
             parcel.wire.fill_(1)
+            parcel.unpack()
         assert [int(param.detach().min()) for param in params] == list(moving)
         assert [int(param.detach().max()) for param in params] == list(moving)
         for param in params:

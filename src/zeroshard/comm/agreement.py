@@ -84,20 +84,36 @@ def compare(
     return verdict
 
 
+class Options(NamedTuple):
+    """Options that must be equal on all ranks, compared as bytes; in words only where they differ."""
+
+    data: bytes = b""
+    describe: Callable[[], Sequence[str]] = list
+
+
 def agree(
-    comm: Comm, call: str, facts: Sequence[str], failure: BaseException | None = None, *, counts: str = ""
+    comm: Comm,
+    call: str,
+    facts: Sequence[str],
+    failure: BaseException | None = None,
+    *,
+    counts: str = "",
+    options: Options | None = None,
 ) -> None:
     """Return if all ranks make the same `call` with the same `facts` and none failed; else raise on all.
 
     A rank that failed raises its own error, the others raise `RankFailedError`. Different facts raise
-    `RankMismatchError` with the first that differs, after `counts` if those differ.
+    `RankMismatchError` with the first that differs, after `counts` if those differ. So do different `options`.
     """
     trouble = Trouble.NONE if failure is None else Trouble.FAILED
-    verdict = compare(comm, call, encoded("\n".join([counts, *facts])), trouble)
+    options = options or Options()
+    verdict = compare(comm, call, encoded("\n".join([counts, *facts])), trouble, options=options.data)
     if verdict.trouble:
         raise_failure(comm, call, failure)
     if not verdict.same_plan:
         raise_first_difference(comm, call, facts, counts)
+    if not verdict.same_options:
+        raise_first_difference(comm, call, options.describe())
 
 
 def _nothing() -> None:
@@ -113,6 +129,7 @@ class Proposal(Generic[T]):
     undo: Callable[[], object] = _nothing
     counts: str = ""
     """How much there is of what the facts are about: one missing on a rank shifts all that follow."""
+    options: Options | None = None
 
 
 @contextmanager
@@ -136,8 +153,10 @@ def agreed(comm: Comm, call: str, propose: Callable[[], Proposal[T]]) -> T:
     except Exception as error:
         failure = error
     with undone_on_failure(_nothing if proposal is None else proposal.undo):
-        facts, counts = ((), "") if proposal is None else (proposal.facts, proposal.counts)
-        agree(comm, call, facts, failure, counts=counts)
+        if proposal is None:
+            agree(comm, call, (), failure)
+        else:
+            agree(comm, call, proposal.facts, counts=proposal.counts, options=proposal.options)
     assert proposal is not None
     return proposal.value
 

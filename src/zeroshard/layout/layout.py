@@ -13,8 +13,8 @@ Rooms are kept, pieces are computed: with thousands of ranks there are many more
 import hashlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import InitVar, dataclass
 from functools import cached_property
 from itertools import accumulate, islice
 from typing import Any, NamedTuple, TypeVar
@@ -73,6 +73,15 @@ class Bucket:
     def params(self) -> list[int]:
         return [room.param for room in self.rooms]
 
+    @cached_property
+    def digest(self) -> bytes:
+        """Equal for buckets with the same rooms and shards, on whichever device number."""
+        numbers = array("q", [self.numel, len(self.rooms)])
+        for param, span in self.rooms:
+            numbers.extend((param, *span))
+        kind = f"{self.dtype}@{self.device.type} {self.shards}"
+        return hashlib.blake2b(numbers.tobytes() + kind.encode(), digest_size=16).digest()
+
     @property
     def pieces(self) -> Iterator[Piece]:
         """Those of all ranks, in the order of their memory."""
@@ -127,18 +136,26 @@ class Layout:
     world_size: int
     params: tuple[ParamSpec, ...]
     buckets: tuple[Bucket, ...]
+    base: InitVar["Layout | None"] = None
+    """The layout that this one extends. Its parameters and buckets come first and are not checked again."""
 
-    def __post_init__(self) -> None:
-        for problem in self._problems():
+    def __post_init__(self, base: "Layout | None") -> None:
+        for problem in self._problems(base):
             raise LayoutError(f"inconsistent layout: {problem}")
+        # Reuse what is known of the base, so that adding a group costs as much as the group, not as the model.
+        if base is not None and "_chained_digest" in vars(base):
+            vars(self)["_chained_digest"] = _chain(base._chained_digest, self.buckets[len(base.buckets) :])
+        if base is not None and "_dealt" in vars(base):
+            vars(self)["_dealt"] = self._deal_out(base._dealt, self.buckets[len(base.buckets) :])
 
     @staticmethod
     def empty(world_size: int) -> "Layout":
         return Layout(world_size, (), ())
 
-    def owned_by(self, rank: Rank) -> tuple[int, ...]:
-        """Parameters of which `rank` owns at least a piece, in order."""
-        return tuple(sorted(piece.param for bucket in self.buckets for piece in bucket.pieces_of(rank)))
+    def owned_by(self, rank: Rank, *, first_bucket: int = 0) -> tuple[int, ...]:
+        """Parameters of which `rank` owns at least a piece, in order; those in buckets from `first_bucket` on."""
+        buckets = islice(self.buckets, first_bucket, None)
+        return tuple(sorted(piece.param for bucket in buckets for piece in bucket.pieces_of(rank)))
 
     def bucket_of(self, param: int) -> int:
         return self._homes[param][0]
@@ -195,28 +212,53 @@ class Layout:
                         rises[ranks.stop] -= value
         return [own + shared for own, shared in zip(sums, accumulate(rises[:-1]), strict=True)]
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """The same for layouts that put the same pieces into the same places, on whichever device numbers."""
-        numbers = array("q", [self.world_size])
-        for bucket in self.buckets:
-            numbers.extend((bucket.numel, len(bucket.rooms)))
-            for param, span in bucket.rooms:
-                numbers.extend((param, *span))
-        kinds = ",".join(f"{bucket.dtype}@{bucket.device.type} {bucket.shards}" for bucket in self.buckets)
-        return hashlib.blake2b(numbers.tobytes() + kinds.encode(), digest_size=16).hexdigest()
+        return self._chained_digest.hex()
+
+    @cached_property
+    def _chained_digest(self) -> bytes:
+        return _chain(self.world_size.to_bytes(8, "big"), self.buckets)
+
+    def dealt(self, *, trainable: bool) -> list[float]:
+        """Elements of whole parameters that each rank was dealt, of the trainable or of the frozen ones."""
+        return list(self._dealt[trainable])
+
+    @cached_property
+    def _dealt(self) -> tuple[list[int], list[int]]:
+        """Of the frozen, of the trainable parameters."""
+        return self._deal_out(([0] * self.world_size, [0] * self.world_size), self.buckets)
+
+    def _deal_out(self, loads: tuple[list[int], list[int]], buckets: Sequence[Bucket]) -> tuple[list[int], list[int]]:
+        frozen, trainable = map(list, loads)
+        for bucket in buckets:
+            for param, span in bucket.rooms if bucket.is_dealt else ():
+                spec = self.params[param]
+                (trainable if spec.trainable else frozen)[bucket.shards.holder(span.start)] += spec.numel
+        return frozen, trainable
 
     @cached_property
     def _homes(self) -> dict[int, tuple[int, Room]]:
         return {room.param: (bucket.index, room) for bucket in self.buckets for room in bucket.rooms}
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self, base: "Layout | None") -> Iterator[str]:
         """What contradicts itself. Only the first is sure to be right: each check relies on the ones before."""
-        for index, spec in enumerate(self.params):
+        params, buckets = (0, 0) if base is None else (len(base.params), len(base.buckets))
+        if (
+            base is not None
+            and (
+                base.world_size != self.world_size
+                or self.params[:params] != base.params  # quick, since tuples look for identity first
+                or self.buckets[:buckets] != base.buckets
+            )
+        ):
+            yield "it does not start with the layout that it extends"
+        for index, spec in enumerate(self.params[params:], params):
             if spec.index != index:
                 yield f"{spec.label} stands at place {index}"
-        placed = bytearray(len(self.params))
-        for index, bucket in enumerate(self.buckets):
+        placed = bytearray(b"\1" * params + bytes(len(self.params) - params))
+        for index, bucket in enumerate(self.buckets[buckets:], buckets):
             if bucket.index != index:
                 yield f"bucket {bucket.index} stands at place {index}"
             yield from self._misplaced_shards(bucket)
@@ -248,3 +290,10 @@ class Layout:
             if spec.dtype != bucket.dtype or spec.device != bucket.device:
                 yield f"{spec.label} is {spec.dtype} on {spec.device} in a bucket of {bucket.dtype} on {bucket.device}"
             end, placed[param] = span.stop, 1
+
+
+def _chain(digest: bytes, buckets: Sequence[Bucket]) -> bytes:
+    """The digest of a layout with more buckets."""
+    for bucket in buckets:
+        digest = hashlib.blake2b(digest + bucket.digest, digest_size=16).digest()
+    return digest

@@ -187,7 +187,9 @@ def deal(
     """
     price = checked(cost) if cost else (lambda spec: spec.numel)
     owners = dict(fixed or {})
-    trainable, frozen = (_loads(layout, price, trainable=trains) for trains in (True, False))
+    trainable, frozen = (
+        _loads(layout, price, trainable=trains) if cost else layout.dealt(trainable=trains) for trains in (True, False)
+    )
     for spec in specs:
         if spec.index in owners:
             (trainable if spec.trainable else frozen)[owners[spec.index]] += price(spec)
@@ -246,8 +248,8 @@ def place(
 
 
 def _grown(layout: Layout, specs: Sequence[ParamSpec], buckets: Sequence[Bucket]) -> Layout:
-    params = tuple(sorted((*layout.params, *specs), key=lambda spec: spec.index))
-    return Layout(layout.world_size, params, (*layout.buckets, *buckets))
+    params = (*layout.params, *sorted(specs, key=lambda spec: spec.index))
+    return Layout(layout.world_size, params, (*layout.buckets, *buckets), base=layout)
 
 
 def _bucket(index: int, specs: Sequence[ParamSpec], owners: Mapping[int, Rank], world_size: int) -> Bucket:

@@ -37,6 +37,10 @@ class ParamSpec:
         """Elements of memory between its first and its last: more than `numel` where the strides leave gaps."""
         return extent(self.shape, self.stride)
 
+    @cached_property
+    def extent_bytes(self) -> int:
+        return self.extent * self.dtype.itemsize
+
     @property
     def is_contiguous(self) -> bool:
         """Its elements lie in memory in their own order, without gaps."""

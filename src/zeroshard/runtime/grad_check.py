@@ -88,11 +88,13 @@ def _sample(grad: torch.Tensor) -> torch.Tensor:
 
 def _in_lots(samples: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     lot: list[torch.Tensor] = []
+    size = 0
     for sample in samples:
         lot.append(sample)
-        if sum(map(len, lot)) >= _AT_ONCE:
+        size += sample.numel()
+        if size >= _AT_ONCE:
             yield lot
-            lot = []
+            lot, size = [], 0
     if lot:
         yield lot
 

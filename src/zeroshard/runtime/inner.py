@@ -53,6 +53,8 @@ class Inner(Protocol):
 
     def pull(self, outer: Sequence[ParamGroup]) -> None: ...
 
+    def pull_added(self, outer: Sequence[ParamGroup], first: int) -> None: ...
+
     def step(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def check_classes(self, saved: Sequence[Mapping[str, Any]]) -> None: ...
@@ -84,12 +86,17 @@ class ShardOptimizer:
     def members(self) -> "list[ShardOptimizer]":
         return [self]
 
-    def add_group(self, group: ParamGroup, owned: set[int]) -> None:
-        self.optimizer.add_param_group(self._own_group(group, owned))
-        self._leave()
+    def add_groups(self, outer: Sequence[ParamGroup], new: Sequence[ParamGroup], owned: set[int]) -> None:
+        """Add the `new` groups. `outer`: those that it has."""
+        if self._overrides_adding:
+            self.push(outer)
+        first = len(self._stand_ins)
+        for group in new:
+            self.optimizer.add_param_group(self._own_group(group, owned))
+        self._leave(first)
 
     def drop_groups(self, first: int) -> None:
-        """Undo `add_group`, also one that failed halfway, for all groups from number `first` on."""
+        """Undo `add_groups`, also where it failed halfway, for all groups from number `first` on."""
         for group in self.optimizer.param_groups[first:]:
             for param in group["params"]:
                 self.optimizer.state.pop(param, None)
@@ -102,6 +109,19 @@ class ShardOptimizer:
     def pull(self, outer: Sequence[ParamGroup]) -> None:
         for inner, group in zip(self.optimizer.param_groups, outer, strict=True):
             _copy_options(inner, group)
+
+    def pull_added(self, outer: Sequence[ParamGroup], first: int) -> None:
+        """Bring back what adding the groups from number `first` on made of their options."""
+        if self._overrides_adding:
+            self.pull(outer)
+            return
+        for inner, group in zip(self.optimizer.param_groups[first:], outer[first:], strict=True):
+            _copy_options(inner, group)
+
+    @property
+    def _overrides_adding(self) -> bool:
+        """Whether adding a group may read or change the options of others. If not, it costs no look at them."""
+        return type(self.optimizer).add_param_group is not Optimizer.add_param_group
 
     def check_classes(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """There is one, and groups do not name it."""
@@ -185,8 +205,9 @@ class ShardOptimizer:
         finally:
             self._leave()
 
-    def _leave(self) -> None:
-        for group, stand_in in zip(self.optimizer.param_groups, self._stand_ins, strict=True):
+    def _leave(self, first: int = 0) -> None:
+        """Take the stand-ins out again, in groups from number `first` on."""
+        for group, stand_in in zip(self.optimizer.param_groups[first:], self._stand_ins[first:], strict=True):
             if len(group["params"]) == 1 and group["params"][0] is stand_in:
                 group["params"] = []
                 if "param_names" in group:

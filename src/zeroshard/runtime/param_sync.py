@@ -34,6 +34,8 @@ class ParamSync:
                 self._send(parcel, window)
         with self._comm.clock.part(Label.WAIT_PARAMS):
             staged.drain()
+        # Hazard: only here. After an error, messages that are still in flight may use this memory.
+        shipment.release()
 
     @torch.no_grad()
     def finish(self) -> None:

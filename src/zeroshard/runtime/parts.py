@@ -78,9 +78,7 @@ class Part:
         if not known:
             self.inner = replace(self._recipe, groups=own).build(self.holdings.ids())
             return
-        self.inner.push(mine[:known])
-        for group in own[known:]:
-            self.inner.add_group(group, self.holdings.ids())
+        self.inner.add_groups(mine[:known], own[known:], self.holdings.ids())
 
     def take_back(self, layout: Layout, first_group: int) -> None:
         """Undo `prepare`, also one that failed halfway, for the groups from a number on."""

@@ -6,11 +6,13 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from ..comm.agreement import (
+    Options,
     Proposal,
     Trouble,
     Verdict,
@@ -19,7 +21,7 @@ from ..comm.agreement import (
     raise_failure,
     raise_first_difference,
 )
-from ..comm.collectives import Comm
+from ..comm.collectives import Comm, encoded
 from ..errors import BindingError
 from ..labels import Label
 from ..layout.layout import Layout
@@ -69,27 +71,31 @@ class Engine(ABC):
         self._members: list[list[torch.Tensor]] = []
         self._small: list[tuple[int, int, torch.Tensor]] = []
         """Members of less than two elements, by group and place."""
-        self._compared: list[list[str]] = []
-        """Of each group, the options that it came with, in an order that is the same on all ranks."""
+        self._compared: list[ComparedOptions] = []
+        """Of each group, the options that it came with."""
 
     @abstractmethod
     def prepare(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
         """Have inner optimizers for all groups."""
 
+    def move_params(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:  # noqa: B027 (most have, in `prepare`)
+        """Move parameters to where they are to lie, as the last thing before all ranks agree."""
+
     @abstractmethod
     def take_back(self, first_group: int) -> None:
-        """Undo `prepare`, also one that failed halfway."""
+        """Undo `prepare` and `move_params`, also where one failed halfway."""
 
     def extend(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
         """Take in the parameters that `layout` has beyond the present ones. `groups` are all groups."""
         params = [param for group in groups for param in group["params"]][len(self.params) :]
+        known, new_groups = len(self._members), groups[len(self._members) :]
+        self._owned += layout.owned_by(self.comm.group.rank, first_bucket=len(self.layout.buckets))
         self.layout = layout
         self.params.extend(params)
-        self._compared.extend(sorted(set(group) - {"params", "param_names"}) for group in groups[len(self._compared) :])
-        self._members = [list(group["params"]) for group in groups]
-        placed = ((g, place, param) for g, group in enumerate(self._members) for place, param in enumerate(group))
-        self._small = [it for it in placed if it[2].numel() < 2]
-        self._owned = layout.owned_by(self.comm.group.rank)
+        self._compared.extend(map(ComparedOptions, new_groups))
+        self._members.extend(list(group["params"]) for group in new_groups)
+        for number, members in enumerate(self._members[known:], known):
+            self._small.extend((number, place, param) for place, param in enumerate(members) if param.numel() < 2)
         self.store.extend(layout, params)
 
     def owned(self, rank: Rank) -> dict[int, torch.Tensor]:
@@ -296,23 +302,64 @@ class Engine(ABC):
             member.switch(mode)
         self.inner.pull(groups)
 
+    def compared_options(self, groups: Sequence[ParamGroup]) -> Options:
+        """Those of all groups that it has."""
+        return Options(self._hyper_parameters(groups), lambda: describe_groups(groups[: len(self._compared)]))
+
     def _hyper_parameters(self, groups: Sequence[ParamGroup]) -> bytes:
         """The numbers among the options, cheap to compare in every step. Not of what optimizers add to their groups:
         one that has nothing to update may not."""
-        found: list[float] = []
-        for group, keys in zip(groups, self._compared, strict=False):
-            for value in map(group.get, keys):
-                if isinstance(value, (int, float)):
-                    found.append(value)
-                elif value is not None:
-                    found.extend(_numbers(value))
-        return array("d", found).tobytes()
+        return b"".join([it.read(group) for it, group in zip(self._compared, groups, strict=False)])
 
     def _require_same_options(
         self, call: str, verdict: Verdict, groups: Sequence[ParamGroup], arguments: Sequence[str] = ()
     ) -> None:
         if not verdict.same_options and not verdict.trouble:
             raise_first_difference(self.comm, call, [*arguments, *describe_groups(groups)])
+
+
+class ComparedOptions:
+    """The numbers and words among the options that a group came with, as bytes that are equal on all ranks."""
+
+    def __init__(self, group: ParamGroup) -> None:
+        keys = sorted(set(group) - {"params", "param_names"})
+        self._keys = keys
+        self._get: Callable[[ParamGroup], Any] = itemgetter(*keys) if len(keys) > 1 else self._look_up
+        self._values: Any = None
+        self._data = b""
+
+    def read(self, group: ParamGroup) -> bytes:
+        try:
+            if self._get(group) == self._values:
+                return self._data
+        except (KeyError, RuntimeError):  # an option is missing, or a number has become a tensor of several elements
+            pass
+        values = self._look_up(group)
+        self._data = _as_bytes(values)
+        self._values = values if all(map(_is_immutable, values)) else None
+        return self._data
+
+    def _look_up(self, group: ParamGroup) -> tuple[Any, ...]:
+        return tuple(map(group.get, self._keys))
+
+
+def _is_immutable(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_immutable, value))
+    return value is None or isinstance(value, (int, float, str))
+
+
+def _as_bytes(values: Iterable[Any]) -> bytes:
+    numbers: list[float] = []
+    words: list[str] = []
+    for value in values:
+        if isinstance(value, (int, float)):
+            numbers.append(value)
+        elif isinstance(value, str):
+            words.append(value)
+        elif value is not None:
+            numbers.extend(_numbers(value))
+    return array("d", numbers).tobytes() + encoded("\n".join(words))
 
 
 def _numbers(value: Any) -> Iterable[float]:

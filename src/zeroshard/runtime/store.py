@@ -4,15 +4,20 @@ A parcel is the memory of one message from one owner. Two stores make them:
 
 - `LooseStore` leaves parameters where they are. Small ones are packed into a staging buffer, large
   ones travel from and into their own memory.
-- `FlatStore` moves parameters into one flat buffer a bucket. A run of neighbours is a parcel as it is.
+- `FlatStore` moves parameters into flat buffers, one a bucket or one for each owner in it. A run of neighbours is a
+  parcel as it is; several small runs are packed.
+
+Staging buffers have memory only while a shipment is sent.
 """
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from bisect import bisect_right
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -24,16 +29,20 @@ from ..layout.layout import Bucket, Layout, Piece
 from ..layout.partition import ALIGNMENT
 from ..layout.specs import ParamSpec
 from ..params import check_disjoint
-from ..units import MIB, Rank, align_up
+from ..units import MIB, Rank, Span, align_up
 
 _T = TypeVar("_T")
 
 ALONE_BYTES = MIB
 """From this size on a parameter is worth a message of its own, and not worth a copy."""
-PARCEL_BYTES = 32 * MIB
-STAGING_BYTES = 64 * MIB
-"""What all staging buffers of a store may take."""
+PARCEL_BYTES = 2 * MIB
+STAGING_BYTES = 8 * MIB
+"""What a store's staging buffer may take on the CPU, where every step pays for its pages again."""
+DEVICE_PARCEL_BYTES = 32 * MIB
+DEVICE_STAGING_BYTES = 64 * MIB
+"""Elsewhere, where messages cost more and the allocator keeps what was freed."""
 KEPT_SHIPMENTS = 4
+_SHAPE = attrgetter("shape")
 
 
 class Parcel(Protocol):
@@ -55,6 +64,25 @@ class Shipment(NamedTuple):
 
     parcels: list[Parcel]
     window: int
+    staging: list[torch.Tensor]
+
+    def allocated(self) -> "Shipment":
+        """The same, with memory in its staging buffers."""
+        for buffer in self.staging:
+            _make_room(buffer)
+        return self
+
+    def release(self) -> None:
+        """Free that memory, once all staged parcels have arrived. Views of it stay, to be used next time."""
+        for buffer in self.staging:
+            buffer.untyped_storage().resize_(0)
+
+
+class Run(NamedTuple):
+    """What one owner sends, as it lies in memory: a parameter, or neighbours in a flat buffer."""
+
+    memory: torch.Tensor
+    params: list[torch.Tensor]
 
 
 class InPlace:
@@ -72,14 +100,16 @@ class InPlace:
 
 
 class Packed:
-    """Parameters that are copied into and out of a staging buffer, which `stage` must give first."""
+    """Runs that are copied into and out of a staging buffer, which `stage` must give first."""
 
     wire: torch.Tensor
 
-    def __init__(self, owner: Rank, params: list[torch.Tensor]) -> None:
-        self.owner, self._params = owner, params
-        self.nbytes = sum(param.nbytes for param in params)
-        self.device = params[0].device
+    def __init__(self, owner: Rank, runs: list[Run]) -> None:
+        self.owner, self._params = owner, [run.memory for run in runs]
+        self._aliased = [param for run in runs if run.params[0] is not run.memory for param in run.params]
+        """Parameters that do not notice when the memory of their run is written to."""
+        self.nbytes = sum(run.memory.nbytes for run in runs)
+        self.device = runs[0].memory.device
 
     @cached_property
     def _flats(self) -> list[torch.Tensor] | None:
@@ -102,6 +132,7 @@ class Packed:
 
     def unpack(self) -> None:
         torch._foreach_copy_(self._params, self._views)
+        increment_version(self._aliased)
 
 
 class Store(ABC):
@@ -123,7 +154,11 @@ class Store(ABC):
         self._params.extend(params)
         for bucket in layout.buckets[known:]:
             self._take_in(bucket)
-        self._remember()
+        # Hazard: not of earlier parameters. One whose memory was exchanged since is noticed by the next `refresh`.
+        self._remember(params)
+
+    def prepare(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:  # noqa: B027 (most have nothing to do)
+        """Get ready for an `extend` to `layout`. `params` are all of them."""
 
     def take_back(self) -> None:  # noqa: B027 (most have nothing to take back)
         """Undo what was prepared for an `extend` that does not come."""
@@ -136,47 +171,80 @@ class Store(ABC):
         """
         params = _chosen(self._params, among)
         if list(map(torch.Tensor.data_ptr, params)) == _chosen(self._pointers, among) and (
-            not shapes or [param.shape for param in params] == _chosen(self._shapes, among)
+            not shapes or list(map(_SHAPE, params)) == _chosen(self._shapes, among)
         ):
             return
         for spec, param in zip(self._layout.params, self._params, strict=True):
             _require_same_kind(spec, param)
         check_disjoint(self._layout.params, self._params)
         self._rebind()
-        self._remember()
+        self._pointers, self._shapes = [], []
+        self._remember(self._params)
 
     def staging(self) -> list[torch.Tensor]:
-        """Memory in which small parameters are packed."""
-        return list(self._staging.values())
+        """Memory in which small parameters are packed: none between shipments."""
+        return [buffer for buffer in self._staging.values() if _has_memory(buffer)]
 
     def shipment(self, moving: bytes) -> Shipment:
-        """Parcels of the parameters flagged in `moving`, in an order that is the same on all ranks."""
+        """Parcels of the parameters flagged in `moving`, in an order that is the same on all ranks.
+
+        Their staging buffers have memory until the shipment is released. It is allocated here, and not when it is sent:
+        a rank that has none left says so before the others wait for its messages.
+        """
         if moving not in self._prepared:
             shipment = self._prepare(moving, self._layout.buckets)
             while len(self._prepared) >= KEPT_SHIPMENTS:
                 del self._prepared[next(iter(self._prepared))]
             self._prepared[moving] = shipment
-        return self._prepared[moving]
+        return self._prepared[moving].allocated()
 
     def bucket_shipment(self, index: int) -> Shipment:
         """Parcels of all parameters of one bucket."""
         if index not in self._by_bucket:
             self._by_bucket[index] = self._prepare(b"\1" * len(self._params), [self._layout.buckets[index]])
-        return self._by_bucket[index]
+        return self._by_bucket[index].allocated()
 
     def _prepare(self, moving: bytes, buckets: Sequence[Bucket]) -> Shipment:
-        queues: dict[Rank, list[Parcel]] = defaultdict(list)
+        # Over all buckets: hundreds of groups that were added one by one have as many of them.
+        runs: dict[tuple[Rank, torch.dtype, torch.device], list[Run]] = defaultdict(list)
         for bucket in buckets:
             full = [piece for piece in bucket.pieces if piece.in_param.length]
             for owner, pieces in groupby(full, key=lambda piece: piece.owner):
-                queues[owner].extend(self._parcels_of(bucket, owner, list(pieces), moving))
+                runs[owner, bucket.dtype, bucket.device].extend(self._runs_of(bucket, list(pieces), moving))
+        queues: dict[Rank, list[Parcel]] = defaultdict(list)
+        for (owner, _, _), of_kind in runs.items():
+            queues[owner].extend(self._parcels_of(owner, of_kind))
         parcels = [parcel for _, _, parcel in sorted(_in_turns(queues), key=lambda turn: turn[:2])]
-        return Shipment(parcels, self._stage([parcel for parcel in parcels if isinstance(parcel, Packed)]))
+        packed = [parcel for parcel in parcels if isinstance(parcel, Packed)]
+        window = self._stage(packed)
+        return Shipment(parcels, window, [self._staging[device] for device in {parcel.device for parcel in packed}])
+
+    def _parcels_of(self, owner: Rank, runs: list[Run]) -> Iterator[Parcel]:
+        # Hazard: sizes alone decide what is a parcel. Strides may differ from rank to rank.
+        small: list[Run] = []
+        limit, _ = _limits([run.memory for run in runs])
+        room = limit
+        for run in runs:
+            if run.memory.nbytes >= ALONE_BYTES or self._stays_alone(runs):
+                yield _alone(owner, run)
+                continue
+            if run.memory.nbytes > room:
+                yield Packed(owner, small)
+                small, room = [], limit
+            small.append(run)
+            room -= run.memory.nbytes
+        if small:
+            yield Packed(owner, small)
+
+    def _stays_alone(self, runs: list[Run]) -> bool:  # noqa: ARG002
+        """Whether a small run needs no packing, since it is all there is."""
+        return False
 
     def _stage(self, packed: list[Packed]) -> int:
         """Deal out places in the staging buffer, in turns; return how many places there are."""
         largest = align_up(max((parcel.nbytes for parcel in packed), default=1), ALIGNMENT)
-        window = max(1, min(len(packed), STAGING_BYTES // largest))
+        _, limit = _limits(packed)
+        window = max(1, min(len(packed), limit // largest))
         for turn, parcel in enumerate(packed):
             start = turn % window * largest
             parcel.stage(self._arena(parcel.device, window * largest)[start : start + largest])
@@ -188,15 +256,17 @@ class Store(ABC):
         if arena is None or arena.nbytes < nbytes:
             self._forget_shipments()  # they would keep the outgrown buffer alive
             arena = self._staging[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        _make_room(arena)  # no view can be made of a buffer without memory
         return arena
 
     def _forget_shipments(self) -> None:
         self._prepared.clear()
         self._by_bucket.clear()
 
-    def _remember(self) -> None:
-        self._pointers = list(map(torch.Tensor.data_ptr, self._params))
-        self._shapes = [param.shape for param in self._params]
+    def _remember(self, params: Sequence[torch.Tensor]) -> None:
+        """Where further parameters lie."""
+        self._pointers.extend(map(torch.Tensor.data_ptr, params))
+        self._shapes.extend(map(_SHAPE, params))
         self._forget_shipments()
 
     @abstractmethod
@@ -206,7 +276,8 @@ class Store(ABC):
     def _rebind(self) -> None: ...
 
     @abstractmethod
-    def _parcels_of(self, bucket: Bucket, owner: Rank, pieces: list[Piece], moving: bytes) -> Iterator[Parcel]: ...
+    def _runs_of(self, bucket: Bucket, pieces: list[Piece], moving: bytes) -> Iterator[Run]:
+        """What moves of pieces of one owner."""
 
 
 class LooseStore(Store):
@@ -218,48 +289,40 @@ class LooseStore(Store):
     def _rebind(self) -> None:
         pass
 
-    def _parcels_of(self, _: Bucket, owner: Rank, pieces: list[Piece], moving: bytes) -> Iterator[Parcel]:
-        # Hazard: sizes alone decide what is a parcel. Strides may differ from rank to rank.
-        small: list[torch.Tensor] = []
-        room = PARCEL_BYTES
+    def _runs_of(self, _: Bucket, pieces: list[Piece], moving: bytes) -> Iterator[Run]:
         for param in (self._params[piece.param] for piece in pieces if moving[piece.param]):
-            if param.nbytes >= ALONE_BYTES:
-                yield _alone(owner, param)
-                continue
-            if param.nbytes > room:
-                yield Packed(owner, small)
-                small, room = [], PARCEL_BYTES
-            small.append(param)
-            room -= param.nbytes
-        if small:
-            yield Packed(owner, small)
+            yield Run(param, [param])
 
 
-def _alone(owner: Rank, param: torch.Tensor) -> Parcel:
-    if param.is_contiguous():
-        return InPlace(owner, param.detach().view(-1), [param])
-    return Packed(owner, [param])
+def _alone(owner: Rank, run: Run) -> Parcel:
+    if run.memory.is_contiguous():
+        return InPlace(owner, run.memory.detach().view(-1), run.params)
+    return Packed(owner, [run])
 
 
 class FlatStore(Store):
-    """Parameters are views of one flat buffer a bucket."""
+    """Parameters are views of flat buffers: one a bucket, or one for each owner in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_owner: bool = False) -> None:
+        """`by_owner`: what ranks own need not be neighbours. Building then takes the memory of one owner's share."""
         super().__init__()
-        self._buffers: list[torch.Tensor] = []
+        self._by_owner = by_owner
+        self._buffers: list[list[tuple[Span, torch.Tensor]]] = []
+        """By bucket, which span of it lies where."""
         self._moved: dict[int, list[torch.Tensor]] = {}
         """By bucket, parameters that were moved here and are not taken in yet."""
 
     def prepare(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
         """Make the buffers that `layout` has beyond the present ones, and move its new parameters there.
 
-        One bucket after the other, so that there is none but one of them twice. `params` are all of them.
+        One buffer after the other, so that only what belongs into one is there twice. A parameter's old memory is free
+        as soon as it has moved. `params` are all of them.
         """
         for bucket in layout.buckets[len(self._buffers) :]:
             self._make_buffer(bucket, layout, params)
 
     def take_back(self) -> None:
-        """Bucket by bucket, the last first, so that there is none but one of them twice."""
+        """Bucket by bucket, the last first, so that only what was in one buffer is there twice."""
         while len(self._buffers) > len(self._layout.buckets):
             self._buffers.pop()
             for param in self._moved.pop(len(self._buffers), []):
@@ -267,10 +330,12 @@ class FlatStore(Store):
 
     def buffers(self) -> list[torch.Tensor]:
         """The memory of all parameters, padding included."""
-        return list(self._buffers)
+        return [buffer for parts in self._buffers for _, buffer in parts]
 
     def buffer(self, bucket: int) -> torch.Tensor:
-        return self._buffers[bucket]
+        """All of a bucket, which is not divided by owner."""
+        ((_, buffer),) = self._buffers[bucket]
+        return buffer
 
     def _take_in(self, bucket: Bucket) -> None:
         if bucket.index == len(self._buffers):
@@ -278,11 +343,34 @@ class FlatStore(Store):
         self._moved.pop(bucket.index, None)
 
     def _make_buffer(self, bucket: Bucket, layout: Layout, params: Sequence[torch.Tensor]) -> None:
-        buffer = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-        self._buffers.append(buffer)
-        for index, span in bucket.rooms:
-            self._moved.setdefault(bucket.index, []).append(params[index])
-            _settle(params[index], params[index].detach(), buffer[slice(*span)], layout.params[index])
+        parts: list[tuple[Span, torch.Tensor]] = []
+        moved: list[torch.Tensor] = []
+        self._buffers.append(parts)
+        self._moved[bucket.index] = moved
+        rooms = deque(bucket.rooms)
+        for part in self._parts_of(bucket):
+            # On the CPU, memory that nobody has written to takes no pages: it fills up as old memory is freed.
+            buffer = torch.empty(part.length, dtype=bucket.dtype, device=bucket.device)
+            parts.append((part, buffer))
+            end = part.start
+            while rooms and (rooms[0].span.start < part.stop or part.stop == bucket.numel):
+                index, span = rooms.popleft()
+                spec, room = layout.params[index], _within(part, buffer, span)
+                _within(part, buffer, Span(end, span.start if spec.extent == spec.numel else span.stop)).zero_()
+                moved.append(params[index])
+                _settle(params[index], params[index].detach(), room, spec)
+                end = span.stop
+            _within(part, buffer, Span(end, part.stop)).zero_()
+
+    def _parts_of(self, bucket: Bucket) -> list[Span]:
+        """Spans of a bucket that have a buffer each."""
+        return [shard for _, shard in bucket.shards.filled()] if self._by_owner else [Span(0, bucket.numel)]
+
+    def _memory(self, bucket: int, span: Span) -> torch.Tensor:
+        """A span of a bucket. It lies in one buffer."""
+        parts = self._buffers[bucket]
+        part, buffer = parts[max(0, bisect_right(parts, span.start, key=lambda part: part[0].start) - 1)]
+        return _within(part, buffer, span)
 
     def _rebind(self) -> None:
         away = [(index, room) for index, room in self._rooms() if self._params[index].data_ptr() != room.data_ptr()]
@@ -296,14 +384,38 @@ class FlatStore(Store):
         alone know it."""
         for bucket in self._layout.buckets:
             for index, span in bucket.rooms:
-                yield index, self._buffers[bucket.index][slice(*span)]
+                yield index, self._memory(bucket.index, span)
 
-    def _parcels_of(self, bucket: Bucket, owner: Rank, pieces: list[Piece], moving: bytes) -> Iterator[Parcel]:
+    def _runs_of(self, bucket: Bucket, pieces: list[Piece], moving: bytes) -> Iterator[Run]:
         for moves, run in groupby(pieces, key=lambda piece: moving[piece.param]):
             if moves:
                 members = list(run)
-                wire = self._buffers[bucket.index][members[0].in_bucket.start : members[-1].in_bucket.stop]
-                yield InPlace(owner, wire, [self._params[piece.param] for piece in members])
+                span = Span(members[0].in_bucket.start, members[-1].in_bucket.stop)
+                yield Run(self._memory(bucket.index, span), [self._params[piece.param] for piece in members])
+
+    def _stays_alone(self, runs: list[Run]) -> bool:
+        return len(runs) == 1
+
+
+def _within(part: Span, buffer: torch.Tensor, span: Span) -> torch.Tensor:
+    """A span of a bucket, in the buffer that a part of it has."""
+    return buffer[span.start - part.start : span.stop - part.start]
+
+
+def _limits(placed: Sequence[torch.Tensor | Packed]) -> tuple[int, int]:
+    """Bytes of a parcel of small runs, and of all staged parcels in flight."""
+    if all(it.device.type == "cpu" for it in placed):
+        return PARCEL_BYTES, STAGING_BYTES
+    return DEVICE_PARCEL_BYTES, DEVICE_STAGING_BYTES
+
+
+def _make_room(buffer: torch.Tensor) -> None:
+    if not _has_memory(buffer):
+        buffer.untyped_storage().resize_(buffer.nbytes)
+
+
+def _has_memory(buffer: torch.Tensor) -> bool:
+    return buffer.untyped_storage().nbytes() > 0
 
 
 def _settle(param: torch.Tensor, value: torch.Tensor, room: torch.Tensor, spec: ParamSpec) -> None:

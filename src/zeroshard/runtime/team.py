@@ -38,8 +38,16 @@ class Team:
     def pull(self, outer: Sequence[ParamGroup]) -> None:
         for member, groups in self._paired(outer):
             member.inner.pull(groups)
-            for group in groups if len(self._members) > 1 else ():
-                group[CLASS] = member.name  # a loaded dict of other origin does not have it
+            self._set_class(member, groups)
+
+    def pull_added(self, outer: Sequence[ParamGroup], first: int) -> None:
+        for member, groups in self._paired(outer):
+            member.inner.pull_added(groups, sum(number < first for number in member.numbers))
+            self._set_class(member, groups)
+
+    def _set_class(self, member: Member, groups: Sequence[ParamGroup]) -> None:
+        for group in groups if len(self._members) > 1 else ():
+            group[CLASS] = member.name  # a loaded dict of other origin does not have it
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """All step. A closure is called once, for all of them."""

@@ -41,17 +41,20 @@ class WholeEngine(Engine):
 
     def prepare(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
         params = [param for group in groups for param in group["params"]]
-        owned = {id(params[index]) for index in layout.owned_by(self.comm.group.rank)}
+        new = layout.owned_by(self.comm.group.rank, first_bucket=len(self.layout.buckets))
+        owned = {id(params[index]) for index in new}
         known = len(self._members)
         if not known:
             self.inner = self._kind.recipe.build(owned)
-            return
-        self.inner.push(groups[:known])
-        for group in groups[known:]:
-            self.inner.add_group(group, owned)
+        else:
+            self.inner.add_groups(groups[:known], groups[known:], owned)
+
+    def move_params(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
+        self.store.prepare(layout, [param for group in groups for param in group["params"]])
 
     def take_back(self, first_group: int) -> None:
         self.inner.drop_groups(first_group)
+        self.store.take_back()
 
     def state(self) -> dict[Any, Any]:
         return self.inner.optimizer.state

@@ -134,11 +134,11 @@ def local_dict(saved: SavedState, owned: Sequence[Sequence[int]]) -> StateDict:
     return {**saved.extra, "state": state, "param_groups": groups}
 
 
-def describe_groups(groups: Sequence[ParamGroup], where: str = "group") -> list[str]:
-    """A line for each option of each group."""
+def describe_groups(groups: Sequence[ParamGroup], where: str = "group", *, first: int = 0) -> list[str]:
+    """A line for each option of each group. They are numbered from `first` on."""
     return [
         f"{where} {number} has {key}={describe(value)}"
-        for number, group in enumerate(groups)
+        for number, group in enumerate(groups, first)
         for key, value in sorted(_options(group).items())
     ]
 
