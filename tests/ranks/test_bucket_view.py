@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +19,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from tests.support import RankContext, ranks
 from tests.support.monitoring import allocated, recorded
 from tests.support.oracles import Twins, assert_same, left_as_it_was, set_grads, small_model
-from zeroshard import BindingError, RankFailedError, RankMismatchError, ZeroRedundancyOptimizer
-from zeroshard.units import Rank
+from zeroshard import BindingError, FlatShards, RankFailedError, RankMismatchError, ZeroConfig, ZeroRedundancyOptimizer
+from zeroshard.units import MIB, Rank
 
 VIEWS = ({"parameters_as_bucket_view": False}, {"parameters_as_bucket_view": True})
 MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
@@ -74,6 +77,30 @@ def test_a_refused_construction_leaves_parameters_in_memory_of_their_own(ctx: Ra
     others = nn.ParameterList([torch.randn(64) for _ in range(6)])
     with left_as_it_was(others), pytest.raises(RankMismatchError, match="lr"):
         zero.add_param_group({"params": others.parameters(), "lr": 0.1 * ctx.rank})
+
+
+@contextmanager
+def little_memory(more: int) -> Iterator[None]:
+    """This process may map `more` bytes beyond those that it has."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@ranks(2, 3)
+def test_all_ranks_raise_where_one_has_no_memory_for_bucket_views(ctx: RankContext) -> None:
+    model = nn.ParameterList([torch.randn(64 * MIB // 4) for _ in range(ctx.world_size)])
+    is_culprit = ctx.rank == ctx.world_size - 1
+    error = RuntimeError if is_culprit else RankFailedError
+    for option in ({"parameters_as_bucket_view": True}, {"config": ZeroConfig(partition=FlatShards())}):
+        options: dict[str, Any] = {"optimizer_class": optim.SGD, "lr": 0.1, **option}
+        limit = little_memory(32 * MIB) if is_culprit else nullcontext()
+        with left_as_it_was(model), limit, pytest.raises(error, match="allocate"):
+            ZeroRedundancyOptimizer(model.parameters(), **options)
 
 
 @ranks(2, 3)
