@@ -207,7 +207,7 @@ def buckets(zero: ZeroRedundancyOptimizer) -> list[list[torch.Tensor]]:
     store = zero.engine.store
     if not isinstance(store, FlatStore):
         return []
-    return [[store.buffer(it.index)[slice(*shard)] for shard in it.shards] for it in zero.layout.buckets]
+    return [[store.memory(it.index, shard) for shard in it.shards] for it in zero.layout.buckets]
 
 
 @View

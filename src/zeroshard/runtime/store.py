@@ -366,7 +366,7 @@ class FlatStore(Store):
         """Spans of a bucket that have a buffer each."""
         return [shard for _, shard in bucket.shards.filled()] if self._by_owner else [Span(0, bucket.numel)]
 
-    def _memory(self, bucket: int, span: Span) -> torch.Tensor:
+    def memory(self, bucket: int, span: Span) -> torch.Tensor:
         """A span of a bucket. It lies in one buffer."""
         parts = self._buffers[bucket]
         part, buffer = parts[max(0, bisect_right(parts, span.start, key=lambda part: part[0].start) - 1)]
@@ -384,14 +384,14 @@ class FlatStore(Store):
         alone know it."""
         for bucket in self._layout.buckets:
             for index, span in bucket.rooms:
-                yield index, self._memory(bucket.index, span)
+                yield index, self.memory(bucket.index, span)
 
     def _runs_of(self, bucket: Bucket, pieces: list[Piece], moving: bytes) -> Iterator[Run]:
         for moves, run in groupby(pieces, key=lambda piece: moving[piece.param]):
             if moves:
                 members = list(run)
                 span = Span(members[0].in_bucket.start, members[-1].in_bucket.stop)
-                yield Run(self._memory(bucket.index, span), [self._params[piece.param] for piece in members])
+                yield Run(self.memory(bucket.index, span), [self._params[piece.param] for piece in members])
 
     def _stays_alone(self, runs: list[Run]) -> bool:
         return len(runs) == 1
