@@ -309,8 +309,8 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         """A communication hook for DDP that brings gradients to their owners only; `step()` then does as usual.
 
         For `config=ZeroConfig(partition=FlatShards())`. `param.grad` holds this rank's own gradients afterwards, as
-        with `KeepFull`: clip with `clip_grad_norm_` of this optimizer. Called on all ranks, in the same order as other
-        optimizers' hooks.
+        with `KeepFull`: clip with `clip_grad_norm_` of this optimizer. `step()` raises if they were changed there after
+        they had been reduced. Called on all ranks, in the same order as other optimizers' hooks.
         """
         if not isinstance(self.engine, FlatEngine):
             raise ConfigError("ddp_hook() brings slices of gradients to their owners: it needs partition=FlatShards()")

@@ -23,8 +23,8 @@ class KeepShard:
 class KeepFull:
     """ZeRO-1: `param.grad` stays, and holds what this rank's own backward passes have added up: not the average.
 
-    What you write there before the step, in place or not, is averaged instead; on all ranks the step raises if that
-    was after the average had been clipped or unscaled, which would be undone.
+    Gradients that were reduced must not be changed there: the step raises on all ranks. To edit gradients, accumulate
+    them inside `no_sync()` and edit them before the step.
     """
 
     frees: ClassVar[bool] = False

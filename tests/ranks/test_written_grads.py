@@ -1,7 +1,8 @@
-"""ZeRO-1: gradients stay in `param.grad`, and whoever writes there after they have travelled is heard."""
+"""ZeRO-1: gradients stay in `param.grad`. Writing there counts before they are reduced, and is refused after."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from tests.ranks.test_ddp_hook import Hooked, wraps
 from tests.support import RankContext, ranks
-from tests.support.oracles import ZERO1, ShardTwins, Side, assert_same, average, from_all_ranks, regression
+from tests.support.oracles import ZERO1, ShardTwins, average, from_all_ranks, regression
 
 
 def local_grads(model: nn.Module, number: int) -> list[torch.Tensor]:
@@ -40,19 +41,55 @@ def test_zero1_sends_what_was_written_into_gradients_that_stay(ctx: RankContext)
 
 
 @ranks(1, 2, 3)
-def test_zero1_sends_what_was_scaled_after_a_pass(ctx: RankContext) -> None:
-    """What has travelled by then does not count. What `zero_grad` writes needs no second journey."""
+def test_zero1_sends_what_was_clipped_before_it_was_reduced(ctx: RankContext) -> None:
+    """Inside `no_sync` each rank may edit its own gradients. What `zero_grad` writes is not sent again."""
     twins = ShardTwins(ZERO1)
-
-    def iterate(side: Side, number: int) -> None:
-        side.backward(number)
-        torch._foreach_mul_(grads_of(side.model), 0.5)
-        side.optimizer.step()
-        side.optimizer.zero_grad(set_to_none=False)
-
-    twins.run(3, iterate)
+    for number in range(3):
+        with twins.zero.no_sync():
+            torch.autograd.backward(regression(twins.model, number))
+        torch.nn.utils.clip_grad_norm_(twins.model.parameters(), 0.01)
+        for ours, theirs in zip(twins.model.parameters(), twins.plain_model.parameters(), strict=True):
+            assert ours.grad is not None
+            theirs.grad = average(from_all_ranks(ours.grad))
+        for side in twins.sides:
+            side.optimizer.step()
+            side.optimizer.zero_grad(set_to_none=False)
+        twins.compare()
     twins.zero.step()
     assert twins.zero._grad_sync._late == []
+
+
+def exchange(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = None if param.grad is None else param.grad * 2.0
+
+
+Edit = Callable[[nn.Module], object]
+EDITS: dict[str, Edit] = {
+    "torch's clipping by norm": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+    "torch's clipping by a norm that is not exceeded": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e9),
+    "torch's clipping by value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
+    "scaling": lambda model: torch._foreach_mul_(grads_of(model), 0.5),
+    "other tensors": exchange,
+}
+
+
+@ranks(1, 2, 3)
+def test_zero1_refuses_edits_after_the_reduction(ctx: RankContext) -> None:
+    """On all ranks or on one: each rank would clip by its own norm. Reading is allowed, and so are zeros."""
+    twins = ShardTwins(ZERO1)
+    for edit in EDITS.values():
+        for culprits in (range(ctx.world_size), [ctx.world_size - 1]):
+            twins.sides[0].backward(7)
+            nn.utils.get_total_norm(grads_of(twins.model))
+            if ctx.rank in culprits:
+                edit(twins.model)
+            with pytest.raises(RuntimeError, match=r"gradient of .* was changed in param.grad after it was reduced"):
+                twins.zero.step()
+            twins.train(1)
+    twins.sides[0].backward(7)
+    twins.model.zero_grad(set_to_none=False)
+    twins.train(1)
 
 
 @ranks(1, 2, 3)
@@ -68,46 +105,39 @@ def test_zero1_refuses_what_is_written_after_clipping(ctx: RankContext) -> None:
     twins.train(2)
 
 
-def halve(model: nn.Module, _: object) -> None:
-    torch._foreach_mul_(grads_of(model), 0.5)
-
-
-def exchange(model: nn.Module, _: object) -> None:
-    for param in model.parameters():
-        param.grad = None if param.grad is None else param.grad * 2.0
-
-
 @ranks(1, 2, 3)
-def test_what_was_written_after_a_pass_under_ddp(ctx: RankContext) -> None:
+def test_edits_after_the_reduction_are_refused_under_ddp(ctx: RankContext) -> None:
     """Whatever DDP does with its buckets; also where a second pass adds to the first."""
     for wrap in wraps():
         hooked = Hooked(**wrap)
-        hooked.train(2, before_step=halve)
-        hooked.train(1, before_step=exchange)
-        hooked.train(1, local_passes=1, before_step=halve)
-        for net, optimizer in hooked.sides:
-            for number in (7, 8):
-                torch.autograd.backward(regression(net, number))
-            halve(net, None)
-            optimizer.step()
-        # DDP adds the second pass to the average of the first, and so rounds otherwise.
-        torch.testing.assert_close(dict(hooked.net.state_dict()), dict(hooked.plain_net.state_dict()))
+        hooked.train(2)
+        for edit in EDITS.values():
+            for passes in (1, 2):
+                for number in range(passes):
+                    torch.autograd.backward(regression(hooked.net, number))
+                if ctx.rank == 0 or passes == 2:
+                    edit(hooked.net)
+                with pytest.raises(RuntimeError, match=r"was changed in param.grad after it was reduced"):
+                    hooked.zero.step()
+            hooked.train(1)
 
 
 @ranks(1, 2, 3)
-def test_what_was_written_on_one_rank_under_ddp(ctx: RankContext) -> None:
-    hooked = Hooked()
-    for number in range(3):
-        torch.autograd.backward(regression(hooked.net, number))
-        if ctx.rank == number % ctx.world_size:
-            torch.nn.utils.clip_grad_norm_(hooked.net.parameters(), 0.01)
-        for ours, theirs in zip(hooked.net.parameters(), hooked.plain_net.parameters(), strict=True):
-            assert ours.grad is not None
-            theirs.grad = average(from_all_ranks(ours.grad))
-        for _, optimizer in hooked.sides:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same(hooked.net.state_dict(), hooked.plain_net.state_dict())
+def test_local_passes_after_a_reduction_are_no_edits_under_ddp(ctx: RankContext) -> None:
+    """Views of one bucket of DDP share a version, and a local pass adds to some of them only."""
+    for view in (False, True):
+        hooked = Hooked(gradient_as_bucket_view=view)
+        hooked.train(2)
+        for clips in (False, True):
+            torch.autograd.backward(regression(hooked.net, 3))
+            if clips:
+                hooked.zero.clip_grad_norm_(0.1)
+            with hooked.net.no_sync():
+                *_, last = hooked.net.parameters()
+                torch.autograd.backward(last.square().sum())
+            hooked.zero.step()
+            hooked.zero.zero_grad()
+        hooked.zero.check_drift()
 
 
 @ranks(1, 2, 3)
@@ -128,7 +158,7 @@ def test_what_is_written_after_clipping_is_refused_under_ddp(ctx: RankContext) -
     torch.autograd.backward(regression(hooked.net, 0))
     hooked.zero.clip_grad_norm_(0.1)
     if ctx.rank == 0:
-        halve(hooked.net, None)
+        torch._foreach_mul_(grads_of(hooked.net), 0.5)
     with pytest.raises(RuntimeError, match=r"gradient of .* was changed in param.grad after .*clipped"):
         hooked.zero.step()
     hooked.train(2)

@@ -31,7 +31,7 @@ from ..policies import MasterWeights, Reduce, Retention
 from .grads import Gradients
 from .packing import Grads, Pool
 from .rounds import Rounds
-from .sent import CHANGED_AFTER_SCALING, SentGrads
+from .sent import CHANGED_AFTER_REDUCTION, SentGrads
 from .sharded_grad import ShardedGrad, drop_placeholder, local_grad
 from .slots import Sending, Slot, Target
 from .under_way import UnderWay
@@ -110,6 +110,7 @@ class GradSync(Gradients):
             if self._is_in_scaled_shard(index):
                 self._params[index].grad = None
             self._accumulated[index] = 1
+            self._sent.note_accumulation()
 
     def _is_in_scaled_shard(self, index: int) -> bool:
         """What is in `param.grad` has been sent, and was clipped or unscaled in the shard since."""
@@ -214,7 +215,7 @@ class GradSync(Gradients):
 
     def statement(self) -> bytes:
         self._under_way.take_in_in_time(self._take_in)
-        self._refuse_changes_after_scaling()
+        self._refuse_late_changes()
         have, self._late = bytearray(self._present_flags()), self._find_late()
         if self._late and self._spent:
             self._warn_of_old_grads()
@@ -320,6 +321,7 @@ class GradSync(Gradients):
     def spend(self) -> None:
         """A later backward pass adds to them unless they are cleared."""
         self._spent = self._retention.frees
+        self._sent.note_step()
 
     @property
     def _is_eager(self) -> bool:
@@ -341,10 +343,14 @@ class GradSync(Gradients):
     def _is_unsent(self, index: int, grad: torch.Tensor) -> bool:
         return bool(self._unsent[index]) or not self._present[index] or self._sent.is_changed(index, grad)
 
-    def _refuse_changes_after_scaling(self) -> None:
-        index = self._sent.changed_after_scaling(self._params, self._unsent)
+    def _refuse_late_changes(self) -> None:
+        if self._retention.frees:
+            return
+        # Hazard: inside DDP's no_sync() gradients are accumulated, but nothing says that they are ready.
+        by_backward = [ready or added for ready, added in zip(self._unsent, self._accumulated, strict=True)]
+        index = self._sent.changed_too_late(self._params, by_backward)
         if index is not None:
-            self._fail(RuntimeError(f"the gradient of {self._layout.params[index].label} {CHANGED_AFTER_SCALING}"))
+            self._fail(RuntimeError(f"the gradient of {self._layout.params[index].label} {CHANGED_AFTER_REDUCTION}"))
 
     def _late_buckets(self) -> bytes:
         late = {self._rounds.slot_of[index].bucket for index in self._late}

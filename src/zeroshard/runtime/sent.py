@@ -1,27 +1,34 @@
-"""Gradients that have travelled and stay in `param.grad`, where anybody may write to them afterwards."""
+"""Gradients that were reduced and stay in `param.grad`, where anybody may write to them afterwards."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 from weakref import ReferenceType, ref
 
 import torch
 
-CHANGED_AFTER_SCALING = (
-    "was changed in param.grad after the average had been clipped or unscaled, which averaging anew would undo. "
-    "Change it before clip_grad_norm_(), clip_grad_value_() or unscale_(), or call zero_grad() first."
+CHANGED_AFTER_REDUCTION = (
+    "was changed in param.grad after it was reduced, or after the average was clipped or unscaled. param.grad holds "
+    "this rank's own gradient, not the average: torch.nn.utils.clip_grad_norm_() uses another norm on every rank. "
+    "Use optimizer.clip_grad_norm_(), optimizer.clip_grad_value_() or zeroshard.GradScaler. To edit gradients, "
+    "accumulate them inside no_sync() and edit them before step(); to set new ones, call zero_grad() first."
 )
 
 
-class _Sent(NamedTuple):
+@dataclass
+class _Sent:
     grad: ReferenceType[torch.Tensor]
     version: int
+    backward_passes: int
+    is_pending: bool = True
+    """No step has used it yet, and it was not cleared."""
 
 
 class SentGrads:
-    """What has travelled as it is, by parameter; to notice what else is in `param.grad` by now."""
+    """What was sent as it is, by parameter; to notice what else is in `param.grad` by now."""
 
     def __init__(self) -> None:
         self._sent: dict[int, _Sent] = {}
+        self._backward_passes = 0
         self.scaled = False
         """The average was clipped or unscaled, and must not be made again from gradients that were not."""
 
@@ -29,25 +36,48 @@ class SentGrads:
         if grad is None:
             self._sent.pop(index, None)
         else:
-            self._sent[index] = _Sent(ref(grad), _version(grad))
+            self._sent[index] = _Sent(ref(grad), _version(grad), self._backward_passes)
 
     def __contains__(self, index: int) -> bool:
         return index in self._sent
+
+    def note_accumulation(self) -> None:
+        """A backward pass adds to some gradients."""
+        self._backward_passes += 1
 
     def note_zeros(self, params: Sequence[torch.Tensor]) -> None:
         """All are zeros, as is their average."""
         for index in list(self._sent):
             self.note(index, params[index].grad)
+        self.note_step()
+
+    def note_step(self) -> None:
+        """What is written from now on is a gradient for another step."""
+        for sent in self._sent.values():
+            sent.is_pending = False
 
     def is_changed(self, index: int, grad: torch.Tensor) -> bool:
         """Another one has taken its place, or it was written to."""
         sent = self._sent.get(index)
         return sent is not None and (sent.grad() is not grad or sent.version != _version(grad))
 
-    def changed_after_scaling(self, params: Sequence[torch.Tensor], by_backward: Sequence[int]) -> int | None:
-        """The first that somebody has changed too late, unless a backward pass has."""
-        grads = ((i, params[i].grad) for i in self._sent if not by_backward[i]) if self.scaled else ()
-        return next((i for i, grad in grads if grad is not None and self.is_changed(i, grad)), None)
+    def changed_too_late(self, params: Sequence[torch.Tensor], by_backward: Sequence[int]) -> int | None:
+        """The first that somebody has changed between its reduction and the step, unless a backward pass has."""
+        grads = ((index, params[index].grad) for index in self._sent if not by_backward[index])
+        return next((index for index, grad in grads if grad is not None and self._is_refused(index, grad)), None)
+
+    def _is_refused(self, index: int, grad: torch.Tensor) -> bool:
+        if not self.is_changed(index, grad):
+            return False
+        sent = self._sent[index]
+        if self.scaled:
+            return True
+        if not sent.is_pending:
+            return False  # a gradient of the user's own, which is sent
+        if grad._is_view() and sent.backward_passes != self._backward_passes:
+            # Hazard: views of one DDP bucket share a version, so that adding to one gradient changes its neighbors.
+            return False
+        return bool(grad.detach().count_nonzero())  # zeros: model.zero_grad(set_to_none=False)
 
 
 def _version(tensor: torch.Tensor) -> int:
