@@ -67,6 +67,11 @@ class _ZeROJoinHook(ShadowStep):
         super().__init__(zero._shadow_step, zero._comm, zero.param_groups)
         self.zero = zero
 
+    def post_hook(self, is_last_joiner: bool) -> None:
+        super().post_hook(is_last_joiner)
+        # Hazard: torch's Join leaves this on, so that later steps would count as uneven ones, too.
+        self.zero._join_config = self.zero._join_config._replace(enable=False)
+
 
 class _DDPBucketAssignment:
     """The parameters of a DDP bucket that one rank owns.

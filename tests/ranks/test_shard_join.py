@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.ranks.test_join import Counts, uneven
@@ -75,6 +76,14 @@ def test_training_goes_on_afterwards(ctx: RankContext, config: ZeroConfig) -> No
     twins.train(2)
     train_unevenly(ctx, twins, second)
     twins.train(1)
+    for side in twins.sides:
+        side.backward(3)
+    norms = twins.zero.clip_grad_norm_(0.1), clip_grad_norm_(twins.plain_model.parameters(), 0.1)
+    torch.testing.assert_close(*norms)
+    for side in twins.sides:
+        side.update()
+    for ours, theirs in zip(twins.model.parameters(), twins.plain_model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)  # norms are summed in another order
 
 
 @both_stages
@@ -145,7 +154,9 @@ def test_buffers_are_equal_afterwards(ctx: RankContext, config: ZeroConfig) -> N
             for number in range(counts[ctx.rank]):
                 Side(model, zero, zero.no_sync).iterate(number, regression)
         assert all_equal(ctx.gather(values_of(model))), counts
-        assert model.norm.num_batches_tracked == max(counts)  # type: ignore[union-attr]
+        Side(model, zero, zero.no_sync).iterate(0, regression)
+        assert all_equal(ctx.gather(values_of(model))), "buffers are broadcast again after Join"
+        assert model.norm.num_batches_tracked == max(counts) + 1  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("call", ["closure", "clip"])
