@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -162,3 +163,47 @@ def test_what_is_written_after_clipping_is_refused_under_ddp(ctx: RankContext) -
     with pytest.raises(RuntimeError, match=r"gradient of .* was changed in param.grad after .*clipped"):
         hooked.zero.step()
     hooked.train(2)
+
+
+def clear_one_by_one(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+CLEARS: dict[str, Edit] = {
+    "by the model": lambda model: model.zero_grad(),
+    "in place": lambda model: model.zero_grad(set_to_none=False),
+    "one by one": clear_one_by_one,
+}
+
+
+@ranks(1, 2)
+def test_gradients_cleared_without_the_optimizer_after_clipping_under_ddp(ctx: RankContext) -> None:
+    """The optimizer does not know the model. A pass after clipping adds to the average unless that was cleared."""
+    for wrap in wraps():
+        hooked = Hooked(**wrap)
+        for clear in CLEARS.values():
+            for number in range(2):
+                for net, optimizer in hooked.sides:
+                    torch.autograd.backward(regression(net, number))
+                    if optimizer is hooked.zero:
+                        hooked.zero.clip_grad_norm_(0.05, math.inf)
+                    else:
+                        nn.utils.clip_grad_norm_(net.parameters(), 0.05, math.inf)
+                    if number == 0:
+                        optimizer.step()
+                    clear(net)
+            hooked.train(1)
+
+
+@ranks(2)
+def test_clearing_some_gradients_after_clipping_is_refused(ctx: RankContext) -> None:
+    hooked = Hooked()
+    torch.autograd.backward(regression(hooked.net, 0))
+    hooked.zero.clip_grad_norm_(0.1)
+    if ctx.rank == 0:
+        next(hooked.net.parameters()).grad = None
+    torch.autograd.backward(regression(hooked.net, 1))
+    with pytest.raises(RuntimeError, match=r"gradient of .* was cleared in param.grad after clipping"):
+        hooked.zero.step()
+    hooked.train(1)

@@ -84,7 +84,7 @@ def _before_accumulation(
     if accumulates is not None:
         drop_placeholder(accumulates)
     if alive is not None:
-        alive.before_accumulation(index)
+        alive.before_accumulation(index, running_backward())
 
 
 def _alive() -> "list[GradHooks]":

@@ -60,6 +60,8 @@ class GradSync(Gradients):
         """Parameters to whose `param.grad` a backward pass has added since it was last sent."""
         self._late: list[int] = []
         self._sent = SentGrads()
+        self._backward_pass = -1
+        """The one that has last added to a gradient."""
         self._under_way = UnderWay(comm)
         self._placeholders: dict[int, ShardedGrad] = {}
         self._pools: dict[tuple[torch.dtype, torch.device], Pool] = {}
@@ -102,15 +104,32 @@ class GradSync(Gradients):
         """
         return self._retention.frees or self._sent.scaled
 
-    def before_accumulation(self, index: int) -> None:
+    def before_accumulation(self, index: int, backward_pass: int) -> None:
         """A backward pass is about to add to `param.grad`."""
         if self._retention.frees:
             return
         with self._lock:
+            if self._sent.scaled and backward_pass != self._backward_pass:
+                self._clear_with_params()
+            self._backward_pass = backward_pass
             if self._is_in_scaled_shard(index):
                 self._params[index].grad = None
             self._accumulated[index] = 1
             self._sent.note_accumulation()
+
+    def _clear_with_params(self) -> None:
+        """Clear the scaled average if gradients were cleared in `param.grad`, by `model.zero_grad()` for example."""
+        cleared, others = self._sent.cleared(self._params)
+        if cleared and others:
+            first, other = (self._layout.params[indices[0]].label for indices in (cleared, others))
+            self._fail(
+                RuntimeError(
+                    f"the gradient of {first} was cleared in param.grad after clipping or unscaling, but that of {other} "
+                    "was not. Clear all gradients with optimizer.zero_grad(), or none."
+                )
+            )
+        elif cleared:
+            self.clear(to_none=True)
 
     def _is_in_scaled_shard(self, index: int) -> bool:
         """What is in `param.grad` has been sent, and was clipped or unscaled in the shard since."""
@@ -316,7 +335,8 @@ class GradSync(Gradients):
         return sum(slot.bytes_to_send(self._dtype(self._layout.buckets[slot.bucket])) for slot in trained)
 
     def note_scaling(self) -> None:
-        self._sent.scaled = not self._retention.frees
+        if not self._retention.frees:
+            self._sent.start_scaling(self._params)
 
     def spend(self) -> None:
         """A later backward pass adds to them unless they are cleared."""

@@ -41,6 +41,22 @@ class SentGrads:
     def __contains__(self, index: int) -> bool:
         return index in self._sent
 
+    def start_scaling(self, params: Sequence[torch.Tensor]) -> None:
+        """The average is clipped or unscaled. It is made of gradients that are still in `param.grad`."""
+        self._sent = {index: sent for index, sent in self._sent.items() if params[index].grad is not None}
+        self.scaled = True
+
+    def cleared(self, params: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+        """Parameters whose gradients were cleared in `param.grad` since they were sent, and the others."""
+        cleared: list[int] = []
+        others: list[int] = []
+        for index in self._sent:
+            (cleared if self._is_cleared(index, params[index].grad) else others).append(index)
+        return cleared, others
+
+    def _is_cleared(self, index: int, grad: torch.Tensor | None) -> bool:
+        return grad is None or (self.is_changed(index, grad) and not grad.detach().count_nonzero())
+
     def note_accumulation(self) -> None:
         """A backward pass adds to some gradients."""
         self._backward_passes += 1
