@@ -124,8 +124,8 @@ class GradSync(Gradients):
             first, other = (self._layout.params[indices[0]].label for indices in (cleared, others))
             self._fail(
                 RuntimeError(
-                    f"the gradient of {first} was cleared in param.grad after clipping or unscaling, but that of {other} "
-                    "was not. Clear all gradients with optimizer.zero_grad(), or none."
+                    f"the gradient of {first} was cleared in param.grad after clipping or unscaling, but not that of "
+                    f"{other}. Clear all gradients with optimizer.zero_grad(), or none."
                 )
             )
         elif cleared:
