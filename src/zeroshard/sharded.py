@@ -1,6 +1,6 @@
 """`shard`: an optimizer for a whole model, without DDP."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -182,6 +182,11 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
             self._hooks.attach(self.engine.params)  # also those that have been thawed since
             if self._gates is not None and self.engine.sync.under_way:
                 self._gates.close()
+
+    def _spread_grads(self, call: str, given: Callable[[], list[str]] = list) -> list[torch.Tensor] | None:
+        # Those that were unfrozen since the last step, too: the next pass may add to what is clipped or unscaled now.
+        self._hooks.attach(self.engine.params)
+        return super()._spread_grads(call, given)
 
     def _comm_of(self, process_group: dist.ProcessGroup | None) -> Comm:
         return comm_of(process_group, *self._ranks)

@@ -247,3 +247,22 @@ def test_thawed_layers_add_up_before_they_are_sent(ctx: RankContext, config: Zer
             side.backward(3 * number + 2)
             side.update()
         twins.compare()
+
+
+@ranks(2)
+@both_stages
+def test_a_pass_adds_to_clipped_gradients_of_unfrozen_layers(ctx: RankContext, config: ZeroConfig) -> None:
+    """Between their unfreezing and the next step. DDP rounds otherwise: it adds the second pass before it averages."""
+    twins = ShardTwins(config, partly_frozen)
+    twins.train(1)
+    freeze(twins, set[int]())
+    for side in twins.sides:
+        side.backward(1)
+        if side.optimizer is twins.zero:
+            twins.zero.clip_grad_value_(0.01)
+        else:
+            nn.utils.clip_grad_value_(side.model.parameters(), 0.01)
+        side.backward(2)
+        side.update()
+    for ours, theirs in zip(twins.model.parameters(), twins.plain_model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
