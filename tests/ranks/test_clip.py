@@ -269,6 +269,22 @@ def test_several_dtypes(ctx: RankContext) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
 
 
+@both_stages
+@ranks(2)
+def test_norms_have_the_dtype_of_gradients_that_exist(ctx: RankContext, config: ZeroConfig) -> None:
+    """A bucket goes along in the pass after one that used it, whether it is used or not."""
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64)])
+    zero = shard(model, optim.SGD, lr=0.1, config=config)
+    for layer in model:
+        torch.autograd.backward([param.sum() for param in layer.parameters()])
+    assert zero.clip_grad_norm_(1.0).dtype == torch.float64
+    zero.step()
+    zero.zero_grad()
+    model[1].requires_grad_(False)
+    torch.autograd.backward([param.sum() for param in model[0].parameters()])
+    assert zero.clip_grad_norm_(1.0).dtype == torch.float32
+
+
 @ranks(1, 2, 3, 4)
 def test_the_drop_in_clips_what_is_in_grad(ctx: RankContext) -> None:
     flat: dict[str, Any] = {"config": ZeroConfig(partition=FlatShards(bucket_bytes=200))}

@@ -320,7 +320,9 @@ class GradSync(Gradients):
 
     def tensors(self) -> list[torch.Tensor]:
         # Hazard: not their padding. Nothing writes there, so what is multiplied by NaN once would stay NaN.
-        return [self._filled(slot) for slot in self._rounds.slots if slot.holds]
+        # Nor buckets that were sent because an earlier pass had used them: norms do not take on their dtype.
+        filled = (slot for slot in self._rounds.slots if slot.holds and any(self._present[i] for i in slot.members))
+        return [self._filled(slot) for slot in filled]
 
     def staging(self) -> list[torch.Tensor]:
         idle = [tensor for pool in self._pools.values() for tensor in pool.kept()]
