@@ -141,6 +141,7 @@ class Stepping:
 
     def _drop_grads(self) -> None:
         """Those in `param.grad` are of this rank's last own step."""
+        self._engine.drop_placeholders()
         for param in self._engine.params:
             param.grad = None
 

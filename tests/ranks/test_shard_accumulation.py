@@ -268,28 +268,17 @@ def test_gradients_set_by_hand(ctx: RankContext, config: ZeroConfig) -> None:
     twins.run(3, iterate)
 
 
+@both_stages
 @ranks(1, 2)
-def test_gradients_set_by_hand_replace_those_of_the_last_step(ctx: RankContext) -> None:
-    """ZeRO-1: nobody needs to clear what is replaced anyway."""
-    twins = ShardTwins(ZERO1, optimizer_class=torch.optim.SGD, lr=0.01)
+def test_gradients_set_by_hand_replace_those_of_the_last_step(ctx: RankContext, config: ZeroConfig) -> None:
+    """Nobody needs to clear what is replaced anyway."""
+    twins = ShardTwins(config, optimizer_class=torch.optim.SGD, lr=0.01)
 
     def iterate(side: Side, number: int) -> None:
         set_by_hand(side.model, number, rank=0)
         side.optimizer.step()
 
     twins.run(3, iterate)
-
-
-@ranks(1, 2)
-def test_gradients_set_by_hand_add_to_the_shard_with_a_warning(ctx: RankContext) -> None:
-    """ZeRO-2: those of the last step are in the shard, where they cannot be seen."""
-    model = seeded(mlp, 0)
-    zero = shard(model, torch.optim.SGD, lr=0.01, config=ZERO2)
-    set_by_hand(model, 0, rank=0)
-    zero.step()
-    set_by_hand(model, 1, rank=0)
-    with pytest.warns(UserWarning, match="were not cleared"):
-        zero.step()
 
 
 def passes_of(rank: int, step: int) -> int:

@@ -148,12 +148,6 @@ def test_an_optimizer_that_is_gone_averages_nothing(ctx: RankContext) -> None:
 # ---- gradients that were not cleared
 
 
-def step_with_grads_set_by_hand(model: nn.Module, zero: ShardedOptimizer) -> None:
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    zero.step()
-
-
 @ranks(1, 2)
 def test_gradients_that_were_not_cleared_are_told_of_at_the_users_line(ctx: RankContext) -> None:
     model = Parts()
@@ -162,27 +156,22 @@ def test_gradients_that_were_not_cleared_are_told_of_at_the_users_line(ctx: Rank
     iterate(model, zero)
     backward(model)
     zero.step()
-    with pytest.warns(UserWarning, match="were not cleared") as in_backward:
+    with pytest.warns(UserWarning, match="were not cleared") as caught:
         backward(model)
-    zero.step()
-    with pytest.warns(UserWarning, match="were not cleared") as in_step:
-        step_with_grads_set_by_hand(model, zero)
-    lines = [(it.filename, it.lineno) for caught in (in_backward, in_step) for it in caught]
-    first, second = (it.__code__.co_firstlineno for it in (backward, step_with_grads_set_by_hand))
-    assert lines == [(__file__, first + 1), (__file__, second + 3)]
+    assert [(it.filename, it.lineno) for it in caught] == [(__file__, backward.__code__.co_firstlineno + 1)]
 
 
 @ranks(1, 2)
 @pytest.mark.parametrize("keep", [KeepShard(), KeepFull()], ids=["zero2", "zero1"])
-def test_a_larger_model_cannot_clear_slices_and_that_is_told(ctx: RankContext, keep: KeepShard | KeepFull) -> None:
-    """Its own gradients are all that it sees, so ZeRO-1 needs no word."""
-    model, slices_stay = Parts(), keep == KeepShard()
+def test_whoever_clears_gradients_there_is_no_warning(ctx: RankContext, keep: KeepShard | KeepFull) -> None:
+    """Also a larger model, which the optimizer does not know."""
+    model = Parts()
     zero = shard(model.head, optim.SGD, lr=0.1, config=ZeroConfig(retention=keep))
-    for clear, is_seen in ((model.zero_grad, not slices_stay), (model.head.zero_grad, True), (zero.zero_grad, True)):
+    for clear in (model.zero_grad, model.head.zero_grad, zero.zero_grad):
         backward(model)
         zero.step()
         clear()
-        with no_warnings() if is_seen else pytest.warns(UserWarning, match="were not cleared"):
+        with no_warnings():
             backward(model)
         zero.zero_grad()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
 
 from ..runtime.grad_sync import GradSync
 from ..runtime.sharded_grad import drop_placeholder
@@ -64,25 +65,18 @@ class GradHooks:
 
 
 def hook_accumulation(sync: GradSync, index: int, param: torch.Tensor) -> None:
-    """Tell `sync` before a backward pass adds to `param.grad`, and remove a placeholder from there."""
-    hooks: dict[int, Any] = param._backward_hooks or {}
-    for key, hook in list(hooks.items()):
-        if isinstance(hook, partial) and hook.func is _before_accumulation:
-            if hook.args[0]() is sync:
-                return
-            if hook.args[0]() is None:
-                del hooks[key]
+    """Tell `sync` before a backward pass adds to `param.grad`."""
+    if index in sync.accumulators:
+        return
     drop_placeholder(param)  # of an optimizer that this one supersedes
-    hook = partial(_before_accumulation, weakref.ref(sync), index, weakref.ref(param))
-    param.register_hook(hook)  # type: ignore[no-untyped-call]
+    # Hazard: a hook on the parameter would also run for torch.autograd.grad(), which accumulates nothing.
+    accumulator = get_gradient_edge(param).node
+    accumulator.register_prehook(partial(_before_accumulation, weakref.ref(sync), index))
+    sync.accumulators[index] = accumulator
 
 
-def _before_accumulation(
-    sync: "weakref.ref[GradSync]", index: int, param: "weakref.ref[torch.Tensor]", _: torch.Tensor
-) -> None:
-    accumulates, alive = param(), sync()
-    if accumulates is not None:
-        drop_placeholder(accumulates)
+def _before_accumulation(sync: "weakref.ref[GradSync]", index: int, _: Any) -> None:
+    alive = sync()
     if alive is not None:
         alive.before_accumulation(index, running_backward())
 

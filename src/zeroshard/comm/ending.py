@@ -131,7 +131,8 @@ def _watch() -> None:
         now = time.monotonic()
         for line in lines:
             if line.is_destroyed and now - since.setdefault(line, now) >= ABANDONING:
-                line.hang_up(destroyed_only=True)
+                with suppress(Exception):  # the other lines, and the end of the process, need this thread
+                    line.hang_up(destroyed_only=True)
                 _report_unused([it for it in list(_unused) if it.line is line])
 
 

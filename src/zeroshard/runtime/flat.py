@@ -266,6 +266,12 @@ class FlatEngine(Engine):
         return self.grads.settle(same=verdict.same_plan)
 
     def _run(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
+        try:
+            return self._make_step(groups, closure, kwargs)
+        finally:
+            self.grads.note_step(made=False)
+
+    def _make_step(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
         call = f"step {self.steps + 1}"
         update, attempt = _Update(self, call, groups), Attempt()
         shared = None if closure is None else update.shared(closure)
@@ -293,7 +299,7 @@ class FlatEngine(Engine):
         if verdict.trouble:
             self._rows.part(call)
             raise_failure(self.comm, call, attempt.failure, then=PARTLY)
-        self.grads.spend()
+        self.grads.note_step(made=True)
         return attempt.result
 
     def moving(self, present: bytes) -> bytes:

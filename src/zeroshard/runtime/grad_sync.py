@@ -62,13 +62,20 @@ class GradSync(Gradients):
         self._sent = SentGrads()
         self._backward_pass = -1
         """The one that has last added to a gradient."""
+        self.accumulators: dict[int, torch.autograd.graph.Node] = {}
+        """Of hooked parameters. Nobody else keeps these nodes, and with them their hooks, between passes."""
         self._under_way = UnderWay(comm)
         self._placeholders: dict[int, ShardedGrad] = {}
+        self._placed: set[int] = set()
+        """Parameters that have a placeholder, unless the user has removed it."""
         self._pools: dict[tuple[torch.dtype, torch.device], Pool] = {}
         self._ways = Ways(comm, reduce)
         self._lock = RLock()
         """Autograd has a thread for each device."""
         self._spent = False
+        """A step has used them: a backward pass that adds to them gets a warning."""
+        self._is_stepped = False
+        """A step was tried since the last backward pass. What is set in `param.grad` then is for another one."""
         self._failure: Exception | None = None
         """What this rank alone knows of, until gradients are settled."""
         self._lost: RankLostError | None = None
@@ -106,30 +113,57 @@ class GradSync(Gradients):
 
     def before_accumulation(self, index: int, backward_pass: int) -> None:
         """A backward pass is about to add to `param.grad`."""
-        if self._retention.frees:
-            return
         with self._lock:
-            if self._sent.scaled and backward_pass != self._backward_pass:
-                self._clear_with_params()
-            self._backward_pass = backward_pass
+            if backward_pass != self._backward_pass:
+                self._backward_pass = backward_pass
+                self._notice_edits(in_backward=True)
+                self._is_stepped = False
+            if self._retention.frees:
+                drop_placeholder(self._params[index])
+                self._placed.discard(index)
+                return
             if self._is_in_scaled_shard(index):
                 self._params[index].grad = None
             self._accumulated[index] = 1
             self._sent.note_accumulation()
 
-    def _clear_with_params(self) -> None:
-        """Clear the scaled average if gradients were cleared in `param.grad`, by `model.zero_grad()` for example."""
-        cleared, others = self._sent.cleared(self._params)
-        if cleared and others:
+    def _notice_edits(self, *, in_backward: bool) -> None:
+        """Notice what was done to `param.grad` since gradients were reduced. Raises in the next step, on all ranks."""
+        if self._failure is None:
+            try:
+                self._clear_with_params(in_backward=in_backward)
+                self._refuse_late_changes()
+            except Exception as failure:
+                self._fail(failure)
+
+    def _clear_with_params(self, *, in_backward: bool) -> None:
+        """Clear the shards if gradients were cleared in `param.grad`, by hand or by `model.zero_grad()`.
+
+        Single gradients may be removed between the last backward pass and the step.
+        """
+        if self._retention.frees:
+            cleared = [index for index in self._placed if self._is_removed(self._params[index].grad)]
+            others = [index for index in self._placed if type(self._params[index].grad) is ShardedGrad]
+        elif self._sent.scaled:
+            cleared, others = self._sent.cleared(self._params, self._accumulated)
+        else:
+            return  # the next pass sends all that is in `param.grad` then
+        if cleared and others and not in_backward:
+            for index in cleared if self._retention.frees else ():
+                self._placed.discard(index)
+                self._present[index] = 0
+        elif cleared and others:
             first, other = (self._layout.params[indices[0]].label for indices in (cleared, others))
-            self._fail(
-                RuntimeError(
-                    f"the gradient of {first} was cleared in param.grad after clipping or unscaling, but not that of "
-                    f"{other}. Clear all gradients with optimizer.zero_grad(), or none."
-                )
+            raise RuntimeError(
+                f"the gradient of {first} was removed from param.grad after it was reduced, but not that of {other}. "
+                "Before another backward pass, clear all gradients with optimizer.zero_grad(), or none."
             )
         elif cleared:
             self.clear(to_none=True)
+
+    def _is_removed(self, grad: torch.Tensor | None) -> bool:
+        """A placeholder was removed; or replaced after a step, by a gradient for the next one."""
+        return grad is None or (self._is_stepped and type(grad) is not ShardedGrad)
 
     def _is_in_scaled_shard(self, index: int) -> bool:
         """What is in `param.grad` has been sent, and was clipped or unscaled in the shard since."""
@@ -206,8 +240,10 @@ class GradSync(Gradients):
                 if index not in self._placeholders:
                     self._placeholders[index] = ShardedGrad(param, self._layout.params[index].label)
                 param.grad = self._placeholders[index]
+                self._placed.add(index)
 
     def drop_placeholders(self) -> None:
+        self._placed.clear()
         for param in self._params:
             drop_placeholder(param)
 
@@ -229,12 +265,12 @@ class GradSync(Gradients):
         """Hazard: other ranks rely on what this one would send next, so that it must not raise alone."""
         if not isinstance(failure, RankLostError):  # which all ranks know of, and raise
             rank = self._comm.everyone.group.rank
-            log(logging.ERROR, rank, "gradients cannot be averaged, which the next step raises: %r", failure)
+            log(logging.ERROR, rank, "gradients cannot be averaged; step() raises: %r", failure)
         self._failure = self._failure or failure
 
     def statement(self) -> bytes:
         self._under_way.take_in_in_time(self._take_in)
-        self._refuse_late_changes()
+        self._notice_edits(in_backward=False)
         have, self._late = bytearray(self._present_flags()), self._find_late()
         if self._late and self._spent:
             self._warn_of_old_grads()
@@ -261,9 +297,21 @@ class GradSync(Gradients):
         present = self._present_flags() if same else self._comm.everyone.union(self._present_flags())
         self._rounds.learn(present, anew=bool(self._late) or not same)
         self._present[:] = present
+        self._zero_removed()
         self._start_over()
         self._place_placeholders()
         return present
+
+    def _zero_removed(self) -> None:
+        """Zero what the shards have of gradients that were removed from `param.grad`: norms do not count them."""
+        rank = self._comm.group.rank
+        for slot in self._rounds.slots:
+            if slot.holds and not all(self._present[index] for index in slot.members):
+                bucket, shard = self._layout.buckets[slot.bucket], self.shard(slot.bucket)
+                start = bucket.shards[rank].start
+                for piece in bucket.pieces_of(rank):
+                    if not self._present[piece.param]:
+                        shard[piece.in_bucket.start - start : piece.in_bucket.stop - start].zero_()
 
     def _catch_up(self) -> None:
         """All ranks have sent as many buckets as the one that has sent most.
@@ -297,6 +345,7 @@ class GradSync(Gradients):
     def _drop_local(self) -> None:
         """Free what has not travelled."""
         self._offered.clear()
+        self._placed.clear()
         for param in self._params:
             param.grad = None
 
@@ -311,11 +360,13 @@ class GradSync(Gradients):
         if to_none:
             self._present[:] = bytes(len(self._present))
             self._accumulated[:] = bytes(len(self._accumulated))
+            self._sent.clear()
+            self._placed.clear()
         else:
             self._sent.note_zeros(self._params)
         self._place_placeholders()
         self._rounds.cleared = self._rounds.sent
-        self._spent = self._sent.scaled = False
+        self._spent = self._is_stepped = self._sent.scaled = False
         self._lost = self._failure if isinstance(self._failure, RankLostError) else None
 
     def tensors(self) -> list[torch.Tensor]:
@@ -340,9 +391,9 @@ class GradSync(Gradients):
         if not self._retention.frees:
             self._sent.start_scaling(self._params)
 
-    def spend(self) -> None:
-        """A later backward pass adds to them unless they are cleared."""
-        self._spent = self._retention.frees
+    def note_step(self, *, made: bool) -> None:
+        self._is_stepped = True
+        self._spent = self._spent or (made and self._retention.frees)
         self._sent.note_step()
 
     @property
@@ -367,12 +418,13 @@ class GradSync(Gradients):
 
     def _refuse_late_changes(self) -> None:
         if self._retention.frees:
-            return
-        # Hazard: inside DDP's no_sync() gradients are accumulated, but nothing says that they are ready.
-        by_backward = [ready or added for ready, added in zip(self._unsent, self._accumulated, strict=True)]
-        index = self._sent.changed_too_late(self._params, by_backward)
+            index = next((index for index in self._placed if local_grad(self._params[index]) is not None), None)
+        else:
+            # Hazard: inside DDP's no_sync() gradients are accumulated, but nothing says that they are ready.
+            by_backward = [ready or added for ready, added in zip(self._unsent, self._accumulated, strict=True)]
+            index = self._sent.changed_too_late(self._params, by_backward)
         if index is not None:
-            self._fail(RuntimeError(f"the gradient of {self._layout.params[index].label} {CHANGED_AFTER_REDUCTION}"))
+            raise RuntimeError(f"the gradient of {self._layout.params[index].label} {CHANGED_AFTER_REDUCTION}")
 
     def _late_buckets(self) -> bytes:
         late = {self._rounds.slot_of[index].bucket for index in self._late}

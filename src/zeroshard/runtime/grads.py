@@ -59,8 +59,8 @@ class Gradients(ABC):
     def note_scaling(self) -> None:  # noqa: B027 (nothing, by default)
         """They are about to be clipped or unscaled where they are."""
 
-    def spend(self) -> None:  # noqa: B027 (nothing, by default)
-        """A step has used the gradients."""
+    def note_step(self, *, made: bool) -> None:  # noqa: B027 (nothing, by default)
+        """A step has used the gradients, or was left out, or has failed."""
 
     def slices(self) -> list[torch.Tensor]:
         """The memory of this rank's slices."""

@@ -7,8 +7,8 @@ from weakref import ReferenceType, ref
 import torch
 
 CHANGED_AFTER_REDUCTION = (
-    "was changed in param.grad after it was reduced, or after the average was clipped or unscaled. param.grad holds "
-    "this rank's own gradient, not the average: torch.nn.utils.clip_grad_norm_() uses another norm on every rank. "
+    "was changed in param.grad after it was reduced, or after the average was clipped or unscaled. param.grad does not "
+    "hold the average: torch.nn.utils.clip_grad_norm_() uses another norm on every rank. "
     "Use optimizer.clip_grad_norm_(), optimizer.clip_grad_value_() or zeroshard.GradScaler. To edit gradients, "
     "accumulate them inside no_sync() and edit them before step(); to set new ones, call zero_grad() first."
 )
@@ -46,16 +46,29 @@ class SentGrads:
         self._sent = {index: sent for index, sent in self._sent.items() if params[index].grad is not None}
         self.scaled = True
 
-    def cleared(self, params: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-        """Parameters whose gradients were cleared in `param.grad` since they were sent, and the others."""
+    def clear(self) -> None:
+        self._sent.clear()
+
+    def cleared(self, params: Sequence[torch.Tensor], by_backward: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Parameters whose gradients were cleared, or set for another step, since they were sent; and the others.
+
+        What a backward pass has made since may be zero by chance, and so is left out.
+        """
         cleared: list[int] = []
         others: list[int] = []
-        for index in self._sent:
-            (cleared if self._is_cleared(index, params[index].grad) else others).append(index)
+        for index, sent in self._sent.items():
+            grad = params[index].grad
+            if grad is None:
+                cleared.append(index)
+            elif not self.is_changed(index, grad):
+                others.append(index)
+            elif not by_backward[index] and not self._may_share_version(sent, grad):
+                (cleared if not sent.is_pending or _is_zero(grad) else others).append(index)
         return cleared, others
 
-    def _is_cleared(self, index: int, grad: torch.Tensor | None) -> bool:
-        return grad is None or (self.is_changed(index, grad) and not grad.detach().count_nonzero())
+    def _may_share_version(self, sent: _Sent, grad: torch.Tensor) -> bool:
+        """Hazard: views of one DDP bucket share a version, so that adding to one gradient changes its neighbors."""
+        return grad._is_view() and sent.backward_passes != self._backward_passes
 
     def note_accumulation(self) -> None:
         """A backward pass adds to some gradients."""
@@ -90,10 +103,13 @@ class SentGrads:
             return True
         if not sent.is_pending:
             return False  # a gradient of the user's own, which is sent
-        if grad._is_view() and sent.backward_passes != self._backward_passes:
-            # Hazard: views of one DDP bucket share a version, so that adding to one gradient changes its neighbors.
-            return False
-        return bool(grad.detach().count_nonzero())  # zeros: model.zero_grad(set_to_none=False)
+        return not self._may_share_version(sent, grad) and not _is_zero(grad)
+
+
+def _is_zero(grad: torch.Tensor) -> bool:
+    """As `model.zero_grad(set_to_none=False)` leaves it."""
+    values = grad._values() if grad.layout == torch.sparse_coo else grad
+    return not values.detach().count_nonzero()
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -1,6 +1,6 @@
 """A placeholder in `param.grad` for a gradient that is sharded across ranks: whoever uses it gets an error."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -28,6 +28,26 @@ class ShardedGrad(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ShardedGrad({self._label}, shape={tuple(self.shape)})"
 
+    def numpy(self, *_: Any, **__: Any) -> NoReturn:
+        raise self._error("numpy")
+
+    def tolist(self) -> NoReturn:
+        raise self._error("tolist")
+
+    def __dlpack__(self, **_: Any) -> NoReturn:
+        raise self._error("__dlpack__")
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise self._error("pickling")
+
+    def _error(self, use: object) -> RuntimeError:
+        return RuntimeError(
+            f"the gradient of {self._label} is sharded across ranks, so param.grad cannot be used ({use}). "
+            "To clip, call optimizer.clip_grad_norm_() or optimizer.clip_grad_value_(); to unscale, use "
+            "zeroshard.GradScaler; to log or edit gradients, accumulate them inside optimizer.no_sync(), or keep each "
+            "rank's own gradients with ZeroConfig(retention=KeepFull())."
+        )
+
     def share_memory_(self) -> "ShardedGrad":
         """Do nothing. Hazard: torch's own method would read the storage that is not there, and crash."""
         return self
@@ -41,12 +61,7 @@ class ShardedGrad(torch.Tensor):
             return ShardedGrad(args[0], args[0]._label, **options)
         flat: list[Any] = []
         torch.utils._pytree.tree_map_only(ShardedGrad, flat.append, (args, kwargs))
-        raise RuntimeError(
-            f"the gradient of {flat[0]._label} is sharded across ranks, so param.grad cannot be used ({func}). "
-            "To clip, call optimizer.clip_grad_norm_() or optimizer.clip_grad_value_(); to unscale, use "
-            "zeroshard.GradScaler; to log or edit gradients, accumulate them inside optimizer.no_sync(), or keep each "
-            "rank's own gradients with ZeroConfig(retention=KeepFull())."
-        )
+        raise flat[0]._error(func)
 
 
 def local_grad(param: torch.Tensor) -> torch.Tensor | None:

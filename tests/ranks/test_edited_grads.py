@@ -1,0 +1,203 @@
+"""What scripts do to `param.grad` between backward passes and steps: DDP's numbers, or an error on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support import RankContext, ranks
+from tests.support.oracles import TINY, ZERO1, ZERO2, mlp, regression, seeded
+from zeroshard import NonFinite, RankFailedError, ZeroConfig, ZeroRedundancyOptimizer, shard
+
+WAYS = ("ddp_hook", "zero1", "zero2")
+
+
+class Run:
+    """A model and its optimizer: DDP and the plain one, or one of ours."""
+
+    def __init__(self, way: str, make: Callable[[], nn.Module] = mlp) -> None:
+        self.model = seeded(make)
+        self.net: Any = self.model
+        if way in ("plain", "ddp_hook"):
+            self.net = DistributedDataParallel(self.model)
+        self.optimizer: Any
+        if way == "plain":
+            self.optimizer = optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        elif way == "ddp_hook":
+            config = ZeroConfig(partition=TINY)
+            self.optimizer = ZeroRedundancyOptimizer(
+                self.model.parameters(), optim.SGD, config=config, lr=0.1, momentum=0.9
+            )
+            self.net.register_comm_hook(None, self.optimizer.ddp_hook())
+        else:
+            config = ZERO1 if way == "zero1" else ZERO2
+            self.optimizer = shard(self.model, optim.SGD, config=config, lr=0.1, momentum=0.9)
+        self.no_sync = getattr(self.net, "no_sync", None) or self.optimizer.no_sync
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+    def backward(self, number: int) -> None:
+        torch.autograd.backward(regression(self.net, number))
+
+    def clip(self) -> None:
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            self.optimizer.clip_grad_norm_(0.05, math.inf)
+        else:
+            nn.utils.clip_grad_norm_(self.params, 0.05, math.inf)
+
+    def remove_all(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+    def set_all(self, value: float) -> None:
+        for param in self.params:
+            param.grad = torch.full_like(param, value)
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def differentiate_without_accumulating(run: Run) -> None:
+    run.backward(0)
+    run.clip()
+    torch.autograd.grad(regression(run.model, 1), run.params)
+    run.step()
+
+
+def remove_one_before_clipping(run: Run) -> None:
+    run.backward(0)
+    run.params[2].grad = None
+    run.clip()
+    run.step()
+
+
+def remove_one_after_clipping(run: Run) -> None:
+    run.backward(0)
+    run.clip()
+    run.params[2].grad = None
+    run.step()
+
+
+def remove_all_between_passes(run: Run) -> None:
+    run.backward(0)
+    run.remove_all()
+    run.backward(1)
+    run.clip()
+    run.step()
+    run.remove_all()
+    run.backward(2)
+    run.step()
+
+
+def set_by_hand_each_step(run: Run) -> None:
+    for number in range(1, 4):
+        run.set_all(0.1 * number)
+        run.clip()
+        run.step()
+
+
+def set_by_hand_after_clearing(run: Run) -> None:
+    run.backward(0)
+    run.optimizer.zero_grad()
+    run.set_all(0.1)
+    run.step()
+
+
+RIGHT = (
+    differentiate_without_accumulating,
+    remove_one_before_clipping,
+    remove_one_after_clipping,
+    remove_all_between_passes,
+    set_by_hand_each_step,
+    set_by_hand_after_clearing,
+)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@ranks(1, 2)
+def test_programs_that_are_right_under_ddp(ctx: RankContext, way: str) -> None:
+    for program in RIGHT:
+        ours, plain = Run(way), Run("plain")
+        for run in (ours, plain):
+            program(run)
+            run.optimizer.zero_grad()
+            run.backward(7)
+            run.step()
+        for found, expected in zip(ours.params, plain.params, strict=True):
+            assert torch.equal(found, expected), program.__name__
+
+
+def last_layer_of_zeros() -> nn.Module:
+    model = mlp()
+    *_, last = (layer for layer in model.children() if isinstance(layer, nn.Linear))
+    nn.init.zeros_(last.weight)
+    return model
+
+
+@pytest.mark.parametrize("way", WAYS)
+@ranks(2)
+def test_gradients_that_are_zero_by_chance_are_not_cleared(ctx: RankContext, way: str) -> None:
+    """As those of LoRA's first step. DDP rounds otherwise: it adds the last pass before it averages."""
+    ours, plain = (Run(way, last_layer_of_zeros), Run("plain", last_layer_of_zeros))
+    for run in (ours, plain):
+        run.backward(0)
+        run.clip()
+        with run.no_sync():
+            run.backward(1)
+        run.backward(2)
+        run.step()
+    for found, expected in zip(ours.params, plain.params, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@ranks(2)
+def test_what_cannot_be_right_is_refused_on_all_ranks(ctx: RankContext, way: str) -> None:
+    """Though one rank alone does it."""
+    run = Run(way)
+
+    def refused(message: str) -> None:
+        with pytest.raises(RuntimeError if ctx.rank == 0 else RankFailedError, match=message):
+            run.step()
+
+    def assign(grad: torch.Tensor) -> None:
+        run.params[2].grad = grad
+
+    for grad in (torch.ones_like(run.params[2]), torch.eye(*run.params[2].shape).to_sparse()):
+        run.backward(0)
+        if ctx.rank == 0:
+            assign(grad)
+        refused("changed in param.grad after it was reduced")
+    run.backward(0)
+    run.clip()
+    if ctx.rank == 0:
+        run.params[2].grad = None
+        torch.autograd.grad(regression(run.model, 1), run.params)
+    run.backward(1)
+    refused("removed from param.grad")
+    run.backward(0)
+    run.step()
+
+
+@ranks(2)
+def test_gradients_set_by_hand_after_a_step_that_was_skipped(ctx: RankContext) -> None:
+    model = seeded(mlp)
+    for retention in (ZERO1.retention, ZERO2.retention):
+        config = ZeroConfig(retention=retention, nonfinite=NonFinite("skip"))
+        optimizer = shard(model, optim.SGD, config=config, lr=0.1)
+        torch.autograd.backward(regression(model, 0) * math.inf)
+        optimizer.step()
+        before = [param.detach().clone() for param in model.parameters()]
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        for param, value in zip(model.parameters(), before, strict=True):
+            torch.testing.assert_close(param.detach(), value - 0.1)
