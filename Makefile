@@ -11,7 +11,7 @@ RECORDS := $(VENV)/records
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 .PHONY: demo check test test-all test-integrations test-integrations-fast lint types unit fast \
-	faults long fuzz table browser docs wheel bench clean
+	faults long fuzz programs table browser docs wheel bench clean
 
 # Two workers of pytest-xdist: most of the time ranks wait for each other. A worker gets whole files.
 WORKERS ?= 2
@@ -88,6 +88,15 @@ fuzz: $(READY)
 	ZEROSHARD_FUZZ=20 $(PY) -m pytest --timeout 3600 tests/fuzz
 	$(PY) -m pip install --quiet --disable-pip-version-check --editable ".[fuzz]"
 	for target in archive directory manifest codec outline headers; do $(PY) tests/fuzz/guided.py $$target --seconds 60 || exit 1; done
+
+# Random training programs beside DDP with the plain optimizer; docs/programs.md is written from all runs on record.
+# Each run needs another seed: make programs SEED=2 COUNT=5000 MINUTES=60.
+SEED ?= 1
+COUNT ?= 5000
+MINUTES ?= 60
+programs: $(READY)
+	$(PY) -m tests.programs --seed $(SEED) --count $(COUNT) --minutes $(MINUTES) --ranks 2,3 \
+		--records $(RECORDS)/programs.jsonl --page docs/programs.md
 
 # The page of `zeroshard plan --html` in chromium, which must be there: apt-get install chromium, or brew install chromium.
 browser: $(READY)

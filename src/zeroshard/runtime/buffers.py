@@ -53,12 +53,12 @@ def _require_that_it_can_travel(comm: Comm, name: str, tensor: torch.Tensor) -> 
         kind = "a nested tensor" if tensor.is_nested else "quantized" if tensor.is_quantized else tensor.layout
         raise ConfigError(
             f"{name} cannot be broadcast from rank 0, because it is {kind}. Make it dense, for example with to_dense() "
-            "or dequantize(), or keep it as a plain attribute of the module that is no buffer."
+            "or dequantize(), or keep it as a plain attribute of the module, not as a buffer."
         )
     if is_traceable_wrapper_subclass(tensor):
         raise ConfigError(
             f"{name} cannot be broadcast from rank 0, because it is a {type(tensor.data).__name__}. Make it a plain "
-            "tensor, or keep it as a plain attribute of the module that is no buffer."
+            "tensor, or keep it as a plain attribute of the module, not as a buffer."
         )
     if tensor.numel() and any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ConfigError(

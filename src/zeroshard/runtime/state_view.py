@@ -270,7 +270,7 @@ class FlatState(_LiveDict):
             if key in state:
                 return state
         if len(inner) > 1:
-            raise KeyError(f"{key!r} is no parameter: an optimizer of several classes keeps state of parameters only")
+            raise KeyError(f"{key!r} is not a parameter: with several classes there is only state of parameters")
         return inner[0]
 
     def _fit(self, key: Any, value: Any) -> Any:
@@ -280,8 +280,8 @@ class FlatState(_LiveDict):
         found = self._find(key)
         if found is None:
             raise ConfigError(
-                f"optimizer.state takes no state for a tensor of shape {tuple(key.shape)}: it is no parameter of this "
-                "optimizer. Use one from optimizer.param_groups."
+                f"optimizer.state takes no state for a tensor of shape {tuple(key.shape)}: it is not a parameter of "
+                "this optimizer. Use one from optimizer.param_groups."
             )
         return found.fit_all(value)
 

@@ -1,0 +1,1 @@
+"""Random training programs, each run under zeroshard and under DDP with the plain optimizer, and compared."""

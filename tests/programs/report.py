@@ -1,0 +1,118 @@
+"""docs/programs.md, written from the records of all runs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+HEAD = """# Random programs
+
+Written by `make programs`: do not edit. gloo, torch {torch}.
+
+**{programs:,} random training programs at {sizes} ranks: {failures} differences, hangs or aborts.** Each was run twice:
+under zeroshard, and under DDP with the plain optimizer, whose gradients are added in rank order. Losses, norms,
+parameters and buffers were compared after each step, and all optimizer state at the end.
+
+| verdict | {columns} |
+|---|{lines}|
+{verdicts}
+A call that is documented to be refused had to raise on all ranks, and the program went on. *Within tolerance* are
+programs whose last bits may differ, for these reasons:
+
+| reason | programs |
+|---|---|
+{reasons}
+## Parts
+
+How often each part occurred, in programs.
+
+| part | programs |
+|---|---|
+{parts}
+## Pairs of parts
+
+Of {possible:,} pairs of parts, {seen:,} occurred together. The others exclude each other (modes, optimizers, what a
+mode refuses), or are yet to come. Those that occurred did so in {least} programs at least, {middle} in the median and
+{most} at most. By kinds of parts:
+
+| | {kinds} |
+|---|{kind_lines}|
+{matrix}
+A cell has the median number of programs with a pair of such parts, and how many of the pairs occurred.
+"""
+
+KINDS = ("mode", "model", "optimizer", "loop", "refused")
+
+
+def append_record(records: Path, record: dict[str, Any]) -> None:
+    records.parent.mkdir(parents=True, exist_ok=True)
+    with records.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def write_page(records: Path, page: Path) -> None:
+    """From all runs in the file of records."""
+    runs = [json.loads(line) for line in records.read_text(encoding="utf-8").splitlines() if line.strip()]
+    tallies: list[dict[str, Any]] = [tally for run in runs for tally in run["tallies"]]
+    sizes = sorted({tally["ranks"] for tally in tallies if tally["programs"]})
+    parts, pairs, reasons = (_add(tallies, name) for name in ("parts", "pairs", "reasons"))
+    verdicts = {size: _add([tally for tally in tallies if tally["ranks"] == size], "verdicts") for size in sizes}
+    names = [name for name, _ in sum(verdicts.values(), Counter[str]()).most_common()]
+    failures = sum(
+        verdicts[size][name] for size in sizes for name in names if name not in ("same bits", "within tolerance")
+    )
+    possible = len(parts) * (len(parts) - 1) // 2
+    counts = sorted(pairs.values()) or [0]
+    page.write_text(
+        HEAD.format(
+            torch=torch.__version__,
+            programs=sum(tally["programs"] for tally in tallies),
+            sizes=" and ".join(map(str, sizes)),
+            failures=failures,
+            columns=" | ".join(f"{size} ranks" for size in sizes),
+            lines="|".join("---" for _ in sizes),
+            verdicts="".join(
+                f"| {name} | {' | '.join(str(verdicts[size][name]) for size in sizes)} |\n" for name in names
+            ),
+            reasons="".join(f"| {reason} | {count} |\n" for reason, count in reasons.most_common()),
+            parts="".join(f"| {part} | {parts[part]} |\n" for part in sorted(parts)),
+            possible=possible,
+            seen=len(pairs),
+            least=counts[0],
+            middle=round(median(counts)),
+            most=counts[-1],
+            kinds=" | ".join(KINDS),
+            kind_lines="|".join("---" for _ in KINDS),
+            matrix="".join(_row(kind, parts, pairs) for kind in KINDS),
+        ),
+        encoding="utf-8",
+    )
+
+
+def _add(tallies: list[dict[str, Any]], name: str) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for tally in tallies:
+        total.update(tally[name])
+    return total
+
+
+def _row(kind: str, parts: Counter[str], pairs: Counter[str]) -> str:
+    cells = []
+    for other in KINDS:
+        names = [name for name in sorted(parts) if _kind(name) in (kind, other)]
+        chosen = [
+            pairs[f"{one} + {two}"] for one, two in combinations(names, 2) if {_kind(one), _kind(two)} == {kind, other}
+        ]
+        seen = [count for count in chosen if count]
+        cells.append(f"{round(median(seen)) if seen else 0} ({len(seen)} of {len(chosen)})")
+    return f"| {kind} | {' | '.join(cells)} |\n"
+
+
+def _kind(part: str) -> str:
+    return part.split(":", maxsplit=1)[0]

@@ -1,0 +1,455 @@
+"""A program as the source text of a script: what the pool runs is what a failure report shows."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from functools import cache
+
+from tests.programs import blocks, harness
+from tests.programs.program import (
+    AddGroup,
+    Backward,
+    Clip,
+    Consolidate,
+    EditOptions,
+    EditState,
+    Evaluate,
+    Freeze,
+    Op,
+    Program,
+    Refuse,
+    Restart,
+    ScaleGrads,
+    Step,
+    UnevenInputs,
+    ZeroGrad,
+)
+
+FROM_LOOSE = {
+    "torch.float32": (2e-4, 2e-5),
+    "torch.float64": (1e-4, 1e-6),
+    "torch.bfloat16": (2e-2, 1e-2),
+    "torch.complex64": (2e-4, 2e-5),
+}
+"""Tolerances where some values are added up in another order: sums of float32 differ by 1e-7, and steps widen that."""
+
+FROM_TIGHT = {**FROM_LOOSE, "torch.float64": (1e-7, 1e-10), "torch.float32": (1e-6, 1e-7)}
+"""The same in models of float64, whose losses are float32."""
+
+OVERLAP_WARMUP = 2
+
+
+def write_script(program: Program) -> str:
+    """A script for torchrun that ends with 1 if zeroshard differs from DDP with the plain optimizer."""
+    body = "\n".join([*_write_model(program), *_write_build(program), *_write_train(program), *_write_main(program)])
+    helpers = _find_helpers(body)
+    text = "\n\n\n".join([helpers, body.strip()]) if helpers else body
+    return f"{_write_docstring(program)}\n{_find_imports(text)}\n\n{text}\n"
+
+
+# ---- The parts of the script
+
+
+def _write_docstring(program: Program) -> str:
+    reasons = "".join(f"\nLast bits may differ: {reason}." for reason in program.tolerances())
+    return (
+        f'"""{", ".join(program.parts())}.{reasons}\n\n'
+        "OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo torchrun --standalone --nproc-per-node "
+        f"{program.ranks} program.py\n"
+        'Exit code 1: zeroshard and DDP with the plain optimizer differ.\n"""\n'
+    )
+
+
+def _write_model(program: Program) -> Iterator[str]:
+    yield "class Model(nn.Module):"
+    yield "    def __init__(self) -> None:"
+    yield "        super().__init__()"
+    for number, block in enumerate(program.blocks):
+        yield f"        self.b{number} = {block.kind}({block.variant})"
+    yield ""
+    yield "    def forward(self, x: Tensor) -> Tensor:"
+    yield "        inputs = x.detach()"
+    for number, block in enumerate(program.blocks):
+        call = f"self.b{number}(x, inputs)"
+        if block.checkpointed:
+            call = f"checkpoint_activations(self.b{number}, x, inputs, use_reentrant=False)"
+        yield f"        x = x + {call}"
+    yield "        return x"
+    yield "\n"
+
+
+def _write_build(program: Program) -> Iterator[str]:
+    mode = program.mode
+    yield f"SIZE = {program.batch}"
+    yield "\n"
+    yield "def build(sharded: bool, seed: int = 0, group: Any = None, old: Any = None) -> Run:"
+    yield f"    torch.manual_seed({program.seed} + seed + dist.get_rank())  # rank 0's values are brought to all"
+    if program.dtype != "float32":
+        yield f"    torch.set_default_dtype(torch.{program.dtype})"
+    yield "    model = Model()"
+    if program.dtype != "float32":
+        yield "    torch.set_default_dtype(torch.float32)"
+    yield "    run = Run(model, sharded, group)"
+    if not mode.is_under_ddp and program.has_buffers:
+        yield "    run.keeps_buffers = False"
+    frozen = {f"b{number}" for number, block in enumerate(program.blocks) if block.frozen or block.late}
+    if frozen or any(isinstance(op, Freeze) for op in program.loop):
+        yield f"    run.frozen = set({sorted(frozen)!r}) if old is None else old.frozen"
+        yield "    for name in run.frozen:"
+        yield "        model.get_submodule(name).requires_grad_(False)"
+    yield from _write_groups(program)
+    yield ""
+    yield "    if sharded:"
+    yield from _indent(_write_sharded(program))
+    yield "    else:"
+    yield from _indent(_write_plain(program))
+    yield from _indent(_write_rest(program), 1)
+    yield "    return run"
+    yield "\n"
+
+
+def _write_groups(program: Program) -> Iterator[str]:
+    late = [f"b{number}." for number, block in enumerate(program.blocks) if block.late]
+    chosen = "model.named_parameters()"
+    if late:
+        chosen = f"[(name, param) for name, param in {chosen} if not name.startswith({tuple(late)!r})]"
+    if program.optimizer.kind == RULES:
+        return
+    yield f"    named = list({chosen})"
+    if program.optimizer.groups == "one":
+        yield '    groups: list[dict[str, Any]] = [{"params": named}]'
+    elif program.optimizer.groups == "by dimensions":
+        yield "    matrices = [(name, param) for name, param in named if param.dim() > 1]"
+        yield "    others = [(name, param) for name, param in named if param.dim() <= 1]"
+        yield '    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.02}]'
+    else:
+        yield '    groups = [{"params": named[1::2], "lr": 0.03}, {"params": named[::2]}]'
+
+
+RULES = "Muon + AdamW"
+
+
+def _write_sharded(program: Program) -> Iterator[str]:
+    mode, optimizer = program.mode, program.optimizer
+    config = _write_config(program)
+    options = "".join(f", {name}={value!r}" for name, value in optimizer.options)
+    if mode.kind == "shard":
+        where = ""
+        if mode.shard_within:
+            yield "ranks = dist.get_world_size(group)"
+            yield f"within = {mode.shard_within} if group is None else ranks"
+            where = ", shard_within=within"
+            if mode.mesh:
+                yield "grid = (ranks // within, within)"
+                yield "names = ('replicate', 'shard')"
+                yield "mesh = init_device_mesh('cpu', grid, mesh_dim_names=names) if group is None else None"
+                where = ", mesh=mesh"
+        if optimizer.kind == RULES:
+            yield "rules = ["
+            yield "    zeroshard.Rule(is_matrix, torch.optim.Muon, lr=0.02, weight_decay=0.1),"
+            yield f"    zeroshard.Rule(zeroshard.everything_else, torch.optim.AdamW{options}),"
+            yield "]"
+            given, options = "rules", ""
+        else:
+            given = f"torch.optim.{optimizer.kind}, params=groups"
+        call = f"zeroshard.shard(model, {given}, process_group=group{where}{config}{options})"
+        yield f"optimizer = {call}"
+        yield "run.no_sync = optimizer.no_sync"
+        yield "run.optimizers = [optimizer]"
+        return
+    flags = ", parameters_as_bucket_view=True" if mode.kind == "bucket_view" else ""
+    flags += ", overlap_with_ddp=True" if mode.is_overlapped else ""
+    if mode.kind == "ddp_hook":
+        yield "run.net = DistributedDataParallel(model, process_group=group)  # brings rank 0's values to all"
+    else:
+        yield from _write_wrapping(program, "")
+        yield "wrap(group, init_sync=True)"
+    if mode.is_overlapped:
+        hook = "hook_with_zero_step" + ("_interleaved" if mode.kind == "overlap_interleaved" else "")
+        shards = ", shard_buckets=True" if mode.small_buckets else ""
+        yield "optimizer = zeroshard.ZeroRedundancyOptimizer("
+        yield f"    groups, torch.optim.{optimizer.kind}{flags}{config}{options}"
+        yield ")"
+        yield f"hook = zeroshard.ddp_hooks.{hook}(allreduce_hook, run.net, optimizer{shards})"
+        yield "run.net.register_comm_hook(None, hook)"
+    else:
+        yield "optimizer = zeroshard.ZeroRedundancyOptimizer("
+        yield f"    groups, torch.optim.{optimizer.kind}, process_group=group{flags}{config}{options}"
+        yield ")"
+    if mode.kind == "ddp_hook":
+        yield from _write_wrapping(program, "optimizer.ddp_hook()")
+        yield "wrap(group)"
+    yield "run.wrap = wrap"
+    yield "run.optimizers = [optimizer]"
+
+
+def _write_plain(program: Program) -> Iterator[str]:
+    mode, optimizer = program.mode, program.optimizer
+    wire = f", wire=torch.{mode.wire}" if mode.wire else ""
+    within = f", within={mode.shard_within} if group is None else 0" if mode.shard_within else ""
+    options = "".join(f", {name}={value!r}" for name, value in optimizer.options)
+    averages_here = mode.masters and mode.shards_grads
+    if averages_here:
+        yield "broadcast_params(model, group)"
+    elif mode.shards_grads:
+        yield from _write_wrapping(program, f"averaging_hook(group{within}{wire})")
+    else:
+        yield from _write_wrapping(program, "allreduce_hook" if mode.is_overlapped else "")
+    if not averages_here:
+        yield "wrap(group, init_sync=True)"
+        yield "run.wrap = wrap"
+    if optimizer.kind == RULES:
+        yield "named = list(model.named_parameters())"
+        yield "chosen = [(name, param) for name, param in named if is_matrix(name, param)]"
+        yield "others = [(name, param) for name, param in named if not is_matrix(name, param)]"
+        yield "muon = torch.optim.Muon(chosen, lr=0.02, weight_decay=0.1)"
+        yield f"run.optimizers = [muon, torch.optim.AdamW(others{options})]"
+    elif mode.masters:
+        yield "def make(groups: Any) -> torch.optim.Optimizer:"
+        yield f"    return torch.optim.{optimizer.kind}(groups{options})"
+        yield ""
+        if averages_here:
+            wire = f"torch.{mode.wire}" if mode.wire else "None"
+            yield "def average_grad(grad: Tensor) -> Tensor:"
+            yield "    parts = gather(grad, run.group)"
+            yield f"    return average(parts, {mode.shard_within or 'len(parts)'}, {wire})"
+            yield ""
+        yield f"run.optimizers = [MasterOptimizer(run, make, groups, {'average_grad' if averages_here else 'None'})]"
+    else:
+        yield f"run.optimizers = [torch.optim.{optimizer.kind}(groups{options})]"
+
+
+def _write_wrapping(program: Program, hook: str) -> Iterator[str]:
+    """`wrap` puts DDP around the model; also later, when other parameters train or other ranks take part."""
+    unused = ", find_unused_parameters=True" if program.finds_unused else ""
+    small = ", bucket_cap_mb=0.0005" if program.mode.small_buckets else ""
+    yield "def wrap(group: Any, init_sync: bool = False) -> None:"
+    yield "    run.net = run.no_sync = None  # the last DDP takes its hooks away"
+    yield f"    run.net = DistributedDataParallel(model, process_group=group{unused}{small}, init_sync=init_sync)"
+    if hook:
+        yield f"    run.net.register_comm_hook(None, {hook})"
+    yield "    run.no_sync = run.net.no_sync"
+    yield ""
+
+
+def _write_rest(program: Program) -> Iterator[str]:
+    scheduler = program.optimizer.scheduler
+    yield "if old is not None:"
+    yield "    run.log, run.passes, run.scaler = old.log, old.passes, old.scaler"
+    if any(block.late for block in program.blocks):
+        yield "    for name in old.added:"
+        yield "        add_group(run, name)"
+    if program.scaler:
+        module = "zeroshard" if program.mode.shards_grads else "torch.amp"
+        options = "(device='cpu', init_scale=1024.0, growth_interval=2)"
+        yield "else:"
+        if module == "zeroshard":
+            yield f"    run.scaler = zeroshard.GradScaler{options} if sharded else torch.amp.GradScaler{options}"
+        else:
+            yield f"    run.scaler = torch.amp.GradScaler{options}"
+    if scheduler:
+        calls = {
+            "StepLR": "lr_scheduler.StepLR(it, 2)",
+            "ExponentialLR": "lr_scheduler.ExponentialLR(it, 0.8)",
+            "CosineAnnealingLR": "lr_scheduler.CosineAnnealingLR(it, 3)",
+            "OneCycleLR": "lr_scheduler.OneCycleLR(it, 0.05, total_steps=40, cycle_momentum=False)",
+            "ReduceLROnPlateau": "lr_scheduler.ReduceLROnPlateau(it, patience=0)",
+        }
+        inner = "getattr(optimizer, 'inner', optimizer)" if program.mode.masters else "optimizer"
+        yield f"run.schedulers = [{calls[scheduler].replace('(it', f'({inner}')} for optimizer in run.optimizers]"
+
+
+def _write_config(program: Program) -> str:
+    mode, given = program.mode, []
+    small = "bucket_bytes=400" if mode.small_buckets else ""
+    if mode.kind in ("flat", "ddp_hook") or (mode.kind == "shard" and small and not mode.whole_params):
+        given.append(f"partition=zeroshard.FlatShards({small})")
+    if mode.whole_params:
+        given.append("partition=zeroshard.WholeParams()")
+    if mode.kind == "shard" and mode.stage == 1:
+        given.append("retention=zeroshard.KeepFull()")
+    if mode.wire:
+        given.append(f"reduce=zeroshard.Reduce(dtype=torch.{mode.wire})")
+    if mode.masters:
+        given.append("masters=zeroshard.MasterWeights(torch.float32)")
+    if mode.offload:
+        given.append("offload=zeroshard.Offload()")
+    if mode.skip_nonfinite:
+        given.append('nonfinite=zeroshard.NonFinite("skip")')
+    if mode.overlap_gather:
+        given.append("overlap_gather=True")
+    if mode.is_under_ddp and program.is_mixed:
+        given.append("mixed_dtypes=True")
+    return f", config=zeroshard.ZeroConfig({', '.join(given)})" if given else ""
+
+
+def _write_train(program: Program) -> Iterator[str]:
+    if program.mode.offload:
+        yield "@host_memory_stands_for_a_gpu()"
+    yield "def train(sharded: bool) -> list[tuple[str, Any]]:"
+    yield "    run = build(sharded)"
+    has_restart = any(isinstance(op, Restart) for op in program.loop)
+    if has_restart:
+        yield "    folder = make_folder()"
+    for op in program.loop:
+        yield from _indent(_write_op(program, op), 1)
+    yield "    note_model(run, stepped=False)"
+    yield "    read_state(run)"
+    if has_restart:
+        yield "    remove_folder(folder)"
+    yield "    return run.log"
+    yield "\n"
+
+
+def _write_op(program: Program, op: Op) -> Iterator[str]:  # noqa: C901
+    mode = program.mode
+    match op:
+        case Backward(local, synced, nonfinite_rank):
+            given = f", local={local}" if any(local) else ""
+            given += "" if synced else ", synced=False"
+            given += f", nonfinite_rank={nonfinite_rank}" if nonfinite_rank >= 0 else ""
+            yield f"backward(run, SIZE{given})"
+            if not synced and not mode.masters:
+                wire = f"torch.{mode.wire}" if mode.wire else "None"
+                yield f"average_by_hand(run, {mode.shard_within}, {wire})"
+        case Clip(kind, limit, by_torch):
+            yield f"clip(run, {kind!r}, {limit}{', by_torch=True' if by_torch else ''})"
+        case ScaleGrads():
+            yield "scale_grads(run)"
+        case Step(closure, look):
+            given = "" if look else ", look=False"
+            if mode.is_overlapped:
+                yield f"overlapped_step(run, {OVERLAP_WARMUP}{given})"
+                return
+            given += ", closure=True" if closure else ""
+            given += ", skips_nonfinite=True" if mode.skip_nonfinite else ""
+            yield f"step(run, SIZE{given})"
+        case ZeroGrad(by, to_none):
+            given = "" if by == "optimizer" else f", by={by!r}"
+            given += "" if to_none else ", to_none=False"
+            yield f"zero_grad(run{given})"
+        case EditState(how):
+            yield f"edit_state(run, {how!r})"
+        case EditOptions(factor):
+            yield f"edit_options(run, {factor})"
+        case Freeze(block, frozen):
+            yield f"freeze(run, 'b{block}', {frozen})"
+        case AddGroup(block):
+            yield f"add_group(run, 'b{block}')"
+        case Evaluate(rank):
+            yield f"evaluate(run, {rank}, SIZE)"
+        case Consolidate():
+            yield "read_state(run)"
+        case UnevenInputs(counts):
+            yield f"train_unevenly(run, {counts}, SIZE)"
+        case Restart(via, ranks):
+            if ranks:
+                yield f"group = dist.new_group({list(range(ranks))})  # the job goes on on so many ranks"
+                yield f"run = restart(build, run, folder, {via!r}, group)"
+                yield "if run.is_member:"
+                yield "    backward(run, SIZE)"
+                skips = ", skips_nonfinite=True" if mode.skip_nonfinite else ""
+                yield f"    step(run, SIZE{skips})"
+                yield "else:"
+                yield "    run.passes += 1"
+                yield f"run = restart(build, run, folder, {via!r})"
+            else:
+                yield f"run = restart(build, run, folder, {via!r})"
+        case Refuse(call):
+            yield from _write_refusal(call)
+
+
+REFUSALS = {
+    "load": "run.optimizers[0].load_state_dict({'state': {}, 'param_groups': []})",
+    "state_dict": "run.optimizers[0].state_dict()",
+    "known parameter": "run.optimizers[0].add_param_group({'params': [run.params()[0]]})",
+    "LBFGS": "zeroshard.shard(MLP(0), torch.optim.LBFGS)",
+    "flat Muon": (
+        "zeroshard.shard(nn.Linear(3, 3, bias=False), torch.optim.Muon, "
+        "config=zeroshard.ZeroConfig(partition=zeroshard.FlatShards()))"
+    ),
+    "shard of DDP": "zeroshard.shard(DistributedDataParallel(MLP(0)), torch.optim.SGD)",
+    "mixed dtypes": (
+        "zeroshard.ZeroRedundancyOptimizer([torch.zeros(2), torch.zeros(2, dtype=torch.float64)], torch.optim.SGD)"
+    ),
+    "option that differs": "zeroshard.shard(MLP(0), torch.optim.SGD, lr=0.1 + dist.get_rank())",
+    "torch clip": "torch.nn.utils.clip_grad_norm_(run.params(), 1.0)",
+    "read grad": "[param.grad + 1 for param in run.params() if param.grad is not None][0]",
+    "step in which lr differs": "step_with_other_options(run)",
+    "ddp_hook": "run.optimizers[0].ddp_hook()",
+    "add_param_group": "run.optimizers[0].add_param_group({'params': [nn.Parameter(torch.zeros(3))]})",
+}
+
+
+def _write_refusal(call: str) -> Iterator[str]:
+    yield f"refuse(run, {call!r}, lambda: {REFUSALS[call]})"
+
+
+def _indent(lines: Iterator[str], levels: int = 2) -> Iterator[str]:
+    for line in lines:
+        yield f"{'    ' * levels}{line}" if line else ""
+
+
+def _write_main(program: Program) -> Iterator[str]:
+    tight = program.dtype == "float64" and not program.is_mixed
+    chosen = (FROM_TIGHT if tight else FROM_LOOSE) if program.tolerances() else {}
+    text = ", ".join(f"{dtype}: {values}" for dtype, values in chosen.items())
+    yield f"TOLERANCES: dict[torch.dtype, tuple[float, float]] = {{{text}}}"
+    yield "\n"
+    yield 'if __name__ == "__main__":'
+    yield '    warnings.simplefilter("ignore")'
+    yield '    dist.init_process_group("gloo")'
+    yield "    try:"
+    yield "        verdict = judge(train, TOLERANCES)"
+    yield "    except AssertionError as error:"
+    yield "        sys.exit(str(error))"
+    yield '    print(f"rank {dist.get_rank()}: {verdict}")'
+    yield "    dist.destroy_process_group()"
+
+
+# ---- Helpers and imports that a text needs
+
+
+@cache
+def _sources() -> dict[str, str]:
+    """Functions and classes that scripts may contain, in their order."""
+    found: list[tuple[str, int, str]] = []
+    for module in (harness, blocks):
+        for name, value in vars(module).items():
+            if getattr(value, "__module__", None) == module.__name__ and callable(value):
+                lines, start = inspect.getsourcelines(value)
+                found.append((name, start + (10_000 if module is blocks else 0), "".join(lines).rstrip()))
+    return {name: source for name, _, source in sorted(found, key=lambda item: item[1])}
+
+
+def _find_helpers(text: str) -> str:
+    sources, queue = _sources(), [_names(text)]
+    needed: set[str] = set()
+    while queue:
+        for name in queue.pop() & set(sources) - needed:
+            needed.add(name)
+            queue.append(_names(sources[name]))
+    return "\n\n\n".join(re.sub(r"  # type: ignore\S*", "", sources[name]) for name in sources if name in needed)
+
+
+@cache
+def _names(text: str) -> set[str]:
+    return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+
+
+def _find_imports(text: str) -> str:
+    used = _names(text)
+    lines: list[str] = []
+    for line in harness.HEADER.splitlines():
+        if not line:
+            lines.append(line)
+            continue
+        (node,) = ast.parse(line).body
+        assert isinstance(node, (ast.Import, ast.ImportFrom))
+        node.names = [name for name in node.names if (name.asname or name.name).split(".")[0] in used]
+        if node.names:
+            lines.append(ast.unparse(node))
+    return "\n".join(lines)
