@@ -203,7 +203,9 @@ class GradSync(Gradients):
         with self._lock:
             for index in indices:
                 grad = self._params[index].grad
-                if grad is not None and self._offered.pop(index, None) is None:
+                is_unsent = self._offered.pop(index, None) is not None
+                # Hazard: it may have been sent with its bucket before DDP handed it over, and wrote it once more.
+                if grad is not None and (not is_unsent or index in self._sent):
                     self._sent.note(index, grad)
 
     @torch.no_grad()
