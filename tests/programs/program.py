@@ -217,8 +217,8 @@ class Program:
             reasons.append("several backward passes add up in slices of gradients, in another order than DDP's")
         if dict(self.optimizer.options).get("fused"):
             reasons.append("fused CPU kernels round the last elements of a tensor in another way")
-        if mode.is_flat and any(map(_is_spectral, self.blocks)):
-            reasons.append("matrix-vector products of unaligned weights add up in another order")
+        if mode.is_flat and (self.dtype == "float64" or any(map(_is_spectral, self.blocks))):
+            reasons.append("matrix products of unaligned weights add up in another order")
         return reasons
 
     def parts(self) -> list[str]:
