@@ -318,10 +318,13 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         if not isinstance(sync, GradSync):
             sync = GradSync(self._comm, KeepFull(), self._config.reduce, self._config.masters)
             self.engine.reduce_by(sync)
+        self._hook_accumulation(sync)
+        return hand_over(sync, self.engine.params)
+
+    def _hook_accumulation(self, sync: GradSync) -> None:
         for index, param in enumerate(self.engine.params):
             if param.requires_grad:
                 hook_accumulation(sync, index, param)
-        return hand_over(sync, self.engine.params)
 
     def unscale_grads(self, inverse_scale: torch.Tensor) -> dict[torch.device, torch.Tensor]:
         """For `zeroshard.GradScaler`: scale gradients that are spread over ranks, and say where some are not finite."""
@@ -411,6 +414,8 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
             raise RuntimeError("parameter groups cannot be added with overlap_with_ddp=True: DDP's buckets are fixed")
         layout = agreed(self._comm, call, lambda: self._with_groups(self._read_groups(groups)))
         self.engine.extend(layout, self.param_groups)
+        if isinstance(self.engine, FlatEngine) and isinstance(self.engine.grads, GradSync):
+            self._hook_accumulation(self.engine.grads)
         watch_plain_steps(self)
         self._forget_snapshot()
 

@@ -312,5 +312,7 @@ def _named(model: torch.nn.Module, *, every_name: bool) -> Iterator[tuple[str, t
     `every_name`: also the second of a tied weight.
     """
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"shard() takes a torch.nn.Module, not a {type(model).__name__}")
+        raise TypeError(
+            f"shard() takes a torch.nn.Module, not a {type(model).__name__}: pass the model, and groups as params=..."
+        )
     yield from model.named_parameters(remove_duplicate=not every_name)

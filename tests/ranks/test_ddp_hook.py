@@ -360,12 +360,12 @@ def test_whole_parameters_have_no_such_hook(ctx: RankContext) -> None:
 
 
 @ranks(1, 2)
-def test_a_parameter_that_the_optimizer_has_not(ctx: RankContext) -> None:
+def test_a_parameter_that_the_optimizer_does_not_have(ctx: RankContext) -> None:
     net = DistributedDataParallel(mlp())
     config = ZeroConfig(partition=TINY)
     zero = ZeroRedundancyOptimizer(list(net.parameters())[:4], optim.SGD, lr=0.1, config=config)
     net.register_comm_hook(None, zero.ddp_hook())
-    with pytest.raises(ConfigError, match="that the optimizer has not"):
+    with pytest.raises(ConfigError, match="that the optimizer does not have"):
         torch.autograd.backward(regression(net, 0))
 
 

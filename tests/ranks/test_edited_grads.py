@@ -201,3 +201,22 @@ def test_gradients_set_by_hand_after_a_step_that_was_skipped(ctx: RankContext) -
         optimizer.step()
         for param, value in zip(model.parameters(), before, strict=True):
             torch.testing.assert_close(param.detach(), value - 0.1)
+
+
+@ranks(2)
+def test_the_ddp_hook_knows_groups_that_are_added_later(ctx: RankContext) -> None:
+    nets = [DistributedDataParallel(seeded(mlp)) for _ in range(2)]
+    first, *rest = zip(*(net.parameters() for net in nets), strict=True)
+    plain = optim.SGD([first[1]], lr=0.1)
+    zero = ZeroRedundancyOptimizer([first[0]], optim.SGD, config=ZeroConfig(partition=TINY), lr=0.1)
+    nets[0].register_comm_hook(None, zero.ddp_hook())
+    zero.add_param_groups([{"params": [ours]} for ours, _ in rest])
+    for _, theirs in rest:
+        plain.add_param_group({"params": [theirs]})
+    for number in range(3):
+        for net, optimizer in zip(nets, (zero, plain), strict=True):
+            torch.autograd.backward(regression(net, number))
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in (first, *rest):
+        assert torch.equal(ours, theirs)

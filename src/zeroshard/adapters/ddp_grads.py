@@ -14,15 +14,20 @@ from .engine_events import NO_BACKWARD, at_end_of_backward, running_backward
 
 
 def hand_over(sync: GradSync, params: Sequence[torch.Tensor]) -> CommHook:
-    """A communication hook that hands gradients to `sync`, and to DDP what it gave."""
-    index = {id(param): i for i, param in enumerate(params)}
+    """A communication hook that hands gradients to `sync`, and to DDP what it gave. More `params` may be added."""
+    index: dict[int, int] = {}
     handed: list[int] = []
 
     def hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         members = bucket.parameters()
+        for added in range(len(index), len(params)):
+            index[id(params[added])] = added
         for param, grad in zip(members, split_bucket(bucket.buffer(), members), strict=True):
             if id(param) not in index:
-                raise ConfigError(f"DDP reduces a parameter of shape {tuple(param.shape)} that the optimizer has not")
+                raise ConfigError(
+                    f"DDP reduces a parameter of shape {tuple(param.shape)} that the optimizer does not have. Give it "
+                    "all parameters that DDP reduces, or freeze the others before DDP wraps the model."
+                )
             # Hazard: inside Join a rank without inputs is given zeros here, while old gradients are in `param.grad`.
             sync.ready(index[id(param)], grad)
             handed.append(index[id(param)])

@@ -267,7 +267,7 @@ class GradSync(Gradients):
         """Hazard: other ranks rely on what this one would send next, so that it must not raise alone."""
         if not isinstance(failure, RankLostError):  # which all ranks know of, and raise
             rank = self._comm.everyone.group.rank
-            log(logging.ERROR, rank, "gradients cannot be averaged; step() raises: %r", failure)
+            log(logging.ERROR, rank, "gradients cannot be averaged; step() raises a %s", type(failure).__name__)
         self._failure = self._failure or failure
 
     def statement(self) -> bytes:
