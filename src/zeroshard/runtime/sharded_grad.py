@@ -44,9 +44,9 @@ class ShardedGrad(torch.Tensor):
         return RuntimeError(
             f"the gradient of {self._label} is sharded across ranks, so param.grad cannot be used ({use}). "
             "To clip, call optimizer.clip_grad_norm_() or optimizer.clip_grad_value_(); for the norm alone, "
-            "optimizer.clip_grad_norm_(math.inf); to clear, optimizer.zero_grad(); to unscale, use zeroshard.GradScaler. "
-            "To edit gradients, accumulate them inside optimizer.no_sync(). If this is the step() of another optimizer, "
-            "remove that one."
+            "optimizer.clip_grad_norm_(math.inf); to clear, optimizer.zero_grad(); to unscale, use "
+            "zeroshard.GradScaler. To edit gradients, accumulate them inside optimizer.no_sync(). If it is the step() "
+            "of another optimizer, remove that one."
         )
 
     def share_memory_(self) -> "ShardedGrad":
