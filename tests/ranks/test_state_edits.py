@@ -202,7 +202,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(ctx: RankContext) -> None:
             state[param]["master_weights"] = good
         with pytest.raises(ConfigError, match="must be a dict, got a int"):
             state[param] = 3
-    with pytest.raises(ConfigError, match="no parameter of this optimizer"):
+    with pytest.raises(ConfigError, match="not a parameter of this optimizer"):
         state[torch.zeros(3)] = {}
     if ctx.world_size > 1:
         with pytest.raises(ConfigError, match="different parameter on each of the"):
