@@ -147,7 +147,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
             self._gates.wait()
 
     def _add_groups(self, call: str, groups: Any) -> None:
-        self.engine.settle(call, self.param_groups)  # what is under way is of the present buckets
+        self.engine.settle(call, self.param_groups)  # gradients in flight belong to the present buckets
         known = len(self.engine.layout.buckets)
         super()._add_groups(call, groups)
         self.engine.broadcast(Rank(0), first_bucket=known)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import RankContext, ranks
 from tests.support.oracles import TINY, ZERO1, ZERO2, mlp, regression, seeded
-from zeroshard import NonFinite, RankFailedError, ZeroConfig, ZeroRedundancyOptimizer, shard
+from zeroshard import NonFinite, RankFailedError, RankMismatchError, ZeroConfig, ZeroRedundancyOptimizer, shard
 
 WAYS = ("ddp_hook", "zero1", "zero2")
 
@@ -220,3 +220,15 @@ def test_the_ddp_hook_knows_groups_that_are_added_later(ctx: RankContext) -> Non
             optimizer.zero_grad()
     for ours, theirs in (first, *rest):
         assert torch.equal(ours, theirs)
+
+
+@ranks(2, 3)
+def test_gradients_that_one_rank_removes_are_refused_on_all(ctx: RankContext) -> None:
+    run = Run("zero2")
+    run.backward(0)
+    if ctx.rank == 0:
+        run.remove_all()
+    with pytest.raises(RankMismatchError, match="between different backward passes"):
+        run.step()
+    run.backward(1)
+    run.step()

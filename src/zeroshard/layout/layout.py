@@ -153,7 +153,7 @@ class Layout:
         return Layout(world_size, (), ())
 
     def owned_by(self, rank: Rank, *, first_bucket: int = 0) -> tuple[int, ...]:
-        """Parameters of which `rank` owns at least a piece, in order; those in buckets from `first_bucket` on."""
+        """Parameters that `rank` owns whole or in part, in order, from bucket `first_bucket` on."""
         buckets = islice(self.buckets, first_bucket, None)
         return tuple(sorted(piece.param for bucket in buckets for piece in bucket.pieces_of(rank)))
 
