@@ -120,7 +120,8 @@ def assert_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
             continue
         assert ours.keys() == theirs.keys(), name
         for key in ours:
-            assert torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(theirs[key])), (name, key)
+            mine, other = torch.as_tensor(ours[key]), torch.as_tensor(theirs[key])
+            assert torch.equal(mine, other), f"{name}.{key}: {mine} instead of {other}"
 
 
 # ---- A run to load into, and damage
