@@ -126,8 +126,8 @@ class Stepping:
             return Proposal(None)
 
         agreed(self._comm, "a step inside Join", allowed)
-        source = share_options(self._comm, self._outer.param_groups, current=not joined)
-        self._outer.before_uneven_step(source)
+        training = share_options(self._comm, self._outer.param_groups, current=not joined)
+        self._outer.before_uneven_step(training[-1])  # the rank whose buffers DDP broadcasts, too
         if not joined:
             return self._engine.run(self._outer.param_groups, None, kwargs)
         self._drop_grads()

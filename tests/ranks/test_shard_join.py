@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -141,6 +142,23 @@ class Normed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.last(self.norm(self.linear(x)))
         return result
+
+
+@ranks(3)
+def test_buffers_are_those_of_ddp_while_the_last_rank_trains(ctx: RankContext) -> None:
+    counts, model, copied = [1, 2, 4], seeded(Normed, ctx.rank), seeded(Normed, 0)
+    zero = shard(model, torch.optim.SGD, lr=0.1)
+    ddp = DistributedDataParallel(copied)
+    plain = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    model.load_state_dict(copied.state_dict())
+    for wrapped, optimizer, joinable in ((model, zero, zero), (ddp, plain, ddp)):
+        with Join([joinable]):
+            for number in range(counts[ctx.rank]):
+                torch.autograd.backward(regression(wrapped, number))
+                optimizer.step()
+                optimizer.zero_grad()
+    for (name, found), expected in zip(model.named_buffers(), copied.buffers(), strict=True):
+        torch.testing.assert_close(found, expected, msg=name)
 
 
 @both_stages

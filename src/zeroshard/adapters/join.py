@@ -126,17 +126,20 @@ class ShadowStep(JoinHook):
         share_options(self._comm, self._groups, current=is_last_joiner)
 
 
-def share_options(comm: Comm, groups: list[ParamGroup], *, current: bool) -> Rank:
-    """On all ranks: the options of the first one that has the current ones, for those that have not. Returns that."""
+def share_options(comm: Comm, groups: list[ParamGroup], *, current: bool) -> list[Rank]:
+    """Broadcast the options of the first rank that has the current ones to those that have not. Called on all ranks.
+
+    Returns the ranks that have the current ones.
+    """
     comm = comm.everyone
     rank, size = comm.group.rank, comm.group.size
-    holders = comm.union(bytes(i == rank and current for i in range(size)))
-    source = Rank(holders.index(1))
-    if not all(holders):
-        data = comm.broadcast_bytes(pack(_options_of(groups)) if rank == source else None, source)
+    flags = comm.union(bytes(i == rank and current for i in range(size)))
+    holders = [Rank(i) for i, flag in enumerate(flags) if flag]
+    if len(holders) < size:
+        data = comm.broadcast_bytes(pack(_options_of(groups)) if rank == holders[0] else None, holders[0])
         if not current:
             _adopt(groups, unpack(data))
-    return source
+    return holders
 
 
 def _portable(grad: torch.Tensor) -> Any:
