@@ -513,6 +513,12 @@ def step_with_other_options(run: Run) -> None:
         group["lr"] = before
 
 
+def clip_by_torch_and_step(run: Run) -> None:
+    """Gradients that other ranks have taken in are changed here."""
+    torch.nn.utils.clip_grad_norm_(run.params(), 1e-6)
+    run.optimizers[0].step()
+
+
 def is_matrix(name: str, param: Tensor) -> bool:
     """What Muon updates."""
     return param.dim() == 2 and (".up." in name or ".down." in name)

@@ -16,8 +16,8 @@ class Block:
 
     kind: str
     variant: int = 0
-    checkpointed: bool = False
-    """Activation checkpointing."""
+    checkpointed: str = ""
+    """Activation checkpointing: "reentrant" or "non-reentrant"."""
     frozen: bool = False
     """Until a `Freeze(block, frozen=False)`."""
     late: bool = False
@@ -201,7 +201,7 @@ class Program:
     @property
     def finds_unused(self) -> bool:
         """DDP needs `find_unused_parameters=True`."""
-        return any(block.kind in ("Experts", "RankExperts", "Unused") for block in self.blocks)
+        return any(block.kind in UNUSED for block in self.blocks)
 
     @property
     def is_mixed(self) -> bool:
@@ -241,9 +241,10 @@ class Program:
     def _model_parts(self) -> Iterator[str]:
         for block in self.blocks:
             yield f"model: {BLOCK_NAMES[block.kind]}"
-            for name in ("checkpointed", "frozen"):
-                if getattr(block, name):
-                    yield f"model: {name}"
+            if block.checkpointed:
+                yield f"model: {block.checkpointed} checkpointing"
+            if block.frozen:
+                yield "model: frozen"
         yield f"model: {self.dtype}"
 
     def _optimizer_parts(self) -> Iterator[str]:
@@ -304,6 +305,8 @@ BLOCK_NAMES = {
     "Scalar": "0-dim parameter",
     "Transposed": "transposed parameter",
 }
+UNUSED = ("Experts", "RankExperts", "Unused")
+"""Blocks with parameters that a pass may not use."""
 SHOWN_OPTIONS = (
     "amsgrad",
     "foreach",

@@ -75,7 +75,8 @@ def _write_model(program: Program) -> Iterator[str]:
     for number, block in enumerate(program.blocks):
         call = f"self.b{number}(x, inputs)"
         if block.checkpointed:
-            call = f"checkpoint_activations(self.b{number}, x, inputs, use_reentrant=False)"
+            reentrant = block.checkpointed == "reentrant"
+            call = f"checkpoint_activations(self.b{number}, x, inputs, use_reentrant={reentrant})"
         yield f"        x = x + {call}"
     yield "        return x"
     yield "\n"
@@ -378,6 +379,7 @@ REFUSALS = {
     "option that differs": "zeroshard.shard(MLP(0), torch.optim.SGD, lr=0.1 + dist.get_rank())",
     "torch clip": "torch.nn.utils.clip_grad_norm_(run.params(), 1.0)",
     "read grad": "[param.grad + 1 for param in run.params() if param.grad is not None][0]",
+    "step after torch clip": "clip_by_torch_and_step(run)",
     "step in which lr differs": "step_with_other_options(run)",
     "ddp_hook": "run.optimizers[0].ddp_hook()",
     "add_param_group": "run.optimizers[0].add_param_group({'params': [nn.Parameter(torch.zeros(3))]})",

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from tests.programs.program import (
     BLOCK_NAMES,
     MODES,
+    UNUSED,
     AddGroup,
     Backward,
     Block,
@@ -55,7 +56,7 @@ VARIANTS = {
     "Empty": 2,
     "Transposed": 2,
 }
-BUFFERED = ("BatchNorm", "Centre", "Parametrized")
+CHECKPOINTING = ("", "", "", "", "", "", "", "", "non-reentrant", "reentrant")
 OPTIONS: dict[str, tuple[tuple[str, Any], ...]] = {
     "SGD": (("momentum", 0.9), ("nesterov", True), ("weight_decay", 0.1), ("maximize", True), ("foreach", True)),
     "Adam": (("amsgrad", True), ("weight_decay", 0.1), ("maximize", True), ("foreach", True)),
@@ -179,16 +180,14 @@ def _draw_optimizer(draws: Draws, mode: Mode) -> Optimizer:
 def _draw_blocks(draws: Draws, program: Program) -> tuple[Block, ...]:
     mode, options = program.mode, dict(program.optimizer.options)
     kinds = list(BLOCK_NAMES)
-    if mode.masters:
-        kinds = [kind for kind in kinds if kind not in (*BUFFERED, "Complex", "Mixed", "Conv")]
+    if mode.masters:  # the oracle averages without DDP, which would broadcast buffers
+        kinds = [kind for kind in kinds if kind not in ("BatchNorm", "Centre", "Complex", "Mixed")]
     if program.optimizer.kind == "Muon + AdamW":
         kinds = [kind for kind in kinds if kind not in ("Complex", "Mixed")]
     if options.get("fused") or program.optimizer.kind in ("NAdam", "Adamax"):
         kinds = [kind for kind in kinds if kind not in ("Complex", "Mixed")]
-    if mode.wire:
-        kinds = [
-            kind for kind in kinds if kind != "Mixed"
-        ]  # a last bit of 16-bit weights would become many on the wire
+    if mode.wire:  # a last bit of 16-bit weights would become many on the wire
+        kinds = [kind for kind in kinds if kind != "Mixed"]
     if program.scaler or mode.wire:  # DDP's buckets do not say which floats are parts of complex numbers
         kinds = [kind for kind in kinds if kind != "Complex"]
     blocks = [Block("MLP", draws.number(0, 2))]
@@ -199,12 +198,17 @@ def _draw_blocks(draws: Draws, program: Program) -> tuple[Block, ...]:
             variants = 1  # a last bit of a 16-bit weight is too much for what follows from it
         if kind == "Transposed" and options.get("fused"):
             variants = 1  # torch's fused kernels on the CPU take no account of gaps
-        block = Block(kind, draws.number(0, variants - 1), checkpointed=draws.flip(6))
+        if kind == "Parametrized" and mode.masters:
+            variants = 2  # the third has buffers
+        block = Block(kind, draws.number(0, variants - 1), checkpointed=draws.choose(CHECKPOINTING))
         if kind != "LoRA" and not mode.is_overlapped and draws.flip(6):
             block = replace(block, frozen=True)
         elif kind != "LoRA" and _takes_groups(program) and draws.flip(8):
             block = replace(block, late=True)
         blocks.append(block)
+    if any(block.kind in UNUSED for block in blocks):
+        # DDP that looks for unused parameters does not see those that reentrant checkpointing uses.
+        return tuple(replace(block, checkpointed=block.checkpointed and "non-reentrant") for block in blocks)
     return tuple(blocks)
 
 
@@ -245,8 +249,12 @@ class _Loop:
             self.ops.append(self._draw_pass(alone=passes == 1, poisons=poisons and is_last))
             if not mode.is_overlapped and (is_last or not self.program.scaler) and draws.flip(4):
                 self.ops.append(self._draw_clip())
-        if mode.kind == "shard" and mode.stage == 2 and self._was_sent() and draws.flip(8):
-            self.ops.append(Refuse(draws.choose(("torch clip", "read grad"))))
+        if mode.shards_grads and self._was_sent() and draws.flip(8):
+            if mode.kind == "shard" and mode.stage == 2:
+                self.ops.append(Refuse(draws.choose(("torch clip", "read grad"))))
+            elif not self.program.scaler:
+                self.ops += [Refuse("step after torch clip"), self._draw_clearing()]
+                return
         if mode.is_overlapped:
             self.ops += [Step(look=self._looks()), ZeroGrad()]
             return
@@ -266,9 +274,8 @@ class _Loop:
         if poisons:
             return Backward(local, nonfinite_rank=draws.number(0, self.program.ranks - 1))
         by_step = self.mode.kind == "shard" and alone and not self.program.scaler
-        by_step = (
-            by_step and not self.program.has_buffers and not self.program.finds_unused
-        )  # DDP counts on its own sync
+        # DDP counts on its own sync
+        by_step = by_step and not self.program.has_buffers and not self.program.finds_unused
         if by_step and any(local) and draws.flip(4):
             return Backward(tuple(max(1, count) for count in local), synced=False)
         return Backward(local)
@@ -340,8 +347,11 @@ class _Loop:
         mode, program = self.mode, self.program
         if program.optimizer.kind == "NAdam":
             return False  # ranks that load its state on the plain side cast a part of it
-        plain = not (mode.masters or mode.wire or mode.skip_nonfinite or mode.offload or program.scaler)
-        return plain and mode.kind != "ddp_hook" and not program.finds_unused and not program.has_buffers
+        if mode.masters or program.scaler:
+            return False
+        # DDP takes buffers from the last rank with inputs, and counts what a rank without inputs used in its last pass
+        # as used. Only where DDP itself does both on both sides is that the same.
+        return not mode.shards_grads or not (program.finds_unused or program.has_buffers)
 
     def _draw_refusal(self) -> Op:
         calls = list(REFUSED_ANYWHERE)

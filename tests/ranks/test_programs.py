@@ -10,7 +10,7 @@ from tests.programs.script import write_script
 from tests.programs.strategies import random_program
 from tests.support import RankPool
 
-FAST, SLOW = range(40), range(1000, 1150)
+FAST, SLOW = range(28), range(1000, 1150)
 """Seeds. `make programs` runs thousands of others."""
 
 
