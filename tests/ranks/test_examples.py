@@ -41,7 +41,7 @@ def losses(printed: str) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_who_is_stopped_and_goes_on_loses_nothing(tmp_path: Path) -> None:
     """On the same number of ranks to the last bit; on others sums of float32 are made in another order."""
     script, folders = SCRIPT.with_name("resume.py"), [tmp_path / "straight", tmp_path / "stopped"]
