@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import logging
 import warnings
 from dataclasses import dataclass
 from itertools import count
@@ -47,6 +48,7 @@ def execute(ctx: RankContext, source: str) -> str:
     name = f"<program {next(_serial)}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     namespace: dict[str, Any] = {"__name__": "program"}
+    logging.getLogger("zeroshard").setLevel(logging.CRITICAL)  # refusals log errors, which are expected
     try:
         exec(compile(source, name, "exec"), namespace)
         with warnings.catch_warnings():
@@ -54,6 +56,7 @@ def execute(ctx: RankContext, source: str) -> str:
             verdict: str = namespace["judge"](namespace["train"], namespace["TOLERANCES"])
         return verdict
     finally:
+        logging.getLogger("zeroshard").setLevel(logging.NOTSET)
         del linecache.cache[name]
         namespace.clear()
 

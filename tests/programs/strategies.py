@@ -201,6 +201,8 @@ def _draw_blocks(draws: Draws, program: Program) -> tuple[Block, ...]:
         if kind == "Parametrized" and mode.masters:
             variants = 2  # the third has buffers
         block = Block(kind, draws.number(0, variants - 1), checkpointed=draws.choose(CHECKPOINTING))
+        if kind == "Embedding" and block.checkpointed:
+            block = replace(block, checkpointed="non-reentrant")  # once frozen, none of its outputs has a gradient
         if kind != "LoRA" and not mode.is_overlapped and draws.flip(6):
             block = replace(block, frozen=True)
         elif kind != "LoRA" and _takes_groups(program) and draws.flip(8):
