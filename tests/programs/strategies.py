@@ -255,7 +255,7 @@ class _Loop:
             if mode.kind == "shard" and mode.stage == 2:
                 self.ops.append(Refuse(draws.choose(("torch clip", "read grad"))))
             elif not self.program.scaler:
-                self.ops += [Refuse("step after torch clip"), self._draw_clearing()]
+                self.ops += [Refuse("step after torch clip"), ZeroGrad()]  # the refusal clears all gradients, too
                 return
         if mode.is_overlapped:
             self.ops += [Step(look=self._looks()), ZeroGrad()]
