@@ -1,0 +1,346 @@
+"""A tiny model trained in every mode of zeroshard, for results that are recorded and compared after later changes.
+
+Everything here is exact or elementwise on purpose: values come from `random.Random`, products are sums of elementwise
+products. So results depend neither on BLAS nor on the number of cores nor on where tensors lie in memory.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Muon, lr_scheduler
+
+from tests.programs.harness import host_memory_stands_for_a_gpu
+from tests.recorded.values import digest, flatten
+from tests.support.optimizers import Keeper
+from tests.support.oracles import in_rank_order
+from zeroshard import (
+    FlatShards,
+    KeepFull,
+    MasterWeights,
+    Offload,
+    Reduce,
+    Rule,
+    WholeParams,
+    ZeroConfig,
+    ZeroRedundancyOptimizer,
+    ddp_hooks,
+    everything_else,
+    matrices,
+    shard,
+)
+
+STEPS = 20
+ADAMW: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "eps": 1e-3}
+MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
+SMALL_BUCKETS = FlatShards(bucket_bytes=100)
+"""Several buckets, and parameters that are cut."""
+DDP_BUCKET_MB = 0.0001
+WORDS, WIDTH, INNER = 7, 5, 3
+
+
+# ---- The model and its data
+
+
+def numbers(seed: object, *shape: int) -> Tensor:
+    """Multiples of 1/256 between -1 and 1, the same in every version of torch."""
+    draw = random.Random(str(seed))
+    count = torch.Size(shape).numel()
+    return torch.tensor([int(512 * draw.random()) - 256 for _ in range(count)]).view(shape) / 256
+
+
+def multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight` without BLAS, whose sums depend on the machine."""
+    return (x[..., None] * weight).sum(-2)
+
+
+class TroubleModel(nn.Module):
+    """Odd sizes, a tied weight, a transposed and a 0-dim parameter, a float64 one, one without gradients, buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.enter = nn.Parameter(torch.empty(WIDTH, INNER))
+        self.bias = nn.Parameter(torch.empty(INNER))
+        self.leave = nn.Parameter(torch.empty(WIDTH, INNER).t())
+        self.scale = nn.Parameter(torch.empty(()))
+        self.shift = nn.Parameter(torch.empty(WORDS, dtype=torch.float64))
+        self.unused = nn.Parameter(torch.empty(4))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.centre: Tensor
+        self.count: Tensor
+        self.register_buffer("centre", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        with torch.no_grad():
+            for name, param in self.named_parameters():
+                param.copy_(numbers(name, *param.shape))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x: Tensor = self.embed(words)
+        if self.training:
+            self.centre.lerp_(x.detach().mean(0), 0.5)
+            self.count.add_(1)
+        inner = torch.tanh(multiply(x - self.centre, self.enter) + self.bias)
+        return multiply(multiply(inner, self.leave) * self.scale + x, self.head.weight.t()) + self.shift.to(x.dtype)
+
+
+def compute_loss(net: nn.Module, number: int, turn: int = 0, rank: int | None = None) -> Tensor:
+    """Other data in each step, each pass and on each rank."""
+    seed = f"{number} {turn} {dist.get_rank() if rank is None else rank}"
+    words = numbers(seed, 4).mul(256).long() % WORDS
+    loss: Tensor = (net(words).float() - numbers(f"target {seed}", 4, WORDS)).square().mean()
+    return loss
+
+
+def train_without_zeroshard() -> list[Tensor]:
+    """What plain optimizers make of the model in a few steps, to tell machines apart."""
+    results: list[Tensor] = []
+    for dtype, optimizer_class in ((None, AdamW), (torch.bfloat16, AdamW), (None, Muon)):
+        model = TroubleModel().to(dtype)
+        is_muon = optimizer_class is Muon
+        params = [it for it in model.parameters() if not is_muon or it.dim() == 2]
+        optimizer: Any = optimizer_class(params, **(MUON if is_muon else ADAMW))
+        for number in range(4):
+            torch.autograd.backward(compute_loss(model, number, rank=0))
+            nn.utils.clip_grad_norm_(params, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        results += list(model.parameters())
+    return results
+
+
+@cache
+def environment() -> dict[str, str]:
+    """What the bits of results depend on: torch, and how this machine computes a few steps without zeroshard."""
+    return {
+        "torch": torch.__version__,
+        "cpu capability": torch.backends.cpu.get_cpu_capability(),
+        "plain training": digest(torch.cat([it.detach().double().reshape(-1) for it in train_without_zeroshard()])),
+    }
+
+
+# ---- One training run
+
+
+@dataclass
+class Training:
+    """A model, what its forward pass goes through, and its optimizer."""
+
+    model: nn.Module
+    net: nn.Module
+    optimizer: Any
+    no_sync: Callable[[], AbstractContextManager[Any]]
+    steps_in_backward: bool = False
+
+    def __post_init__(self) -> None:
+        self.scheduler = lr_scheduler.ExponentialLR(self.optimizer, 0.95)
+
+    def step(self, number: int) -> None:
+        """Some steps accumulate inside `no_sync()`, some over passes that all communicate; some clip."""
+        if number % 5 == 1:
+            with self.no_sync():
+                torch.autograd.backward(compute_loss(self.net, number, 1))
+        if number % 5 == 3 and not self.steps_in_backward:
+            torch.autograd.backward(compute_loss(self.net, number, 2))
+        torch.autograd.backward(compute_loss(self.net, number))
+        if not self.steps_in_backward:
+            if number % 4 == 2:
+                self.optimizer.clip_grad_norm_(0.5)
+            if number == 9:
+                self.optimizer.clip_grad_value_(0.05)
+            self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=number % 3 != 0)
+
+    def train(self, steps: int = STEPS) -> None:
+        for number in range(steps):
+            self.step(number)
+
+    def parts(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+
+    def values(self) -> dict[str, Any]:
+        """Parameters, buffers, state and options on rank 0, parameters elsewhere. Called on all ranks."""
+        whole = self.optimizer.full_state_dict()
+        if whole is None:
+            return flatten({name: param.detach() for name, param in self.model.named_parameters()}, "model")
+        return flatten(dict(self.model.state_dict()), "model") | flatten(whole, "optimizer")
+
+    def digests(self) -> dict[str, str]:
+        """Of all of it, and of the scheduler. Called on all ranks."""
+        found = self.values() | flatten(self.scheduler.state_dict(), "scheduler")
+        return {name: digest(value) for name, value in found.items()}
+
+
+# ---- The modes
+
+
+@dataclass(frozen=True)
+class Mode:
+    build: Callable[[nn.Module], Training]
+    world_sizes: tuple[int, ...] = (1, 2, 3, 4)
+    dtype: torch.dtype | None = None
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    make: Callable[[], nn.Module] = TroubleModel
+    tolerance: float = 1e-4
+    """Relative to the largest value of a tensor, where the environment is not the recorded one."""
+
+    @contextmanager
+    def training(self, prepare: Callable[[nn.Module], object] = lambda _: None) -> Iterator[Training]:
+        """`prepare` is called with the model before it is sharded."""
+        with self.around():
+            model = self.make().to(self.dtype)
+            prepare(model)
+            yield self.build(model)
+
+
+def sharded(
+    config: ZeroConfig,
+    optimizer: Any = AdamW,
+    params: Callable[[nn.Module], Any] = lambda _: None,
+    *,
+    shard_within: int | None = None,
+    **options: Any,
+) -> Callable[[nn.Module], Training]:
+    def build(model: nn.Module) -> Training:
+        zero = shard(model, optimizer, params=params(model), shard_within=shard_within, config=config, **options)
+        return Training(model, model, zero, zero.no_sync)
+
+    return build
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    first, *rest = model.named_parameters()
+    return [{"params": rest}, {"params": [first], "lr": 0.02, "weight_decay": 0.0}]
+
+
+def dropped_in(
+    connect: Callable[[DistributedDataParallel, ZeroRedundancyOptimizer], Any],
+    config: ZeroConfig = ZeroConfig(mixed_dtypes=True),  # noqa: B008 (frozen)
+    **options: Any,
+) -> Callable[[nn.Module], Training]:
+    """`connect` returns the communication hook of DDP."""
+
+    def build(model: nn.Module) -> Training:
+        ddp = DistributedDataParallel(model, bucket_cap_mb=DDP_BUCKET_MB, find_unused_parameters=True)
+        zero = ZeroRedundancyOptimizer(two_groups(model), AdamW, config=config, **options, **ADAMW)
+        ddp.register_comm_hook(None, connect(ddp, zero))
+        return Training(model, ddp, zero, ddp.no_sync, options.get("overlap_with_ddp", False))
+
+    return build
+
+
+def average(_: DistributedDataParallel, __: ZeroRedundancyOptimizer) -> Any:
+    return in_rank_order
+
+
+def overlap(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> Any:
+    return ddp_hooks.hook_with_zero_step(in_rank_order, ddp, zero)
+
+
+def overlap_interleaved(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> Any:
+    return ddp_hooks.hook_with_zero_step_interleaved(in_rank_order, ddp, zero, shard_buckets=True)
+
+
+RULES = [Rule(matrices(exclude=("embed", "head")), Muon, **MUON), Rule(everything_else, AdamW, **ADAMW)]
+MODES: dict[str, Mode] = {
+    "stage 2": Mode(sharded(ZeroConfig(partition=SMALL_BUCKETS), **ADAMW)),
+    "stage 1": Mode(sharded(ZeroConfig(partition=SMALL_BUCKETS, retention=KeepFull()), params=two_groups, **ADAMW)),
+    "overlap_gather": Mode(sharded(ZeroConfig(partition=SMALL_BUCKETS, overlap_gather=True), **ADAMW)),
+    "hybrid": Mode(sharded(ZeroConfig(partition=SMALL_BUCKETS), shard_within=2, **ADAMW), (4,)),
+    "whole params": Mode(sharded(ZeroConfig(partition=WholeParams()), **ADAMW)),
+    "rules": Mode(sharded(ZeroConfig(), RULES), tolerance=2e-2),  # Muon computes in bfloat16
+    "master weights": Mode(
+        sharded(ZeroConfig(partition=SMALL_BUCKETS, masters=MasterWeights()), **ADAMW),
+        dtype=torch.bfloat16,
+        tolerance=5e-2,
+    ),
+    "bfloat16 on the wire": Mode(
+        sharded(ZeroConfig(partition=SMALL_BUCKETS, reduce=Reduce(dtype=torch.bfloat16)), **ADAMW), tolerance=2e-2
+    ),
+    "offload": Mode(
+        sharded(ZeroConfig(partition=SMALL_BUCKETS, offload=Offload()), **ADAMW), around=host_memory_stands_for_a_gpu
+    ),
+    "drop-in": Mode(dropped_in(average)),
+    "drop-in, bucket view": Mode(dropped_in(average, parameters_as_bucket_view=True)),
+    "drop-in, flat": Mode(dropped_in(average, ZeroConfig(partition=SMALL_BUCKETS, mixed_dtypes=True))),
+    "ddp_hook": Mode(
+        dropped_in(lambda _, zero: zero.ddp_hook(), ZeroConfig(partition=SMALL_BUCKETS, mixed_dtypes=True))
+    ),
+    "overlap hook": Mode(dropped_in(overlap, overlap_with_ddp=True)),
+    "overlap hook, interleaved": Mode(dropped_in(overlap_interleaved, overlap_with_ddp=True)),
+}
+
+
+# ---- What checkpoints are recorded of
+
+
+class KeeperWithCodes(Keeper):
+    """Nested state of every kind, and state of 8 bits with a scale."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+        for state in self.state.values():
+            scale = state["buffer"].abs().max() / 127 + 1e-6
+            state["coded"] = {"codes": (state["buffer"] / scale + 128).to(torch.uint8), "scale": scale}
+
+
+class LargeModel(TroubleModel):
+    """With a parameter that is large enough for torchao to quantize its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(numbers("large", 64, 64))
+
+    def forward(self, words: Tensor) -> Tensor:
+        return super().forward(words) + self.large[words, :WORDS]
+
+
+def quantized(model: nn.Module) -> Training:
+    return sharded(ZeroConfig(), import_module("torchao.optim").AdamW8bit, lr=0.05, eps=1e-3)(model)
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+SAVED_AT = 6
+"""The step after which they were saved."""
+SAVED: dict[str, Mode] = {
+    **{name: MODES[name] for name in ("stage 2", "stage 1", "hybrid", "rules", "master weights")},
+    "nested state": Mode(sharded(ZeroConfig(), KeeperWithCodes, lr=0.05)),
+    "quantized state": Mode(quantized, around=without_compiler, make=LargeModel),
+}
+"""By `zeroshard.checkpoint.save`."""
+DROP_IN = "drop-in"
+"""By `torch.save`."""
+
+
+def saved_by(name: str) -> int:
+    """The number of ranks."""
+    return 2 if 2 in SAVED[name].world_sizes else 4
+
+
+def extra(rank: int) -> dict[str, Any]:
+    """What ranks give to `save`."""
+    return {"rank": rank, "note": [1, None, 2.5]}
+
+
+def loads_as(name: str, world_size: int) -> Mode:
+    """The mode that a checkpoint is loaded in."""
+    return SAVED[name] if world_size in SAVED[name].world_sizes else MODES["stage 2"]

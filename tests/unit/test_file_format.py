@@ -1,0 +1,203 @@
+"""Names on the disk and in dicts, as literal values: files of earlier versions must load, and theirs ours.
+
+A checkpoint is written, and read here without the package.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import random
+import shutil
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not re-exported
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.optim import AdamW, Muon
+from torch.optim.lr_scheduler import ExponentialLR
+
+from tests.recorded.values import checkpoint_file
+from zeroshard import (
+    MasterWeights,
+    Rule,
+    ZeroConfig,
+    ZeroRedundancyOptimizer,
+    checkpoint,
+    everything_else,
+    matrices,
+    shard,
+)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(3, 5, bias=False), nn.BatchNorm1d(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(self.up(x))
+        return out
+
+
+@contextmanager
+def a_single_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints, of all that can be saved."""
+    path = tmp_path_factory.mktemp("run")
+    for leftover in (".writing-1", ".leaving-1"):
+        (path / leftover).mkdir()
+    with a_single_rank():
+        model = Net().to(torch.bfloat16)
+        rules = [Rule(matrices(), Muon), Rule(everything_else, AdamW)]
+        optimizer = shard(model, rules, config=ZeroConfig(masters=MasterWeights()))
+        scheduler = ExponentialLR(optimizer, 0.5)
+        torch.autograd.backward(model(torch.ones(2, 3, dtype=torch.bfloat16)).float().square().mean())
+        optimizer.step()
+        random.seed(5)
+        torch.manual_seed(5)
+        given: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        for step in (7, 12):
+            checkpoint.save(path, step=step, extra={"note": 1}, **given)
+    return path
+
+
+@pytest.fixture(scope="module")
+def directory(folder: Path) -> Path:
+    return folder / "step-000000012"
+
+
+def entries(directory: Path) -> dict[str, Any]:
+    """All values of a checkpoint, as torch reads them: by their keys."""
+    metadata = FileSystemReader(directory).read_metadata().state_dict_metadata
+    wanted: dict[str, Any] = {
+        key: torch.empty(it.size, dtype=it.properties.dtype) if isinstance(it, TensorStorageMetadata) else None
+        for key, it in metadata.items()
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there is no process group
+        load(wanted, checkpoint_id=directory)
+    return wanted
+
+
+def unpack(packed: torch.Tensor) -> Any:
+    assert packed.dtype == torch.uint8
+    return torch.load(io.BytesIO(bytes(packed.tolist())), weights_only=True)
+
+
+def test_files(folder: Path, directory: Path) -> None:
+    assert sorted(it.name for it in folder.iterdir()) == [".lock", "latest", "step-000000007", "step-000000012"]
+    assert (folder / "latest").read_text() == "step-000000012\nstep-000000007\n"
+    assert sorted(it.name for it in directory.iterdir()) == [".metadata", "__0_0.distcp", "zeroshard.json"]
+    assert b"zeroshard" not in (directory / ".metadata").read_bytes()  # no class of ours is in it
+
+
+def test_the_manifest(directory: Path) -> None:
+    found = json.loads((directory / "zeroshard.json").read_text())
+    assert list(found) == ["format", "step", "world_size", "sums", "time", "torch"]
+    assert (found["format"], found["step"], found["world_size"]) == (1, 12, 1)
+    assert found["torch"] == torch.__version__
+    assert isinstance(found["time"], float)
+    sums = {name: zlib.crc32((directory / name).read_bytes()) for name in (".metadata", "__0_0.distcp")}
+    assert found["sums"] == sums
+
+
+ADAM = ("step", "exp_avg", "exp_avg_sq", "master_weights")
+ENTRIES = [
+    *("model.up.weight", "model.norm.weight", "model.norm.bias"),
+    *("model.norm.running_mean", "model.norm.running_var", "model.norm.num_batches_tracked"),
+    *("optim.state.up.weight.momentum_buffer", "optim.state.up.weight.master_weights"),
+    *(f"optim.state.norm.{name}.{key}" for name in ("weight", "bias") for key in ADAM),
+    *("scheduler", "ranks.0"),
+]
+OPTIONS = ("lr", "weight_decay", "optimizer", "initial_lr", "params")
+
+
+def test_the_entries_of_a_checkpoint(directory: Path) -> None:
+    found = entries(directory)
+    assert sorted(key for key in found if not key.startswith("optim.param_groups.")) == sorted(ENTRIES)
+    paths = pickle.loads((directory / ".metadata").read_bytes()).planner_data
+    assert paths["model.up.weight"] == ("model", "up.weight")
+    assert paths["optim.state.up.weight.master_weights"] == ("optim", "state", "up.weight", "master_weights")
+    assert paths["optim.param_groups.1.lr"] == ("optim", "param_groups", 1, "lr")
+    assert paths["scheduler"] == ("scheduler",)
+    assert paths["ranks.0"] == ("ranks", "0")
+    assert {key: it.dtype for key, it in found.items() if key.endswith("master_weights")} == {
+        f"optim.state.{name}.master_weights": torch.float32 for name in ("up.weight", "norm.weight", "norm.bias")
+    }
+    groups = [{key: found[f"optim.param_groups.{number}.{key}"] for key in OPTIONS} for number in (0, 1)]
+    muon = {"lr": 1e-3, "weight_decay": 0.1, "optimizer": "Muon", "initial_lr": 1e-3, "params": ["up.weight"]}
+    assert groups[0] == muon
+    assert groups[1]["optimizer"] == "AdamW"
+    assert groups[1]["params"] == ["norm.weight", "norm.bias"]
+
+
+def test_what_is_packed(directory: Path) -> None:
+    found = entries(directory)
+    assert unpack(found["scheduler"])["gamma"] == 0.5
+    mine = unpack(found["ranks.0"])
+    assert list(mine) == ["random", "extra"]
+    assert mine["extra"] == {"note": 1}
+    assert list(mine["random"]) == ["torch", "python"]
+    assert torch.equal(mine["random"]["torch"], torch.Generator().manual_seed(5).get_state())
+    version, numbers, gauss = random.Random(5).getstate()
+    assert mine["random"]["python"] == [version, numbers, gauss]
+
+
+def test_recorded_checkpoints_have_the_same_names(tmp_path: Path) -> None:
+    """Those of several ranks have a file and an entry for each rank."""
+    shutil.unpack_archive(checkpoint_file("hybrid", "zip"), tmp_path)
+    directory = tmp_path / "step-000000006"
+    files = [".metadata", *(f"__{rank}_0.distcp" for rank in range(4)), "zeroshard.json"]
+    assert sorted(it.name for it in directory.iterdir()) == files
+    ranks = sorted(key for key in entries(directory) if key.startswith("ranks"))
+    assert ranks == ["ranks.0", "ranks.1", "ranks.2", "ranks.3"]
+    found = json.loads((directory / "zeroshard.json").read_text())
+    assert list(found) == ["format", "step", "world_size", "sums", "time", "torch"]
+    assert found["format"] == 1
+
+
+def test_state_dicts(single_rank: None) -> None:
+    """The group key `optimizer`, master weights, names: with rules as without."""
+    model = Net().to(torch.bfloat16)
+    rules = [Rule(matrices(), Muon), Rule(everything_else, AdamW)]
+    sharded = shard(model, rules, config=ZeroConfig(masters=MasterWeights()))
+    torch.autograd.backward(model(torch.ones(2, 3, dtype=torch.bfloat16)).float().square().mean())
+    sharded.step()
+    found = sharded.full_state_dict()
+    assert found is not None
+    assert list(found) == ["state", "param_groups"]
+    assert [sorted(state) for state in found["state"].values()] == [
+        ["master_weights", "momentum_buffer"],
+        ["exp_avg", "exp_avg_sq", "master_weights", "step"],
+        ["exp_avg", "exp_avg_sq", "master_weights", "step"],
+    ]
+    assert [(it["optimizer"], it["params"], it["param_names"]) for it in found["param_groups"]] == [
+        ("Muon", [0], ["up.weight"]),
+        ("AdamW", [1, 2], ["norm.weight", "norm.bias"]),
+    ]
+    zero = ZeroRedundancyOptimizer(Net().parameters(), AdamW)
+    zero.consolidate_state_dict()
+    plain = zero.state_dict()
+    assert list(plain) == ["state", "param_groups"]
+    assert plain["param_groups"][0]["params"] == [0, 1, 2]
+    assert not {"optimizer", "param_names"} & plain["param_groups"][0].keys()
