@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakMethod, ref
 
 import torch
 import torch.distributed as dist
@@ -62,13 +63,16 @@ class Plan(NamedTuple):
 
 
 class Overlap:
-    """An optimizer that DDP drives: first it learns the buckets, then it steps with them."""
+    """An optimizer that DDP drives: first it learns the buckets, then it steps with them.
+
+    The optimizer owns it, and so `repartition`, a method of the optimizer, is referred to weakly.
+    """
 
     def __init__(self, comm: Comm, repartition: Callable[[Partitioner], WholeEngine], groups: list[ParamGroup]) -> None:
-        self._comm, self._repartition, self._groups = comm, repartition, groups
+        self._comm, self._repartition, self._groups = comm, WeakMethod(repartition), groups
         self._index = {id(param): i for i, param in enumerate(_params(groups))}
         self._trainable = [param.requires_grad for param in _params(groups)]
-        self._ddp: DistributedDataParallel | None = None
+        self._ddp: ref[DistributedDataParallel] | None = None
         self.shard_buckets = False
         """A bucket may have several owners."""
         self._seen_passes, self._backward = 0, NO_BACKWARD
@@ -93,20 +97,27 @@ class Overlap:
     @property
     def warmup_passes(self) -> int:
         """Backward passes until DDP's buckets are settled."""
-        return 3 if self._ddp is not None and self._ddp.static_graph else 2
+        ddp = None if self._ddp is None else self._ddp()
+        return 3 if ddp is not None and ddp.static_graph else 2
 
-    def attach(self, ddp: DistributedDataParallel, hook: CommHook, *, shard_buckets: bool, eager: bool) -> CommHook:
-        """A communication hook for `ddp` that reduces by `hook`, then steps.
+    def attach(
+        self, ddp: DistributedDataParallel, hook: CommHook, owner: object, *, shard_buckets: bool, eager: bool
+    ) -> CommHook:
+        """A communication hook for `ddp` that reduces by `hook`, then steps. It keeps `owner`, the optimizer, alive.
 
         `eager`: a bucket is updated when the next one is handed over, and not only after the last one.
         """
         ours = dist.get_process_group_ranks(self._comm.group.process_group)
         if dist.get_process_group_ranks(ddp.process_group) != ours:
             raise ConfigError(f"the optimizer is sharded over ranks {ours}, DDP has others: give both the same group")
-        self._ddp, self.shard_buckets = ddp, shard_buckets
+        # Hazard: DDP's reducer, which is not Python's, holds the hook. A hook that holds DDP would never be freed.
+        self._ddp = found = ref(ddp)
+        self.shard_buckets = shard_buckets
 
         def reduce_and_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             future = hook(state, bucket)
+            ddp = found()
+            assert ddp is not None, "its hook is running"
             arrival = Arrival(bucket.index(), bucket.is_last(), bucket.parameters(), future)
             if self._plan is None:
                 self._learn(ddp, arrival, shard_buckets, eager)
@@ -114,6 +125,7 @@ class Overlap:
                 self._step(ddp, self._plan, arrival, eager)
             return future
 
+        vars(reduce_and_step)["optimizer"] = owner  # which a script need not keep, since the hook makes all steps
         return reduce_and_step
 
     def check_trainable(self) -> None:
@@ -159,7 +171,9 @@ class Overlap:
         if missing:
             raise ConfigError(f"parameters {missing[:8]} of the optimizer are not among those that DDP reduces")
         owners = self._dealt(bucket_of) if shard_buckets else self._in_turns(bucket_of)
-        engine = self._repartition(AssignedOwners(owners, bucket_of))
+        repartition = self._repartition()
+        assert repartition is not None, "the hook keeps the optimizer alive"
+        engine = repartition(AssignedOwners(owners, bucket_of))
         places = {bucket_of[index]: engine.layout.bucket_of(index) for index in bucket_of}
         return Proposal(Plan(engine, places, late), [*facts, f"layout {engine.layout.digest}"])
 

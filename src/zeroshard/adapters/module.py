@@ -121,13 +121,14 @@ class EqualBuffers:
     """
 
     def __init__(self, comm: Comm, model: Module, is_off: Callable[[], bool], accumulates: Callable[[], bool]) -> None:
-        """`is_off`: the pass that is next does not count. `accumulates`: it is inside `no_sync()`."""
-        self._sync, self._is_off, self._accumulates, self._clock = (
-            BufferSync(comm, model),
-            is_off,
-            accumulates,
-            comm.clock,
-        )
+        """`is_off`: the pass that is next does not count. `accumulates`: it is inside `no_sync()`.
+
+        Both are methods of the optimizer, which owns this object.
+        """
+        # Hazard: strong references would be a cycle. Ranks would then free the optimizer, and silence its hooks, at
+        # different times, whenever their garbage collectors run, while others still wait for their messages.
+        self._is_off, self._accumulates = WeakMethod(is_off), WeakMethod(accumulates)
+        self._sync, self._clock = BufferSync(comm, model), comm.clock
         self._line = comm.group.line
         self._is_due = False
         """The next forward pass broadcasts."""
@@ -142,11 +143,12 @@ class EqualBuffers:
         self._is_due = False
 
     def _before_forward(self, _: Module, __: bool) -> None:
-        if self._is_off():
+        is_off, accumulates = self._is_off(), self._accumulates()
+        if is_off is None or accumulates is None or is_off():
             return
         if self._is_due:
             self.sync(Rank(0), "bringing buffers to all; who runs the model alone does so under torch.no_grad()")
-        self._is_due = not self._accumulates()
+        self._is_due = not accumulates()
 
 
 class AveragedOnce:
