@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "params": {"layout", "errors"},
     "rules": {"notices", "layout", "state", "errors"},
     "comm": {"labels", "notices", "policies", "units", "errors"},
-    "state": {"layout", "comm", "units", "errors"},
+    "state": {"notices", "layout", "comm", "units", "errors"},
     "runtime": {"labels", "notices", "layout", "policies", "params", "comm", "state", "units", "errors"},
     "adapters": {"labels", "notices", "layout", "comm", "state", "runtime", "units", "errors"},
     "dividing": {"layout", "config", "runtime", "units", "errors"},

@@ -1,6 +1,5 @@
 """Optimizer state in torch's own format: `{"state": {id: ...}, "param_groups": [...]}`."""
 
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ import torch
 
 from ..errors import CheckpointError, ZeroError
 from ..layout.specs import ParamSpec
+from ..notices import warn_user
 from .dcp import CutTensor, uncut
 from .trees import map_tensors, snapshot
 
@@ -227,10 +227,7 @@ def _places(groups: Sequence[ParamGroup], ids: list[Hashable], specs: Sequence[P
     if names is None or len(mine) != len(specs):
         return by_position
     if set(names) != set(mine):
-        warnings.warn(
-            "the parameter names in the loaded state dict differ from the optimizer's: matching by position",
-            stacklevel=4,
-        )
+        warn_user("the parameter names in the loaded state dict differ from the optimizer's: matching by position")
         return by_position
     places = dict(zip(ids, (mine[name] for name in names), strict=True))
     moved = [key for key in ids if specs[places[key]].group != specs[by_position[key]].group]

@@ -1,0 +1,92 @@
+"""Warnings point at the user's line, however deep inside the package they are raised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from zeroshard import (
+    NonFinite,
+    Offload,
+    Rule,
+    SecondCopy,
+    ZeroConfig,
+    ZeroRedundancyOptimizer,
+    everything_else,
+    matrices,
+    shard,
+)
+
+
+def step_with_nan() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = shard(model, SGD, lr=0.1, config=ZeroConfig(nonfinite=NonFinite("skip")))
+    (model(torch.ones(1, 2)).sum() * torch.nan).backward()
+    optimizer.step()  # here
+
+
+def step_the_plain_one() -> None:
+    """The warning is raised in a hook that torch calls."""
+    model = nn.Linear(2, 2)
+    zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    plain = SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    plain.step()  # here
+    zero.step()
+
+
+def exclude_nothing() -> None:
+    rules = [Rule(matrices(exclude=("head",)), SGD), Rule(everything_else, SGD)]
+    shard(nn.Linear(2, 2), rules)  # here
+
+
+def offload_nothing() -> None:
+    shard(nn.Linear(2, 2), SGD, config=ZeroConfig(offload=Offload()))  # here
+
+
+def copy_to_nobody() -> None:
+    shard(nn.Linear(2, 2), SGD, config=ZeroConfig(second_copy=SecondCopy()))  # here
+
+
+def read_an_old_dict() -> None:
+    model = nn.Linear(2, 2)
+    zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    zero.consolidate_state_dict()
+    model(torch.ones(1, 2)).sum().backward()
+    zero.step()
+    zero.state_dict()  # here
+
+
+def load_other_names() -> None:
+    zero, other = (
+        ZeroRedundancyOptimizer([(name, nn.Parameter(torch.ones(2)))], SGD, lr=0.1) for name in ("one", "two")
+    )
+    saved = other.full_state_dict()
+    assert saved is not None
+    zero.load_state_dict(saved)  # here
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (step_with_nan, "not finite"),
+        (step_the_plain_one, "plain SGD has updated"),
+        (exclude_nothing, "'head'"),
+        (offload_nothing, "Offload"),
+        (copy_to_nobody, "SecondCopy"),
+        (read_an_old_dict, "steps ago"),
+        (load_other_names, "matching by position"),
+    ],
+    ids=lambda it: getattr(it, "__name__", ""),
+)
+def test_a_warning_points_at_the_users_line(single_rank: None, call: Callable[[], None], text: str) -> None:
+    with pytest.warns(Warning, match=text) as caught:
+        call()
+    (warning,) = (it for it in caught if text in str(it.message))
+    assert warning.filename == __file__
+    assert Path(__file__).read_text().splitlines()[warning.lineno - 1].endswith("# here")
