@@ -1,5 +1,6 @@
 """A process ends in order, whatever is still on its way."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -16,8 +17,16 @@ from tests.support.launch import torchrun
 from tests.support.tiers import sampled
 from zeroshard import shard
 
+EXITS = int(os.environ.get("ZEROSHARD_EXITS", "1"))
+"""How many times processes end in each test; more than once on a machine that is kept busy."""
 SCRIPT = """
-import sys
+import atexit, sys, threading
+
+def at_end():
+    print("threads", [it.name for it in threading.enumerate() if it.name.startswith("zeroshard")], flush=True)
+
+atexit.register(at_end)  # runs after what zeroshard registers later
+
 import torch
 import torch.distributed as dist
 import zeroshard
@@ -31,18 +40,27 @@ if dist.get_rank() == 0 or "step" in sys.argv:
     model(torch.ones(4, size)).sum().backward()  # rank 0 alone sends, and receives nothing
 if "step" in sys.argv:
     optimizer.step()
+if "save" in sys.argv:
+    zeroshard.checkpoint.save("saved", step=1, model=model, optimizer=optimizer, async_=True)
 if "leave" in sys.argv:
     dist.destroy_process_group()
 """
+ENDS = [["leave"], [], ["step"], ["step", "leave"], ["step", "copy"], ["step", "save"]]
 
 
-@pytest.mark.timeout(180)
-@sampled("what", [["leave"], [], ["step"], ["step", "leave"], ["step", "copy"]], ids=" ".join)
+@pytest.mark.timeout(180 * EXITS)
+@sampled("what", ENDS, ids=" ".join)
 def test_the_end_of_a_process(tmp_path: Path, what: list[str]) -> None:
-    """With gradients or a copy under way or without, from a group that was left or not."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    torchrun(script, 2, tmp_path, *what)
+    """With gradients, a copy or a save under way or without, from a group that was left or not: no thread is left."""
+    with busy_processes(2 if EXITS > 1 else 0):
+        for number in range(EXITS):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            script = folder / "script.py"
+            script.write_text(SCRIPT)
+            assert torchrun(script, 2, folder, *what).splitlines().count("threads []") == 2
+            if "save" in what:
+                assert [it.name for it in (folder / "saved").glob("step-*")] == ["step-000000001"]
 
 
 UNUSED = """
@@ -118,7 +136,7 @@ def test_gradients_that_no_step_uses_on_a_busy_machine(tmp_path: Path) -> None:
     """How many are sent before another rank has ended depends on the machine."""
     possible = {"threads []", *(f"rank {rank}: {DROPPED.format(count)}" for rank in (0, 1) for count in (1, 2))}
     with busy_processes(2):
-        for _ in range(20):
+        for _ in range(max(20, EXITS)):
             printed = end_with_unused_gradients(tmp_path, "leave")
             assert printed.count("threads []") == 2
             assert possible.issuperset(printed)
