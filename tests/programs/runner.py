@@ -13,7 +13,7 @@ from tests.programs.program import Program
 from tests.programs.script import write_script
 from tests.support import RankContext, RankFailures, RankPool
 
-TIMEOUT_S = 40.0
+TIMEOUT_S = 120.0
 SAME, CLOSE, REFUSED = "same bits", "within tolerance", "refused alike"
 DIFFERENT, ERROR, ONE_RANK, HANG, ABORT = "different", "error", "error on some ranks only", "hang", "abort"
 FAILURES = (DIFFERENT, ERROR, ONE_RANK, HANG, ABORT)
