@@ -9,11 +9,11 @@ from torch import nn
 
 import zeroshard
 from start import join_group  # type: ignore[import-not-found]
-from zeroshard import MasterWeights, Reduce, ZeroConfig
+from zeroshard import ZeroConfig
 
 STEPS = 60
 # Gradients travel in bfloat16 and are added up in float32; parameters are rounded once, after the update.
-MASTERS = ZeroConfig(masters=MasterWeights(torch.float32), reduce=Reduce(dtype=torch.bfloat16))
+MASTERS = ZeroConfig(master_dtype=torch.float32, reduce_dtype=torch.bfloat16)
 
 
 def moved_by(config: ZeroConfig, device: torch.device) -> float:

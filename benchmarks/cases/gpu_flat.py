@@ -10,7 +10,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from zeroshard import MasterWeights, ShardedOptimizer, ZeroConfig, shard
+from zeroshard import ShardedOptimizer, ZeroConfig, shard
 
 from ..harness.models import Shape, make_params
 from ..harness.ranks import fake_group, run_ranks
@@ -216,7 +216,7 @@ def _differing(machine: Machine, config: ZeroConfig) -> int:
 def _unequal_runs(machine: Machine) -> int:
     models = [_model(machine).bfloat16() for _ in range(2)]
     for model in models:
-        optimizer = shard(model, AdamW, lr=1e-3, config=ZeroConfig(masters=MasterWeights()))
+        optimizer = shard(model, AdamW, lr=1e-3, config=ZeroConfig(master_dtype=torch.float32))
         for step in range(5):
             model(_batch(machine, step).bfloat16()).square().mean().backward()
             optimizer.step()

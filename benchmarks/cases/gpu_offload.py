@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import AdamW
 
-from zeroshard import MasterWeights, Offload, ShardedOptimizer, ZeroConfig, shard
+from zeroshard import Offload, ShardedOptimizer, ZeroConfig, shard
 
 from ..harness.ranks import run_ranks
 from ..harness.report import Row
@@ -76,9 +76,9 @@ def _steps(machine: Machine, precision: str, place: str, rounds: int) -> Found:
     for number, param in enumerate(model.parameters()):
         generator = torch.Generator(machine.device).manual_seed(number)
         param.grad = torch.randn(param.shape, generator=generator, device=machine.device).to(dtype)
-    masters = MasterWeights() if dtype == torch.bfloat16 else None
+    masters = torch.float32 if dtype == torch.bfloat16 else None
     optimizer: ShardedOptimizer = shard(
-        model, AdamW, lr=1e-3, config=ZeroConfig(masters=masters, offload=PLACES[place])
+        model, AdamW, lr=1e-3, config=ZeroConfig(master_dtype=masters, offload=PLACES[place])
     )
     optimizer.step()  # makes the state
     memory = _Memory(machine.device)

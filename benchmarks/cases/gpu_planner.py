@@ -12,7 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from zeroshard import KeepFull, KeepShard, MasterWeights, Offload, Plan, Reduce, ZeroConfig, plan, shard
+from zeroshard import Offload, Plan, ZeroConfig, plan, shard
 
 from ..harness.ranks import fake_group, run_ranks
 from ..harness.report import Row, failed_row
@@ -25,10 +25,10 @@ BAR = 0.03
 BAR_LARGE = 0.05
 """A plan allows for two buckets under way, and messages that arrive at once leave one there: where that is much."""
 WORLDS = (1, 8, 64)
-PRECISIONS: dict[str, tuple[torch.dtype, MasterWeights | None]] = {
+PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "float32": (torch.float32, None),
     "bfloat16": (torch.bfloat16, None),
-    "bfloat16 with masters": (torch.bfloat16, MasterWeights()),
+    "bfloat16 with masters": (torch.bfloat16, torch.float32),
 }
 
 
@@ -52,10 +52,10 @@ class Case(NamedTuple):
     @property
     def config(self) -> ZeroConfig:
         return ZeroConfig(
-            retention=KeepFull() if self.method == "zeroshard 1" else KeepShard(),
-            masters=PRECISIONS[self.precision][1],
+            stage=1 if self.method == "zeroshard 1" else 2,
+            master_dtype=PRECISIONS[self.precision][1],
             offload=Offload() if self.special == "Offload()" else None,
-            reduce=Reduce(dtype=torch.bfloat16) if self.special == "Reduce(bfloat16)" else Reduce(),
+            reduce_dtype=torch.bfloat16 if self.special == "reduce_dtype=bfloat16" else None,
         )
 
     @property
@@ -72,7 +72,7 @@ ROWS = f"in rows of {ROW}"
 SPECIAL = {
     ROWS: ("float32", "bfloat16", "bfloat16 with masters"),
     "Offload()": ("float32", "bfloat16 with masters"),
-    "Reduce(bfloat16)": ("float32",),
+    "reduce_dtype=bfloat16": ("float32",),
     "embeddings that are padded": ("float32", "bfloat16", "bfloat16 with masters"),
 }
 """What is tried beside the rest, and with what precision: on rank 0 of 8, and of 64 in rows."""

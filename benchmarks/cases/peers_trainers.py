@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -128,9 +128,11 @@ def dropin(model: nn.Module, _: Workload, recipe: Recipe, *, flat: bool = False)
     return _trainer(wrapped, optimizer)
 
 
-def flat(model: nn.Module, _: Workload, recipe: Recipe, *, keep: str, overlap_gather: bool = False) -> Trainer:
+def flat(
+    model: nn.Module, _: Workload, recipe: Recipe, *, stage: Literal[1, 2], overlap_gather: bool = False
+) -> Trainer:
     zeroshard = _zeroshard()
-    config = zeroshard.ZeroConfig(retention=getattr(zeroshard, keep)(), overlap_gather=overlap_gather)
+    config = zeroshard.ZeroConfig(stage=stage, overlap_gather=overlap_gather)
     optimizer = zeroshard.shard(model, recipe.make, config=config, **recipe.options)
     return replace(_trainer(model, optimizer), finish=optimizer.wait)
 
@@ -189,11 +191,9 @@ CONTESTANTS: dict[str, Contestant] = {
     "FSDP2": Contestant(fsdp2),
     "zeroshard drop-in": Contestant(dropin, _zeroshard),
     "zeroshard drop-in, flat": Contestant(partial(dropin, flat=True), partial(_zeroshard, "ZeroConfig", "FlatShards")),
-    "zeroshard ZeRO-1": Contestant(partial(flat, keep="KeepFull"), partial(_zeroshard, "shard", "KeepFull")),
-    "zeroshard ZeRO-2": Contestant(partial(flat, keep="KeepShard"), partial(_zeroshard, "shard", "KeepShard")),
-    "zeroshard ZeRO-2, overlap": Contestant(
-        partial(flat, keep="KeepShard", overlap_gather=True), partial(_zeroshard, "shard", "KeepShard")
-    ),
+    "zeroshard ZeRO-1": Contestant(partial(flat, stage=1), partial(_zeroshard, "shard")),
+    "zeroshard ZeRO-2": Contestant(partial(flat, stage=2), partial(_zeroshard, "shard")),
+    "zeroshard ZeRO-2, overlap": Contestant(partial(flat, stage=2, overlap_gather=True), partial(_zeroshard, "shard")),
 }
 FLAT = ("zeroshard ZeRO-1", "zeroshard ZeRO-2", "zeroshard ZeRO-2, overlap")
 PEERS = tuple(name for name in CONTESTANTS if not name.startswith("zeroshard"))

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from zeroshard import MasterWeights, ZeroConfig, plan
+from zeroshard import ZeroConfig, plan
 from zeroshard.cli.app import main
 from zeroshard.cli.plan_table import show_plan
 from zeroshard.planning.sources import model_shape
@@ -25,7 +25,7 @@ COMMAND = "plan llama-3-8b --precision bf16+fp32 --ranks 4,64 --memory 80GB --ac
 def draw_table(folder: Path) -> None:
     console = Console(record=True, width=160, file=io.StringIO())
     model = model_shape("llama-3-8b").cast(torch.bfloat16)
-    config = ZeroConfig(masters=MasterWeights())
+    config = ZeroConfig(master_dtype=torch.float32)
     show_plan(plan(model, torch.optim.AdamW, ranks=(4, 64), config=config, memory=80e9, activations=10e9), console)
     drawn = folder / "table.html"
     svg = console.export_svg(title=f"zeroshard {COMMAND}")

@@ -22,7 +22,7 @@ from .objects import broadcast_object as broadcast_object  # not in `__all__`: t
 from .optimizer import ZeroRedundancyOptimizer
 from .planning.plan import Plan, plan
 from .planning.usage import Network
-from .policies import Drift, KeepFull, KeepShard, MasterWeights, NonFinite, Offload, Reduce, SecondCopy
+from .policies import Drift, NonFinite, Offload, SecondCopy
 from .recovery import restore
 from .replacing import replace_torch
 from .reporting.report import Report
@@ -45,10 +45,7 @@ __all__ = [
     "DriftError",
     "FlatShards",
     "GradScaler",
-    "KeepFull",
-    "KeepShard",
     "LayoutError",
-    "MasterWeights",
     "Network",
     "NonFinite",
     "NonFiniteError",
@@ -57,7 +54,6 @@ __all__ = [
     "RankFailedError",
     "RankLostError",
     "RankMismatchError",
-    "Reduce",
     "Report",
     "Rule",
     "SecondCopy",

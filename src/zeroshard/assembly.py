@@ -16,7 +16,6 @@ from .layout.layout import Layout
 from .layout.specs import ParamSpec, read_specs
 from .notices import warn_user
 from .params import check_specs
-from .policies import Reduce
 from .runtime.flat import FlatEngine, Share
 from .runtime.inner import ParamGroup
 from .runtime.looks import Looks
@@ -135,21 +134,29 @@ class Assembly:
             raise ConfigError("overlap_with_ddp=True deals out whole parameters: with FlatShards() use ddp_hook()")
         if self.overlap and self.config.second_copy is not None:
             raise ConfigError("SecondCopy(...) needs step() to be called, and with overlap_with_ddp=True a hook steps")
-        for name, policy in (("MasterWeights", self.config.masters), ("Offload", self.config.offload)):
-            if policy is not None and not self.division.flat:
-                raise ConfigError(f"{name}(...) needs partition=FlatShards()")
+        for name in ("master_dtype", "offload"):
+            if getattr(self.config, name) is not None and not self.division.flat:
+                raise ConfigError(f"ZeroConfig({name}=...) needs partition=FlatShards()")
         looking = {"Drift": self.config.drift, "NonFinite": self.config.nonfinite}
         for name in (name for name, it in looking.items() if it is not None and self.overlap):
             raise ConfigError(f"{name}(...) cannot be used with overlap_with_ddp=True: DDP's hook makes the steps")
         self._refuse_what_would_be_ignored()
 
     def _refuse_what_would_be_ignored(self) -> None:
+        if self.config.stage == 2 and not self.reduces:
+            raise ConfigError(
+                "ZeroRedundancyOptimizer is ZeRO-1: DDP keeps whole gradients, so ZeroConfig(stage=2) has no effect. "
+                "Use zeroshard.shard(model, ...) for ZeRO-2."
+            )
         if self.config.overlap_gather and not self.reduces:
             raise ConfigError("overlap_gather=True needs to see the model: use zeroshard.shard(model, ...)")
         if not self.config.sync_buffers and not self.reduces:
             raise ConfigError("sync_buffers=False is for zeroshard.shard; DDP has broadcast_buffers=False")
-        if self.config.reduce != Reduce() and not self.division.flat:
-            raise ConfigError("Reduce(...) needs partition=FlatShards() and ddp_hook(): else DDP reduces gradients")
+        for name in ("reduce_dtype", "deterministic_reduce"):
+            if getattr(self.config, name) and not self.division.flat:
+                raise ConfigError(
+                    f"ZeroConfig({name}=...) needs partition=FlatShards() and ddp_hook(): by default DDP reduces"
+                )
 
     def facts(self, layout: Layout, groups: Sequence[ParamGroup]) -> list[str]:
         """What must be equal on all ranks, most telling first, each in a line of its own."""
@@ -175,7 +182,9 @@ class Assembly:
     def _engine(self) -> Engine:
         if self.division.flat:
             shares = [Share(kind, self.division.is_cut(number)) for number, kind in enumerate(self.kinds)]
-            return FlatEngine(self.comm, shares, self.config.masters, self.config.offload if self._offloads else None)
+            return FlatEngine(
+                self.comm, shares, self.config._master_policy, self.config.offload if self._offloads else None
+            )
         store = FlatStore(by_owner=True) if self.bucket_view and not self.overlap else LooseStore()
         return WholeEngine(self.comm, self.kinds[0], store)
 

@@ -1,23 +1,69 @@
 """Options beyond torch's signature, in one frozen object."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from functools import wraps
 from inspect import Parameter, signature
+from typing import Any, Literal, TypeVar
+
+import torch
 
 from .errors import ConfigError
 from .layout.partition import FlatShards, Partitioner, WholeParams
-from .policies import Drift, KeepFull, KeepShard, MasterWeights, NonFinite, Offload, Reduce, Retention, SecondCopy
+from .policies import (
+    Drift,
+    MasterWeights,
+    NonFinite,
+    Offload,
+    Reduce,
+    SecondCopy,
+    ZeroStage,
+    ZeroStage1,
+    ZeroStage2,
+)
+
+_REDUCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+Config = TypeVar("Config")
 
 
+def _suggest_options(cls: type[Config]) -> type[Config]:
+    """Make an unknown option raise `TypeError` with the closest valid name."""
+    plain, known = cls.__init__, [it.name for it in fields(cls)]  # type: ignore[arg-type]
+
+    @wraps(plain)
+    def checked(self: Config, *args: Any, **options: Any) -> None:
+        for name in options:
+            if name not in known:
+                close = get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"its options are {', '.join(known)}"
+                raise TypeError(f"{cls.__name__}() has no option {name!r}; {hint}")
+        plain(self, *args, **options)
+
+    cls.__init__ = checked  # type: ignore[assignment]
+    return cls
+
+
+@_suggest_options
 @dataclass(frozen=True)
 class ZeroConfig:
     """How to shard.
 
+    stage: 1 shards optimizer state (ZeRO-1), 2 also gradients (ZeRO-2). By default `shard` uses 2 and
+        `ZeroRedundancyOptimizer` 1, the only stage that works under DDP. With stage 2 a gradient is freed when its
+        bucket is sent, and `param.grad` is a placeholder that raises when it is used. With stage 1 `param.grad` stays
+        and holds the sum of this rank's own backward passes, not the average.
     partition: who owns what. By default `ZeroRedundancyOptimizer` takes `WholeParams()`, as torch's class does, and
         `shard` takes `FlatShards()` where the optimizer can be cut.
-    retention: what is kept of gradients once they are reduced: `KeepShard()` (ZeRO-2) or `KeepFull()` (ZeRO-1).
-    reduce: how gradients are averaged.
-    masters: update parameters of less precision in this one, and round once.
+    reduce_dtype: the dtype in which gradients are sent; sums are made in float32 at least. By default the dtype of the
+        parameter. Partial sums that are reduced across replicas keep the precision in which they were made.
+    deterministic_reduce: always add gradients in rank order, so that results do not depend on timing or on the
+        backend's algorithms. CPU tensors are added in rank order in any case. With NCCL it costs the memory of another
+        bucket. Backends that can only reduce whole buckets (gloo with CUDA tensors), and NCCL for whole parameters, add
+        in their own order, which is always the same.
+    master_dtype: keep master weights of this dtype, sharded across ranks, for parameters of lower precision: they are
+        updated in it and rounded once.
     offload: where state and master weights rest between steps, if not on the GPU.
     drift: every so many steps, look whether all ranks have the same parameters.
     nonfinite: what becomes of a step whose gradients are not all finite; by default nobody looks.
@@ -27,13 +73,14 @@ class ZeroConfig:
         passes with gradients that follow each other without a step.
     mixed_dtypes: allow parameters of several dtypes in one `ZeroRedundancyOptimizer`; `shard` always does.
 
-    `retention`, `overlap_gather` and `sync_buffers` are for `shard`, which sees the model.
+    `stage=2`, `overlap_gather` and `sync_buffers` are for `shard`, which sees the model.
     """
 
+    stage: Literal[1, 2] | None = None
     partition: Partitioner | None = None
-    retention: Retention = field(default_factory=KeepShard)
-    reduce: Reduce = field(default_factory=Reduce)
-    masters: MasterWeights | None = None
+    reduce_dtype: torch.dtype | None = None
+    deterministic_reduce: bool = False
+    master_dtype: torch.dtype | None = None
     offload: Offload | None = None
     drift: Drift | None = None
     nonfinite: NonFinite | None = None
@@ -43,22 +90,48 @@ class ZeroConfig:
     mixed_dtypes: bool = False
 
     def __post_init__(self) -> None:
+        self._check_stage()
         partition = self.partition
         if partition is not None and (isinstance(partition, type) or not callable(getattr(partition, "extend", None))):
             raise ConfigError(f"ZeroConfig(partition=...) takes a partitioner such as FlatShards(), not {partition!r}")
-        self._require("retention", (KeepShard, KeepFull), "KeepShard() or KeepFull()")
-        self._require("reduce", (Reduce,), "a Reduce(...)")
-        self._require("masters", (MasterWeights, type(None)), "MasterWeights(...) or None")
+        self._check_dtypes()
         self._require("offload", (Offload, type(None)), "Offload(...) or None")
         self._require("drift", (Drift, type(None)), "Drift(...) or None")
         self._require("nonfinite", (NonFinite, type(None)), "NonFinite(...) or None")
         self._require("second_copy", (SecondCopy, type(None)), "SecondCopy(...) or None")
-        for name in ("overlap_gather", "sync_buffers", "mixed_dtypes"):
+        for name in ("deterministic_reduce", "overlap_gather", "sync_buffers", "mixed_dtypes"):
             self._require(name, (bool,), "True or False")
+
+    @property
+    def _stage_policy(self) -> ZeroStage:
+        return ZeroStage1() if self.stage == 1 else ZeroStage2()
+
+    @property
+    def _reduce_policy(self) -> Reduce:
+        return Reduce(self.reduce_dtype, self.deterministic_reduce)
+
+    @property
+    def _master_policy(self) -> MasterWeights | None:
+        return None if self.master_dtype is None else MasterWeights(self.master_dtype)
 
     def describe(self) -> tuple[str, ...]:
         """A line for each option, equal on ranks where it is; a plain object's repr would hold its address."""
         return tuple(f"ZeroConfig({it.name}={_describe(getattr(self, it.name))})" for it in fields(self))
+
+    def _check_stage(self) -> None:
+        if self.stage is None or (type(self.stage) is int and self.stage in (1, 2)):
+            return
+        fsdp = ". ZeRO-3 also shards parameters: use torch's fully_shard (FSDP2)" if _is_three(self.stage) else ""
+        raise ConfigError(f"ZeroConfig(stage=...) takes 1, 2 or None, not {self.stage!r}{fsdp}")
+
+    def _check_dtypes(self) -> None:
+        wire, master = self.reduce_dtype, self.master_dtype
+        if wire is not None and not (isinstance(wire, torch.dtype) and wire in _REDUCE_DTYPES):
+            raise ConfigError(
+                f"ZeroConfig(reduce_dtype=...) takes a floating-point dtype of 16 bits or more, not {wire!r}"
+            )
+        if master is not None and not (isinstance(master, torch.dtype) and master.is_floating_point):
+            raise ConfigError(f"ZeroConfig(master_dtype=...) takes a floating-point dtype, not {master!r}")
 
     def _require(self, name: str, types: tuple[type, ...], wanted: str) -> None:
         value = getattr(self, name)
@@ -66,25 +139,21 @@ class ZeroConfig:
             raise ConfigError(f"ZeroConfig({name}=...) takes {wanted}, not {value!r}")
 
 
-_POLICIES = (
-    *(FlatShards, WholeParams, KeepShard, KeepFull, Reduce),
-    *(MasterWeights, Offload, Drift, NonFinite, SecondCopy),
-)
+_POLICIES = (FlatShards, WholeParams, Offload, Drift, NonFinite, SecondCopy)
 
 _OURS = {it.name for it in fields(ZeroConfig)}
 
 
 def refuse_policies(factory: Callable[..., object], options: Mapping[str, object]) -> None:
-    """Options of an optimizer class among which one of ours has got, or one of another library."""
+    """Raise if an option of ours is among those of an optimizer class."""
     for name, value in options.items():
         if isinstance(value, (ZeroConfig, *_POLICIES)) or (name in _OURS and not _takes(factory, name)):
             right = "config=..." if isinstance(value, ZeroConfig) else f"config=ZeroConfig({name}=...)"
-            raise ConfigError(f"{name}={value!r} is no option of an optimizer class: give {right} to the sharded one")
-        if name == "stage" and not _takes(factory, name):
-            raise ConfigError(
-                f"stage={value!r} is no option of an optimizer class: zeroshard.shard is ZeRO-2, and ZeRO-1 with "
-                "config=ZeroConfig(retention=KeepFull())"
-            )
+            raise ConfigError(f"{name}={value!r} is not an option of an optimizer class: pass {right} instead")
+
+
+def _is_three(stage: object) -> bool:
+    return type(stage) is int and stage == 3
 
 
 def _takes(factory: Callable[..., object], name: str) -> bool:
@@ -96,5 +165,6 @@ def _takes(factory: Callable[..., object], name: str) -> bool:
 
 
 def _describe(value: object) -> str:
-    plain = value is None or isinstance(value, bool) or (is_dataclass(value) and not isinstance(value, type))
+    plain = value is None or isinstance(value, (bool, int, torch.dtype))
+    plain = plain or (is_dataclass(value) and not isinstance(value, type))
     return repr(value) if plain else type(value).__qualname__

@@ -46,7 +46,7 @@ class Label(Enum):
     INNER_STEP = "inner step", "the step of the class that was given, on what this rank owns"
     FETCH = "fetch state", "state of a bucket starts coming from host memory, for `Offload()`"
     STOW = "stow state", "it starts going back"
-    ROUND = "round master weights", "into the parameters, for `MasterWeights(...)`"
+    ROUND = "round master weights", "into the parameters, with `master_dtype`"
     SEND_PARAMS = "send parameters", "messages with updated parameters start"
     WAIT_PARAMS = "wait for parameters", "those of the others arrive"
     GATE = "pass a gate", "a forward pass, or whoever looks at parameters, waits for those of a module"

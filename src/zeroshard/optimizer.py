@@ -2,7 +2,8 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from .layout.specs import read_specs
 from .modes import Modes
 from .notices import warn_user
 from .params import GivenParams, read_groups, read_params
-from .policies import KeepFull
+from .policies import ZeroStage1
 from .reporting.announcing import announce
 from .reporting.counting import report_of
 from .reporting.report import Report
@@ -75,6 +76,7 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
 
     # GradScaler then calls `step` on every rank, also where this rank's gradients are not finite.
     _step_supports_amp_scaling = True
+    _default_stage: Literal[1, 2] = 1
 
     def __init__(
         self,
@@ -309,14 +311,14 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         """A communication hook for DDP that brings gradients to their owners only; `step()` then does as usual.
 
         For `config=ZeroConfig(partition=FlatShards())`. `param.grad` holds this rank's own gradients afterwards, as
-        with `KeepFull`: clip with `clip_grad_norm_` of this optimizer. `step()` raises if they were changed there after
+        with `stage=1`: clip with `clip_grad_norm_` of this optimizer. `step()` raises if they were changed there after
         they had been reduced. Called on all ranks, in the same order as other optimizers' hooks.
         """
         if not isinstance(self.engine, FlatEngine):
             raise ConfigError("ddp_hook() brings slices of gradients to their owners: it needs partition=FlatShards()")
         sync = self.engine.grads
         if not isinstance(sync, GradSync):
-            sync = GradSync(self._comm, KeepFull(), self._config.reduce, self._config.masters)
+            sync = GradSync(self._comm, ZeroStage1(), self._config._reduce_policy, self._config._master_policy)
             self.engine.reduce_by(sync)
         self._hook_accumulation(sync)
         return hand_over(sync, self.engine.params)
@@ -390,6 +392,8 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         """Read what the user gave and build this rank's engine of it."""
         if not isinstance(self._config, ZeroConfig):
             raise TypeError(f"config must be a ZeroConfig, not {type(self._config).__name__}")
+        if self._config.stage is None:
+            self._config = replace(self._config, stage=self._default_stage)
         given = self._read(params)
         Optimizer.__init__(self, given.groups, {})
         self._assembly = self._assembly_of(self._kinds(optimizer_class, defaults, given, overlap=overlap), overlap)

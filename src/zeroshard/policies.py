@@ -1,4 +1,4 @@
-"""How gradients travel and what is kept: frozen objects that check themselves."""
+"""What the options of `ZeroConfig` stand for: frozen objects that check themselves."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -9,53 +9,45 @@ from .errors import ConfigError
 
 
 @dataclass(frozen=True)
-class KeepShard:
-    """ZeRO-2: a gradient is freed as soon as it is on its way to its owners, who keep their slice of the average.
+class ZeroStage1:
+    """ZeRO-1: `param.grad` stays and holds the sum of this rank's own backward passes, not the average.
 
-    Further backward passes add to that slice: every pass travels, and gradients never take more than 1/N. Inside
-    `no_sync()` they add up in `param.grad` instead: nothing travels, and they take their full size.
-    """
-
-    frees: ClassVar[bool] = True
-
-
-@dataclass(frozen=True)
-class KeepFull:
-    """ZeRO-1: `param.grad` stays, and holds what this rank's own backward passes have added up: not the average.
-
-    Gradients that were reduced must not be changed there: the step raises on all ranks. To edit gradients, accumulate
-    them inside `no_sync()` and edit them before the step.
+    Reduced gradients must not be changed there: the step raises on all ranks. To edit gradients, accumulate them inside
+    `no_sync()` and edit them before the step.
     """
 
     frees: ClassVar[bool] = False
 
 
-Retention = KeepShard | KeepFull
+@dataclass(frozen=True)
+class ZeroStage2:
+    """ZeRO-2: a gradient is freed when its bucket is sent, and each owner keeps its shard of the average.
+
+    Further backward passes add to that shard: every pass is reduced, and gradients never take more than 1/N. Inside
+    `no_sync()` they accumulate in `param.grad` at full size, and nothing is sent.
+    """
+
+    frees: ClassVar[bool] = True
+
+
+ZeroStage = ZeroStage1 | ZeroStage2
 
 
 @dataclass(frozen=True)
 class Reduce:
-    """How gradients of all ranks become their average.
+    """How the gradients of all ranks become their average: `reduce_dtype` and `deterministic_reduce` of `ZeroConfig`.
 
-    dtype: what travels, and is rounded to for that; sums are made in float32 at least. By default that of the
-        parameter, whatever its `grad_dtype`. Sums that meet those of replicas travel as they were made.
-    fixed_order: always add in the order of ranks, so that results do not depend on timing or on the backend's
-        algorithms. On CPU tensors this is so in any case; with NCCL it costs the memory of another bucket. Backends
-        that can only reduce whole buckets (gloo with CUDA tensors), and NCCL for whole parameters, add in an order of
-        their own, always the same.
+    dtype: gradients are rounded to it and sent in it; sums are made in float32 at least. By default the dtype of the
+        parameter, whatever its `grad_dtype`. Partial sums that are reduced across replicas keep the precision in which
+        they were made.
+    fixed_order: always add in rank order.
     """
 
     dtype: torch.dtype | None = None
     fixed_order: bool = False
 
-    def __post_init__(self) -> None:
-        if self.dtype not in (None, torch.bfloat16, torch.float16, torch.float32, torch.float64):
-            raise ConfigError(f"Reduce(dtype=...) takes a floating-point dtype of 16 bits or more, not {self.dtype!r}")
-        if not isinstance(self.fixed_order, bool):
-            raise ConfigError(f"Reduce(fixed_order=...) takes True or False, not {self.fixed_order!r}")
-
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What gradients of this dtype travel as. Complex ones, and those that are small already, stay as they are."""
+        """The dtype in which gradients of `dtype` are sent. Complex and small ones are sent as they are."""
         if self.dtype is None or not dtype.is_floating_point or dtype.itemsize <= self.dtype.itemsize:
             return dtype
         return self.dtype
@@ -63,13 +55,9 @@ class Reduce:
 
 @dataclass(frozen=True)
 class MasterWeights:
-    """Parameters of less precision are updated in `dtype`, of which every rank keeps its 1/N, and rounded once."""
+    """Parameters of lower precision are updated in `dtype`, sharded across ranks, and rounded once."""
 
     dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        if not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
-            raise ConfigError(f"MasterWeights(...) takes a floating-point dtype, not {self.dtype!r}")
 
     def covers(self, dtype: torch.dtype) -> bool:
         return dtype.is_floating_point and dtype.itemsize < self.dtype.itemsize

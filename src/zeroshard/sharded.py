@@ -77,8 +77,8 @@ def shard(
 class ShardedOptimizer(ZeroRedundancyOptimizer):
     """What `shard` returns. Gradients come from autograd's hooks and are on their way to their owners at once.
 
-    After a backward pass with `KeepShard()` `param.grad` is a placeholder that raises when it is used; with
-    `KeepFull()` it is what this rank's own passes have added up. Use `clip_grad_norm_` of this optimizer, and
+    After a backward pass with `stage=2`, the default, `param.grad` is a placeholder that raises when it is used. With
+    `stage=1` it is the sum of this rank's own passes. Use `clip_grad_norm_` of this optimizer, and
     `zeroshard.GradScaler`.
 
     Where rows of ranks hold the same, `rank`, `world_size` and `process_group` are those of this rank's row, as in
@@ -86,6 +86,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
     """
 
     engine: FlatEngine
+    _default_stage = 2
 
     def __init__(
         self,
@@ -102,7 +103,9 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         self._rules = list(optimizer_class) if _are_rules(optimizer_class) else []
         super().__init__(params, optimizer_class, process_group, config=config, **defaults)
         self.engine.waits = not self._config.overlap_gather
-        self._grad_sync = GradSync(self._comm, self._config.retention, self._config.reduce, self._config.masters)
+        self._grad_sync = GradSync(
+            self._comm, self._config._stage_policy, self._config._reduce_policy, self._config._master_policy
+        )
         self.engine.reduce_by(self._grad_sync)
         self.engine.broadcast(Rank(0))
         self._looks_for_strays = not self._comm.is_alone
@@ -128,7 +131,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
     def no_sync(self) -> Iterator[None]:
         """Inside no gradients are sent: backward passes add up gradients in `param.grad`, in full size.
 
-        The next pass outside, or the next step, sends the sum. Without it every pass travels, and under `KeepShard()`
+        The next pass outside, or the next step, sends the sum. Without it every pass is reduced, and with `stage=2`
         gradients never take more than 1/N.
 
         Buffers follow DDP: all passes up to the next one outside use those that the first of them has got. So after a

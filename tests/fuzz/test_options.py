@@ -21,10 +21,8 @@ from tests.support.tiers import sampled
 from zeroshard import (
     Drift,
     FlatShards,
-    MasterWeights,
     NonFinite,
     Offload,
-    Reduce,
     Rule,
     SecondCopy,
     WholeParams,
@@ -68,8 +66,6 @@ def test_configs(value: Any, name: str) -> None:
 
 @given(values, values, values)
 def test_policies(one: Any, two: Any, three: Any) -> None:
-    check(lambda: Reduce(one, two))
-    check(lambda: MasterWeights(one))
     check(lambda: Drift(one))
     check(lambda: NonFinite(one, two))
     check(lambda: SecondCopy(one, two))

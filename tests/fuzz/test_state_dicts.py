@@ -15,7 +15,7 @@ from tests.support.fuzzing import TENSORS, Stranger, mutated, rounds
 from tests.support.monitoring import watched
 from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
-from zeroshard import CheckpointError, MasterWeights, ZeroConfig, ZeroError, ZeroRedundancyOptimizer, shard
+from zeroshard import CheckpointError, ZeroConfig, ZeroError, ZeroRedundancyOptimizer, shard
 from zeroshard.layout.partition import FlatShards
 from zeroshard.state.trees import map_tensors
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def with_masters(model: torch.nn.Module, group: Any = None) -> ZeroRedundancyOptimizer:
-    config = ZeroConfig(partition=FlatShards(bucket_bytes=160), masters=MasterWeights(torch.float64))
+    config = ZeroConfig(partition=FlatShards(bucket_bytes=160), master_dtype=torch.float64)
     return shard(model, torch.optim.AdamW, process_group=group, config=config, lr=0.05, weight_decay=0.1)
 
 

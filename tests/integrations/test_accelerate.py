@@ -18,7 +18,7 @@ from tests.integrations.closeness import assert_same
 from tests.support import RankContext, RankPool, ranks
 from tests.support.monitoring import recorded
 from tests.support.tiers import sampled
-from zeroshard import CheckpointError, ConfigError, FlatShards, KeepFull, ShardedOptimizer, ZeroConfig, shard
+from zeroshard import CheckpointError, ConfigError, FlatShards, ShardedOptimizer, ZeroConfig, shard
 from zeroshard.integrations.accelerate import Accelerator
 
 CASES: dict[str, dict[str, Any]] = {
@@ -266,7 +266,7 @@ def test_state_hooks_and_options_of_the_plain_optimizer_are_taken_over(context: 
     with accelerated(context):
         model, chosen, seen = (
             nn.Linear(3, 3),
-            accelerator(Accelerator, zero_config=ZeroConfig(retention=KeepFull())),
+            accelerator(Accelerator, zero_config=ZeroConfig(stage=1)),
             [],
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)

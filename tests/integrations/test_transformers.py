@@ -17,7 +17,7 @@ from tests.integrations.transformers_runs import LENGTH, Rows, arguments, gpt, t
 from tests.support import RankContext, RankPool, ranks
 from tests.support.monitoring import recorded
 from tests.support.tiers import sampled
-from zeroshard import CheckpointError, ConfigError, FlatShards, MasterWeights, ShardedOptimizer, ZeroConfig, shard
+from zeroshard import CheckpointError, ConfigError, FlatShards, ShardedOptimizer, ZeroConfig, shard
 from zeroshard.integrations.transformers import Trainer
 
 CASES: dict[str, dict[str, Any]] = {
@@ -134,7 +134,7 @@ def without_noise(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values.items() if not name.endswith("c_attn.bias")}
 
 
-@sampled("config", [None, ZeroConfig(masters=MasterWeights(torch.float32))], ids=["", "masters"])
+@sampled("config", [None, ZeroConfig(master_dtype=torch.float32)], ids=["", "masters"])
 @pytest.mark.filterwarnings("ignore:.* was saved by .* ranks")
 def test_who_is_stopped_goes_on_at_another_number_of_ranks(rank_pool: RankPool, tmp_path: Path, config: Any) -> None:
     def run(size: int, name: str, steps: int, plain: bool = False, resume: Any = None) -> list[Any]:

@@ -271,11 +271,11 @@ def _write_config(program: Program) -> str:
     if mode.whole_params:
         given.append("partition=zeroshard.WholeParams()")
     if mode.kind == "shard" and mode.stage == 1:
-        given.append("retention=zeroshard.KeepFull()")
+        given.append("stage=1")
     if mode.wire:
-        given.append(f"reduce=zeroshard.Reduce(dtype=torch.{mode.wire})")
+        given.append(f"reduce_dtype=torch.{mode.wire}")
     if mode.masters:
-        given.append("masters=zeroshard.MasterWeights(torch.float32)")
+        given.append("master_dtype=torch.float32")
     if mode.offload:
         given.append("offload=zeroshard.Offload()")
     if mode.skip_nonfinite:

@@ -17,7 +17,6 @@ from tests.support.oracles import TINY, ZERO2, ShardTwins, assert_same, mlp, set
 from tests.support.tiers import sampled
 from zeroshard import (
     BindingError,
-    MasterWeights,
     Offload,
     RankFailedError,
     Rule,
@@ -84,7 +83,7 @@ def test_gradients_that_are_missing_now_and_then(ctx: RankContext) -> None:
 @sampled("partition", [TINY, WholeParams()], ids=["flat", "whole"])
 @ranks(1, 2, 3, 4)
 def test_master_weights_and_what_is_saved_of_them(ctx: RankContext, partition: Any) -> None:
-    model, config = half_mlp(), ZeroConfig(partition=partition, masters=MasterWeights())
+    model, config = half_mlp(), ZeroConfig(partition=partition, master_dtype=torch.float32)
     zero, oracle = shard(model, Assigning, config=config, **MOMENTUM), Oracle(model, Assigning, MOMENTUM)
     for step in range(3):
         loss = loss_at(step)
@@ -99,14 +98,16 @@ def test_master_weights_and_what_is_saved_of_them(ctx: RankContext, partition: A
         torch.testing.assert_close(found, [master.detach() for master in oracle.masters])
 
 
-@sampled("masters", [None, MasterWeights()], ids=["plain", "masters"])
+@sampled("masters", [None, torch.float32], ids=["plain", "masters"])
 @ranks(1, 2)
-def test_offloaded(ctx: RankContext, masters: MasterWeights | None) -> None:
+def test_offloaded(ctx: RankContext, masters: torch.dtype | None) -> None:
     with everything_is_far("cpu"):
         runs = []
         for offload in (None, Offload()):
             model = half_mlp()
-            zero = shard(model, Assigning, config=ZeroConfig(TINY, masters=masters, offload=offload), **MOMENTUM)
+            zero = shard(
+                model, Assigning, config=ZeroConfig(partition=TINY, master_dtype=masters, offload=offload), **MOMENTUM
+            )
             for step in range(3):
                 torch.autograd.backward(loss_at(step)(model))
                 zero.step()

@@ -20,7 +20,7 @@ from tests.support.checkpoints import ADAMW, WAYS, Way, assert_same_state, by_na
 from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
 from tests.support.tools import convert
-from zeroshard import MasterWeights, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
+from zeroshard import ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
 from zeroshard.checkpoint.archive import Archive
 
 every_way = sampled("way", WAYS)
@@ -235,8 +235,7 @@ def test_masters_come_back(ctx: RankContext, tmp_path: Path) -> None:
 
     def made(seed: int, dtype: torch.dtype | None) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
         model = net(seed).bfloat16()
-        masters = None if dtype is None else MasterWeights(dtype)
-        return model, shard(model, torch.optim.AdamW, config=ZeroConfig(masters=masters), **ADAMW)
+        return model, shard(model, torch.optim.AdamW, config=ZeroConfig(master_dtype=dtype), **ADAMW)
 
     model, optimizer = made(0, torch.float32)
     for _ in range(3):

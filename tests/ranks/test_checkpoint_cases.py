@@ -32,7 +32,6 @@ from tests.support.tiers import sampled
 from zeroshard import (
     CheckpointError,
     ConfigError,
-    MasterWeights,
     RankMismatchError,
     ZeroConfig,
     ZeroRedundancyOptimizer,
@@ -99,7 +98,7 @@ def test_ranks_of_a_subgroup_save_and_load_by_themselves(ctx: RankContext, tmp_p
 def bf16(seed: int, kind: Any, *, rows: int = 8, **options: Any) -> tuple[nn.Embedding, ZeroRedundancyOptimizer]:
     torch.manual_seed(seed)
     model = nn.Embedding(rows, 16).bfloat16()
-    return model, shard(model, kind, config=ZeroConfig(masters=MasterWeights(torch.float32)), **options)
+    return model, shard(model, kind, config=ZeroConfig(master_dtype=torch.float32), **options)
 
 
 def step_rows(model: nn.Module, optimizer: ZeroRedundancyOptimizer, rows: int = 2) -> None:

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from tests.support import RankContext, ranks
 from tests.support.tiers import sampled
-from zeroshard import FlatShards, MasterWeights, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
+from zeroshard import FlatShards, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
 
 MASTER = "master_weights"
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -44,7 +44,7 @@ def gated(dtype: torch.dtype, seed: int = 0) -> Gated:
 
 def ours(dtype: torch.dtype, *, masters: bool, seed: int = 1) -> tuple[Gated, ZeroRedundancyOptimizer]:
     model = gated(dtype, seed)
-    config = ZeroConfig(masters=MasterWeights(FP32) if masters else None)
+    config = ZeroConfig(master_dtype=FP32 if masters else None)
     return model, shard(model, AdamW, lr=1e-2, config=config)
 
 

@@ -21,7 +21,6 @@ from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
 from zeroshard import (
     CheckpointError,
-    MasterWeights,
     RankFailedError,
     Rule,
     ZeroConfig,
@@ -128,7 +127,7 @@ def with_rules(model: nn.Module, group: dist.ProcessGroup | None) -> ZeroRedunda
 
 
 def with_masters(model: nn.Module, group: dist.ProcessGroup | None) -> ZeroRedundancyOptimizer:
-    config = ZeroConfig(masters=MasterWeights(torch.float64))
+    config = ZeroConfig(master_dtype=torch.float64)
     return shard(model, torch.optim.AdamW, process_group=group, config=config, lr=0.01)
 
 

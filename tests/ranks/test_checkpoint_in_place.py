@@ -15,7 +15,7 @@ from tests.support import RankContext, ranks
 from tests.support.checkpoints import ADAMW, WAYS, TrainingRun, Way, dropin, flat, net, one_bucket, train, whole
 from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
-from zeroshard import CheckpointError, MasterWeights, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
+from zeroshard import CheckpointError, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
 from zeroshard.checkpoint import reading
 from zeroshard.checkpoint.archive import Archive
 
@@ -150,10 +150,10 @@ def test_what_loads_in_its_own_way_is_not_overwritten_before(ctx: RankContext, t
 # ---- another precision
 
 
-def trained(dtype: torch.dtype, masters: MasterWeights | None, seed: int = 0, steps: int = 3) -> TrainingRun:
+def trained(dtype: torch.dtype, masters: torch.dtype | None, seed: int = 0, steps: int = 3) -> TrainingRun:
     """With gradients that are exact in any precision, so that runs differ only in what they keep."""
     model = net(seed).to(dtype)
-    config = ZeroConfig(masters=masters)
+    config = ZeroConfig(master_dtype=masters)
     run = TrainingRun(model=model, way=lambda it, _: shard(it, torch.optim.AdamW, config=config, **ADAMW), steps=0)
     for _ in range(steps):
         step_exactly(run)
@@ -180,7 +180,7 @@ def precise(run: TrainingRun) -> dict[str, torch.Tensor]:
     }
 
 
-MASTERS = MasterWeights(torch.float32)
+MASTERS = torch.float32
 
 
 @ranks(1, 2, 3)

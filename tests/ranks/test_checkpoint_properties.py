@@ -16,7 +16,7 @@ from torch import nn
 from tests.support import RankContext, RankPool
 from tests.support.checkpoints import by_name, first_ranks
 from tests.support.oracles import set_grads
-from zeroshard import FlatShards, MasterWeights, WholeParams, ZeroConfig, ZeroRedundancyOptimizer, checkpoint
+from zeroshard import FlatShards, WholeParams, ZeroConfig, ZeroRedundancyOptimizer, checkpoint
 from zeroshard.layout.partition import Partitioner
 from zeroshard.state.records import MASTER
 
@@ -52,8 +52,8 @@ class Division(NamedTuple):
     @property
     def config(self) -> ZeroConfig:
         partition = PARTITIONS[self.partition]
-        masters = MasterWeights(torch.float32) if self.masters and isinstance(partition, FlatShards) else None
-        return ZeroConfig(partition=partition, masters=masters, mixed_dtypes=True)
+        masters = torch.float32 if self.masters and isinstance(partition, FlatShards) else None
+        return ZeroConfig(partition=partition, master_dtype=masters, mixed_dtypes=True)
 
 
 @st.composite
@@ -162,7 +162,7 @@ def come_back(ctx: RankContext, task: Task, source: Division, target: Division, 
         found = state_of(other, into)
         assert all(torch.equal(value, values.get(name, value)) for name, value in other.state_dict().items())
         if found is not None and expected is not None:
-            assert_equal(found, expected, same_precision=source.config.masters == target.config.masters)
+            assert_equal(found, expected, same_precision=source.config.master_dtype == target.config.master_dtype)
 
 
 @pytest.mark.timeout(300)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle, product
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -33,8 +33,6 @@ from tests.support.oracles import (
 )
 from zeroshard import (
     FlatShards,
-    KeepFull,
-    KeepShard,
     RankFailedError,
     RankMismatchError,
     ShardedOptimizer,
@@ -46,7 +44,7 @@ from zeroshard import (
 NORMS = (1.0, 2.0, 3.0, math.inf)
 CONFIGS = (
     ZeroConfig(partition=TINY),
-    ZeroConfig(partition=TINY, retention=KeepFull()),
+    ZeroConfig(partition=TINY, stage=1),
     ZeroConfig(overlap_gather=True),
 )
 
@@ -142,14 +140,14 @@ def with_hook(model: nn.Module) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     return ddp, optimizer
 
 
-def with_stage(retention: Any, model: nn.Module) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
-    config = ZeroConfig(partition=TINY, retention=retention)
+def with_stage(stage: Literal[1, 2], model: nn.Module) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+    config = ZeroConfig(partition=TINY, stage=stage)
     return model, shard(model, optim.SGD, lr=0.1, momentum=0.9, config=config)
 
 
 SHARDED: dict[str, Callable[[nn.Module], tuple[nn.Module, ZeroRedundancyOptimizer]]] = {
-    "zero2": partial(with_stage, KeepShard()),
-    "zero1": partial(with_stage, KeepFull()),
+    "zero2": partial(with_stage, 2),
+    "zero1": partial(with_stage, 1),
     "ddp_hook": with_hook,
 }
 

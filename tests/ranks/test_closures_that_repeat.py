@@ -28,7 +28,7 @@ from tests.support.oracles import (
     seeded,
     some_configs,
 )
-from zeroshard import MasterWeights, RankMismatchError, WholeParams, ZeroConfig, ZeroRedundancyOptimizer, shard
+from zeroshard import RankMismatchError, WholeParams, ZeroConfig, ZeroRedundancyOptimizer, shard
 
 Closure = Callable[[], Any]
 
@@ -120,7 +120,7 @@ def test_what_the_second_closure_does_not_use_comes_back_everywhere(ctx: RankCon
 def test_master_weights(ctx: RankContext) -> None:
     """Both closures see the rounded values of all masters."""
     model = seeded(mlp, 0).bfloat16()
-    config = ZeroConfig(partition=TINY, masters=MasterWeights())
+    config = ZeroConfig(partition=TINY, master_dtype=torch.float32)
     optimizer = shard(model, ExtraGradient, lr=0.5, config=config)
     seen: list[list[Tensor]] = []
 

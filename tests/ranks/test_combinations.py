@@ -17,8 +17,6 @@ from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
 from zeroshard import (
     FlatShards,
-    KeepFull,
-    MasterWeights,
     Offload,
     Rule,
     ShardedOptimizer,
@@ -37,9 +35,9 @@ PLAIN = ZeroConfig(partition=FlatShards(bucket_bytes=3000))
 
 
 def configs() -> Iterator[ZeroConfig]:
-    for masters, offload, overlap in product((None, MasterWeights()), (None, Offload()), (False, True)):
-        retention = KeepFull() if overlap else PLAIN.retention
-        yield replace(PLAIN, masters=masters, offload=offload, overlap_gather=overlap, retention=retention)
+    for masters, offload, overlap in product((None, torch.float32), (None, Offload()), (False, True)):
+        stage = 1 if overlap else PLAIN.stage
+        yield replace(PLAIN, master_dtype=masters, offload=offload, overlap_gather=overlap, stage=stage)
 
 
 def arrangements(ctx: RankContext) -> list[dict[str, Any]]:
@@ -54,7 +52,7 @@ def net(dtype: torch.dtype) -> nn.Sequential:
 
 class Run:
     def __init__(self, config: ZeroConfig, **where: Any) -> None:
-        dtype = torch.bfloat16 if config.masters else torch.float32
+        dtype = torch.bfloat16 if config.master_dtype else torch.float32
         self.model, self.steps = net(dtype), 0
         self.optimizer: ShardedOptimizer = shard(self.model, RULES, config=config, **where)
 
@@ -108,15 +106,13 @@ def test_any_of_them_together_are_the_same_numbers(ctx: RankContext) -> None:
         for where, config in product(arrangements(ctx), configs()):
             run = Run(config, **where)
             run.train(5)
-            assert_same(run.values, expected.setdefault(config.masters, run.values), f"{where} {config}")
+            assert_same(run.values, expected.setdefault(config.master_dtype, run.values), f"{where} {config}")
 
 
 @ranks(2, 4)
-@sampled("masters", [None, MasterWeights()], ids=["plain", "masters"])
-def test_and_go_on_from_each_others_checkpoints(
-    ctx: RankContext, masters: MasterWeights | None, tmp_path: Path
-) -> None:
-    config = replace(PLAIN, masters=masters)
+@sampled("masters", [None, torch.float32], ids=["plain", "masters"])
+def test_and_go_on_from_each_others_checkpoints(ctx: RankContext, masters: torch.dtype | None, tmp_path: Path) -> None:
+    config = replace(PLAIN, master_dtype=masters)
     straight = Run(config)
     straight.train(5)
     with everything_is_far("cpu"):

@@ -38,9 +38,7 @@ from tests.support.oracles import (
 from zeroshard import (
     ConfigError,
     FlatShards,
-    MasterWeights,
     RankMismatchError,
-    Reduce,
     WholeParams,
     ZeroConfig,
     ZeroRedundancyOptimizer,
@@ -313,7 +311,7 @@ def test_no_more_bytes_than_ddp(ctx: RankContext) -> None:
 
 @ranks(2, 3)
 def test_less_precise_on_the_wire(ctx: RankContext) -> None:
-    config = ZeroConfig(partition=TINY, reduce=Reduce(torch.bfloat16))
+    config = ZeroConfig(partition=TINY, reduce_dtype=torch.bfloat16)
     hooked = Hooked((optim.SGD, {"lr": 1.0, "foreach": True}), config=config)
     torch.autograd.backward(regression(hooked.plain_net.module, 0))
     expected = []
@@ -332,7 +330,7 @@ def test_master_weights(ctx: RankContext) -> None:
     alone = seeded(lambda: mlp().bfloat16())
     masters = [nn.Parameter(param.detach().float()) for param in alone.parameters()]
     plain = optim.AdamW(masters, lr=1e-3, foreach=True)
-    config = ZeroConfig(partition=TINY, masters=MasterWeights())
+    config = ZeroConfig(partition=TINY, master_dtype=torch.float32)
     zero = ZeroRedundancyOptimizer(net.parameters(), optim.AdamW, lr=1e-3, foreach=True, config=config)
     net.register_comm_hook(None, zero.ddp_hook())
     for step in range(3):

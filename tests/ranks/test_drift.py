@@ -45,7 +45,6 @@ from zeroshard import (
     DriftError,
     FlatShards,
     GradScaler,
-    MasterWeights,
     RankFailedError,
     RankMismatchError,
     ZeroConfig,
@@ -334,7 +333,7 @@ def train(model: nn.Module, optimizer: Any, loss: Callable[[nn.Module, int], Ten
 
 @ranks(1, 2)
 def test_no_alarm_and_the_same_numbers_without(ctx: RankContext) -> None:
-    configs = [*all_configs(), replace(ZERO2, masters=MasterWeights(torch.float64))]
+    configs = [*all_configs(), replace(ZERO2, master_dtype=torch.float64)]
     for config in configs:
         found, expected = (
             train(model, shard(model, torch.optim.AdamW, config=it, **ADAMW))

@@ -190,8 +190,8 @@ def test_what_cannot_be_right_is_refused_on_all_ranks(ctx: RankContext, way: str
 @ranks(2)
 def test_gradients_set_by_hand_after_a_step_that_was_skipped(ctx: RankContext) -> None:
     model = seeded(mlp)
-    for retention in (ZERO1.retention, ZERO2.retention):
-        config = ZeroConfig(retention=retention, nonfinite=NonFinite("skip"))
+    for stage in (ZERO1.stage, ZERO2.stage):
+        config = ZeroConfig(stage=stage, nonfinite=NonFinite("skip"))
         optimizer = shard(model, optim.SGD, config=config, lr=0.1)
         torch.autograd.backward(regression(model, 0) * math.inf)
         optimizer.step()

@@ -20,7 +20,6 @@ from zeroshard import (
     BindingError,
     ConfigError,
     FlatShards,
-    Reduce,
     WholeParams,
     ZeroConfig,
     ZeroRedundancyOptimizer,
@@ -386,11 +385,13 @@ def test_options_that_do_not_go_together(ctx: RankContext) -> None:
         ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, overlap_with_ddp=True, **flat())
     with pytest.raises(ConfigError, match=r"zeroshard\.shard"):
         ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, **flat(overlap_gather=True))
+    with pytest.raises(ConfigError, match=r"stage=2.* Use zeroshard\.shard\(model, \.\.\.\) for ZeRO-2"):
+        ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, **flat(stage=2))
     with pytest.raises(ConfigError, match=r"sync_buffers=False is for zeroshard\.shard"):
         ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, config=ZeroConfig(sync_buffers=False))
-    with pytest.raises(ConfigError, match=r"Reduce\(\.\.\.\) needs partition=FlatShards\(\)"):
-        ZeroRedundancyOptimizer(
-            randoms((3,)).parameters(), optim.SGD, config=ZeroConfig(reduce=Reduce(dtype=torch.bfloat16))
-        )
+    with pytest.raises(ConfigError, match=r"ZeroConfig\(reduce_dtype=\.\.\.\) needs partition=FlatShards\(\)"):
+        ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, config=ZeroConfig(reduce_dtype=torch.bfloat16))
+    with pytest.raises(ConfigError, match=r"ZeroConfig\(master_dtype=\.\.\.\) needs partition=FlatShards\(\)"):
+        ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, config=ZeroConfig(master_dtype=torch.float32))
     with pytest.raises(ConfigError, match="differentiable=True cannot be sharded"):
         ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, differentiable=True, **flat())

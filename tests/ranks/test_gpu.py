@@ -17,8 +17,6 @@ from tests.support.oracles import Twins, all_equal, assert_same, small_model
 from zeroshard import (
     FlatShards,
     GradScaler,
-    KeepFull,
-    MasterWeights,
     ZeroConfig,
     ZeroRedundancyOptimizer,
     checkpoint,
@@ -116,7 +114,7 @@ def _on_cpu(value: Any) -> Any:
 CONFIGS = {
     "ZeRO-2": ZeroConfig(),
     "small buckets": ZeroConfig(partition=FlatShards(bucket_bytes=64)),
-    "ZeRO-1": ZeroConfig(partition=FlatShards(bucket_bytes=64), retention=KeepFull()),
+    "ZeRO-1": ZeroConfig(partition=FlatShards(bucket_bytes=64), stage=1),
     "overlapped": ZeroConfig(partition=FlatShards(bucket_bytes=64), overlap_gather=True),
 }
 
@@ -186,7 +184,7 @@ def _flat(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
 
 
 def _masters(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
-    return shard(model.bfloat16(), AdamW, config=ZeroConfig(masters=MasterWeights(torch.float32)), **options)
+    return shard(model.bfloat16(), AdamW, config=ZeroConfig(master_dtype=torch.float32), **options)
 
 
 def _steps(model: nn.Module, optimizer: Optimizer, count: int) -> None:
@@ -222,7 +220,7 @@ def test_checkpoints(ctx: RankContext, tmp_path: Path, make: Any, behind: bool, 
 @ranks(1, 2)
 def test_master_weights_and_scaler(ctx: RankContext) -> None:
     model = cuda_model().half()
-    optimizer = shard(model, AdamW, lr=0.01, config=ZeroConfig(masters=MasterWeights()))
+    optimizer = shard(model, AdamW, lr=0.01, config=ZeroConfig(master_dtype=torch.float32))
     scaler = GradScaler("cuda", init_scale=8.0)
     for step in range(3):
         scaler.scale(model(torch.full((3, 5), step + 1.0).cuda().half()).float().sum()).backward()

@@ -43,9 +43,6 @@ from tests.support.oracles import (
 from tests.support.tiers import sampled
 from zeroshard import (
     GradScaler,
-    KeepFull,
-    MasterWeights,
-    Reduce,
     ShardedOptimizer,
     WholeParams,
     ZeroConfig,
@@ -55,7 +52,7 @@ from zeroshard import (
 
 @ranks(1, 2, 3, 4)
 def test_training_equals_the_plain_optimizer(ctx: RankContext) -> None:
-    """Bit by bit, from the first step, with every retention, size of buckets and way back of parameters."""
+    """Bit by bit, from the first step, with every stage, size of buckets and way back of parameters."""
     for grid in grids(ctx.world_size):
         for config in all_configs():
             pair = hybrid_pair(grid, optim.AdamW, where=meshed, config=config, **ADAMW)
@@ -249,7 +246,7 @@ def narrow() -> nn.Module:
 @ranks(2, 3, 4)
 def test_sixteen_bits_are_added_up_in_float32_and_rounded_once(ctx: RankContext) -> None:
     for grid in grids(ctx.world_size):
-        for config in (ZERO2, ZERO1, ZeroConfig(partition=TINY, reduce=Reduce(fixed_order=True))):
+        for config in (ZERO2, ZERO1, ZeroConfig(partition=TINY, deterministic_reduce=True)):
             pair = hybrid_pair(grid, optim.AdamW, make=narrow, loss=narrow_loss, config=config, **ADAMW)
             pair.train(3)
             assert_replicas_are_equal(grid, pair.model, pair.zero)
@@ -258,8 +255,8 @@ def test_sixteen_bits_are_added_up_in_float32_and_rounded_once(ctx: RankContext)
 @ranks(2, 3, 4)
 def test_gradients_that_travel_as_bfloat16_are_rounded_once(ctx: RankContext) -> None:
     for grid in grids(ctx.world_size):
-        for keep in (ZERO2.retention, KeepFull()):
-            config = ZeroConfig(partition=TINY, retention=keep, reduce=Reduce(torch.bfloat16))
+        for stage in (ZERO2.stage, ZERO1.stage):
+            config = ZeroConfig(partition=TINY, stage=stage, reduce_dtype=torch.bfloat16)
             hook = in_order_of_rows(grid, torch.bfloat16)
             Pair(optim.SGD, hook=hook, where=within(grid), lr=0.3, config=config).train(3)
 
@@ -271,7 +268,7 @@ def test_master_weights(ctx: RankContext) -> None:
     results = []
     for where in ({}, *map(within, grids(ctx.world_size))):
         model = seeded(narrow, 0)
-        optimizer = shard(model, optim.AdamW, config=replace(ZERO2, masters=MasterWeights()), **where, **ADAMW)
+        optimizer = shard(model, optim.AdamW, config=replace(ZERO2, master_dtype=torch.float32), **where, **ADAMW)
         for number in range(4):
             inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(number)).bfloat16()
             torch.autograd.backward(model(inputs).float().square().mean())

@@ -38,7 +38,6 @@ from tests.support.tiers import sampled
 from zeroshard import (
     ConfigError,
     FlatShards,
-    MasterWeights,
     ShardedOptimizer,
     WholeParams,
     ZeroConfig,
@@ -187,7 +186,7 @@ def test_from_two_rows_to_fewer_ranks_and_back(ctx: RankContext, tmp_path: Path,
 
 @ranks(4)
 def test_in_the_background_and_with_master_weights(ctx: RankContext, tmp_path: Path) -> None:
-    config = ZeroConfig(partition=TINY, masters=MasterWeights())
+    config = ZeroConfig(partition=TINY, master_dtype=torch.float32)
 
     def narrow(seed: int) -> tuple[nn.Module, ShardedOptimizer]:
         model = seeded(mlp, seed).bfloat16()

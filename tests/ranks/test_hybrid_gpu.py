@@ -10,10 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import RankContext, ranks
 from tests.support.oracles import ZERO1, ZERO2, assert_replicas_are_equal, batch, grids, mlp, seeded, within
-from zeroshard import Reduce, shard
+from zeroshard import shard
 from zeroshard.comm.group import Group
 from zeroshard.comm.replicas import Chained
 from zeroshard.comm.shards import Native
+from zeroshard.policies import Reduce
 from zeroshard.units import Span
 
 pytestmark = pytest.mark.gpu

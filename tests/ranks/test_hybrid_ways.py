@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from tests.support.oracles import (
     within,
 )
 from tests.support.tiers import sampled
-from zeroshard import FlatShards, KeepFull, KeepShard, Reduce, ShardedOptimizer, ZeroConfig, shard
+from zeroshard import FlatShards, ShardedOptimizer, ZeroConfig, shard
 from zeroshard.comm import choice
 from zeroshard.comm.choice import way_of
 from zeroshard.comm.collectives import Comm
@@ -39,6 +39,7 @@ from zeroshard.comm.replicas import Chained, Relayed, divided
 from zeroshard.comm.rows import comm_of
 from zeroshard.comm.shards import Native, Whole
 from zeroshard.comm.ways import ShardWay
+from zeroshard.policies import Reduce
 from zeroshard.units import Span
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -175,7 +176,7 @@ def test_training_by_ways_of_other_backends(ctx: RankContext, way: type[ShardWay
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "best_way", lambda group, _, reduce, **__: way(group, reduce))
         for grid in [(2, 2)] if way is Native else real_grids(ctx):
-            for config in (ZERO2, ZERO1, replace(ZERO2, reduce=Reduce(fixed_order=True))):
+            for config in (ZERO2, ZERO1, replace(ZERO2, deterministic_reduce=True)):
                 twins = ShardTwins(config, where=within(grid))
                 twins.train(3)
                 twins.zero.clip_grad_norm_(1.0)
@@ -234,14 +235,14 @@ def crossing(
     return {kind: sum(total[kind] for total in totals) for kind in sent}, optimizer
 
 
-@sampled("keep", [KeepShard(), KeepFull()], ids=["zero2", "zero1"])
+@sampled("stage", [2, 1], ids=["zero2", "zero1"])
 @ranks(4)
-def test_bytes_between_rows(ctx: RankContext, keep: KeepShard | KeepFull) -> None:
+def test_bytes_between_rows(ctx: RankContext, stage: Literal[1, 2]) -> None:
     """In one group every slice of gradients has two senders in the other row, and every slice of parameters two
     receivers. In two rows only sums cross, there and back: half of that, and no parameters."""
     grid = (2, 2)
     for dtype in (None, torch.bfloat16):
-        config = ZeroConfig(partition=FlatShards(2**16), retention=keep, reduce=Reduce(dtype))
+        config = ZeroConfig(partition=FlatShards(2**16), stage=stage, reduce_dtype=dtype)
         ours, optimizer = crossing(ctx, grid, within(grid), config)
         flat, one_group = crossing(ctx, grid, {}, config)
         grads = sum(param.nbytes for param in optimizer.engine.params)

@@ -22,7 +22,6 @@ from tests.support.oracles import ADAMW, TINY, ZERO2, batch, mlp, regression, se
 from zeroshard import (
     Drift,
     FlatShards,
-    MasterWeights,
     NonFinite,
     Offload,
     Rule,
@@ -81,7 +80,7 @@ def test_every_part_of_a_step_has_a_label_in_its_place(ctx: RankContext, tmp_pat
     config = replace(
         ZERO2,
         overlap_gather=True,
-        masters=MasterWeights(torch.float32),
+        master_dtype=torch.float32,
         drift=Drift(every=1),
         nonfinite=NonFinite("raise"),
         second_copy=SecondCopy(every=1),
@@ -135,7 +134,7 @@ def test_steps_of_whole_parameters_have_labels(ctx: RankContext, tmp_path: Path)
 def test_state_that_rests_elsewhere_comes_and_goes(ctx: RankContext, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     with everything_is_far("cpu"):
-        config = ZeroConfig(partition=FlatShards(64 * 64 * 4), offload=Offload(), masters=MasterWeights(torch.float64))
+        config = ZeroConfig(partition=FlatShards(64 * 64 * 4), offload=Offload(), master_dtype=torch.float64)
         optimizer = shard(model, torch.optim.AdamW, config=config, **ADAMW)
 
         def step() -> None:

@@ -14,14 +14,14 @@ from torch import Tensor, nn, optim
 from tests.support import RankContext, ranks
 from tests.support.oracles import TINY, WIDTH, assert_same, average, batch, from_all_ranks, mlp, set_grads
 from tests.support.tiers import sampled
-from zeroshard import FlatShards, KeepFull, MasterWeights, ZeroConfig, ZeroRedundancyOptimizer, shard
+from zeroshard import FlatShards, ZeroConfig, ZeroRedundancyOptimizer, shard
 
 Options = dict[str, Any]
-MASTERS = MasterWeights(torch.float32)
+MASTERS = torch.float32
 CONFIGS = (
-    ZeroConfig(partition=TINY, masters=MASTERS),
-    ZeroConfig(partition=TINY, masters=MASTERS, retention=KeepFull()),
-    ZeroConfig(masters=MASTERS, overlap_gather=True),
+    ZeroConfig(partition=TINY, master_dtype=MASTERS),
+    ZeroConfig(partition=TINY, master_dtype=MASTERS, stage=1),
+    ZeroConfig(master_dtype=MASTERS, overlap_gather=True),
 )
 INNER: list[tuple[type[optim.Optimizer], Options]] = [
     (optim.AdamW, {"lr": 1e-3, "foreach": True}),
@@ -111,7 +111,7 @@ def test_the_drop_in_has_them_too(ctx: RankContext) -> None:
     for factory, options in INNER:
         model, image = half_mlp(), half_mlp()
         zero = ZeroRedundancyOptimizer(
-            model.parameters(), factory, config=ZeroConfig(partition=TINY, masters=MASTERS), **options
+            model.parameters(), factory, config=ZeroConfig(partition=TINY, master_dtype=MASTERS), **options
         )
         masters = [nn.Parameter(param.detach().float()) for param in image.parameters()]
         plain = factory(masters, **options)
@@ -262,7 +262,7 @@ def test_a_state_without_masters_starts_from_the_parameters(ctx: RankContext) ->
 
 @ranks(1, 2)
 def test_parameters_without_gradients_keep_their_masters(ctx: RankContext) -> None:
-    run = Run(half_mlp(), ZeroConfig(partition=FlatShards(), masters=MASTERS), INNER[0])
+    run = Run(half_mlp(), ZeroConfig(partition=FlatShards(), master_dtype=MASTERS), INNER[0])
     run.train(2)
     frozen = [list(side.parameters())[2] for side in (run.model, run.oracle.image)]
     before = frozen[0].detach().clone()

@@ -24,7 +24,7 @@ from tests.support.oracles import (
     values_of,
 )
 from tests.support.tiers import sampled
-from zeroshard import FlatShards, MasterWeights, RankFailedError, WholeParams, ZeroConfig, checkpoint, shard
+from zeroshard import FlatShards, RankFailedError, WholeParams, ZeroConfig, checkpoint, shard
 
 
 class Averaging(Optimizer):
@@ -115,7 +115,7 @@ def test_more_precise_copies_change_modes_too(ctx: RankContext) -> None:
         return out.float().square().mean()
 
     model, precise = make(), make().float()
-    zero = shard(model, Averaging, lr=0.1, config=ZeroConfig(masters=MasterWeights(torch.float32)))
+    zero = shard(model, Averaging, lr=0.1, config=ZeroConfig(master_dtype=torch.float32))
     plain = Averaging(list(precise.parameters()), lr=0.1)
     switched("train", zero, plain)
     for number in range(3):

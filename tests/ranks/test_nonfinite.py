@@ -44,8 +44,6 @@ from zeroshard import (
     ConfigError,
     FlatShards,
     GradScaler,
-    KeepFull,
-    MasterWeights,
     NonFinite,
     NonFiniteError,
     Offload,
@@ -172,7 +170,7 @@ def test_rows_that_hold_the_same(ctx: RankContext) -> None:
 @ranks(2)
 def test_masters_and_rules(ctx: RankContext) -> None:
     for model, optimizer in (
-        _of(mlp, AdamW, torch.bfloat16, masters=MasterWeights(), nonfinite=SKIP),
+        _of(mlp, AdamW, torch.bfloat16, master_dtype=torch.float32, nonfinite=SKIP),
         _of(Words, rules(), torch.float32, nonfinite=SKIP),
     ):
         loss = next_word if isinstance(model, Words) else _in_bfloat16
@@ -573,7 +571,7 @@ def test_it_is_refused_where_ddp_makes_the_steps(ctx: RankContext) -> None:
 @ranks(1, 2)
 def test_on_a_gpu(ctx: RankContext) -> None:
     """Also with state in host memory, and in every dtype."""
-    for policies in ({}, {"offload": Offload()}, {"retention": KeepFull()}):
+    for policies in ({}, {"offload": Offload()}, {"stage": 1}):
         for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
             model = seeded(mlp, 0).to("cuda", dtype)
             zero = shard(model, AdamW, config=replace(ZERO2, nonfinite=SKIP, **policies), lr=0.05)

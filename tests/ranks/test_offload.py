@@ -23,7 +23,6 @@ from zeroshard import (
     ConfigError,
     FlatShards,
     GradScaler,
-    MasterWeights,
     Offload,
     Rule,
     ShardedOptimizer,
@@ -104,7 +103,7 @@ class Pair:
         masters: bool = False,
         partition: FlatShards | None = SEVERAL,
     ) -> None:
-        config = ZeroConfig(partition=partition, masters=MasterWeights() if masters else None)
+        config = ZeroConfig(partition=partition, master_dtype=torch.float32 if masters else None)
         self.resident = Run(device, kind, dtype, config)
         self.offloaded = Run(device, kind, dtype, replace(config, offload=Offload()))
 

@@ -24,7 +24,6 @@ from tests.support.oracles import TINY, Branches, Pair, assert_same, mlp, throug
 from zeroshard import (
     ConfigError,
     FlatShards,
-    MasterWeights,
     ShardedOptimizer,
     ZeroConfig,
     ZeroRedundancyOptimizer,
@@ -264,7 +263,7 @@ def test_steps_in_a_row(ctx: RankContext) -> None:
 
 @ranks(2)
 def test_masters_and_overlap(ctx: RankContext) -> None:
-    overlapped = Overlapped(lambda: large().to(torch.float32), masters=MasterWeights(torch.float64))
+    overlapped = Overlapped(lambda: large().to(torch.float32), master_dtype=torch.float64)
     for name in ("state_dict", "evaluation", "parameters"):
         overlapped.compare(READERS[name], name)
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tests.support import RankContext, ranks
 from tests.support.oracles import assert_same, average
-from zeroshard import Reduce
 from zeroshard.comm import pairs
 from zeroshard.comm.group import Group
 from zeroshard.comm.pairs import Pairwise
+from zeroshard.policies import Reduce
 from zeroshard.units import Span
 
 LENGTH = 1000

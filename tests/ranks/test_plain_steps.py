@@ -15,7 +15,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel
 
 from tests.support import RankContext, ranks
 from tests.support.oracles import assert_same, mlp, regression, seeded, set_grads
-from zeroshard import FlatShards, KeepFull, KeepShard, ZeroConfig, ZeroRedundancyOptimizer, shard
+from zeroshard import FlatShards, ZeroConfig, ZeroRedundancyOptimizer, shard
 
 UPDATED = "step\\(\\) of a plain SGD has updated parameters of a {}"
 SGD: dict[str, Any] = {"optimizer_class": optim.SGD, "lr": 0.1}
@@ -60,7 +60,7 @@ def take_turns(model: nn.Module, steps: list[Callable[[], Any]]) -> None:
 def test_left_over_beside_shard(ctx: RankContext) -> None:
     model = seeded(mlp)
     plain = optim.SGD(model.parameters(), lr=0.1)
-    sharded = shard(model, **SGD, config=ZeroConfig(retention=KeepFull()))
+    sharded = shard(model, **SGD, config=ZeroConfig(stage=1))
     torch.autograd.backward(regression(model, 0))
     sharded.step()
     with pytest.warns(UserWarning, match=UPDATED.format("ShardedOptimizer")):
@@ -75,7 +75,7 @@ def test_gradients_that_are_with_their_owners(ctx: RankContext) -> None:
     """A plain step in the place of the sharded one finds placeholders instead of gradients."""
     model = seeded(mlp)
     plain = optim.SGD(model.parameters(), lr=0.1)
-    sharded = shard(model, **SGD, config=ZeroConfig(retention=KeepShard()))
+    sharded = shard(model, **SGD, config=ZeroConfig(stage=2))
     with no_warning():
         plain.step()  # before any backward pass
         torch.autograd.backward(regression(model, 0))
@@ -219,7 +219,7 @@ CORRECT: list[Callable[[nn.Module, Any], None]] = [
 
 
 def keep_full(model: nn.Module) -> Any:
-    return shard(model, **SGD, config=ZeroConfig(retention=KeepFull()))
+    return shard(model, **SGD, config=ZeroConfig(stage=1))
 
 
 @ranks(1, 2)

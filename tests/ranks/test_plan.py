@@ -18,12 +18,9 @@ from tests.support.tiers import sampled
 from zeroshard import (
     ConfigError,
     FlatShards,
-    KeepFull,
-    MasterWeights,
     Network,
     Offload,
     Plan,
-    Reduce,
     Rule,
     SecondCopy,
     ShardedOptimizer,
@@ -40,7 +37,7 @@ from zeroshard.state.trees import map_tensors
 from zeroshard.state.wrapped import insides, is_wrapped
 
 SMALL = FlatShards(bucket_bytes=1 << 16)
-MASTERS = MasterWeights()
+MASTERS = torch.float32
 
 
 def net(dtype: torch.dtype = torch.float32, words: int = 300) -> nn.Sequential:
@@ -90,7 +87,7 @@ def planned(model: nn.Module, classes: Any, config: ZeroConfig, **options: Any) 
 def check(model: nn.Module, classes: Any, config: ZeroConfig, **options: Any) -> ShardedOptimizer:
     """Each part on the rank that has most, within 1 %; parameters, slices and masters to the byte."""
     before = planned(model, classes, config, **options)
-    stage = 2 if config.retention.frees else 1
+    stage = 2 if config.stage != 1 else 1
     usage = before.of(f"zeroshard {stage}", dist.get_world_size()).usage
     optimizer = shard(model, classes, config=config, **options)
     train(model, optimizer)
@@ -110,8 +107,8 @@ def check(model: nn.Module, classes: Any, config: ZeroConfig, **options: Any) ->
 ROWS: dict[str, tuple[torch.dtype, ZeroConfig]] = {
     "float32": (torch.float32, ZeroConfig()),
     "16 bits": (torch.bfloat16, ZeroConfig()),
-    "masters": (torch.bfloat16, ZeroConfig(masters=MASTERS)),
-    "in order": (torch.float32, ZeroConfig(reduce=Reduce(fixed_order=True), retention=KeepFull())),
+    "masters": (torch.bfloat16, ZeroConfig(master_dtype=MASTERS)),
+    "in order": (torch.float32, ZeroConfig(deterministic_reduce=True, stage=1)),
     "whole": (torch.float32, ZeroConfig(partition=WholeParams())),
 }
 
@@ -132,7 +129,7 @@ def test_rows_of_ranks(ctx: RankContext, case: str) -> None:
 
 
 def method(config: ZeroConfig) -> str:
-    return "zeroshard 2" if config.retention.frees else "zeroshard 1"
+    return "zeroshard 2" if config.stage != 1 else "zeroshard 1"
 
 
 def gradient_bytes(optimizer: ShardedOptimizer, stage: int) -> int:
@@ -156,12 +153,12 @@ def gradient_bytes(optimizer: ShardedOptimizer, stage: int) -> int:
 )
 def test_parts_are_what_is_there(ctx: RankContext, optimizer_class: Any, options: dict[str, Any]) -> None:
     check(net(), optimizer_class, ZeroConfig(), **options)
-    check(net(), optimizer_class, ZeroConfig(partition=SMALL, retention=KeepFull()), **options)
+    check(net(), optimizer_class, ZeroConfig(partition=SMALL, stage=1), **options)
 
 
 @ranks(1, 2, 3, 4)
 def test_with_masters_and_frozen_parameters(ctx: RankContext) -> None:
-    for config in (ZeroConfig(masters=MASTERS), ZeroConfig(masters=MASTERS, partition=SMALL, retention=KeepFull())):
+    for config in (ZeroConfig(master_dtype=MASTERS), ZeroConfig(master_dtype=MASTERS, partition=SMALL, stage=1)):
         check(net(torch.bfloat16), AdamW, config)
         model = net(torch.bfloat16)
         model[1].requires_grad_(False)
@@ -182,7 +179,7 @@ def test_second_copies(ctx: RankContext) -> None:
     """Whose messages also say what is in them, which counts in small models only."""
     copied = SecondCopy(every=1)
     check_copies(check(net(words=30_000), AdamW, ZeroConfig(second_copy=copied)))
-    check(net(torch.bfloat16, words=30_000), AdamW, ZeroConfig(second_copy=copied, masters=MASTERS))
+    check(net(torch.bfloat16, words=30_000), AdamW, ZeroConfig(second_copy=copied, master_dtype=MASTERS))
     crowded = SecondCopy(every=1, apart=2)  # of three ranks, the last keeps for two
     check_copies(check(net(words=30_000), AdamW, ZeroConfig(second_copy=crowded)))
 
@@ -251,7 +248,7 @@ def test_fsdp2_is_what_is_there(ctx: RankContext) -> None:
 
 def test_a_second_copy_is_as_large_where_state_rests_in_host_memory() -> None:
     model = net(torch.bfloat16)
-    copied = ZeroConfig(second_copy=SecondCopy(), masters=MASTERS)
+    copied = ZeroConfig(second_copy=SecondCopy(), master_dtype=MASTERS)
     here, away = (
         plan(model, AdamW, ranks=[4], config=it).of("zeroshard 2", 4)
         for it in (copied, dataclasses.replace(copied, offload=Offload()))
@@ -282,7 +279,7 @@ def test_a_bandwidth_inside_of_rows() -> None:
 
 
 def test_options_that_belong_elsewhere() -> None:
-    with pytest.raises(ConfigError, match="overlap_gather=True is no option of an optimizer class"):
+    with pytest.raises(ConfigError, match="overlap_gather=True is not an option of an optimizer class"):
         plan(nn.Linear(2, 2), AdamW, overlap_gather=True)
 
 

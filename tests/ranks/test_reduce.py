@@ -1,8 +1,8 @@
-"""How gradients travel and are added up: what `Reduce(...)` says."""
+"""How gradients travel and are added up: `reduce_dtype` and `deterministic_reduce`."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,15 +11,15 @@ from torch import Tensor, nn, optim
 from tests.support import RankContext, ranks
 from tests.support.monitoring import recorded
 from tests.support.oracles import TINY, Pair, assert_same, average, batch, from_all_ranks, mlp, regression
-from zeroshard import KeepFull, KeepShard, Reduce, ZeroConfig, shard
+from zeroshard import ZeroConfig, shard
 
-RETENTIONS = (KeepShard(), KeepFull())
+STAGES: tuple[Literal[1, 2], ...] = (2, 1)
 
 
-def sharded(reduce: Reduce, retention: KeepShard | KeepFull = RETENTIONS[0]) -> tuple[nn.Module, Any]:
+def sharded(dtype: torch.dtype | None, stage: Literal[1, 2] = 2, *, in_order: bool = False) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = mlp()
-    config = ZeroConfig(partition=TINY, reduce=reduce, retention=retention)
+    config = ZeroConfig(partition=TINY, reduce_dtype=dtype, deterministic_reduce=in_order, stage=stage)
     return model, shard(model, optim.SGD, lr=1.0, foreach=True, config=config)
 
 
@@ -38,8 +38,8 @@ def averaged_by_hand(model: nn.Module, step: int, dtype: torch.dtype | None) -> 
 @ranks(2, 3, 4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
 def test_contributions_are_rounded_and_sums_are_not(ctx: RankContext, dtype: torch.dtype | None) -> None:
-    for retention in RETENTIONS:
-        model, zero = sharded(Reduce(dtype), retention)
+    for stage in STAGES:
+        model, zero = sharded(dtype, stage)
         for step in range(2):
             averages = averaged_by_hand(model, step, dtype)
             expected = [param.detach().sub(update) for param, update in zip(model.parameters(), averages, strict=True)]
@@ -51,7 +51,7 @@ def test_contributions_are_rounded_and_sums_are_not(ctx: RankContext, dtype: tor
 
 @ranks(1)
 def test_alone_nothing_is_rounded(ctx: RankContext) -> None:
-    model, zero = sharded(Reduce(torch.bfloat16))
+    model, zero = sharded(torch.bfloat16)
     averages = averaged_by_hand(model, 0, None)
     expected = [param.detach().sub(update) for param, update in zip(model.parameters(), averages, strict=True)]
     torch.autograd.backward(regression(model, 0))
@@ -63,7 +63,7 @@ def test_alone_nothing_is_rounded(ctx: RankContext) -> None:
 def test_half_the_precision_is_half_the_bytes(ctx: RankContext) -> None:
     sent = {}
     for dtype in (None, torch.bfloat16):
-        model, zero = sharded(Reduce(dtype))
+        model, zero = sharded(dtype)
         with recorded() as traffic:
             torch.autograd.backward(regression(model, 0))
             zero.step()
@@ -77,8 +77,8 @@ def test_half_the_precision_is_half_the_bytes(ctx: RankContext) -> None:
 def test_a_fixed_order_gives_the_same_numbers(ctx: RankContext) -> None:
     for dtype in (None, torch.bfloat16):
         results = []
-        for fixed_order in (False, True, True):
-            model, zero = sharded(Reduce(dtype, fixed_order=fixed_order))
+        for in_order in (False, True, True):
+            model, zero = sharded(dtype, in_order=in_order)
             for step in range(3):
                 torch.autograd.backward(regression(model, step))
                 zero.step()
@@ -100,10 +100,10 @@ def test_parameters_that_are_small_already_stay_as_they_are(ctx: RankContext) ->
         return mlp().bfloat16()
 
     for dtype in (torch.float32, torch.float16):
-        config = ZeroConfig(partition=TINY, reduce=Reduce(dtype))
+        config = ZeroConfig(partition=TINY, reduce_dtype=dtype)
         Pair(optim.AdamW, make=make, loss=narrow_loss, config=config).train(2)
     model = mlp().double()
-    zero = shard(model, optim.SGD, lr=1.0, config=ZeroConfig(reduce=Reduce(torch.float32)))
+    zero = shard(model, optim.SGD, lr=1.0, config=ZeroConfig(reduce_dtype=torch.float32))
     with recorded() as traffic:
         torch.autograd.backward(model(batch(0).double()).square().mean())
         zero.step()
@@ -114,7 +114,7 @@ def test_parameters_that_are_small_already_stay_as_they_are(ctx: RankContext) ->
 @ranks(2, 3)
 def test_accumulating_passes_are_each_averaged(ctx: RankContext) -> None:
     """Under ZeRO-2 every pass travels; the sum of the averages is kept in full precision."""
-    model, zero = sharded(Reduce(torch.bfloat16))
+    model, zero = sharded(torch.bfloat16)
     totals = averaged_by_hand(model, 0, torch.bfloat16)
     for total, more in zip(totals, averaged_by_hand(model, 1, torch.bfloat16), strict=True):
         total.add_(more)

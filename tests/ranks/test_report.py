@@ -19,7 +19,6 @@ from tests.support.monitoring import recorded
 from tests.support.oracles import ADAMW, TINY, ZERO1, ZERO2, mlp, regression, seeded, within
 from zeroshard import (
     Drift,
-    MasterWeights,
     NonFinite,
     Offload,
     Report,
@@ -73,7 +72,7 @@ def check(report: Report, optimizer: Any) -> None:
 def ways(world_size: int) -> Iterator[tuple[nn.Module, Any]]:
     """Models and optimizers of all kinds."""
     rules = [Rule(matrices(), torch.optim.Muon, lr=0.1), Rule(everything_else, torch.optim.AdamW, lr=0.1)]
-    masters = replace(ZERO2, masters=MasterWeights(torch.float64), drift=Drift(every=1), nonfinite=NonFinite("skip"))
+    masters = replace(ZERO2, master_dtype=torch.float64, drift=Drift(every=1), nonfinite=NonFinite("skip"))
     for config in (ZERO2, ZERO1, ZeroConfig(), replace(ZERO2, overlap_gather=True), masters):
         model = seeded(mlp, 0)
         yield model, shard(model, torch.optim.AdamW, config=config, **ADAMW)
@@ -157,7 +156,7 @@ def test_bytes_on_the_wire_are_those_that_are_sent(ctx: RankContext) -> None:
 @ranks(2, 3)
 def test_memory_is_counted_by_what_it_is_for(ctx: RankContext) -> None:
     model = seeded(mlp, 0).bfloat16()
-    config = replace(ZERO2, masters=MasterWeights(torch.float32))
+    config = replace(ZERO2, master_dtype=torch.float32)
     optimizer = shard(model, torch.optim.AdamW, config=config, **ADAMW)
     before = optimizer.report()
     assert (memory_of(before, "gradients"), memory_of(before, "state")) == (0, 0)
@@ -229,7 +228,7 @@ def test_offload_without_a_gpu_is_told(ctx: RankContext) -> None:
 @ranks(1)
 def test_offloaded_state_is_counted_where_it_rests(ctx: RankContext) -> None:
     model = nn.Linear(256, 256).cuda()
-    config = ZeroConfig(offload=Offload(), masters=MasterWeights(torch.float64))
+    config = ZeroConfig(offload=Offload(), master_dtype=torch.float64)
     optimizer = shard(model, torch.optim.AdamW, config=config, **ADAMW)
     torch.autograd.backward(model(torch.ones(2, 256, device="cuda")).sum())
     optimizer.step()

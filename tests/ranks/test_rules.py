@@ -38,7 +38,6 @@ from tests.support.oracles import (
 )
 from zeroshard import (
     GradScaler,
-    MasterWeights,
     Rule,
     ShardedOptimizer,
     WholeParams,
@@ -169,7 +168,7 @@ class Masters:
 @ranks(1, 2, 3, 4)
 def test_master_weights(ctx: RankContext) -> None:
     model, oracle = seeded(Words).bfloat16(), Masters(seeded(Words).bfloat16())
-    zero = shard(model, rules(), config=ZeroConfig(partition=TINY, masters=MasterWeights()))
+    zero = shard(model, rules(), config=ZeroConfig(partition=TINY, master_dtype=torch.float32))
     for number in range(4):
         torch.autograd.backward(next_word(model, number))
         zero.step()

@@ -18,8 +18,6 @@ from tests.support.oracles import TINY, WIDTH, Pair, Twins, assert_same, mlp, re
 from tests.support.tiers import sampled
 from zeroshard import (
     GradScaler,
-    KeepFull,
-    MasterWeights,
     RankMismatchError,
     ShardedOptimizer,
     ZeroConfig,
@@ -29,7 +27,7 @@ from zeroshard import (
 
 Options = dict[str, Any]
 SETTINGS: Options = {"device": "cpu", "init_scale": 1024.0, "growth_interval": 2}
-CONFIGS = (ZeroConfig(partition=TINY), ZeroConfig(retention=KeepFull()), ZeroConfig(overlap_gather=True))
+CONFIGS = (ZeroConfig(partition=TINY), ZeroConfig(stage=1), ZeroConfig(overlap_gather=True))
 INNER: list[tuple[type[optim.Optimizer], Options]] = [
     (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     (optim.AdamW, {"lr": 0.05}),
@@ -146,7 +144,7 @@ def test_a_kernel_that_unscales_by_itself(ctx: RankContext) -> None:
 def test_float16_with_master_weights(ctx: RankContext) -> None:
     """What overflows in float16 is seen; the masters stay as they are."""
     model = mlp().half()
-    zero = shard(model, optim.AdamW, lr=0.05, config=ZeroConfig(partition=TINY, masters=MasterWeights()))
+    zero = shard(model, optim.AdamW, lr=0.05, config=ZeroConfig(partition=TINY, master_dtype=torch.float32))
     scaler = GradScaler("cpu", init_scale=2.0**20)
     before = [param.detach().clone() for param in model.parameters()]
     scales = []

@@ -23,7 +23,6 @@ from zeroshard import (
     Copies,
     FlatShards,
     GradScaler,
-    MasterWeights,
     Offload,
     RankFailedError,
     Rule,
@@ -194,7 +193,7 @@ def test_from_one_arrangement_to_another(ctx: RankContext) -> None:
         assert_same(found, everything(expected, oracle))
 
 
-MASTERS = replace(COPIED, masters=MasterWeights())
+MASTERS = replace(COPIED, master_dtype=torch.float32)
 
 
 @ranks(2, 3)

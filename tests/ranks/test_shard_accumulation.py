@@ -342,7 +342,7 @@ def test_passes_after_gradients_were_looked_at(ctx: RankContext, config: ZeroCon
             zero.zero_grad()
         for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
             # With ZeRO-1 a pass after clipping adds to the average, as with DDP: else gradients are added up before it.
-            assert_equal_sums(ours, theirs, f"a parameter after step {step}", exactly=config.retention.frees)
+            assert_equal_sums(ours, theirs, f"a parameter after step {step}", exactly=config.stage != 1)
 
 
 @ranks(2, 3)

@@ -21,13 +21,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from tests.support import RankContext, ranks
 from tests.support.oracles import TINY, WIDTH, Handed, Pair, assert_same, batch, mlp, some_configs
 from tests.support.tiers import sampled
-from zeroshard import ConfigError, KeepFull, ZeroConfig, shard
+from zeroshard import ConfigError, ZeroConfig, shard
 from zeroshard.adapters.module import ZeroGrad
 
 Options = dict[str, Any]
 CONFIGS = (
     ZeroConfig(partition=TINY),
-    ZeroConfig(partition=TINY, retention=KeepFull()),
+    ZeroConfig(partition=TINY, stage=1),
     ZeroConfig(overlap_gather=True),
 )
 
@@ -367,7 +367,7 @@ def muon(params: Any, **options: Any) -> optim.Optimizer:
 
 
 @ranks(1, 2, 3, 4)
-@sampled("config", [None, ZeroConfig(retention=KeepFull()), ZeroConfig(overlap_gather=True)])
+@sampled("config", [None, ZeroConfig(stage=1), ZeroConfig(overlap_gather=True)])
 def test_optimizers_that_cannot_be_cut(ctx: RankContext, config: ZeroConfig | None) -> None:
     def square() -> nn.Module:
         return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))

@@ -111,7 +111,7 @@ def test_the_same_run_twice_is_bitwise_equal_on_all_ranks(ctx: RankContext, conf
 
 
 @ranks(3)
-def test_buckets_and_retention_do_not_change_a_bit(ctx: RankContext) -> None:
+def test_buckets_and_stage_do_not_change_a_bit(ctx: RankContext) -> None:
     assert all_equal([trained(config) for config in all_configs()])
 
 
@@ -219,7 +219,7 @@ def test_sparse_gradients_are_made_dense(ctx: RankContext, config: ZeroConfig) -
 
 @ranks(1, 2, 3)
 def test_an_optimizer_of_whole_parameters(ctx: RankContext) -> None:
-    for config in (ZeroConfig(), ZeroConfig(retention=ZERO1.retention), ZeroConfig(partition=WholeParams())):
+    for config in (ZeroConfig(), ZeroConfig(stage=ZERO1.stage), ZeroConfig(partition=WholeParams())):
         warned = pytest.warns(UserWarning, match="whole parameters") if config.partition is None else nullcontext()
         with warned:
             twins = ShardTwins(config, optimizer_class=torch.optim.Adafactor, lr=0.05)

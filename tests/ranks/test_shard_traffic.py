@@ -6,6 +6,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Literal
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support import RankContext, ranks
 from tests.support.monitoring import recorded
 from tests.support.oracles import ZERO2, both_stages, mlp, regression, seeded
-from zeroshard import FlatShards, KeepFull, KeepShard, ShardedOptimizer, ZeroConfig, shard
+from zeroshard import FlatShards, ShardedOptimizer, ZeroConfig, shard
 from zeroshard.runtime import under_way
 from zeroshard.runtime.packing import KEPT_BUFFERS
 from zeroshard.runtime.sharded_grad import local_grad
@@ -54,15 +55,15 @@ def iteration_of(model: nn.Module, optimizer: torch.optim.Optimizer, width: int)
     return iterate
 
 
-@pytest.mark.parametrize("keep", [KeepShard(), KeepFull()], ids=["zero2", "zero1"])
+@pytest.mark.parametrize("stage", [2, 1], ids=["zero2", "zero1"])
 @ranks(2, 4)
-def test_bytes_on_the_wire_are_at_most_those_of_ddp(ctx: RankContext, keep: KeepShard | KeepFull) -> None:
+def test_bytes_on_the_wire_are_at_most_those_of_ddp(ctx: RankContext, stage: Literal[1, 2]) -> None:
     plain = seeded(wide, 0)
     ddp = DistributedDataParallel(plain)
     reference = wire_bytes(iteration_of(ddp, torch.optim.SGD(plain.parameters(), lr=0.1), 512))
     for overlap in (False, True):
         model = seeded(wide, 0)
-        config = ZeroConfig(partition=FlatShards(MIB), retention=keep, overlap_gather=overlap)
+        config = ZeroConfig(partition=FlatShards(MIB), stage=stage, overlap_gather=overlap)
         optimizer = shard(model, torch.optim.SGD, lr=0.1, config=config)
         ours = wire_bytes(iteration_of(model, optimizer, 512))
         # All ranks together: what one of them sends depends on the algorithms of gloo.
@@ -91,7 +92,7 @@ def calls_of_an_iteration(layers: int, config: ZeroConfig) -> tuple[Counter[str]
 def test_calls_are_a_few_for_each_bucket_and_none_for_a_parameter(ctx: RankContext, config: ZeroConfig) -> None:
     expected: set[tuple[int, int]] = set()
     for layers in (2, 4, 40):
-        calls, optimizer = calls_of_an_iteration(layers, ZeroConfig(retention=config.retention))
+        calls, optimizer = calls_of_an_iteration(layers, ZeroConfig(stage=config.stage))
         assert len(optimizer.layout.buckets) == 1
         expected.add((sum(calls.values()), len(optimizer.layout.buckets)))
     assert len(expected) == 1, "more parameters in a bucket cost no more calls"
@@ -135,7 +136,7 @@ def test_zero1_keeps_full_gradients(ctx: RankContext) -> None:
     """So that the test above can fail."""
     model = seeded(lambda: wide(128, 16), 0)
     full = sum(param.nbytes for param in model.parameters())
-    config = ZeroConfig(partition=FlatShards(64 * 1024), retention=KeepFull())
+    config = ZeroConfig(partition=FlatShards(64 * 1024), stage=1)
     optimizer = shard(model, torch.optim.SGD, lr=0.1, config=config)
     before = live_bytes()
     torch.autograd.backward(model(noise(128, 0)).square().mean())

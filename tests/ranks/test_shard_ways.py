@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tests.support import RankContext, ranks
 from tests.support.oracles import assert_same, average
-from zeroshard import Reduce
 from zeroshard.comm.group import Group
 from zeroshard.comm.pairs import Pairwise
 from zeroshard.comm.shards import Native, NativeUneven, Whole, best_way
 from zeroshard.comm.ways import ShardWay
+from zeroshard.policies import Reduce
 from zeroshard.units import Span
 
 WAYS = [Pairwise, Whole, Native, NativeUneven]

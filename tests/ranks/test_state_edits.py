@@ -16,7 +16,7 @@ from tests.ranks.test_flat_parity import flat, in_groups, randoms, strided
 from tests.ranks.test_masters import INNER, MASTERS, Run, half_mlp
 from tests.support import RankContext, ranks
 from tests.support.oracles import TINY, Pair, RulesPair, Twins, assert_same
-from zeroshard import ConfigError, KeepFull, ZeroConfig, broadcast_object
+from zeroshard import ConfigError, ZeroConfig, broadcast_object
 
 Params = list[Tensor]
 Edit = Callable[[Any, Params], object]
@@ -119,7 +119,7 @@ def test_shard_goes_on_as_ddp_does(ctx: RankContext, edit: Edit) -> None:
     """Also from what is saved after it."""
     kinds: list[tuple[Any, ZeroConfig, dict[str, Any]]] = [
         (optim.AdamW, ZeroConfig(), {"lr": 0.05}),
-        (optim.SGD, ZeroConfig(partition=TINY, retention=KeepFull()), {"lr": 0.05, "momentum": 0.9}),
+        (optim.SGD, ZeroConfig(partition=TINY, stage=1), {"lr": 0.05, "momentum": 0.9}),
     ]
     for factory, config, options in kinds:
         pair = Pair(factory, config=config, **options)
@@ -172,7 +172,7 @@ def test_rules_do(ctx: RankContext) -> None:
 @ranks(1, 2, 3)
 def test_state_of_master_weights_keeps_their_dtype(ctx: RankContext) -> None:
     for inner, key in ((INNER[0], "exp_avg"), (INNER[2], "momentum_buffer")):
-        run = Run(half_mlp(), ZeroConfig(masters=MASTERS), inner)
+        run = Run(half_mlp(), ZeroConfig(master_dtype=MASTERS), inner)
         run.train(2)
         params: list[Params] = [list(run.model.parameters()), list(run.oracle.masters)]
         for optimizer, given in zip((run.zero, run.oracle.plain), params, strict=True):

@@ -26,10 +26,7 @@ from tests.support.optimizers import Keeper
 from tests.support.oracles import in_rank_order
 from zeroshard import (
     FlatShards,
-    KeepFull,
-    MasterWeights,
     Offload,
-    Reduce,
     Rule,
     WholeParams,
     ZeroConfig,
@@ -257,18 +254,18 @@ def overlap_interleaved(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimi
 RULES = [Rule(matrices(exclude=("embed", "head")), Muon, **MUON), Rule(everything_else, AdamW, **ADAMW)]
 MODES: dict[str, Mode] = {
     "stage 2": Mode(sharded(ZeroConfig(partition=SMALL_BUCKETS), **ADAMW)),
-    "stage 1": Mode(sharded(ZeroConfig(partition=SMALL_BUCKETS, retention=KeepFull()), params=two_groups, **ADAMW)),
+    "stage 1": Mode(sharded(ZeroConfig(partition=SMALL_BUCKETS, stage=1), params=two_groups, **ADAMW)),
     "overlap_gather": Mode(sharded(ZeroConfig(partition=SMALL_BUCKETS, overlap_gather=True), **ADAMW)),
     "hybrid": Mode(sharded(ZeroConfig(partition=SMALL_BUCKETS), shard_within=2, **ADAMW), (4,)),
     "whole params": Mode(sharded(ZeroConfig(partition=WholeParams()), **ADAMW)),
     "rules": Mode(sharded(ZeroConfig(), RULES), tolerance=2e-2),  # Muon computes in bfloat16
     "master weights": Mode(
-        sharded(ZeroConfig(partition=SMALL_BUCKETS, masters=MasterWeights()), **ADAMW),
+        sharded(ZeroConfig(partition=SMALL_BUCKETS, master_dtype=torch.float32), **ADAMW),
         dtype=torch.bfloat16,
         tolerance=5e-2,
     ),
     "bfloat16 on the wire": Mode(
-        sharded(ZeroConfig(partition=SMALL_BUCKETS, reduce=Reduce(dtype=torch.bfloat16)), **ADAMW), tolerance=2e-2
+        sharded(ZeroConfig(partition=SMALL_BUCKETS, reduce_dtype=torch.bfloat16), **ADAMW), tolerance=2e-2
     ),
     "offload": Mode(
         sharded(ZeroConfig(partition=SMALL_BUCKETS, offload=Offload()), **ADAMW), around=host_memory_stands_for_a_gpu

@@ -29,7 +29,6 @@ from tests.support.pool import RankContext
 from zeroshard import (
     Drift,
     FlatShards,
-    KeepFull,
     NonFinite,
     RankFailedError,
     SecondCopy,
@@ -248,7 +247,7 @@ class Zero2(Sharded):
 
 class Zero1(Sharded):
     name, sums = "zero1", "once"
-    config = ZeroConfig(partition=TINY, retention=KeepFull(), second_copy=SecondCopy(every=7))
+    config = ZeroConfig(partition=TINY, stage=1, second_copy=SecondCopy(every=7))
 
 
 class Overlapped(Sharded):

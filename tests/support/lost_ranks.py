@@ -330,7 +330,7 @@ class _Life:
     def __init__(self, end: Connection[News, Order | None], port: int, *, overlap: bool) -> None:
         self._end, self._port = end, port
         partition = FlatShards(bucket_bytes=400)
-        self._config = ZeroConfig(partition, second_copy=SecondCopy(every=EVERY), overlap_gather=overlap)
+        self._config = ZeroConfig(partition=partition, second_copy=SecondCopy(every=EVERY), overlap_gather=overlap)
         self._model = _model(os.getpid())
         self._held: Copies | None = None
         self._opened: list[str] = []

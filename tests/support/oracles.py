@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -31,8 +31,6 @@ from torch.optim.swa_utils import SWALR
 from tests.support.tiers import sampled
 from zeroshard import (
     FlatShards,
-    KeepFull,
-    KeepShard,
     Rule,
     ShardedOptimizer,
     WholeParams,
@@ -45,7 +43,6 @@ from zeroshard import (
 from zeroshard.adapters.ddp import CommHook
 from zeroshard.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from zeroshard.layout.specs import ParamSpec
-from zeroshard.policies import Retention
 
 # ---- The drop-in beside the plain optimizer, on equal gradients
 
@@ -400,7 +397,7 @@ TINY = FlatShards(bucket_bytes=200)
 """Less than two layers of `mlp` fit into a bucket."""
 
 ZERO2 = ZeroConfig(partition=TINY)
-ZERO1 = ZeroConfig(partition=TINY, retention=KeepFull())
+ZERO1 = ZeroConfig(partition=TINY, stage=1)
 ADAMW: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
 
 both_stages = sampled("config", [ZERO2, ZERO1], ids=["zero2", "zero1"])
@@ -412,10 +409,10 @@ some_configs = sampled(
 
 
 def all_configs() -> Iterator[ZeroConfig]:
-    """Every retention, size of buckets and way back of parameters."""
-    stages: list[Retention] = [KeepShard(), KeepFull()]
-    for retention, partition, overlap in product(stages, (TINY, FlatShards()), (False, True)):
-        yield ZeroConfig(partition=partition, retention=retention, overlap_gather=overlap)
+    """Every stage, size of buckets and way back of parameters."""
+    stages: list[Literal[1, 2]] = [2, 1]
+    for stage, partition, overlap in product(stages, (TINY, FlatShards()), (False, True)):
+        yield ZeroConfig(partition=partition, stage=stage, overlap_gather=overlap)
 
 
 @dataclass(frozen=True)
@@ -635,7 +632,7 @@ RULES_ADAMW: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1}
 CONFIGS = (
     ZeroConfig(),
     ZeroConfig(partition=TINY),
-    ZeroConfig(partition=TINY, retention=KeepFull()),
+    ZeroConfig(partition=TINY, stage=1),
     ZeroConfig(partition=TINY, overlap_gather=True),
     ZeroConfig(partition=WholeParams()),
 )

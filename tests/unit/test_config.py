@@ -27,7 +27,8 @@ class Tuned(Plain):
 
 def test_the_defaults_are_torchs_contract() -> None:
     config = ZeroConfig()
-    assert (config.partition, config.mixed_dtypes, config.masters, config.overlap_gather) == (None, False, None, False)
+    assert (config.stage, config.partition, config.master_dtype) == (None, None, None)
+    assert (config.mixed_dtypes, config.overlap_gather) == (False, False)
 
 
 def test_options_do_not_change_later() -> None:
@@ -48,11 +49,16 @@ def test_flags_are_true_or_false(mixed: Any) -> None:
 
 
 def test_descriptions_are_equal_for_equal_options() -> None:
-    assert ZeroConfig(Plain()).describe() == ZeroConfig(Plain()).describe()
-    assert ZeroConfig(Tuned(2)).describe() == ZeroConfig(Tuned(2)).describe()
+    assert ZeroConfig(partition=Plain()).describe() == ZeroConfig(partition=Plain()).describe()
+    assert ZeroConfig(partition=Tuned(2)).describe() == ZeroConfig(partition=Tuned(2)).describe()
 
 
 def test_descriptions_tell_options_apart() -> None:
-    options = [ZeroConfig(), ZeroConfig(mixed_dtypes=True), ZeroConfig(Plain()), ZeroConfig(Tuned(2))]
-    options.append(ZeroConfig(Tuned(3)))
+    options = [
+        ZeroConfig(),
+        ZeroConfig(mixed_dtypes=True),
+        ZeroConfig(partition=Plain()),
+        ZeroConfig(partition=Tuned(2)),
+    ]
+    options.append(ZeroConfig(partition=Tuned(3)))
     assert len({option.describe() for option in options}) == len(options)

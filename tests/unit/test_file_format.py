@@ -30,7 +30,6 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.recorded.values import checkpoint_file
 from zeroshard import (
-    MasterWeights,
     Rule,
     ZeroConfig,
     ZeroRedundancyOptimizer,
@@ -69,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with a_single_rank():
         model = Net().to(torch.bfloat16)
         rules = [Rule(matrices(), Muon), Rule(everything_else, AdamW)]
-        optimizer = shard(model, rules, config=ZeroConfig(masters=MasterWeights()))
+        optimizer = shard(model, rules, config=ZeroConfig(master_dtype=torch.float32))
         scheduler = ExponentialLR(optimizer, 0.5)
         torch.autograd.backward(model(torch.ones(2, 3, dtype=torch.bfloat16)).float().square().mean())
         optimizer.step()
@@ -180,7 +179,7 @@ def test_state_dicts(single_rank: None) -> None:
     """The group key `optimizer`, master weights, names: with rules as without."""
     model = Net().to(torch.bfloat16)
     rules = [Rule(matrices(), Muon), Rule(everything_else, AdamW)]
-    sharded = shard(model, rules, config=ZeroConfig(masters=MasterWeights()))
+    sharded = shard(model, rules, config=ZeroConfig(master_dtype=torch.float32))
     torch.autograd.backward(model(torch.ones(2, 3, dtype=torch.bfloat16)).float().square().mean())
     sharded.step()
     found = sharded.full_state_dict()

@@ -174,7 +174,7 @@ def test_tables_of_large_numbers_with_all_columns(capsys: pytest.CaptureFixture[
         memory=80e9,
         activations=4321e9,
         config=zeroshard.ZeroConfig(
-            masters=zeroshard.MasterWeights(), second_copy=zeroshard.SecondCopy(), offload=zeroshard.Offload()
+            master_dtype=torch.float32, second_copy=zeroshard.SecondCopy(), offload=zeroshard.Offload()
         ),
         network=wish.network,
     )

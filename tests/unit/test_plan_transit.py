@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 CODE = """if True:
     import json, sys, torch, torch.distributed as dist, warnings
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from zeroshard import FlatShards, KeepFull, KeepShard, Reduce, WholeParams, ZeroConfig, plan, shard
+    from zeroshard import FlatShards, WholeParams, ZeroConfig, plan, shard
     from zeroshard.planning.meter import _Watch
 
     class Ones(torch.autograd.Function):
@@ -34,10 +34,11 @@ CODE = """if True:
     found = []
     for shapes, dtype, wire, stage, *more in json.loads(sys.argv[1]):
         within, fixed, whole = [*more, *[None, False, False][len(more) :]]
-        reduce = Reduce(dtype=getattr(torch, wire) if wire else None, fixed_order=fixed)
-        retention = KeepShard() if stage == 2 else KeepFull()
+        reduce_dtype = getattr(torch, wire) if wire else None
         partition = WholeParams() if whole else FlatShards(bucket_bytes=2**20)
-        config = ZeroConfig(partition=partition, reduce=reduce, retention=retention)
+        config = ZeroConfig(
+            stage=stage, partition=partition, reduce_dtype=reduce_dtype, deterministic_reduce=fixed
+        )
         model = torch.nn.ParameterList([torch.zeros(shape, dtype=getattr(torch, dtype)) for shape in shapes])
         planned = plan(model, torch.optim.SGD, ranks=[8], config=config, lr=0.1, shard_within=within)
         made = planned.of(f"zeroshard {stage}", 8)

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+import re
+from dataclasses import FrozenInstanceError, fields, replace
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
 
-from zeroshard import ConfigError, Drift, KeepFull, KeepShard, MasterWeights, NonFinite, Reduce, ZeroConfig
+from zeroshard import ConfigError, Drift, NonFinite, ZeroConfig
 from zeroshard.config import refuse_policies
-from zeroshard.policies import sum_dtype
+from zeroshard.policies import MasterWeights, Reduce, ZeroStage1, ZeroStage2, sum_dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64, "bfloat16", float, 16])
-def test_only_floating_point_dtypes_travel(dtype: Any) -> None:
-    with pytest.raises(ConfigError, match=r"Reduce\(dtype=\.\.\.\) takes a floating-point dtype"):
-        Reduce(dtype=dtype)
+def test_only_floating_point_dtypes_are_sent(dtype: Any) -> None:
+    with pytest.raises(ConfigError, match=r"ZeroConfig\(reduce_dtype=\.\.\.\) takes a floating-point dtype"):
+        ZeroConfig(reduce_dtype=dtype)
 
 
 @pytest.mark.parametrize("value", [None, 1, "yes"])
-def test_a_fixed_order_is_on_or_off(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"Reduce\(fixed_order=\.\.\.\) takes True or False"):
-        Reduce(fixed_order=value)
+def test_a_deterministic_reduce_is_on_or_off(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"ZeroConfig\(deterministic_reduce=\.\.\.\) takes True or False"):
+        ZeroConfig(deterministic_reduce=value)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.complex128, None, "float32"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex128, "float32", 32])
 def test_masters_are_of_a_floating_point_dtype(dtype: Any) -> None:
-    with pytest.raises(ConfigError, match=r"MasterWeights\(\.\.\.\) takes a floating-point dtype"):
-        MasterWeights(dtype)
+    with pytest.raises(ConfigError, match=r"ZeroConfig\(master_dtype=\.\.\.\) takes a floating-point dtype"):
+        ZeroConfig(master_dtype=dtype)
+
+
+@pytest.mark.parametrize("stage", [0, 3, True, 1.0, "2", torch.float32])
+def test_a_stage_is_1_or_2(stage: Any) -> None:
+    with pytest.raises(ConfigError, match=r"ZeroConfig\(stage=\.\.\.\) takes 1, 2 or None") as raised:
+        ZeroConfig(stage=stage)
+    assert ("fully_shard" in str(raised.value)) == (stage == 3)
 
 
 @pytest.mark.parametrize(
@@ -65,25 +74,23 @@ def test_sums_are_made_in_float32_at_least() -> None:
 
 def test_values() -> None:
     """Equal when their contents are, and nobody changes them."""
-    for value in (KeepShard(), KeepFull(), Reduce(torch.bfloat16), MasterWeights()):
+    for value in (ZeroStage2(), ZeroStage1(), Reduce(torch.bfloat16), MasterWeights()):
         assert value == type(value)(**vars(value))
         assert hash(value) == hash(type(value)(**vars(value)))
         with pytest.raises(FrozenInstanceError):
             value.dtype = torch.float64  # type: ignore[union-attr, misc]
-    assert KeepShard.frees
-    assert not KeepFull.frees
+    assert ZeroStage2.frees
+    assert not ZeroStage1.frees
     assert Reduce() != Reduce(fixed_order=True)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"retention": KeepShard},
-        {"retention": "shard"},
-        {"reduce": torch.bfloat16},
-        {"reduce": None},
-        {"masters": torch.float32},
-        {"masters": MasterWeights},
+        {"stage": "shard"},
+        {"reduce_dtype": "bfloat16"},
+        {"deterministic_reduce": 1},
+        {"master_dtype": MasterWeights},
         {"overlap_gather": 1},
         {"sync_buffers": None},
         {"drift": 100},
@@ -97,11 +104,30 @@ def test_a_config_takes_policies_and_nothing_else(options: dict[str, Any]) -> No
 
 
 def test_configs_describe_themselves_alike_on_all_ranks() -> None:
-    config = ZeroConfig(reduce=Reduce(torch.bfloat16), masters=MasterWeights(), retention=KeepFull())
-    same = ZeroConfig(reduce=Reduce(torch.bfloat16), masters=MasterWeights(), retention=KeepFull())
-    assert config.describe() == same.describe()
-    others = [ZeroConfig(), ZeroConfig(reduce=Reduce(torch.float16)), ZeroConfig(overlap_gather=True)]
-    assert len({config.describe(), *(other.describe() for other in others)}) == 4
+    options: dict[str, Any] = {"reduce_dtype": torch.bfloat16, "master_dtype": torch.float32, "stage": 1}
+    assert ZeroConfig(**options).describe() == ZeroConfig(**options).describe()
+    changes: list[dict[str, Any]] = [
+        {"reduce_dtype": torch.float16},
+        {"master_dtype": torch.float64},
+        {"stage": 2},
+        {"stage": None},
+        {"deterministic_reduce": True},
+        {"overlap_gather": True},
+    ]
+    others = {ZeroConfig(**{**options, **change}).describe() for change in changes}
+    assert len({ZeroConfig(**options).describe(), *others}) == len(changes) + 1
+
+
+def test_an_unknown_option_names_the_closest_one() -> None:
+    message = "ZeroConfig() has no option 'overlap_gathr'; did you mean 'overlap_gather'?"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        ZeroConfig(overlap_gathr=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"has no option 'zzz'; its options are stage, partition, "):
+        replace(ZeroConfig(), zzz=1)  # type: ignore[call-arg]
+
+
+def test_the_signature_shows_every_option() -> None:
+    assert list(signature(ZeroConfig).parameters) == [it.name for it in fields(ZeroConfig)]
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.0, True, None, "100"])
@@ -140,15 +166,21 @@ def test_looking_is_off_unless_asked_for() -> None:
 
 @pytest.mark.parametrize("policy", [Drift(), NonFinite("raise")])
 def test_they_are_no_options_of_an_optimizer_class(policy: Any) -> None:
-    with pytest.raises(ConfigError, match=r"is no option of an optimizer class: give config=ZeroConfig\(it=\.\.\.\)"):
+    with pytest.raises(
+        ConfigError, match=r"is not an option of an optimizer class: pass config=ZeroConfig\(it=\.\.\.\)"
+    ):
         refuse_policies(torch.optim.AdamW, {"it": policy})
 
 
 def test_what_is_given_beside_the_config_is_sent_there() -> None:
-    with pytest.raises(ConfigError, match=r"overlap_gather=True is no option .* config=ZeroConfig\(overlap_gather="):
+    with pytest.raises(
+        ConfigError, match=r"overlap_gather=True is not an option .* config=ZeroConfig\(overlap_gather="
+    ):
         refuse_policies(torch.optim.AdamW, {"lr": 1e-3, "overlap_gather": True})
-    with pytest.raises(ConfigError, match=r"stage=1 is no option .* ZeRO-1 with config=ZeroConfig\(retention=KeepFull"):
+    with pytest.raises(ConfigError, match=r"stage=1 is not an option .* config=ZeroConfig\(stage="):
         refuse_policies(torch.optim.AdamW, {"stage": 1})
+    with pytest.raises(ConfigError, match=r"master_dtype=torch.float32 is not .* config=ZeroConfig\(master_dtype="):
+        refuse_policies(torch.optim.AdamW, {"master_dtype": torch.float32})
 
 
 def test_a_class_may_have_options_of_these_names() -> None:

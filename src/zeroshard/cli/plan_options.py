@@ -14,7 +14,7 @@ from ..planning.code import named
 from ..planning.plan import Plan, plan
 from ..planning.shapes import ModelShape
 from ..planning.usage import Network
-from ..policies import MasterWeights, Offload, Reduce, SecondCopy
+from ..policies import Offload, SecondCopy
 from ..rules import Rule, everything_else, matrices
 from .plan_quantities import bandwidth_in, bytes_in, seconds_in
 
@@ -65,10 +65,7 @@ class Wish:
         model, config = self.model, self.config
         if precision is not None:
             dtype, masters = _precision(precision)
-            model, config = (
-                model.cast(dtype),
-                replace(config, masters=None if masters is None else MasterWeights(masters)),
-            )
+            model, config = model.cast(dtype), replace(config, master_dtype=masters)
         asked: dict[str, Any] = {
             "ranks": ranks or self.ranks,
             "config": config,
@@ -124,7 +121,7 @@ def config_of(*, second_copy: bool, offload: bool, bucket: str | None, reduce: s
         raise ConfigError(f"--reduce {reduce!r}: expected one of {', '.join(REDUCED)}")
     return ZeroConfig(
         partition=None if bucket is None else FlatShards(bucket_bytes=bytes_in("--bucket", bucket)),
-        reduce=Reduce(REDUCED[reduce] if reduce else None),
+        reduce_dtype=REDUCED[reduce] if reduce else None,
         offload=Offload() if offload else None,
         second_copy=SecondCopy() if second_copy else None,
     )

@@ -67,7 +67,7 @@ def advise(it: Situation) -> Advice:
     size, reasons = _bucket(it)
     overlap = it.backend == "nccl" or it.nodes > 1
     options = [] if size is None else [f"partition=zeroshard.FlatShards(bucket_bytes={size} * 2**20)"]
-    reasons.append("KeepShard(), the default: gradients take 1/N of their size, at the traffic of KeepFull()")
+    reasons.append("stage=2, the default: gradients take 1/N of their size, at the traffic of stage=1")
     if overlap and it.ranks > 1:
         options.append("overlap_gather=True")
         reasons.append("overlap_gather: parameters travel while the next forward pass runs")

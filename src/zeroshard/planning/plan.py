@@ -133,7 +133,7 @@ def plan(
         model: what is to be trained, in the dtype that it is to be trained in.
         optimizer_class: as for `shard`; also a list of `Rule`s.
         ranks: a number of them, or several.
-        config: as for `shard`. Its `masters` count for all methods, its other options for zeroshard.
+        config: as for `shard`. Its `master_dtype` counts for all methods, its other options for zeroshard.
         memory: bytes that a GPU has, to say what fits.
         activations: bytes that they take on a rank, which no planner can know.
         device: where the model is to be, "cuda" or "cpu".
@@ -182,4 +182,4 @@ def _checked(ranks: Any) -> list[int]:
 def _in_words(model: ModelShape, config: ZeroConfig) -> str:
     found: Mapping[torch.dtype, None] = dict.fromkeys(it.dtype for it in model.params)
     dtypes = " and ".join(str(it).removeprefix("torch.") for it in found)
-    return dtypes if config.masters is None else f"{dtypes} with {str(config.masters.dtype)[6:]} masters"
+    return dtypes if config.master_dtype is None else f"{dtypes} with {str(config.master_dtype)[6:]} masters"

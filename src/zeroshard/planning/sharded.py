@@ -9,7 +9,7 @@ import torch
 from ..layout.layout import Bucket, Layout, Piece
 from ..layout.partners import most_shares
 from ..layout.specs import ParamSpec
-from ..policies import KeepFull, KeepShard, Retention, sum_dtype
+from ..policies import ZeroStage, ZeroStage1, ZeroStage2, sum_dtype
 from ..units import Rank
 from .training import Tensor, Training
 from .transit import Transit
@@ -20,26 +20,26 @@ from .usage import Estimate, Traffic, Usage
 class Sharded:
     """ZeRO-1 or ZeRO-2, by what is kept of gradients."""
 
-    retention: Retention
+    stage: ZeroStage
 
     @property
     def name(self) -> str:
-        return f"zeroshard {2 if self.retention.frees else 1}"
+        return f"zeroshard {2 if self.stage.frees else 1}"
 
     def estimate(self, training: Training, ranks: int) -> Estimate:
         row = training.row_of(ranks)
-        return _Share(training, self.retention, row, ranks // row).estimate(self.name)
+        return _Share(training, self.stage, row, ranks // row).estimate(self.name)
 
 
-ZERO1, ZERO2 = Sharded(KeepFull()), Sharded(KeepShard())
+ZERO1, ZERO2 = Sharded(ZeroStage1()), Sharded(ZeroStage2())
 
 
 class _Share:
     """That of the rank with most, in one of several rows of ranks that hold the same."""
 
-    def __init__(self, training: Training, retention: Retention, ranks: int, rows: int) -> None:
+    def __init__(self, training: Training, stage: ZeroStage, ranks: int, rows: int) -> None:
         self._rows = rows
-        self._training, self._retention, self._frees = training, retention, retention.frees
+        self._training, self._stage, self._frees = training, stage, stage.frees
         order = {it.name: place for place, it in enumerate(training.model.params)}
         specs = sorted(training.specs, key=lambda spec: order[spec.name or ""])
         kinds = list(range(len(training.kinds)))
@@ -79,8 +79,8 @@ class _Share:
         return self._offloaded(taken) if training.offloads else taken
 
     def _transit(self) -> Transit:
-        reduce, updated_in = self._training.config.reduce, self._training.dtype_of_update
-        return Transit(self._layout, self._retention, reduce, updated_in, rank=self._rank, rows=self._rows)
+        reduce, updated_in = self._training.config._reduce_policy, self._training.dtype_of_update
+        return Transit(self._layout, self._stage, reduce, updated_in, rank=self._rank, rows=self._rows)
 
     def _largest_bucket(self) -> int:
         """Parameters move into buckets one after the other; then masters are made."""
@@ -171,7 +171,7 @@ class _Share:
 
     def _sent_across(self, bucket: Bucket) -> int:
         """To each other row, of all slices of this one: all of them, or a part to be added up and the sums back."""
-        exact = sum_dtype(self._training.config.reduce.wire_dtype(bucket.dtype)).itemsize
+        exact = sum_dtype(self._training.config._reduce_policy.wire_dtype(bucket.dtype)).itemsize
         if self._gathers_sums:
             return bucket.numel * exact
         back = self._training.dtype_of_update(bucket.dtype).itemsize if self._on_cpu else exact
@@ -180,7 +180,7 @@ class _Share:
     @property
     def _gathers_sums(self) -> bool:
         """NCCL adds them up in an order of its own, unless everybody gets all of them; gloo in that of rows."""
-        return self._training.config.reduce.fixed_order and not self._on_cpu
+        return self._training.config.deterministic_reduce and not self._on_cpu
 
     @property
     def _on_cpu(self) -> bool:
@@ -188,7 +188,7 @@ class _Share:
 
     def _wire_dtype(self, bucket: Bucket) -> torch.dtype:
         """What gradients travel as: NCCL adds slices that differ in length up on the way, in more precision."""
-        wire = self._training.config.reduce.wire_dtype(bucket.dtype)
+        wire = self._training.config._reduce_policy.wire_dtype(bucket.dtype)
         return wire if bucket.has_equal_shards or self._on_cpu else sum_dtype(wire)
 
     @property

@@ -102,7 +102,7 @@ class Training:
 
     def dtype_of_update(self, dtype: torch.dtype) -> torch.dtype:
         """What parameters of a dtype are updated in."""
-        masters = self.config.masters
+        masters = self.config._master_policy
         return masters.dtype if masters is not None and masters.covers(dtype) else dtype
 
     def state(self, spec: ParamSpec, shape: tuple[int, ...]) -> int:

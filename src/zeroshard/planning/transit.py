@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..layout.layout import Bucket, Layout
-from ..policies import Reduce, Retention, sum_dtype
+from ..policies import Reduce, ZeroStage, sum_dtype
 from ..runtime.grad_sync import LARGE
 from ..runtime.under_way import CROWD
 from ..units import Rank
@@ -23,7 +23,7 @@ class Transit:
     def __init__(
         self,
         layout: Layout,
-        retention: Retention,
+        stage: ZeroStage,
         reduce: Reduce,
         updated_in: Callable[[torch.dtype], torch.dtype],
         *,
@@ -31,7 +31,7 @@ class Transit:
         rows: int,
     ) -> None:
         """`updated_in`: what parameters of a dtype are updated in. `rows` of ranks hold the same."""
-        self._layout, self._frees, self._reduce = layout, retention.frees, reduce
+        self._layout, self._frees, self._reduce = layout, stage.frees, reduce
         self._updated_in, self._rank, self._rows = updated_in, rank, rows
         self._alone = layout.world_size * rows == 1
         self._size = max((self._wire(it) for it in self._trained if len(it.rooms) > 1), default=0)

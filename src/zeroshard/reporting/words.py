@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from ..assembly import Assembly
 from ..config import ZeroConfig
 from ..layout.partition import FlatShards, WholeParams
-from ..policies import Reduce
 
 
 def in_words(assembly: Assembly) -> tuple[str, ...]:
@@ -29,10 +28,12 @@ def _gradients(assembly: Assembly) -> Iterator[str]:
     if not assembly.reduces:
         yield "gradients: those in param.grad, which must be equal on all ranks"
         return
-    kept = "freed when they are on their way (ZeRO-2)" if assembly.config.retention.frees else "kept, too (ZeRO-1)"
+    kept = "freed when they are on their way (ZeRO-2)" if assembly.config._stage_policy.frees else "kept, too (ZeRO-1)"
     yield f"gradients: each slice is averaged at its owner; those in param.grad are {kept}"
-    if assembly.config.reduce != Reduce():
-        yield f"they travel by {assembly.config.reduce!r}"
+    if assembly.config.reduce_dtype is not None:
+        yield f"reduce_dtype={assembly.config.reduce_dtype}"
+    if assembly.config.deterministic_reduce:
+        yield "deterministic_reduce=True"
 
 
 def _parameters(assembly: Assembly) -> Iterator[str]:
@@ -47,7 +48,9 @@ def _parameters(assembly: Assembly) -> Iterator[str]:
 
 
 def _policies(config: ZeroConfig) -> Iterator[str]:
-    for policy in (config.masters, config.offload, config.drift, config.nonfinite, config.second_copy):
+    if config.master_dtype is not None:
+        yield f"master_dtype={config.master_dtype}"
+    for policy in (config.offload, config.drift, config.nonfinite, config.second_copy):
         if policy is not None:
             yield repr(policy)
     if not config.sync_buffers:

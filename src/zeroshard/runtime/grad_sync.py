@@ -27,7 +27,7 @@ from ..errors import RankLostError, RankMismatchError
 from ..labels import Label
 from ..layout.layout import Bucket, Layout
 from ..notices import log, warn_user
-from ..policies import MasterWeights, Reduce, Retention
+from ..policies import MasterWeights, Reduce, ZeroStage
 from .grads import Gradients
 from .packing import Grads, Pool
 from .rounds import Rounds
@@ -45,9 +45,9 @@ class GradSync(Gradients):
 
     origin = "slices from all ranks"
 
-    def __init__(self, comm: Comm, retention: Retention, reduce: Reduce, masters: MasterWeights | None) -> None:
+    def __init__(self, comm: Comm, stage: ZeroStage, reduce: Reduce, masters: MasterWeights | None) -> None:
         super().__init__(comm, masters)
-        self._retention, self._reduce = retention, reduce
+        self._stage, self._reduce = stage, reduce
         self.paused = False
         """Gradients add up in `param.grad`, and nothing travels."""
         self._rounds = Rounds()
@@ -86,7 +86,7 @@ class GradSync(Gradients):
         super().extend(layout, params)
         new = [self._slot(layout, bucket) for bucket in layout.buckets[len(self._rounds.slots) :]]
         self._rounds.extend(new, self._params)
-        if self._retention.frees and not self._comm.is_alone and self._is_eager:
+        if self._stage.frees and not self._comm.is_alone and self._is_eager:
             self._large = {index for slot in self._rounds.slots if slot.packs for index in slot.at_least(LARGE)}
         self._present.extend(bytes(len(params) - len(self._present)))
         self._accumulated.extend(bytes(len(params) - len(self._accumulated)))
@@ -107,9 +107,9 @@ class GradSync(Gradients):
     def _adds(self) -> bool:
         """A pass adds to the shard; else it sends all that this rank has added up, which takes the shard's place.
 
-        Also with `KeepFull()` once the shard was clipped or unscaled, since what is in `param.grad` was not.
+        Also with ZeRO-1 once the shard was clipped or unscaled, since what is in `param.grad` was not.
         """
-        return self._retention.frees or self._sent.scaled
+        return self._stage.frees or self._sent.scaled
 
     def before_accumulation(self, index: int, backward_pass: int) -> None:
         """A backward pass is about to add to `param.grad`."""
@@ -118,7 +118,7 @@ class GradSync(Gradients):
                 self._backward_pass = backward_pass
                 self._notice_edits(in_backward=True)
                 self._is_stepped = False
-            if self._retention.frees:
+            if self._stage.frees:
                 drop_placeholder(self._params[index])
                 self._placed.discard(index)
                 return
@@ -141,7 +141,7 @@ class GradSync(Gradients):
 
         Single gradients may be removed between the last backward pass and the step.
         """
-        if self._retention.frees:
+        if self._stage.frees:
             cleared = [index for index in self._placed if self._is_removed(self._params[index].grad)]
             others = [index for index in self._placed if type(self._params[index].grad) is ShardedGrad]
         elif self._sent.scaled:
@@ -149,7 +149,7 @@ class GradSync(Gradients):
         else:
             return  # the next pass sends all that is in `param.grad` then
         if cleared and others and not in_backward:
-            for index in cleared if self._retention.frees else ():
+            for index in cleared if self._stage.frees else ():
                 self._placed.discard(index)
                 self._present[index] = 0
         elif cleared and others:
@@ -235,7 +235,7 @@ class GradSync(Gradients):
 
     def _place_placeholders(self) -> None:
         """Have whoever uses a gradient that is in the shards get an error, instead of None or a part of it."""
-        if not self._retention.frees:
+        if not self._stage.frees:
             return
         for index, param in enumerate(self._params):
             if self._present[index] and param.grad is None:
@@ -390,12 +390,12 @@ class GradSync(Gradients):
         return sum(slot.bytes_to_send(self._dtype(self._layout.buckets[slot.bucket])) for slot in trained)
 
     def note_scaling(self) -> None:
-        if not self._retention.frees:
+        if not self._stage.frees:
             self._sent.start_scaling(self._params)
 
     def note_step(self, *, made: bool) -> None:
         self._is_stepped = True
-        self._spent = self._spent or (made and self._retention.frees)
+        self._spent = self._spent or (made and self._stage.frees)
         self._sent.note_step()
 
     @property
@@ -410,16 +410,16 @@ class GradSync(Gradients):
         grads = list(map(local_grad, self._params))
         waiting = [index for slot in self._rounds.slots for index in slot.waiting]
         # Lists ask for identity first. Hazard: `count` would go on and ask every tensor whether it equals None.
-        if self._retention.frees and grads == [None] * len(grads):
+        if self._stage.frees and grads == [None] * len(grads):
             return waiting
         have = [(i, grad) for i, grad in enumerate(grads) if grad is not None and i in self._rounds.slot_of]
-        return waiting + [i for i, grad in have if self._retention.frees or self._is_unsent(i, grad)]
+        return waiting + [i for i, grad in have if self._stage.frees or self._is_unsent(i, grad)]
 
     def _is_unsent(self, index: int, grad: torch.Tensor) -> bool:
         return bool(self._unsent[index]) or not self._present[index] or self._sent.is_changed(index, grad)
 
     def _refuse_late_changes(self) -> None:
-        if self._retention.frees:
+        if self._stage.frees:
             index = next((index for index in self._placed if local_grad(self._params[index]) is not None), None)
         else:
             # Hazard: inside DDP's no_sync() gradients are accumulated, but nothing says that they are ready.
@@ -433,7 +433,7 @@ class GradSync(Gradients):
         return bytes(slot.bucket in late for slot in self._rounds.slots)
 
     def _present_flags(self) -> bytes:
-        if self._retention.frees:
+        if self._stage.frees:
             return bytes(self._present)
         return bytes([param.grad is not None for param in self._params])
 
@@ -452,7 +452,7 @@ class GradSync(Gradients):
         if self._comm.is_alone:
             self._keep(slot, grads)
         else:
-            self._under_way.add(slot.send(grads, self._target(slot), ours=self._retention.frees))
+            self._under_way.add(slot.send(grads, self._target(slot), ours=self._stage.frees))
         self._count(slot)
 
     def _send_surely(self, slot: Slot, *, wanted: bool = True) -> None:
@@ -483,7 +483,7 @@ class GradSync(Gradients):
             return None
         self._accumulated[index] = 0
         self._present[index] |= grad is not None
-        if self._retention.frees:
+        if self._stage.frees:
             param.grad = None
         else:
             self._sent.note(index, grad if offered is None else None)
