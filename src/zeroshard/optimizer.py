@@ -238,12 +238,17 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
             )
         return state_dicts.through_save_hooks(self, copy_mutable(self._snapshot.contents))
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Take this rank's part of a dict saved at any world size, or by the plain optimizer. Called on all ranks.
+    def load_state_dict(self, state_dict: StateDict, *, assign: bool = False) -> None:
+        """Load this rank's part of a dict saved at any world size, or by the plain optimizer. Called on all ranks.
 
-        Either all ranks load it or none does. The dict stays as it is.
+        Either all ranks load it or none does.
+
+        Args:
+            state_dict: what `full_state_dict` or the plain optimizer returned, or this rank's part of it.
+            assign: use the dict's tensors as the state where they fit, instead of copying them. The dict must not be
+                used afterwards. By default it stays as it is.
         """
-        self._load(state_dict, adopt=False)
+        self._load(state_dict, adopt=assign)
 
     # ---- training (who compiles a training loop leaves the graph here: messages to other ranks are in none)
 

@@ -50,9 +50,8 @@ def _restored(optimizer: ZeroRedundancyOptimizer, copies: Copies | None) -> int:
     common = exchange.run([COMMON], lambda share, _: exchange.held[share])[0]
     agreed(comm, CALL, lambda: _fitting(common, engine, optimizer.model_buffers()))
     rebuilt = _rebuilt(exchange, engine)
-    optimizer.adopt_state_dict(
-        {"state": rebuilt.state | common["others"], "param_groups": common["groups"], **common["extra"]}
-    )
+    state_dict = {"state": rebuilt.state | common["others"], "param_groups": common["groups"], **common["extra"]}
+    optimizer.load_state_dict(state_dict, assign=True)
     _fill(engine, rebuilt, optimizer.model_buffers(), common["buffers"])
     engine.steps = exchange.survey.step
     optimizer.zero_grad()

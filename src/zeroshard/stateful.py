@@ -64,11 +64,7 @@ class Stateful(Optimizer):
         self.require_settled("sharded_state_dict")
         return state_dicts.part(self.engine, self.param_groups, initial=True)
 
-    def adopt_state_dict(self, state_dict: StateDict) -> None:
-        """As `load_state_dict`, of a dict that is given away: its tensors become the state where they can."""
-        self._load(state_dict, adopt=True)
-
-    def check_state_dict(self, state_dict: StateDict) -> None:
+    def _check_state_dict(self, state_dict: StateDict) -> None:
         """Raise if it is not one for this optimizer, whatever the values of its tensors."""
         state_dicts.checked_dict(self.engine, state_dict)
 

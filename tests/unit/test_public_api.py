@@ -156,6 +156,7 @@ def test_torchs_own_class_has_the_same_signature() -> None:
     assert ours == parameters_of(Theirs)
     for name in METHODS - {"add_param_groups", "full_state_dict", "join_device", "join_process_group"}:
         mine, theirs = parameters_of(getattr(ZeroRedundancyOptimizer, name)), parameters_of(getattr(Theirs, name))
+        mine = [entry for entry in mine if entry[1] != inspect.Parameter.KEYWORD_ONLY or entry in theirs]
         assert [kind for _, kind, _ in mine] == [kind for _, kind, _ in theirs], name
         names = [entry for entry in mine if entry[1] != inspect.Parameter.VAR_KEYWORD]
         assert names == [entry for entry in theirs if entry[1] != inspect.Parameter.VAR_KEYWORD], name

@@ -185,7 +185,7 @@ class Sharded:
         return saved
 
     def try_out(self, saved: Callable[[], StateDict], /) -> None:
-        self.optimizer.check_state_dict(saved())
+        self.optimizer._check_state_dict(saved())
 
     def for_undo(self) -> dict[str, Any]:
         return staged(self.part())
@@ -193,11 +193,11 @@ class Sharded:
     def load(self, saved: StateDict, before: dict[str, Any], undo: ExitStack) -> None:
         undo.callback(self._engine.kept_doubts())  # after the next: rows that had parted have, then as before
         undo.callback(self.optimizer.load_state_dict, before)
-        self.optimizer.adopt_state_dict(saved)
+        self.optimizer.load_state_dict(saved, assign=True)
 
     def overwrite(self, read: Callable[[], StateDict], shaped: frozenset[Any], /) -> None:
         self._engine.learn(shaped)
-        self.optimizer.adopt_state_dict(read())
+        self.optimizer.load_state_dict(read(), assign=True)
 
 
 def running(optimizer: Optimizer) -> Running:
