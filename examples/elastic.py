@@ -57,8 +57,8 @@ def train(options: argparse.Namespace) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if step % options.every == 0 or step == options.steps:
-            saving = checkpoint.save(
-                options.folder, step=step, model=model, optimizer=optimizer, keep=options.keep, async_=True
+            saving = checkpoint.async_save(
+                options.folder, step=step, model=model, optimizer=optimizer, keep=options.keep
             )
     if saving is not None:
         saving.wait()

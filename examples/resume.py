@@ -59,7 +59,7 @@ def train(options: argparse.Namespace) -> None:
         scheduler.step()
         report(step, loss.detach())
         if step % options.every == 0 or step == stop:
-            saving = checkpoint.save(options.folder, step=step, async_=True, **parts)
+            saving = checkpoint.async_save(options.folder, step=step, **parts)
     if saving is not None:
         saving.wait()
     dist.destroy_process_group()

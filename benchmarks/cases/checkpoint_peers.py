@@ -95,7 +95,7 @@ class Ours(BackgroundPeer):
         checkpoint.load(folder, model=self.model, optimizer=self.optimizer)
 
     def start_saving(self, folder: Path) -> Wait:
-        return checkpoint.save(folder, step=2, model=self.model, optimizer=self.optimizer, async_=True).wait
+        return checkpoint.async_save(folder, step=2, model=self.model, optimizer=self.optimizer).wait
 
 
 class Fsdp2(BackgroundPeer):

@@ -49,7 +49,7 @@ class Case:
     def save(self, **changed: Any) -> object:
         self._saves += 1
         path = changed.pop("path", self.folder / f"save{self._saves}")
-        return checkpoint.save(path, **{"step": 2, **self.run.parts(), **changed}).wait()
+        return checkpoint.save(path, **{"step": 2, **self.run.parts(), **changed})
 
     def load(self, **changed: Any) -> object:
         return checkpoint.load(changed.pop("path", self.folder / "good"), **{**self.run.parts(), **changed})
@@ -73,7 +73,6 @@ GOOD: dict[str, Any] = {
     "step": 2,
     "extra": None,
     "keep": 3,
-    "async_": False,
     "progress": None,
     "strict": True,
     "optimizer_class": torch.optim.SGD,
@@ -96,7 +95,7 @@ CALLS: dict[str, Call] = {
     **{
         f"{call} {name}": lambda it, value, call=call, name=name: getattr(it, call)(**{name: value})  # type: ignore[misc]
         for call, names in {
-            "save": ("path", "step", "model", "optimizer", "scheduler", "extra", "keep", "async_", "progress"),
+            "save": ("path", "step", "model", "optimizer", "scheduler", "extra", "keep", "progress"),
             "load": ("path", "model", "optimizer", "scheduler", "strict", "progress"),
             "measure": ("model", "optimizer_class", "selector", "lr"),
         }.items()

@@ -147,7 +147,7 @@ def test_spoiled_directories(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
         if draw.random() < 0.5:
             dcp_save({"model": model.state_dict(), "note": "x"}, checkpoint_id=directory, no_dist=True)
         else:
-            directory = checkpoint.save(directory, step=1, model=model).wait()
+            directory = checkpoint.save(directory, step=1, model=model)
         spoil_directory(directory, draw)
         command: list[Path | str] = [draw.choice(("inspect", "convert")), directory]
         if command[0] == "convert":

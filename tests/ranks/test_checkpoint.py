@@ -207,7 +207,7 @@ def test_in_the_background(ctx: RankContext, tmp_path: Path, way: Way) -> None:
     for step in (1, 2, 3):
         train(model, optimizer, 1, first=step - 1)
         expected = [param.detach().clone() for param in model.parameters()], everything(optimizer, model)
-        saving = checkpoint.save(tmp_path, step=step, model=model, optimizer=optimizer, async_=True)
+        saving = checkpoint.async_save(tmp_path, step=step, model=model, optimizer=optimizer)
     train(model, optimizer, 2, first=3)
     assert saving.wait() == tmp_path / "step-000000003"
     assert saving.done()

@@ -82,7 +82,7 @@ def test_ranks_of_a_subgroup_save_and_load_by_themselves(ctx: RankContext, tmp_p
     if ctx.rank:
         run, other = (TrainingRun(seed, lambda model, _: flat(model, group)) for seed in (0, 5))
         run.save(tmp_path, 1)
-        run.save(tmp_path, 2, async_=True)
+        run.save(tmp_path, 2, behind=True)
         assert other.load(tmp_path).world_size == ctx.world_size - 1
         for each in (run, other):
             train(each.model, each.optimizer, 2, first=2)
@@ -267,7 +267,7 @@ def test_loading_right_after_saving_in_the_background(ctx: RankContext, tmp_path
     run, other = TrainingRun(), TrainingRun(seed=4)
     run.save(tmp_path, 1)
     expected = run.look()
-    saving = checkpoint.save(tmp_path, step=2, **run.parts(), async_=True)
+    saving = checkpoint.async_save(tmp_path, step=2, **run.parts())
     assert other.load(tmp_path).step == 2
     assert_same(other.look(), expected)
     done, total = saving.progress

@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.support import RankContext, ranks
+from tests.support.checkpoints import save
 from tests.support.tiers import sampled
 from zeroshard import FlatShards, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
 
@@ -205,9 +206,9 @@ WAYS: dict[str, Callable[[nn.Module], tuple[nn.Module, Optimizer]]] = {
 
 
 @sampled("way", WAYS)
-@sampled("async_", [False, True])
+@sampled("behind", [False, True])
 @ranks(1, 2, 3, 4)
-def test_what_differs_is_that_of_the_first_rank(ctx: RankContext, tmp_path: Path, way: str, async_: bool) -> None:
+def test_what_differs_is_that_of_the_first_rank(ctx: RankContext, tmp_path: Path, way: str, behind: bool) -> None:
     bare = marked(ctx)
     model, optimizer = WAYS[way](bare)
     scheduler = LambdaLR(optimizer, lambda _: 1.0)
@@ -219,7 +220,7 @@ def test_what_differs_is_that_of_the_first_rank(ctx: RankContext, tmp_path: Path
     scheduler.last_epoch = 100 + ctx.rank
     expected = ctx.gather(dict(bare.named_buffers()))[0]
     given: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    checkpoint.save(tmp_path, step=3, async_=async_, extra=ctx.rank, **given).wait()
+    save(tmp_path, behind=behind, step=3, extra=ctx.rank, **given)
     assert checkpoint.load(tmp_path, **given).extra == ctx.rank
     for name, buffer in bare.named_buffers():
         assert torch.equal(buffer, expected[name]), name

@@ -322,7 +322,7 @@ def test_a_full_disk(ctx: RankContext, tmp_path: Path, behind: bool, first: bool
     run.save(tmp_path, 1)
     here = ctx.rank == (0 if first else ctx.world_size - 1)
     with refused(run, "could not be written.*File too large", tmp_path), small_files(2000, here=here):
-        run.save(tmp_path, 2, async_=behind)
+        run.save(tmp_path, 2, behind=behind)
     assert checkpoint.latest(tmp_path) == tmp_path / "step-000000001"
     assert not [it for it in tmp_path.iterdir() if it.name.startswith((".writing", ".leaving"))]
     run.save(tmp_path, 2)
@@ -404,7 +404,7 @@ def test_a_rank_that_cannot_say_what_it_has(ctx: RankContext, tmp_path: Path, be
     run.save(tmp_path, 1)
     is_last = ctx.rank == ctx.world_size - 1
     with refused(run, r"\['position'\]: a Evil cannot be sent safely", tmp_path):
-        run.save(tmp_path, 2, extra={"position": Evil(tmp_path)} if is_last else 1, async_=behind)
+        run.save(tmp_path, 2, extra={"position": Evil(tmp_path)} if is_last else 1, behind=behind)
 
     def fail(*_: Any) -> None:
         if is_last:
@@ -412,7 +412,7 @@ def test_a_rank_that_cannot_say_what_it_has(ctx: RankContext, tmp_path: Path, be
 
     handle = run.model.register_state_dict_post_hook(fail)  # type: ignore[no-untyped-call]
     with pytest.raises(CheckpointError, match="I will not"):
-        run.save(tmp_path, 2, async_=behind)
+        run.save(tmp_path, 2, behind=behind)
     handle.remove()
     run.save(tmp_path, 2)
     with pytest.raises(CheckpointError, match="TypeError"):
@@ -424,11 +424,11 @@ def test_what_fails_in_the_background_is_told_once(ctx: RankContext, tmp_path: P
     run = TrainingRun()
     run.save(tmp_path, 1)
     files = files_below(tmp_path)
-    saving = checkpoint.save(tmp_path, step=1, model=run.model, async_=True)
+    saving = checkpoint.async_save(tmp_path, step=1, model=run.model)
     with pytest.raises(CheckpointError, match="exists already"):
         saving.wait()
     run.save(tmp_path, 2)  # it was told
-    checkpoint.save(tmp_path, step=1, model=run.model, async_=True)
+    checkpoint.async_save(tmp_path, step=1, model=run.model)
     with pytest.raises(CheckpointError, match="exists already"):
         run.save(tmp_path / "elsewhere", 3)
     run.save(tmp_path / "elsewhere", 3)
@@ -440,7 +440,7 @@ def test_what_fails_in_the_background_is_told_once(ctx: RankContext, tmp_path: P
 def test_what_one_rank_has_heard_of_the_others_hear_too(ctx: RankContext, tmp_path: Path) -> None:
     run = TrainingRun()
     run.save(tmp_path, 1)
-    saving = checkpoint.save(tmp_path, step=1, model=run.model, async_=True)
+    saving = checkpoint.async_save(tmp_path, step=1, model=run.model)
     if ctx.rank == 0:
         with pytest.raises(CheckpointError, match="exists already"):
             saving.wait()
@@ -453,8 +453,6 @@ def test_what_one_rank_has_heard_of_the_others_hear_too(ctx: RankContext, tmp_pa
 def test_saves_in_the_background_to_several_folders(ctx: RankContext, tmp_path: Path) -> None:
     """Their messages do not meet."""
     run = TrainingRun(way=one_bucket)
-    savings = [
-        checkpoint.save(tmp_path / str(number % 2), step=number, **run.parts(), async_=True) for number in range(6)
-    ]
+    savings = [checkpoint.async_save(tmp_path / str(number % 2), step=number, **run.parts()) for number in range(6)]
     assert [it.wait().name for it in savings] == [f"step-{number:09d}" for number in range(6)]
     assert all(checkpoint.load(tmp_path / folder, **run.parts()).step == step for folder, step in (("0", 4), ("1", 5)))

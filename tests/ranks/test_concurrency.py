@@ -200,7 +200,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(ctx: RankContext, tmp_pa
     run = ConcurrentRun(None, config)
     run.train(2)
     with held_back() as go:
-        begun = checkpoint.save(tmp_path, step=2, model=run.model, optimizer=run.zero, async_=True)
+        begun = checkpoint.async_save(tmp_path, step=2, model=run.model, optimizer=run.zero)
         for number in range(2, STEPS):
             run.step(number)
         assert not begun.done()
@@ -225,7 +225,7 @@ def test_a_save_begins_while_another_is_under_way(ctx: RankContext, tmp_path: Pa
             if number == 1:
                 pool.submit(go.set)  # else the second save would wait for the first one, and that for us
             kept[number] = {name: value.clone() for name, value in run.model.state_dict().items()}
-            last = checkpoint.save(tmp_path, step=number, model=run.model, optimizer=run.zero, keep=None, async_=True)
+            last = checkpoint.async_save(tmp_path, step=number, model=run.model, optimizer=run.zero, keep=None)
         last.wait()
     for path, expected in zip(sorted(tmp_path.glob("step-*")), kept.values(), strict=True):
         checkpoint.load(path, model=run.model, optimizer=run.zero)

@@ -123,7 +123,7 @@ def test_state_goes_to_other_cuts_and_back(ctx: RankContext, tmp_path: Path) -> 
     folder, before = ctx.gather(tmp_path)[0], twins_of()
     before.train(3)
     saved = broadcast_object(before.zero.full_state_dict(), 0)
-    checkpoint.save(folder, step=1, model=before.model, optimizer=before.zero).wait()
+    checkpoint.save(folder, step=1, model=before.model, optimizer=before.zero)
     group = first_ranks(2)
     options = [{"config": ZeroConfig(partition=WholeParams())}, {**flat(), "process_group": group}]
     for through_files, zero_only in enumerate(options[: 1 if group is None else 2]):
@@ -170,7 +170,7 @@ def test_quantized_state_goes_through_files_to_the_plain_optimizer_and_back(ctx:
         assert len(pieces(before.zero)[0]) == 2
         for source in ("zero", "plain"):
             model = before.model if source == "zero" else before.plain_model
-            checkpoint.save(folder / source, step=1, model=model, optimizer=getattr(before, source)).wait()
+            checkpoint.save(folder / source, step=1, model=model, optimizer=getattr(before, source))
             for target in ("zero", "plain"):
                 after = make()
                 model = after.model if target == "zero" else after.plain_model

@@ -41,7 +41,7 @@ if dist.get_rank() == 0 or "step" in sys.argv:
 if "step" in sys.argv:
     optimizer.step()
 if "save" in sys.argv:
-    zeroshard.checkpoint.save("saved", step=1, model=model, optimizer=optimizer, async_=True)
+    zeroshard.checkpoint.async_save("saved", step=1, model=model, optimizer=optimizer)
 if "leave" in sys.argv:
     dist.destroy_process_group()
 """

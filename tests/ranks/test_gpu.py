@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from tests.support import RankContext, ranks
+from tests.support.checkpoints import save
 from tests.support.oracles import Twins, all_equal, assert_same, small_model
 from zeroshard import (
     FlatShards,
@@ -205,9 +206,8 @@ def test_checkpoints(ctx: RankContext, tmp_path: Path, make: Any, behind: bool, 
     optimizer, into = make(model, lr=0.01, fused=fused), make(again, lr=0.01, fused=fused)
     _steps(model, optimizer, 3)
     _steps(again, into, 5)
-    saving = checkpoint.save(tmp_path, step=3, model=model, optimizer=optimizer, async_=behind)
+    save(tmp_path, behind=behind, step=3, model=model, optimizer=optimizer)
     places = {it.data_ptr() for state in into.optim.state.values() for it in state.values() if it.dim()}
-    saving.wait()
     checkpoint.load(tmp_path, model=again, optimizer=into)
     assert {it.data_ptr() for state in into.optim.state.values() for it in state.values() if it.dim()} == places
     for _ in range(2):

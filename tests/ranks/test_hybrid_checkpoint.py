@@ -195,7 +195,7 @@ def test_in_the_background_and_with_master_weights(ctx: RankContext, tmp_path: P
     model, optimizer = narrow(0)
     torch.autograd.backward(model(torch.ones(2, 6).bfloat16()).float().sum())
     optimizer.step()
-    saving = checkpoint.save(tmp_path, step=1, model=model, optimizer=optimizer, async_=True)
+    saving = checkpoint.async_save(tmp_path, step=1, model=model, optimizer=optimizer)
     expected, weights = everything(optimizer, model), values_of(model)
     saving.wait()
     again, into = narrow(1)

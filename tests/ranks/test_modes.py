@@ -172,7 +172,7 @@ def test_a_copy_of_a_parameter_is_not_made_before_its_time(ctx: RankContext, tmp
     folder = ctx.gather(tmp_path)[0]
     twins = ShardTwins(optimizer_class=Averaging, lr=0.1)
     switched("train", twins.zero, twins.plain)
-    checkpoint.save(folder, step=0, model=twins.model, optimizer=twins.zero).wait()
+    checkpoint.save(folder, step=0, model=twins.model, optimizer=twins.zero)
     others = [param.detach() + 1 for param in twins.plain_model.parameters()]
     with torch.no_grad():
         for model in (twins.model, twins.plain_model):

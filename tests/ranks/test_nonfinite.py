@@ -524,7 +524,7 @@ def test_a_checkpoint_after_a_skip(ctx: RankContext, tmp_path: Path) -> None:
     """It is the plain optimizer's, which takes it, and training goes on from it."""
     pair = Spoiling(ctx, AdamW, SOME, config=replace(ZERO2, nonfinite=SKIP), lr=0.05)
     pair.train(3)
-    checkpoint.save(tmp_path, step=3, model=pair.model, optimizer=pair.zero).wait()
+    checkpoint.save(tmp_path, step=3, model=pair.model, optimizer=pair.zero)
     other = seeded(mlp, 1)
     plain = AdamW(other.named_parameters(), lr=0.05, foreach=True)
     checkpoint.load(tmp_path, model=other, optimizer=plain)

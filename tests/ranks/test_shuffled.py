@@ -95,7 +95,7 @@ def trained(ctx: RankContext, make: Make, folder: Path | None = None) -> list[Te
         optimizer.step()
         optimizer.zero_grad()
         if folder:
-            saving = checkpoint.save(folder, step=number, model=model, optimizer=optimizer, keep=1, async_=True)
+            saving = checkpoint.async_save(folder, step=number, model=model, optimizer=optimizer, keep=1)
     optimizer.wait()
     if folder:
         saving.wait()

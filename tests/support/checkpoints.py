@@ -127,6 +127,11 @@ def assert_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
 # ---- A run to load into, and damage
 
 
+def save(path: Path | str, *, behind: bool, **options: Any) -> Path:
+    """Save at once or in the background, and wait."""
+    return checkpoint.async_save(path, **options).wait() if behind else checkpoint.save(path, **options)
+
+
 class TrainingRun:
     """A model, an optimizer and a scheduler after a few steps."""
 
@@ -148,8 +153,8 @@ class TrainingRun:
         given = {"model": self.model, "optimizer": self.optimizer}
         return given | ({"scheduler": self.scheduler} if scheduler else {})
 
-    def save(self, path: Path, step: int = 2, **options: Any) -> Path:
-        return checkpoint.save(path, step=step, **self.parts(), **options).wait()
+    def save(self, path: Path, step: int = 2, *, behind: bool = False, **options: Any) -> Path:
+        return save(path, step=step, behind=behind, **self.parts(), **options)
 
     def load(self, path: Path, **options: Any) -> checkpoint.Loaded:
         return checkpoint.load(path, **self.parts(), **options)

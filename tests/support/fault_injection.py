@@ -388,7 +388,7 @@ class _Work:
                     trap.inner.spoil()
                 optimizer.full_state_dict(to=0)
             if step % SAVED_EVERY == 0:
-                checkpoint.save(post.folder, step=step, model=model, optimizer=optimizer, keep=2).wait()
+                checkpoint.save(post.folder, step=step, model=model, optimizer=optimizer, keep=2)
                 self._tell("saved", step)
         self._tell("done", step, _digest(model, optimizer))
 

@@ -356,7 +356,7 @@ def _train(end: Connection[News, str], plan: Plan) -> str:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = make_model(plan.width)
     optimizer = shard(model, torch.optim.AdamW, lr=1e-2, **plan.options)
-    start, saved, parts = 0, None, dict[str, Any](model=model, optimizer=optimizer)
+    start, handle, parts = 0, None, dict[str, Any](model=model, optimizer=optimizer)
     if checkpoint.latest(plan.folder) is not None:
         start = checkpoint.load(plan.folder, **parts).step or 0
     end.send(News("loaded", time.monotonic(), start))
@@ -378,7 +378,10 @@ def _train(end: Connection[News, str], plan: Plan) -> str:
         optimizer.step()
         optimizer.zero_grad()
         if step % plan.every == 0:
-            saved = checkpoint.save(plan.folder, step=step, async_=plan.behind, **parts)
-    assert saved is not None
-    saved.wait()
+            if plan.behind:
+                handle = checkpoint.async_save(plan.folder, step=step, **parts)
+            else:
+                checkpoint.save(plan.folder, step=step, **parts)
+    if handle is not None:
+        handle.wait()
     return fingerprint(model)

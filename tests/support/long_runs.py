@@ -539,7 +539,8 @@ class LongRun:
 
     def _save(self, _: random.Random | None = None, *, behind: bool = False) -> None:
         self._saved += 1
-        self._saving = checkpoint.save(
+        save = checkpoint.async_save if behind else checkpoint.save
+        saved = save(
             self._folder,
             step=self._saved,
             model=self._model,
@@ -547,8 +548,8 @@ class LongRun:
             scheduler=self._scheduler,
             extra={"position": self._position},
             keep=2,
-            async_=behind,
         )
+        self._saving = saved if isinstance(saved, checkpoint.Saving) else None
         if self._oracle:
             self._oracle.save(self._saved)
 
@@ -653,7 +654,8 @@ class LongRun:
         return hashlib.blake2b(data, digest_size=16).hexdigest()
 
     def _footprint(self) -> Footprint:
-        self._saving.wait()
+        if self._saving is not None:
+            self._saving.wait()
         dist.barrier()
         if self._ctx.rank == 0:
             assert_swept(self._folder)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 
+from tests.support.checkpoints import save
 from tests.support.oracles import added
 from tests.support.pool import PRELOAD, connect_store
 from zeroshard import (
@@ -165,7 +166,7 @@ def _save_for_ever(tell: partial[None], post: Post) -> None:
     while True:
         step += 1
         _mark(model, optimizer, step)
-        checkpoint.save(folder, step=step, model=model, optimizer=optimizer, async_=post.behind, keep=2).wait()
+        save(folder, behind=post.behind, step=step, model=model, optimizer=optimizer, keep=2)
         assert_swept(folder)
         tell("saved", step)
         dist.barrier()

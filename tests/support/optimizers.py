@@ -479,7 +479,7 @@ def _trained_by_two(case: Case) -> Plain:
 
 def _through_files(runs: dict[int, Run], group: dist.ProcessGroup | None, folder: Path) -> None:
     """From 3 ranks to 2."""
-    checkpoint.save(folder, step=1, model=runs[3].model, optimizer=runs[3].zero).wait()
+    checkpoint.save(folder, step=1, model=runs[3].model, optimizer=runs[3].zero)
     if group is not None:
         checkpoint.load(folder, model=runs[2].model, optimizer=runs[2].zero, process_group=group)
         runs[2].plain = runs[3].plain

@@ -35,7 +35,7 @@ _under_way: list["Saving"] = []
 
 
 class Saving:
-    """A save that is done, or goes on in the background."""
+    """A save in the background, which `async_save` returns."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -93,10 +93,9 @@ def save(
     scheduler: Any = None,
     extra: Any = None,
     keep: int | None = 3,
-    async_: bool = False,
     progress: bool | Report | None = None,
     process_group: dist.ProcessGroup | None = None,
-) -> Saving:
+) -> Path:
     """Save a checkpoint into the folder `path`. Called on all ranks of `process_group`; all succeed or all raise.
 
     Each rank writes its own parts and nothing is gathered. The checkpoint appears as `path/step-...` when it is
@@ -111,20 +110,48 @@ def save(
         extra: what else this rank wants back, of tensors, numbers, strings and plain containers: its position in the
             data, for example. Random states of torch and Python are saved for each rank in any case.
         keep: how many checkpoints stay; None for all.
-        async_: copy what is to be saved to host memory, and write in the background until `wait()` of the result. What
-            fails there is raised by that, or by the next save. Wait before the process group is destroyed.
         progress: show a line on rank 0; by default if somebody sits at the terminal and it takes a while. Or what is
             to be called on each rank with the bytes that it has written and those that it writes in all.
         process_group: the ranks that save together; by default those of a sharded `optimizer`, else all.
+
+    Returns:
+        The directory of the checkpoint.
     """
     comm = Comm(choose_group(process_group, optimizer))
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    shown = Progress(f"saving step {step}", progress, comm.group.rank)
-    request = _Request(path, step, keep, given, extra, async_, shown)
-    with told_alike(path), comm.clock.part(Label.SAVE_COLLECT):
-        contents = agreed(comm, "checkpoint.save", lambda: request.propose(comm))
-        require_equal_state(optimizer, comm)
-    return request.start(comm, contents)
+    request = _Request(path, step, keep, given, extra, False, _shown(step, progress, comm))
+    return request.write(comm, request.collect(comm))
+
+
+def async_save(
+    path: str | os.PathLike[str],
+    *,
+    step: int,
+    model: torch.nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    scheduler: Any = None,
+    extra: Any = None,
+    keep: int | None = 3,
+    progress: bool | Report | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Saving:
+    """Copy a checkpoint to host memory and write it in the background, while training continues.
+
+    Called on all ranks of `process_group`, with the arguments of `save`. The next save waits for this one. Wait for the
+    last one before the process group is destroyed.
+
+    Returns:
+        A handle. Its `wait()` returns the directory of the checkpoint, or raises what failed. If nobody waits, the next
+        save raises it.
+    """
+    comm = Comm(choose_group(process_group, optimizer))
+    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    request = _Request(path, step, keep, given, extra, True, _shown(step, progress, comm))
+    return request.start(comm, request.collect(comm))
+
+
+def _shown(step: int, progress: bool | Report | None, comm: Comm) -> Progress:
+    return Progress(f"saving step {step}", progress, comm.group.rank)
 
 
 @dataclass(frozen=True)
@@ -137,12 +164,20 @@ class _Request:
     behind: bool
     progress: Progress
 
-    def propose(self, comm: Comm) -> Proposal[dict[str, Any]]:
+    def collect(self, comm: Comm) -> dict[str, Any]:
+        """What this rank saves, once all ranks agree."""
+        with told_alike(self.path), comm.clock.part(Label.SAVE_COLLECT):
+            contents = agreed(comm, "checkpoint.save", lambda: self._propose(comm))
+            require_equal_state(self.given["optimizer"], comm)
+        return contents
+
+    def _propose(self, comm: Comm) -> Proposal[dict[str, Any]]:
         check_given(self.given, "state_dict", self.progress.show)
         _finish_earlier()
         _check(self.step, self.keep)
         _require_numpy(comm)
-        facts = [f"path {Path(self.path)}", f"step {self.step}", f"keep={self.keep}, async_={self.behind}"]
+        facts = [f"path {Path(self.path)}", f"step {self.step}", f"keep={self.keep}"]
+        facts.append(f"checkpoint.{'async_save' if self.behind else 'save'}")
         facts += [f"{name} {'not ' if it is None else ''}given" for name, it in self.given.items()]
         require_its_ranks(self.given["optimizer"], comm.group, "checkpoint.save")
         contents = collect(comm.group.rank, **self.given, extra=self.extra)
@@ -150,17 +185,13 @@ class _Request:
 
     def start(self, comm: Comm, contents: dict[str, Any]) -> Saving:
         saving = Saving(self.progress)
-        if not self.behind:
-            saving.run(lambda: self._write(comm, contents))
-            saving.wait()
-            return saving
         companion = Comm(comm.group.apart())
         _under_way.append(saving)
-        job = (lambda: self._write(companion, contents), comm.group.rank)
+        job = (lambda: self.write(companion, contents), comm.group.rank)
         threading.Thread(target=saving.run_behind, args=job, name="zeroshard-save", daemon=False).start()
         return saving
 
-    def _write(self, comm: Comm, contents: dict[str, Any]) -> Path:
+    def write(self, comm: Comm, contents: dict[str, Any]) -> Path:
         folder = Folder(self.path)
         with told_alike(folder.path), ExitStack() as held:
 

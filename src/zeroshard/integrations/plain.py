@@ -79,7 +79,7 @@ def save_into(
     A folder counts upwards: what is saved for the same step again, or for an earlier one, has the next number.
     """
     number = of_first_rank(max(step, _next_step(folder)))
-    return save(folder, step=number, model=model, optimizer=optimizer, extra=extra, keep=1).wait()
+    return save(folder, step=number, model=model, optimizer=optimizer, extra=extra, keep=1)
 
 
 def of_first_rank(value: Any) -> Any:
