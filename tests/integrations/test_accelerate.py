@@ -45,7 +45,7 @@ def test_the_same_numbers_as_with_ddp_on_other_ranks(context: RankContext) -> No
 def compare_with_ddp(context: RankContext, case: str) -> None:
     clip = 0.1 if "clipped" in case else None
     with accelerated(context):
-        ours = Loop(accelerator(Accelerator, zero_config=SMALL, **CASES[case]), context.rank, clip)
+        ours = Loop(accelerator(Accelerator, config=SMALL, **CASES[case]), context.rank, clip)
         assert isinstance(ours.optimizer.optimizer, ShardedOptimizer)
         ours.epoch()
     with accelerated(context):
@@ -266,7 +266,7 @@ def test_state_hooks_and_options_of_the_plain_optimizer_are_taken_over(context: 
     with accelerated(context):
         model, chosen, seen = (
             nn.Linear(3, 3),
-            accelerator(Accelerator, zero_config=ZeroConfig(stage=1)),
+            accelerator(Accelerator, config=ZeroConfig(stage=1)),
             [],
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)

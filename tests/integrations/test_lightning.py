@@ -58,7 +58,7 @@ def test_the_same_numbers_as_ddp_on_other_ranks(context: RankContext) -> None:
 
 def compare_with_ddp(context: RankContext, case: str) -> None:
     ours, theirs = Module(context.rank), Module(0)
-    trainer = Run(ZeroShardStrategy(zero_config=SMALL), options=CASES[case]).fit(ours)
+    trainer = Run(ZeroShardStrategy(config=SMALL), options=CASES[case]).fit(ours)
     Run(options=CASES[case]).fit(theirs)
     assert_same(
         ours.state_dict(),
@@ -86,7 +86,7 @@ def test_by_its_name_with_values_clipped_and_every_pass_sent(context: RankContex
 @ranks(2)
 def test_buffers_are_those_of_the_first_rank_and_parameters_may_come_late(context: RankContext) -> None:
     ours, theirs = Module(context.rank, averaged=True), Module(0, averaged=True)
-    Run(ZeroShardStrategy(zero_config=ZeroConfig(overlap_gather=True))).fit(ours)
+    Run(ZeroShardStrategy(config=ZeroConfig(overlap_gather=True))).fit(ours)
     Run().fit(theirs)
     assert_same(ours.state_dict(), theirs.state_dict(), exactly=True)
     assert ours.checks == theirs.checks

@@ -49,7 +49,7 @@ def test_the_same_numbers_as_with_ddp_on_other_ranks(context: RankContext, tmp_p
 def compare_with_ddp(context: RankContext, tmp_path: Path, case: str) -> None:
     models, logs = [gpt(context.rank), gpt(0)], []
     for kind, model in zip((Trainer, transformers.Trainer), models, strict=True):
-        options = {"zero_config": SMALL} if kind is Trainer else {}
+        options = {"config": SMALL} if kind is Trainer else {}
         with accelerated(context):
             logs.append(trained(kind, arguments(context, tmp_path, **CASES[case]), model, **options))
     ours, theirs = (dict(model.state_dict()) for model in models)
@@ -124,7 +124,7 @@ def train(context: RankContext, folder: Path, steps: int, how: Any, config: Any)
         model = gpt(context.rank).to(dtype)
         args = arguments(context, folder, max_steps=steps, save_strategy="steps", save_steps=4, save_total_limit=2)
         args.lr_scheduler_type = transformers.SchedulerType.CONSTANT_WITH_WARMUP  # which knows no last step
-        kind, options = (transformers.Trainer, {}) if plain else (Trainer, {"zero_config": config})
+        kind, options = (transformers.Trainer, {}) if plain else (Trainer, {"config": config})
         logs = trained(kind, args, model, resume, **options)
         return [{name: value.detach().clone() for name, value in model.named_parameters()}, logs]
 

@@ -69,7 +69,7 @@ class Accelerator(accelerate.Accelerator):
     """Takes the arguments of Accelerate's, less those of other ways to shard.
 
     Args:
-        zero_config: how to shard.
+        config: how to shard.
         shard_within: "node" or a number of ranks that share the state, as for `zeroshard.shard`.
     """
 
@@ -79,7 +79,7 @@ class Accelerator(accelerate.Accelerator):
     _optimizers: list[PreparedOptimizer]
 
     def __init__(
-        self, *args: Any, zero_config: ZeroConfig | None = None, shard_within: Within | None = None, **options: Any
+        self, *args: Any, config: ZeroConfig | None = None, shard_within: Within | None = None, **options: Any
     ) -> None:
         others = [name for name in _OTHER_WAYS if options.get(name) is not None]
         if others:
@@ -87,9 +87,9 @@ class Accelerator(accelerate.Accelerator):
         super().__init__(*args, **options)
         if self.ddp_handler is not None:
             raise ConfigError("zeroshard averages gradients without DDP: leave out DistributedDataParallelKwargs")
-        self.begin_sharding(zero_config, shard_within)
+        self.begin_sharding(config, shard_within)
 
-    def begin_sharding(self, zero_config: ZeroConfig | None, shard_within: Within | None) -> None:
+    def begin_sharding(self, config: ZeroConfig | None, shard_within: Within | None) -> None:
         kind = str(self.distributed_type).rpartition(".")[2]
         if kind != "NO" and not kind.startswith("MULTI_"):
             raise ConfigError(f"zeroshard shards the optimizer itself: leave out the plugin or option for {kind}")
@@ -99,7 +99,7 @@ class Accelerator(accelerate.Accelerator):
                 f"{started} processes were started, and Accelerate sees {self.num_processes}: on CPUs tell it so, with "
                 "Accelerator(cpu=True)"
             )
-        self._where = {"config": zero_config, "shard_within": shard_within}
+        self._where = {"config": config, "shard_within": shard_within}
         if self.scaler is not None and not isinstance(self.scaler, GradScaler):
             self.scaler = scaler_like(self.scaler, self.device.type)
         self.register_save_state_pre_hook(self._save_shards)

@@ -43,7 +43,7 @@ class ZeroShardStrategy(DDPStrategy):
     number of ranks. Files of other strategies load, too.
 
     Args:
-        zero_config: how to shard.
+        config: how to shard.
         shard_within: "node" or a number of ranks that share the state, as for `zeroshard.shard`.
         sync_every_pass: when gradients are accumulated, send them after each pass: they never take more than 1/N. By
             default they add up in full size and are sent once, with the bits that DDP makes.
@@ -57,7 +57,7 @@ class ZeroShardStrategy(DDPStrategy):
     def __init__(
         self,
         *,
-        zero_config: ZeroConfig | None = None,
+        config: ZeroConfig | None = None,
         shard_within: Within | None = None,
         sync_every_pass: bool = False,
         **options: Any,
@@ -66,7 +66,7 @@ class ZeroShardStrategy(DDPStrategy):
         if strange:
             raise ConfigError(f"there is no DDP in a ZeroShardStrategy: it has no use for {', '.join(strange)}")
         super().__init__(**options)
-        self._where = {"config": zero_config, "shard_within": shard_within}
+        self._where = {"config": config, "shard_within": shard_within}
         self._sync_every_pass = sync_every_pass
 
     def configure_ddp(self) -> None:

@@ -30,12 +30,12 @@ class Trainer(transformers.Trainer):
     they load at any number of ranks.
 
     Args:
-        zero_config: how to shard.
+        config: how to shard.
         shard_within: "node" or a number of ranks that share the state, as for `zeroshard.shard`.
     """
 
     def __init__(
-        self, *args: Any, zero_config: ZeroConfig | None = None, shard_within: Within | None = None, **options: Any
+        self, *args: Any, config: ZeroConfig | None = None, shard_within: Within | None = None, **options: Any
     ) -> None:
         missing = [name for name in _REPLACED if not hasattr(transformers.Trainer, name)]
         if missing:
@@ -43,7 +43,7 @@ class Trainer(transformers.Trainer):
                 f"the Trainer of Transformers {transformers.__version__} has no {', '.join(missing)}, in the place of "
                 "which zeroshard shards, saves and loads. Take a version that its page on frameworks names."
             )
-        self._zero = (zero_config, shard_within)
+        self._zero = (config, shard_within)
         super().__init__(*args, **options)
         if self.args.n_gpu > 1:
             raise ConfigError(
