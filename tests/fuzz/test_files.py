@@ -128,8 +128,13 @@ def test_spoiled_dicts_in_files(tmp_path: Path, capfd: pytest.CaptureFixture[str
         except Exception:  # a dict that torch cannot save comes from no file
             continue
         to, target = draw.choice(list(To)).value, tmp_path / f"target{seed}"
-        if check_command(capfd, tmp_path, "convert", tmp_path / "it.pt", target, "--to", to) and to != To.safetensors:
-            assert check_command(capfd, tmp_path, "convert", target, tmp_path / f"back{seed}", "--to", "torch"), seed
+        if (
+            check_command(capfd, tmp_path, "checkpoint", "convert", tmp_path / "it.pt", target, "--to", to)
+            and to != To.safetensors
+        ):
+            assert check_command(
+                capfd, tmp_path, "checkpoint", "convert", target, tmp_path / f"back{seed}", "--to", "torch"
+            ), seed
 
 
 def test_spoiled_files_of_torch_save(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +142,9 @@ def test_spoiled_files_of_torch_save(tmp_path: Path, capfd: pytest.CaptureFixtur
     good = (tmp_path / "good.pt").read_bytes()
     for seed in range(rounds(25)):
         (tmp_path / "it.pt").write_bytes(spoiled(good, Random(seed)))
-        check_command(capfd, tmp_path, "convert", tmp_path / "it.pt", tmp_path / f"target{seed}", "--to", "torch")
+        check_command(
+            capfd, tmp_path, "checkpoint", "convert", tmp_path / "it.pt", tmp_path / f"target{seed}", "--to", "torch"
+        )
 
 
 def test_spoiled_directories(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -149,8 +156,8 @@ def test_spoiled_directories(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
         else:
             directory = checkpoint.save(directory, step=1, model=model)
         spoil_directory(directory, draw)
-        command: list[Path | str] = [draw.choice(("inspect", "convert")), directory]
-        if command[0] == "convert":
+        command: list[Path | str] = ["checkpoint", draw.choice(("inspect", "convert")), directory]
+        if command[1] == "convert":
             command += [tmp_path / f"target{seed}", "--to", draw.choice(list(To)).value]
         elif draw.random() < 0.5:
             command += ["--json"]
@@ -162,9 +169,9 @@ def test_paths(tmp_path: Path, capfd: pytest.CaptureFixture[str], path: str, mon
     monkeypatch.chdir(tmp_path)
     torch.save({"model": {"a": torch.ones(2)}}, tmp_path / "it.pt")
     for arguments in (
-        ["inspect", path],
-        ["convert", path, "x", "--to", "dcp"],
-        ["convert", "it.pt", path, "--to", "dcp"],
+        ["checkpoint", "inspect", path],
+        ["checkpoint", "convert", path, "x", "--to", "dcp"],
+        ["checkpoint", "convert", "it.pt", path, "--to", "dcp"],
     ):
         with watched(tmp_path):
             assert status_of(*arguments) in (1, 2)

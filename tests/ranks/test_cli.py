@@ -1,4 +1,4 @@
-"""`zeroshard convert`: what several ranks have saved comes back bit for bit, through every format."""
+"""`zeroshard checkpoint convert`: what several ranks have saved comes back bit for bit, through every format."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def status_of(*arguments: str | Path) -> int:
 
 def convert(source: Path, target: Path, to: str, *options: str) -> Path:
     """The target, which must come to be."""
-    assert status_of("convert", source, target, "--to", to, *options) == 0
+    assert status_of("checkpoint", "convert", source, target, "--to", to, *options) == 0
     assert not [entry for entry in target.parent.iterdir() if "converting" in entry.name]
     return target
 

@@ -60,7 +60,7 @@ def refuse_whole(directory: Path, content: bytes, match: str) -> None:
     (directory / ".metadata").write_bytes(content)
     with pytest.raises(CheckpointError, match=match):
         Archive(directory)
-    assert status_of("inspect", directory) == 1
+    assert status_of("checkpoint", "inspect", directory) == 1
 
 
 @pytest.mark.parametrize("content", [b"\x80\x02Nr\xff\xff\xff\x07.", b"\x80\x02Np123456789\n.", b"Np123456789\n."])

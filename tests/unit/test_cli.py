@@ -43,7 +43,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
-    assert status_of("inspect", *arguments, "--json") == 0
+    assert status_of("checkpoint", "inspect", *arguments, "--json") == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     return result
 
@@ -85,7 +85,7 @@ def test_a_directory_of_somebody_else(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_tables_name_everything(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert status_of("inspect", saved) == 0
+    assert status_of("checkpoint", "inspect", saved) == 0
     out = capsys.readouterr().out
     for word in (
         "step 2",
@@ -103,7 +103,7 @@ def test_the_tables_name_everything(saved: Path, capsys: pytest.CaptureFixture[s
 
 def test_names_do_not_reach_the_terminal_as_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dcp_save({"model": {"[red]\x1b[2J": torch.ones(2)}}, checkpoint_id=tmp_path / "it", no_dist=True)
-    assert status_of("inspect", tmp_path / "it") == 0
+    assert status_of("checkpoint", "inspect", tmp_path / "it") == 0
     out = capsys.readouterr().out
     assert "[red]?[2J" in out
     assert "\x1b" not in out
@@ -215,13 +215,13 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: 
 @every_kind
 def test_nothing_is_overwritten(saved: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "there").write_text("mine")
-    error = refusal(capsys, "convert", saved, tmp_path / "there", "--to", kind)
+    error = refusal(capsys, "checkpoint", "convert", saved, tmp_path / "there", "--to", kind)
     assert error == f"Error: {tmp_path / 'there'} exists already. Remove it first, or give another name."
     assert (tmp_path / "there").read_text() == "mine"
 
 
 def test_the_place_must_be_there(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    error = refusal(capsys, "convert", saved, tmp_path / "no" / "where", "--to", "torch")
+    error = refusal(capsys, "checkpoint", "convert", saved, tmp_path / "no" / "where", "--to", "torch")
     assert "no is no directory: make it first" in error
 
 
@@ -229,8 +229,8 @@ def test_the_place_must_be_there(saved: Path, tmp_path: Path, capsys: pytest.Cap
 def test_what_is_no_checkpoint(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = [str(tmp_path / "target"), "--to", "torch"] if command == "convert" else []
     (tmp_path / "empty").mkdir()
-    assert "does not exist" in refusal(capsys, command, tmp_path / "nothing", *options)
-    assert "has no checkpoint in it" in refusal(capsys, command, tmp_path / "empty", *options)
+    assert "does not exist" in refusal(capsys, "checkpoint", command, tmp_path / "nothing", *options)
+    assert "has no checkpoint in it" in refusal(capsys, "checkpoint", command, tmp_path / "empty", *options)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["empty"]
 
 
@@ -239,7 +239,7 @@ def test_a_truncated_checkpoint(saved: Path, tmp_path: Path, command: str, capsy
     (file,) = (saved / "step-000000002").glob("*.distcp")
     os.truncate(file, file.stat().st_size - 1)
     options = [str(tmp_path / "target"), "--to", "torch"] if command == "convert" else []
-    assert f"{file} is truncated" in refusal(capsys, command, saved, *options)
+    assert f"{file} is truncated" in refusal(capsys, "checkpoint", command, saved, *options)
     assert not (tmp_path / "target").exists()
 
 
@@ -272,7 +272,7 @@ def error_of_load(path: Path) -> str:
 def test_damage_is_not_converted(saved: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     (file,) = (saved / "step-000000002").glob("*.distcp")
     damage(file, place_in_weight(file))
-    error = refusal(capsys, "convert", saved, tmp_path / "target", "--to", kind)
+    error = refusal(capsys, "checkpoint", "convert", saved, tmp_path / "target", "--to", kind)
     assert f"{file} is damaged" in error
     assert error.removeprefix("Error: ") in error_of_load(saved)
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
@@ -303,7 +303,7 @@ def test_a_file_that_cannot_be_read_is_not_told_of_the_target(
 ) -> None:
     manifest = saved / "step-000000002" / "zeroshard.json"
     manifest.write_text(manifest.read_text().replace("__0_0.distcp", "__1_0.distcp"))
-    error = refusal(capsys, "convert", saved, tmp_path / "target", "--to", "torch")
+    error = refusal(capsys, "checkpoint", "convert", saved, tmp_path / "target", "--to", "torch")
     assert "__1_0.distcp" in error
     assert "target" not in error
 
@@ -318,7 +318,7 @@ def test_a_damaged_checkpoint_leaves_nothing(
     whole = file.read_bytes()
     middle = whole.index(b"PK", len(whole) // 2)
     file.write_bytes(whole[:middle] + bytes(len(whole) - middle))
-    refusal(capsys, "convert", saved, tmp_path / "target", "--to", kind)
+    refusal(capsys, "checkpoint", "convert", saved, tmp_path / "target", "--to", kind)
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
 
 
@@ -332,22 +332,24 @@ def test_nothing_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
     (tmp_path / "it").mkdir()
     (tmp_path / "it" / ".metadata").write_bytes(pickle.dumps(Harmful()))
     torch.save({"model": Harmful()}, tmp_path / "it.pt")
-    assert "cannot be read" in refusal(capsys, "inspect", tmp_path / "it")
+    assert "cannot be read" in refusal(capsys, "checkpoint", "inspect", tmp_path / "it")
     for source in ("it", "it.pt"):
-        assert "cannot be read" in refusal(capsys, "convert", tmp_path / source, tmp_path / "target", "--to", "torch")
+        assert "cannot be read" in refusal(
+            capsys, "checkpoint", "convert", tmp_path / source, tmp_path / "target", "--to", "torch"
+        )
     assert not (tmp_path / "never").exists()
 
 
 def test_files_that_are_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text").write_text("hello")
     torch.save([1, 2], tmp_path / "list.pt")
-    error = refusal(capsys, "convert", tmp_path / "text", tmp_path / "target", "--to", "dcp")
+    error = refusal(capsys, "checkpoint", "convert", tmp_path / "text", tmp_path / "target", "--to", "dcp")
     assert "text cannot be read as a file of torch.save" in error
-    error = refusal(capsys, "convert", tmp_path / "list.pt", tmp_path / "target", "--to", "dcp")
+    error = refusal(capsys, "checkpoint", "convert", tmp_path / "list.pt", tmp_path / "target", "--to", "dcp")
     assert "list.pt has neither a 'model' nor an 'optim'" in error
     tensors = tmp_path / "x.safetensors"
     tensors.write_bytes(b"")
-    assert status_of("convert", tensors, tmp_path / "y", "--to", "dcp") == 1
+    assert status_of("checkpoint", "convert", tensors, tmp_path / "y", "--to", "dcp") == 1
     assert "safetensors are written, but not read" in capsys.readouterr().err
 
 
@@ -357,12 +359,12 @@ def test_state_that_could_be_anyones(tmp_path: Path, capsys: pytest.CaptureFixtu
     optimizer = plain(model)
     train(model, optimizer, 1)
     torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "it.pt")
-    error = refusal(capsys, "convert", tmp_path / "it.pt", tmp_path / "it", "--to", "dcp")
+    error = refusal(capsys, "checkpoint", "convert", tmp_path / "it.pt", tmp_path / "it", "--to", "dcp")
     assert "does not say which parameters the optimizer's state belongs to" in error
 
 
 def test_an_unknown_format(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    error = refusal(capsys, "convert", saved, tmp_path / "target", "--to", "onnx", status=2)
+    error = refusal(capsys, "checkpoint", "convert", saved, tmp_path / "target", "--to", "onnx", status=2)
     assert all(word in error for word in ("--to", "onnx", *KINDS))
 
 
@@ -400,7 +402,9 @@ def test_names_of_weights_are_the_models_own(tmp_path: Path, kind: str) -> None:
 
 def test_a_checkpoint_without_a_model_has_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint.save(tmp_path / "saved", step=1, optimizer=plain(net()))
-    error = refusal(capsys, "convert", tmp_path / "saved", tmp_path / "it.pt", "--to", "torch", "--weights-only")
+    error = refusal(
+        capsys, "checkpoint", "convert", tmp_path / "saved", tmp_path / "it.pt", "--to", "torch", "--weights-only"
+    )
     assert f"{tmp_path / 'saved'} has no weights: they are expected under 'model'" in error
     assert "there are ['optim', 'ranks']" in error
     assert not (tmp_path / "it.pt").exists()
@@ -408,7 +412,9 @@ def test_a_checkpoint_without_a_model_has_no_weights(tmp_path: Path, capsys: pyt
     dcp_save({"model": torch.ones(2)}, checkpoint_id=tmp_path / "odd", no_dist=True)
     for source in ("odd.pt", "odd"):
         for kind in KINDS:
-            refusal(capsys, "convert", tmp_path / source, tmp_path / "target", "--to", kind, "--weights-only")
+            refusal(
+                capsys, "checkpoint", "convert", tmp_path / source, tmp_path / "target", "--to", kind, "--weights-only"
+            )
             assert not (tmp_path / "target").exists()
 
 
@@ -420,7 +426,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_as_a_module(tmp_path: Path) -> None:
-    done = python("-m", "zeroshard", "inspect", str(tmp_path))
+    done = python("-m", "zeroshard", "checkpoint", "inspect", str(tmp_path))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"Error: {tmp_path} has no checkpoint in it\n"
 
@@ -458,7 +464,10 @@ def test_what_works_without_the_extra() -> None:
 def test_all_commands_are_listed_and_read_their_own_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("--help") == 0
     listed = capsys.readouterr().out
-    assert all(f" {name} " in listed for name in ("inspect", "convert", "run", "doctor", "--version"))
+    assert all(f" {name} " in listed for name in ("checkpoint", "plan", "run", "doctor", "--version"))
+    assert status_of("checkpoint", "--help") == 0
+    listed = capsys.readouterr().out
+    assert all(f" {name} " in listed for name in ("inspect", "convert"))
     assert status_of("doctor", "--backend", "mpi") == 2
     assert "usage: zeroshard doctor" in capsys.readouterr().err
     assert status_of("run", "--help") == 0
@@ -471,7 +480,7 @@ from zeroshard.cli.app import main
 resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
 for kind in ("torch", "dcp", "safetensors"):
     try:
-        main(["convert", sys.argv[1], sys.argv[2], "--to", kind])
+        main(["checkpoint", "convert", sys.argv[1], sys.argv[2], "--to", kind])
     except SystemExit as ended:
         print(ended.code)
 """
@@ -540,7 +549,7 @@ def test_memory_stays_small(tmp_path: Path) -> None:
     source = tmp_path / "saved"
     for kind in ("torch", "dcp", "safetensors"):
         target = tmp_path / f"as-{kind}"
-        done = python("-c", MEASURE, "convert", str(source), str(target), "--to", kind)
+        done = python("-c", MEASURE, "checkpoint", "convert", str(source), str(target), "--to", kind)
         assert done.returncode == 0, done.stderr
         status, anonymous, resident = map(float, done.stdout.split())
         assert status == 0

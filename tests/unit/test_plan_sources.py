@@ -397,7 +397,7 @@ def test_the_header_that_is_spoiled_above_is_good_as_it_is(tmp_path: Path) -> No
 
 
 def test_the_state_of_an_optimizer_in_the_same_file_is_no_parameter(tmp_path: Path) -> None:
-    """As `zeroshard convert` writes it."""
+    """As `zeroshard checkpoint convert` writes it."""
     shapes = {"model.weight": (4, 3), "optim.state.weight.exp_avg": (4, 3), "optim.state.weight.step": ()}
     save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "all.safetensors")
     found = model_shape(str(tmp_path / "all.safetensors"))

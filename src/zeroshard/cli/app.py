@@ -43,6 +43,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(plan)
+checkpoints = typer.Typer(no_args_is_help=True, help="Inspect and convert checkpoints.")
+app.add_typer(checkpoints, name="checkpoint")
 
 
 @app.callback()
@@ -53,7 +55,7 @@ def every(
     del version  # is answered before: that needs no extra
 
 
-@app.command()
+@checkpoints.command()
 def inspect(
     path: Annotated[Path, typer.Argument(help="a folder of checkpoints (the latest counts), or one checkpoint")],
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
@@ -67,7 +69,7 @@ def inspect(
         show(description, Console() if sys.stdout.isatty() else Console(width=_WIDTH))
 
 
-@app.command()
+@checkpoints.command()
 def convert(
     source: Annotated[Path, typer.Argument(help="a folder of checkpoints, one checkpoint, or a file of torch.save")],
     target: Annotated[Path, typer.Argument(help="the file or directory to write, which must not exist")],

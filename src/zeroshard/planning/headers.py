@@ -15,7 +15,7 @@ from .shapes import ModelShape, ParamShape
 _MOST_BYTES = 100 * 10**6
 """Of a header, as the format itself allows, and of an index."""
 _MODEL, _STATE = "model.", "optim.state."
-"""In files of `zeroshard convert`, which have the state of an optimizer beside the model."""
+"""In files of `zeroshard checkpoint convert`, which have the state of an optimizer beside the model."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
