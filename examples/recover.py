@@ -44,7 +44,7 @@ def train(name: str, port: int) -> None:
         try:
             optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=1e-2, config=CONFIG)
             if attempt:
-                step = zeroshard.restore(optimizer, held)  # a process that has just begun gives None
+                step = zeroshard.recovery.restore(optimizer, held)  # a process that has just begun gives None
             held = optimizer.second_copy  # outlives the optimizer and the process group
             while step < STEPS:
                 if (name, step, attempt) == (LOST, LOST_AT, 0):

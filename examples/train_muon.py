@@ -31,7 +31,7 @@ def options() -> argparse.Namespace:
 
 def sharded(model: nn.Module, *, measured: bool) -> zeroshard.ShardedOptimizer:
     hidden = zeroshard.matrices(exclude=("tokens", "positions"))
-    cost = zeroshard.measure_cost(model, torch.optim.Muon, selector=hidden) if measured else None
+    cost = zeroshard.measuring.measure_cost(model, torch.optim.Muon, selector=hidden) if measured else None
     return zeroshard.shard(
         model,
         [

@@ -12,7 +12,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from zeroshard import Offload, Plan, ZeroConfig, plan, shard
+from zeroshard import Offload, ZeroConfig, shard
+from zeroshard.planning import Plan, plan
 
 from ..harness.ranks import fake_group, run_ranks
 from ..harness.report import Row, failed_row

@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from zeroshard import ZeroConfig, plan
+from zeroshard import ZeroConfig
 from zeroshard.cli.app import main
 from zeroshard.cli.plan_table import show_plan
+from zeroshard.planning import plan
 from zeroshard.planning.sources import model_shape
 
 PICTURES = Path(__file__).parent.parent / "pictures"

@@ -17,22 +17,21 @@ from .errors import (
     ZeroError,
 )
 from .layout.partition import FlatShards, WholeParams
-from .measuring import measure_cost
 from .objects import broadcast_object as broadcast_object  # not in `__all__`: torch has it as a private name
 from .optimizer import ZeroRedundancyOptimizer
-from .planning.plan import Plan, plan
-from .planning.usage import Network
 from .policies import Drift, NonFinite, Offload, SecondCopy
-from .recovery import restore
 from .replacing import replace_torch
-from .reporting.report import Report
 from .rules import Rule, everything_else, matrices
 from .scaler import GradScaler
-from .second_copy import Copies
 from .sharded import ShardedOptimizer, shard
 
 if TYPE_CHECKING:
     from . import checkpoint
+    from . import measuring as measuring
+    from . import planning as planning
+    from . import recovery as recovery
+    from . import reporting as reporting
+    from . import second_copy as second_copy
 
 __version__ = "0.1.0.dev0"
 
@@ -40,21 +39,17 @@ __all__ = [
     "BindingError",
     "CheckpointError",
     "ConfigError",
-    "Copies",
     "Drift",
     "DriftError",
     "FlatShards",
     "GradScaler",
     "LayoutError",
-    "Network",
     "NonFinite",
     "NonFiniteError",
     "Offload",
-    "Plan",
     "RankFailedError",
     "RankLostError",
     "RankMismatchError",
-    "Report",
     "Rule",
     "SecondCopy",
     "ShardedOptimizer",
@@ -66,18 +61,18 @@ __all__ = [
     "ddp_hooks",
     "everything_else",
     "matrices",
-    "measure_cost",
-    "plan",
     "replace_torch",
-    "restore",
     "shard",
 ]
 
 
+_LAZY = {"checkpoint", "measuring", "planning", "recovery", "reporting", "second_copy"}
+"""Modules that are imported on first use: most programs need few of them, and `checkpoint` takes a second."""
+
+
 def __getattr__(name: str) -> Any:
-    """`zeroshard.checkpoint` is imported on use: what it needs of torch takes a second."""
-    if name != "checkpoint":
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return import_module(f"{__name__}.checkpoint")
+    return import_module(f"{__name__}.{name}")

@@ -59,7 +59,7 @@ class Label(Enum):
     SAVE_PUBLISH = "save: publish", "rank 0 makes the checkpoint visible, and removes old ones"
     LOAD_LOOK = "load: look", "`checkpoint.load` looks at names, shapes, check sums"
     LOAD_READ = "load: read", "values are read to where they belong"
-    RESTORE = "restore", "`zeroshard.restore`"
+    RESTORE = "restore", "`zeroshard.recovery.restore`"
 
     def __init__(self, text: str, means: str) -> None:
         self.text, self.means = text, means

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,6 @@ from .modes import Modes
 from .notices import warn_user
 from .params import GivenParams, read_groups, read_params
 from .policies import ZeroStage1
-from .reporting.announcing import announce
-from .reporting.counting import report_of
-from .reporting.report import Report
 from .runtime import amp, clip
 from .runtime.flat import FlatEngine
 from .runtime.grad_sync import GradSync
@@ -43,13 +40,16 @@ from .runtime.nonfinite import NonFiniteSteps
 from .runtime.parts import Kind
 from .runtime.step import Closure, Engine
 from .runtime.whole import WholeEngine
-from .second_copy import Buffers, Copies, copying
 from .state import callers
 from .state.compat import StateDict
 from .state.trees import copy_mutable, versions
 from .stateful import Stateful
 from .stepping import Stepping
 from .units import GlobalRank, Rank
+
+if TYPE_CHECKING:
+    from .reporting import Report
+    from .second_copy import Buffers, Copies, Copying
 
 
 class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
@@ -106,9 +106,11 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
             self._opt_called = True  # LR schedulers would warn that step() is never called
             if parameters_as_bucket_view:
                 warnings.warn("parameters_as_bucket_view has no effect with overlap_with_ddp=True", stacklevel=2)
-        self.copying = copying(self._comm, self._config.second_copy)
+        self.copying = self._make_copying()
         self.initialized = True
         watch_plain_steps(self)
+        from .reporting.announcing import announce
+
         announce(self._assembly, self.engine)
 
     # ---- what it is made of
@@ -197,12 +199,14 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         return self.engine.looks.nonfinite
 
     @property
-    def second_copy(self) -> Copies | None:
+    def second_copy(self) -> "Copies | None":
         """What this rank holds of the copies that `SecondCopy(...)` asks for. Keep it: `restore` takes it."""
         return None if self.copying is None else self.copying.held
 
-    def report(self) -> Report:
+    def report(self) -> "Report":
         """Who owns what, what it takes on this rank, what the last step took. Any rank may call it: nothing is sent."""
+        from .reporting.counting import report_of
+
         settled = self._overlap is None or self._overlap.settled
         return report_of(self._assembly, self.engine, self.param_groups, self.second_copy, settled=settled)
 
@@ -493,11 +497,18 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         else:
             self._step(None, {}, joined=True)
 
+    def _make_copying(self) -> "Copying | None":
+        if self._config.second_copy is None:
+            return None
+        from .second_copy import copying
+
+        return copying(self._comm, self._config.second_copy)
+
     def forget_copies(self) -> None:
         if self.copying is not None:
             self.copying.begin_anew()
 
-    def model_buffers(self) -> Buffers:
+    def model_buffers(self) -> "Buffers":
         """Those that a copy must have beside the parameters; of a model that is not known, none."""
         return {}
 

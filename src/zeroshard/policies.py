@@ -132,7 +132,7 @@ class NonFinite:
 class SecondCopy:
     """Each rank's share of the state is also kept in the memory of a rank of another failure domain.
 
-    After the loss of a rank `zeroshard.restore` puts everything together again from these copies, without a file.
+    After the loss of a rank `zeroshard.recovery.restore` rebuilds everything from these copies, without a file.
 
     every: so many steps lie between two copies.
     apart: how many consecutive ranks fail together. By default those that run on one host do; where there is but one,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,10 @@ from .runtime.grad_sync import GradSync
 from .runtime.inner import Factory, ParamGroup, Recipe
 from .runtime.parts import Kind
 from .runtime.team import CLASS
-from .second_copy import Buffers
 from .units import Rank
+
+if TYPE_CHECKING:
+    from .second_copy import Buffers
 
 _MOST_NAMES = 5
 
@@ -237,7 +239,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         foreign = {name: param for name, param in self._model.named_parameters() if id(param) not in ours}
         return foreign | {f"buffer {name}": buffer for name, buffer in self._model.named_buffers()}
 
-    def model_buffers(self) -> Buffers:
+    def model_buffers(self) -> "Buffers":
         return dict(self._model.named_buffers())
 
     def before_uneven_step(self, source: Rank) -> None:

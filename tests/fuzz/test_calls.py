@@ -26,10 +26,10 @@ from zeroshard import (
     ZeroRedundancyOptimizer,
     broadcast_object,
     checkpoint,
-    measure_cost,
-    restore,
     shard,
 )
+from zeroshard.measuring import measure_cost
+from zeroshard.recovery import restore
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -18,7 +18,6 @@ from tests.support.optimizers import Blocks
 from tests.support.oracles import Twins, assert_same, set_grads
 from zeroshard import (
     ConfigError,
-    Copies,
     FlatShards,
     SecondCopy,
     WholeParams,
@@ -26,8 +25,9 @@ from zeroshard import (
     ZeroRedundancyOptimizer,
     broadcast_object,
     checkpoint,
-    restore,
 )
+from zeroshard.recovery import restore
+from zeroshard.second_copy import Copies
 from zeroshard.state.wrapped import insides, is_wrapped
 
 SHAPES: list[tuple[int, ...]] = [(16, 320), (7,), (3000,), (1536,), (), (64, 33), (2, 8, 256)]

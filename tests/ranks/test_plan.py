@@ -18,9 +18,7 @@ from tests.support.tiers import sampled
 from zeroshard import (
     ConfigError,
     FlatShards,
-    Network,
     Offload,
-    Plan,
     Rule,
     SecondCopy,
     ShardedOptimizer,
@@ -29,9 +27,9 @@ from zeroshard import (
     ZeroRedundancyOptimizer,
     everything_else,
     matrices,
-    plan,
     shard,
 )
+from zeroshard.planning import Network, Plan, plan
 from zeroshard.runtime.sharded_grad import local_grad
 from zeroshard.state.trees import map_tensors
 from zeroshard.state.wrapped import insides, is_wrapped

@@ -21,7 +21,6 @@ from zeroshard import (
     Drift,
     NonFinite,
     Offload,
-    Report,
     Rule,
     SecondCopy,
     ZeroConfig,
@@ -31,6 +30,7 @@ from zeroshard import (
     matrices,
     shard,
 )
+from zeroshard.reporting import Report
 from zeroshard.units import Rank
 
 

@@ -20,7 +20,6 @@ from tests.support.tiers import sampled
 from zeroshard import (
     CheckpointError,
     ConfigError,
-    Copies,
     FlatShards,
     GradScaler,
     Offload,
@@ -33,10 +32,11 @@ from zeroshard import (
     ZeroRedundancyOptimizer,
     everything_else,
     matrices,
-    restore,
     shard,
 )
 from zeroshard.comm.aside import Aside
+from zeroshard.recovery import restore
+from zeroshard.second_copy import Copies
 
 EVERY = 3
 COPIED = ZeroConfig(partition=FlatShards(bucket_bytes=160), second_copy=SecondCopy(every=EVERY))

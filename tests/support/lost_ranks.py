@@ -27,7 +27,6 @@ from tests.support.oracles import added
 from tests.support.pool import PRELOAD, connect_store
 from zeroshard import (
     CheckpointError,
-    Copies,
     FlatShards,
     RankLostError,
     SecondCopy,
@@ -36,12 +35,12 @@ from zeroshard import (
     ZeroRedundancyOptimizer,
     checkpoint,
     recovery,
-    restore,
     shard,
 )
 from zeroshard.comm.aside import Aside
 from zeroshard.comm.collectives import Comm
-from zeroshard.second_copy import Copying
+from zeroshard.recovery import restore
+from zeroshard.second_copy import Copies, Copying
 from zeroshard.state.exchange import Outbox
 from zeroshard.units import Rank
 

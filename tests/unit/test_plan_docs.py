@@ -10,8 +10,9 @@ import torch
 from rich.console import Console
 
 from tests.support.tools import status_of
-from zeroshard import ZeroConfig, plan
+from zeroshard import ZeroConfig
 from zeroshard.cli.plan_table import show_plan
+from zeroshard.planning import plan
 from zeroshard.planning.presets import PRESETS
 from zeroshard.planning.sources import model_shape
 

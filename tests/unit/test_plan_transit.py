@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 CODE = """if True:
     import json, sys, torch, torch.distributed as dist, warnings
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from zeroshard import FlatShards, WholeParams, ZeroConfig, plan, shard
+    from zeroshard import FlatShards, WholeParams, ZeroConfig, shard
+    from zeroshard.planning import plan
     from zeroshard.planning.meter import _Watch
 
     class Ones(torch.autograd.Function):

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroshard import ConfigError, FlatShards, Report, WholeParams
+from zeroshard import ConfigError, FlatShards, WholeParams
 from zeroshard.labels import Label, Spent, Times
 from zeroshard.layout.balance import balance
 from zeroshard.layout.layout import Layout
 from zeroshard.layout.partition import Partitioner
 from zeroshard.layout.specs import ParamSpec
+from zeroshard.reporting import Report
 from zeroshard.reporting.text import in_bytes, in_seconds
 from zeroshard.reporting.values import Counters, Held, Wire
 
