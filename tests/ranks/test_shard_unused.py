@@ -266,3 +266,20 @@ def test_a_pass_adds_to_clipped_gradients_of_unfrozen_layers(ctx: RankContext, c
         side.update()
     for ours, theirs in zip(twins.model.parameters(), twins.plain_model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@ranks(2)
+def test_clip_after_unfreezing_a_layer_in_a_bucket_in_use(ctx: RankContext) -> None:
+    """Backward reduces its gradient before it has a hook; clipping adds the hook and must keep the gradient."""
+    twins = ShardTwins(ZeroConfig(), partly_frozen)
+    twins.train(1)
+    for frozen in ({1}, set[int]()):
+        freeze(twins, frozen)
+        for side in twins.sides:
+            side.backward(1)
+            if side.optimizer is twins.zero:
+                twins.zero.clip_grad_value_(0.01)
+            else:
+                nn.utils.clip_grad_value_(side.model.parameters(), 0.01)
+            side.update()
+        twins.compare()

@@ -68,7 +68,8 @@ def hook_accumulation(sync: GradSync, index: int, param: torch.Tensor) -> None:
     """Tell `sync` before a backward pass adds to `param.grad`."""
     if index in sync.accumulators:
         return
-    drop_placeholder(param)  # of an optimizer that this one supersedes
+    if not sync.has_placeholder(index):
+        drop_placeholder(param)  # of an optimizer that this one supersedes
     # Hazard: a hook on the parameter would also run for torch.autograd.grad(), which accumulates nothing.
     accumulator = get_gradient_edge(param).node
     accumulator.register_prehook(partial(_before_accumulation, weakref.ref(sync), index))

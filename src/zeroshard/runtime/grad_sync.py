@@ -244,6 +244,10 @@ class GradSync(Gradients):
                 param.grad = self._placeholders[index]
                 self._placed.add(index)
 
+    def has_placeholder(self, index: int) -> bool:
+        """Whether `param.grad` holds a placeholder of this reducer."""
+        return index in self._placed
+
     def drop_placeholders(self) -> None:
         self._placed.clear()
         for param in self._params:
