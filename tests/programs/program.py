@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+MUON_AMPLIFIES = "Muon orthogonalizes in bfloat16, which amplifies a difference in the last bits of a gradient"
+
 # ---- Parts
 
 
@@ -219,6 +221,8 @@ class Program:
             reasons.append("fused CPU kernels round the last elements of a tensor in another way")
         if mode.is_flat and (self.dtype == "float64" or any(map(_is_spectral, self.blocks))):
             reasons.append("matrix products of unaligned weights add up in another order")
+        if reasons and self.optimizer.kind == "Muon + AdamW":
+            reasons.append(MUON_AMPLIFIES)
         return reasons
 
     def parts(self) -> list[str]:
