@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.harness.ranks import run_ranks  # noqa: E402
 from benchmarks.harness.report import Row, finish, measure, ratio_row  # noqa: E402
 from benchmarks.harness.timing import Run, Times, ms, race, ratio, slowest  # noqa: E402
-from zeroshard import Rule, ZeroRedundancyOptimizer, everything_else, matrices, shard  # noqa: E402
+from zeroshard import ParamRule, ZeroRedundancyOptimizer, matrix_params, remaining_params, shard  # noqa: E402
 from zeroshard.runtime import probe_cache  # noqa: E402
 
 TITLE = "Construction"
@@ -35,8 +35,11 @@ def make_model() -> nn.Module:
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(24)))
 
 
-def muon_and_adamw() -> list[Rule]:
-    return [Rule(matrices(), torch.optim.Muon, lr=0.02), Rule(everything_else, torch.optim.AdamW, lr=1e-3)]
+def muon_and_adamw() -> list[ParamRule]:
+    return [
+        ParamRule(matrix_params(), torch.optim.Muon, lr=0.02),
+        ParamRule(remaining_params, torch.optim.AdamW, lr=1e-3),
+    ]
 
 
 BUILDERS: dict[str, Callable[[nn.Module], object]] = {
@@ -70,11 +73,11 @@ def _race(rounds: int) -> Times:
     model = make_model()
 
     def probed(build: Callable[[nn.Module], object]) -> object:
-        answers, probe_cache._answers = probe_cache._answers, WeakKeyDictionary()
+        answers, probe_cache._cached_answers = probe_cache._cached_answers, WeakKeyDictionary()
         try:
             return build(model)
         finally:
-            probe_cache._answers = answers
+            probe_cache._cached_answers = answers
 
     contestants: dict[str, Run] = {}
     for name, build in BUILDERS.items():

@@ -21,7 +21,7 @@ import zeroshard  # noqa: E402
 from benchmarks.harness.ranks import fake_group  # noqa: E402
 from benchmarks.harness.report import Row, finish, measure  # noqa: E402
 from benchmarks.harness.timing import wall_clock  # noqa: E402
-from zeroshard.labels import Clock, Label  # noqa: E402
+from zeroshard.labels import Phase, StepProfiler  # noqa: E402
 
 TITLE = "What labels cost"
 NOTE = "One rank, 2,000 tensors of 256 elements in one bucket, AdamW; medians of 21 rounds, one thread."
@@ -44,7 +44,7 @@ def _rows() -> list[Row]:
         params = [nn.Parameter(torch.ones(256)) for _ in range(2_000)]
         optimizer = zeroshard.shard(nn.ParameterList(params), torch.optim.AdamW)
         iteration = _median(lambda: _iterate(params, optimizer))
-        count = sum(it.calls for it in optimizer.report().times.parts.values())
+        count = sum(it.num_calls for it in optimizer.report().times.phases.values())
     quiet = _median(_make_labels) / MANY
     with profile(activities=[ProfilerActivity.CPU]):
         recorded = _median(_make_labels) / MANY
@@ -63,9 +63,9 @@ def _iterate(params: list[nn.Parameter], optimizer: Any) -> None:
 
 
 def _make_labels() -> None:
-    clock = Clock()
+    clock = StepProfiler()
     for _ in range(MANY):
-        with clock.part(Label.PACK, 3):
+        with clock.phase(Phase.PACK_GRADS, 3):
             pass
 
 

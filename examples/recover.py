@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
 
 import zeroshard
-from zeroshard import SecondCopy, ZeroConfig
+from zeroshard import PeerCheckpoint, ZeroConfig
 
 RANKS, STEPS = 3, 40
 LOST, LOST_AT = "1", 23
-CONFIG = ZeroConfig(second_copy=SecondCopy(every=5))
+CONFIG = ZeroConfig(peer_checkpoint=PeerCheckpoint(every=5))
 HOST = "127.0.0.1"
 
 
@@ -44,8 +44,10 @@ def train(name: str, port: int) -> None:
         try:
             optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=1e-2, config=CONFIG)
             if attempt:
-                step = zeroshard.recovery.restore(optimizer, held)  # a process that has just begun gives None
-            held = optimizer.second_copy  # outlives the optimizer and the process group
+                step = zeroshard.recovery.restore_from_peers(
+                    optimizer, held
+                )  # a process that has just begun gives None
+            held = optimizer.peer_snapshots  # outlives the optimizer and the process group
             while step < STEPS:
                 if (name, step, attempt) == (LOST, LOST_AT, 0):
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -16,7 +16,7 @@ dist.init_process_group("gloo")
 torch.set_num_threads(1)
 torch.manual_seed(dist.get_rank())
 model = GPT(vocabulary=256)
-config = zeroshard.ZeroConfig(partition=zeroshard.FlatShards(bucket_bytes=2 << 20), overlap_gather=True)
+config = zeroshard.ZeroConfig(partition=zeroshard.FlatShards(bucket_bytes=2 << 20), overlap_param_gather=True)
 optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=1e-3, config=config)
 for _ in range(5):
     ids = torch.randint(256, (8, 64))
@@ -29,6 +29,6 @@ report = optimizer.report()  # any rank may ask, and nothing is sent
 if dist.get_rank() == 0:
     print(report)
     if len(sys.argv) > 1:
-        report.picture(sys.argv[1])
-optimizer.wait()
+        report.save_plot(sys.argv[1])
+optimizer.wait_for_params()
 dist.destroy_process_group()

@@ -37,7 +37,7 @@ def traced(path: Path) -> None:
     """One iteration, after a few that are not traced."""
     torch.manual_seed(dist.get_rank())
     model = GPT(vocabulary=256)
-    config = zeroshard.ZeroConfig(partition=zeroshard.FlatShards(bucket_bytes=2 << 20), overlap_gather=True)
+    config = zeroshard.ZeroConfig(partition=zeroshard.FlatShards(bucket_bytes=2 << 20), overlap_param_gather=True)
     optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=1e-3, config=config)
 
     def iterate() -> None:
@@ -55,7 +55,7 @@ def traced(path: Path) -> None:
     dist.barrier()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         iterate()
-    optimizer.wait()
+    optimizer.wait_for_params()
     profiler.export_chrome_trace(str(path))
 
 

@@ -30,13 +30,15 @@ def options() -> argparse.Namespace:
 
 
 def sharded(model: nn.Module, *, measured: bool) -> zeroshard.ShardedOptimizer:
-    hidden = zeroshard.matrices(exclude=("tokens", "positions"))
-    cost = zeroshard.measuring.measure_cost(model, torch.optim.Muon, selector=hidden) if measured else None
+    hidden = zeroshard.matrix_params(exclude=("tokens", "positions"))
+    cost = zeroshard.measuring.profile_step_cost(model, torch.optim.Muon, selector=hidden) if measured else None
     return zeroshard.shard(
         model,
         [
-            zeroshard.Rule(hidden, torch.optim.Muon, partition=zeroshard.WholeParams(cost), lr=0.02, weight_decay=0.1),
-            zeroshard.Rule(zeroshard.everything_else, torch.optim.AdamW, lr=3e-3, weight_decay=0.1),
+            zeroshard.ParamRule(
+                hidden, torch.optim.Muon, partition=zeroshard.WholeParams(cost), lr=0.02, weight_decay=0.1
+            ),
+            zeroshard.ParamRule(zeroshard.remaining_params, torch.optim.AdamW, lr=3e-3, weight_decay=0.1),
         ],
     )
 
@@ -70,7 +72,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         load = optimizer.balance
         print(f"step {scheduler.last_epoch}: loss {loss.item():.4f} on {optimizer.world_size} ranks")
-        print(f"slowest rank {load.slowest:.3f} of the mean, fullest {load.fullest:.3f}")
+        print(f"slowest rank {load.compute_imbalance:.3f} of the mean, fullest {load.memory_imbalance:.3f}")
     dist.destroy_process_group()
 
 

@@ -150,16 +150,16 @@ def _shares(machine: Machine, model: str, rounds: int) -> dict[int, tuple[Times,
             messages = partial(_send_parameters, optimizer)
             times = machine.race({"zeroshard": optimizer.step, "messages": messages, "share": alone.step}, rounds)
             state = [value for entry in optimizer.optim.state.values() for value in entry.values()]
-            held = sum(tensor.nbytes for tensor in [*state, *optimizer.engine.grads.tensors()])
+            held = sum(tensor.nbytes for tensor in [*state, *optimizer._engine.grads.grad_tensors()])
             found[world] = (times, held)
     return found
 
 
 def _send_parameters(optimizer: ShardedOptimizer) -> None:
-    engine = optimizer.engine
+    engine = optimizer._engine
     for bucket in engine.layout.buckets:
-        engine.sync.start(bucket, engine.store.buffer(bucket.index))
-    engine.sync.finish()
+        engine.param_sync.start(bucket, engine.param_store.buffer(bucket.index))
+    engine.param_sync.finish()
 
 
 def _waits(machine: Machine, world: int) -> dict[str, tuple[str, int]]:
@@ -185,7 +185,7 @@ def _wait_cases(machine: Machine) -> dict[str, tuple[str, int]]:
 
 
 def _parity(machine: Machine) -> dict[str, int]:
-    configs = {"float32": ZeroConfig(), "overlap_gather": ZeroConfig(overlap_gather=True)}
+    configs = {"float32": ZeroConfig(), "overlap_param_gather": ZeroConfig(overlap_param_gather=True)}
     found = {name: _differing(machine, config) for name, config in configs.items()}
     return found | {"bfloat16 with masters, two equal runs": _unequal_runs(machine)}
 

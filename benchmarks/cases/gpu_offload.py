@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import AdamW
 
-from zeroshard import Offload, ShardedOptimizer, ZeroConfig, shard
+from zeroshard import CPUOffload, ShardedOptimizer, ZeroConfig, shard
 
 from ..harness.ranks import run_ranks
 from ..harness.report import Row
@@ -15,7 +15,7 @@ from .gpu_flat import Bag
 from .gpu_speed import MODELS, Machine
 
 GIB = 2**30
-PLACES = {"resident": None, "pinned": Offload(), "not pinned": Offload(pin=False)}
+PLACES = {"resident": None, "pinned": CPUOffload(), "not pinned": CPUOffload(pin=False)}
 PRECISIONS: dict[str, tuple[torch.dtype, int]] = {
     "float32": (torch.float32, 8),
     "bfloat16 with masters": (torch.bfloat16, 12),

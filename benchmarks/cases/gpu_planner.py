@@ -12,7 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from zeroshard import Offload, ZeroConfig, shard
+from zeroshard import CPUOffload, ZeroConfig, shard
 from zeroshard.planning import Plan, plan
 
 from ..harness.ranks import fake_group, run_ranks
@@ -55,12 +55,12 @@ class Case(NamedTuple):
         return ZeroConfig(
             stage=1 if self.method == "zeroshard 1" else 2,
             master_dtype=PRECISIONS[self.precision][1],
-            offload=Offload() if self.special == "Offload()" else None,
+            offload=CPUOffload() if self.special == "CPUOffload()" else None,
             reduce_dtype=torch.bfloat16 if self.special == "reduce_dtype=bfloat16" else None,
         )
 
     @property
-    def shard_within(self) -> int | None:
+    def shard_group_size(self) -> int | None:
         return ROW if self.special == ROWS else None
 
     @property
@@ -72,7 +72,7 @@ ROW = 8
 ROWS = f"in rows of {ROW}"
 SPECIAL = {
     ROWS: ("float32", "bfloat16", "bfloat16 with masters"),
-    "Offload()": ("float32", "bfloat16 with masters"),
+    "CPUOffload()": ("float32", "bfloat16 with masters"),
     "reduce_dtype=bfloat16": ("float32",),
     "embeddings that are padded": ("float32", "bfloat16", "bfloat16 with masters"),
 }
@@ -109,13 +109,13 @@ def cases() -> list[Case]:
 
 
 def _rows(machine: Machine, case: Case, found: Found) -> list[Row]:
-    usage = _plan(machine, case).of(case.method, case.world).usage
-    training = max(usage.phases["backward"], usage.phases["step"])
-    strict = BAR_LARGE if case.is_padded or case.shard_within else BAR
+    usage = _plan(machine, case).estimate_for(case.method, case.world).memory
+    training = max(usage.phase_peaks["backward"], usage.phase_peaks["step"])
+    strict = BAR_LARGE if case.is_padded or case.shard_group_size else BAR
     bar = strict if case.method.startswith("zeroshard") and machine.device == "cuda" else None
     rows = [_row(f"training: {case}", training, found.training, bar)]
     if case.method.startswith("zeroshard"):
-        rows.append(_row(f"making the optimizer: {case}", usage.phases["making the optimizer"], found.making, bar))
+        rows.append(_row(f"making the optimizer: {case}", usage.phase_peaks["making the optimizer"], found.making, bar))
     return rows
 
 
@@ -127,8 +127,8 @@ def _row(what: str, said: int, found: int, bar: float | None) -> Row:
 def _plan(machine: Machine, case: Case) -> Plan:
     with torch.device("meta"):
         model = _model(machine, case).to(PRECISIONS[case.precision][0])
-    ranks, row = [case.world], case.shard_within
-    return plan(model, AdamW, ranks=ranks, config=case.config, device=machine.device, shard_within=row, lr=1e-4)
+    ranks, row = [case.world], case.shard_group_size
+    return plan(model, AdamW, ranks=ranks, config=case.config, device=machine.device, shard_group_size=row, lr=1e-4)
 
 
 def _model(machine: Machine, case: Case) -> nn.Sequential:
@@ -157,7 +157,7 @@ def _measured(machine: Machine, case: Case) -> Found:
 
 
 def _sharded(model: nn.Module, case: Case) -> tuple[nn.Module, Optimizer]:
-    return model, shard(model, AdamW, lr=1e-4, config=case.config, shard_within=case.shard_within)
+    return model, shard(model, AdamW, lr=1e-4, config=case.config, shard_group_size=case.shard_group_size)
 
 
 def _ddp(model: nn.Module, _: Case) -> tuple[nn.Module, Optimizer]:

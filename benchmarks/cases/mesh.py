@@ -75,7 +75,7 @@ class _Run:
     def __init__(self, name: str, within: int) -> None:
         workload = WORKLOADS[name]
         self.model, self._batch = workload.build(), workload.batch(dist.get_rank())
-        self._optimizer: ShardedOptimizer = shard(self.model, AdamW, shard_within=within, lr=1e-4, fused=True)
+        self._optimizer: ShardedOptimizer = shard(self.model, AdamW, shard_group_size=within, lr=1e-4, fused=True)
 
     def iterate(self) -> None:
         torch.autograd.backward(self.model(self._batch))

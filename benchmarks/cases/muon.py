@@ -14,11 +14,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon, Optimizer
 
-from zeroshard import Rule, ZeroConfig, everything_else, matrices, shard
-from zeroshard.layout.partition import Cost
-from zeroshard.layout.specs import read_specs
-from zeroshard.runtime.inner import Recipe
-from zeroshard.runtime.work import CountedWork, by_elements
+from zeroshard import ParamRule, ZeroConfig, matrix_params, remaining_params, shard
+from zeroshard.layout.partition import CostFn
+from zeroshard.layout.specs import make_param_specs
+from zeroshard.runtime.inner import OptimizerFactory
+from zeroshard.runtime.work import FlopCost, numel_cost
 
 from ..harness.ranks import run_ranks
 from ..harness.resources import sent_bytes
@@ -27,7 +27,7 @@ from ..harness.workloads import LanguageModel
 
 BASELINE = "DDP, Muon + AdamW"
 OURS = "zeroshard, rules"
-OVERLAP = "zeroshard, rules, overlap_gather"
+OVERLAP = "zeroshard, rules, overlap_param_gather"
 TORCH = "torch ZeRO, twice"
 MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 ADAMW: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.1}
@@ -81,7 +81,7 @@ class Contestant:
         """What this rank updates its part with."""
         found: list[Optimizer] = []
         for optimizer in self.optimizers:
-            found += getattr(optimizer, "optims", None) or [getattr(optimizer, "optim", optimizer)]
+            found += getattr(optimizer, "inner_optimizers", None) or [getattr(optimizer, "optim", optimizer)]
         return found
 
     def state_bytes(self) -> int:
@@ -98,17 +98,17 @@ def divided(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     return chosen, [param for param in params if id(param) not in known]
 
 
-def _counted(model: nn.Module) -> tuple[CountedWork, float]:
+def _counted(model: nn.Module) -> tuple[FlopCost, float]:
     """What Muon takes for a parameter, and AdamW for all of its own."""
     muon, rest = divided(model)
-    work = CountedWork(Recipe(Muon, [{"params": muon}], True, MUON))
-    return work, sum(map(by_elements, read_specs([{"params": rest}])))
+    work = FlopCost(OptimizerFactory(Muon, [{"params": muon}], True, MUON))
+    return work, sum(map(numel_cost, make_param_specs([{"params": rest}])))
 
 
 def _baseline(model: nn.Module) -> Contestant:
     muon, rest = divided(model)
     work, others = _counted(model)
-    total = sum(map(work, read_specs([{"params": muon}]))) + others
+    total = sum(map(work, make_param_specs([{"params": muon}]))) + others
     pair = [Muon(muon, **MUON), AdamW(rest, **ADAMW)]
     return Contestant(DistributedDataParallel(model), model, pair, lambda: (total,) * dist.get_world_size())
 
@@ -119,20 +119,20 @@ def _torch_zero(model: nn.Module) -> Contestant:
     work, _ = _counted(model)
 
     def loads() -> tuple[float, ...]:
-        costs: list[Cost] = [work, by_elements]
+        costs: list[CostFn] = [work, numel_cost]
         found = [0.0] * dist.get_world_size()
         for zero, cost in zip(zeros, costs, strict=True):
             for rank, groups in enumerate(zero._partition_parameters()):
-                found[rank] += sum(map(cost, read_specs(groups)))
+                found[rank] += sum(map(cost, make_param_specs(groups)))
         return tuple(found)
 
     return Contestant(DistributedDataParallel(model), model, zeros, loads)
 
 
 def _rules(model: nn.Module, *, overlap: bool = False) -> Contestant:
-    given = [Rule(matrices(EXCLUDED), Muon, **MUON), Rule(everything_else, AdamW, **ADAMW)]
-    optimizer = shard(model, given, config=ZeroConfig(overlap_gather=overlap))
-    return Contestant(model, model, [optimizer], lambda: optimizer.balance.work, optimizer.wait)
+    given = [ParamRule(matrix_params(EXCLUDED), Muon, **MUON), ParamRule(remaining_params, AdamW, **ADAMW)]
+    optimizer = shard(model, given, config=ZeroConfig(overlap_param_gather=overlap))
+    return Contestant(model, model, [optimizer], lambda: optimizer.balance.cost_per_rank, optimizer.wait_for_params)
 
 
 CONTESTANTS: dict[str, Callable[[nn.Module], Contestant]] = {

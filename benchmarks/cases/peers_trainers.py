@@ -129,10 +129,10 @@ def dropin(model: nn.Module, _: Workload, recipe: Recipe, *, flat: bool = False)
 
 
 def flat(
-    model: nn.Module, _: Workload, recipe: Recipe, *, stage: Literal[1, 2], overlap_gather: bool = False
+    model: nn.Module, _: Workload, recipe: Recipe, *, stage: Literal[1, 2], overlap_param_gather: bool = False
 ) -> Trainer:
     zeroshard = _zeroshard()
-    config = zeroshard.ZeroConfig(stage=stage, overlap_gather=overlap_gather)
+    config = zeroshard.ZeroConfig(stage=stage, overlap_param_gather=overlap_param_gather)
     optimizer = zeroshard.shard(model, recipe.make, config=config, **recipe.options)
     return replace(_trainer(model, optimizer), finish=optimizer.wait)
 
@@ -193,7 +193,9 @@ CONTESTANTS: dict[str, Contestant] = {
     "zeroshard drop-in, flat": Contestant(partial(dropin, flat=True), partial(_zeroshard, "ZeroConfig", "FlatShards")),
     "zeroshard ZeRO-1": Contestant(partial(flat, stage=1), partial(_zeroshard, "shard")),
     "zeroshard ZeRO-2": Contestant(partial(flat, stage=2), partial(_zeroshard, "shard")),
-    "zeroshard ZeRO-2, overlap": Contestant(partial(flat, stage=2, overlap_gather=True), partial(_zeroshard, "shard")),
+    "zeroshard ZeRO-2, overlap": Contestant(
+        partial(flat, stage=2, overlap_param_gather=True), partial(_zeroshard, "shard")
+    ),
 }
 FLAT = ("zeroshard ZeRO-1", "zeroshard ZeRO-2", "zeroshard ZeRO-2, overlap")
 PEERS = tuple(name for name in CONTESTANTS if not name.startswith("zeroshard"))

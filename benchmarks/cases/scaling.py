@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim import AdamW, Muon
 
 import zeroshard
-from zeroshard import FlatShards, Rule, ZeroConfig, everything_else, matrices
-from zeroshard.assembly import Assembly
+from zeroshard import FlatShards, ParamRule, ZeroConfig, matrix_params, remaining_params
+from zeroshard.assembly import EngineBuilder
 
 from ..harness.ranks import fake_group, run_ranks
 from ..harness.report import Row, markdown
@@ -134,7 +134,7 @@ def _cells(found: Found) -> Iterator[str]:
 def _seconds(kind: str, params: int, ranks: int) -> Found:
     with fake_group(ranks), _Clock() as clock:
         model = _warm_model(kind, params)
-        with mock.patch.object(Assembly, "extend", clock.noting(Assembly.extend)):
+        with mock.patch.object(EngineBuilder, "extend_layout", clock.noting(EngineBuilder.extend_layout)):
             before = reset_peak()
             build, optimizer = clock.time(lambda: _build(kind, model))
         resident = (peak_bytes() - before) / MIB
@@ -185,7 +185,7 @@ def _build(kind: str, model: nn.ParameterList) -> Any:
     if kind == "dropin":
         return zeroshard.ZeroRedundancyOptimizer(model.parameters(), AdamW)
     if kind == "rules":
-        return zeroshard.shard(model, [Rule(matrices(), Muon), Rule(everything_else, AdamW)])
+        return zeroshard.shard(model, [ParamRule(matrix_params(), Muon), ParamRule(remaining_params, AdamW)])
     config = ZeroConfig(partition=FlatShards(bucket_bytes=1)) if kind == "buckets" else None
     return zeroshard.shard(model, AdamW, config=config)
 

@@ -160,7 +160,7 @@ def step() -> Canvas:
     canvas.arrow(473, 194, 473, 166)
     canvas.box(456, 44, 272, 134, "none", line=INK, dashed=True)
     canvas.text(592, 34, "optimizer.step()", anchor="middle", bold=True)
-    canvas.text(14, 250, "overlap_gather", bold=True)
+    canvas.text(14, 250, "overlap_param_gather", bold=True)
     canvas.box(456, 224, 130, 46, "none", line=INK, dashed=True)
     canvas.box(490, 230, 90, 34, RANKS[0])
     canvas.text(535, 251, "update 1/N", anchor="middle", fill=PAPER)

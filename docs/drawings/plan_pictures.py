@@ -15,9 +15,9 @@ from rich.console import Console
 
 from zeroshard import ZeroConfig
 from zeroshard.cli.app import main
-from zeroshard.cli.plan_table import show_plan
+from zeroshard.cli.plan_table import print_plan
 from zeroshard.planning import plan
-from zeroshard.planning.sources import model_shape
+from zeroshard.planning.sources import load_model_shape
 
 PICTURES = Path(__file__).parent.parent / "pictures"
 COMMAND = "plan llama-3-8b --precision bf16+fp32 --ranks 4,64 --memory 80GB --activations 10GB"
@@ -25,9 +25,9 @@ COMMAND = "plan llama-3-8b --precision bf16+fp32 --ranks 4,64 --memory 80GB --ac
 
 def draw_table(folder: Path) -> None:
     console = Console(record=True, width=160, file=io.StringIO())
-    model = model_shape("llama-3-8b").cast(torch.bfloat16)
+    model = load_model_shape("llama-3-8b").cast(torch.bfloat16)
     config = ZeroConfig(master_dtype=torch.float32)
-    show_plan(plan(model, torch.optim.AdamW, ranks=(4, 64), config=config, memory=80e9, activations=10e9), console)
+    print_plan(plan(model, torch.optim.AdamW, ranks=(4, 64), config=config, memory=80e9, activations=10e9), console)
     drawn = folder / "table.html"
     svg = console.export_svg(title=f"zeroshard {COMMAND}")
     drawn.write_text(f"<body style='margin:0'><div style='width:1750px'>{svg}</div>", encoding="utf-8")

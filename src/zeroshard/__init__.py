@@ -8,20 +8,20 @@ from .errors import (
     BindingError,
     CheckpointError,
     ConfigError,
-    DriftError,
     LayoutError,
     NonFiniteError,
     RankFailedError,
     RankLostError,
     RankMismatchError,
+    ReplicaMismatchError,
     ZeroError,
 )
 from .layout.partition import FlatShards, WholeParams
 from .objects import broadcast_object as broadcast_object  # not in `__all__`: torch has it as a private name
 from .optimizer import ZeroRedundancyOptimizer
-from .policies import Drift, NonFinite, Offload, SecondCopy
+from .policies import ConsistencyCheck, CPUOffload, NonFiniteGrads, PeerCheckpoint
 from .replacing import replace_torch
-from .rules import Rule, everything_else, matrices
+from .rules import ParamRule, matrix_params, remaining_params
 from .scaler import GradScaler
 from .sharded import ShardedOptimizer, shard
 
@@ -37,21 +37,21 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "BindingError",
+    "CPUOffload",
     "CheckpointError",
     "ConfigError",
-    "Drift",
-    "DriftError",
+    "ConsistencyCheck",
     "FlatShards",
     "GradScaler",
     "LayoutError",
-    "NonFinite",
     "NonFiniteError",
-    "Offload",
+    "NonFiniteGrads",
+    "ParamRule",
+    "PeerCheckpoint",
     "RankFailedError",
     "RankLostError",
     "RankMismatchError",
-    "Rule",
-    "SecondCopy",
+    "ReplicaMismatchError",
     "ShardedOptimizer",
     "WholeParams",
     "ZeroConfig",
@@ -59,8 +59,8 @@ __all__ = [
     "ZeroRedundancyOptimizer",
     "checkpoint",
     "ddp_hooks",
-    "everything_else",
-    "matrices",
+    "matrix_params",
+    "remaining_params",
     "replace_torch",
     "shard",
 ]

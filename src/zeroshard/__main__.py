@@ -28,7 +28,7 @@ def _plain(name: str) -> Callable[[Sequence[str]], int] | None:
     if name == "--version":
         return _version
     if name == "run":
-        from .running import main as run
+        from .running import run_command as run
 
         return run
     if name == "doctor":

@@ -12,12 +12,12 @@ import torch
 from .errors import ConfigError
 from .layout.partition import FlatShards, Partitioner, WholeParams
 from .policies import (
-    Drift,
+    ConsistencyCheck,
+    CPUOffload,
     MasterWeights,
-    NonFinite,
-    Offload,
+    NonFiniteGrads,
+    PeerCheckpoint,
     Reduce,
-    SecondCopy,
     ZeroStage,
     ZeroStage1,
     ZeroStage2,
@@ -67,13 +67,13 @@ class ZeroConfig:
     offload: where state and master weights rest between steps, if not on the GPU.
     drift: every so many steps, look whether all ranks have the same parameters.
     nonfinite: what becomes of a step whose gradients are not all finite; by default nobody looks.
-    second_copy: keep each rank's share on another rank as well, from which it is rebuilt when a rank is lost.
-    overlap_gather: parameters come back while the next forward pass runs, instead of at the end of `step()`.
-    sync_buffers: make the buffers of the model those of rank 0 after each step, and on DDP's schedule before forward
+    peer_checkpoint: keep each rank's share on another rank as well, from which it is rebuilt when a rank is lost.
+    overlap_param_gather: parameters come back while the next forward pass runs, instead of at the end of `step()`.
+    broadcast_buffers: make the buffers of the model those of rank 0 after each step, and on DDP's schedule before forward
         passes with gradients that follow each other without a step.
-    mixed_dtypes: allow parameters of several dtypes in one `ZeroRedundancyOptimizer`; `shard` always does.
+    allow_mixed_dtypes: allow parameters of several dtypes in one `ZeroRedundancyOptimizer`; `shard` always does.
 
-    `stage=2`, `overlap_gather` and `sync_buffers` are for `shard`, which sees the model.
+    `stage=2`, `overlap_param_gather` and `broadcast_buffers` are for `shard`, which sees the model.
     """
 
     stage: Literal[1, 2] | None = None
@@ -81,13 +81,13 @@ class ZeroConfig:
     reduce_dtype: torch.dtype | None = None
     deterministic_reduce: bool = False
     master_dtype: torch.dtype | None = None
-    offload: Offload | None = None
-    drift: Drift | None = None
-    nonfinite: NonFinite | None = None
-    second_copy: SecondCopy | None = None
-    overlap_gather: bool = False
-    sync_buffers: bool = True
-    mixed_dtypes: bool = False
+    offload: CPUOffload | None = None
+    consistency_check: ConsistencyCheck | None = None
+    nonfinite: NonFiniteGrads | None = None
+    peer_checkpoint: PeerCheckpoint | None = None
+    overlap_param_gather: bool = False
+    broadcast_buffers: bool = True
+    allow_mixed_dtypes: bool = False
 
     def __post_init__(self) -> None:
         self._check_stage()
@@ -95,11 +95,11 @@ class ZeroConfig:
         if partition is not None and (isinstance(partition, type) or not callable(getattr(partition, "extend", None))):
             raise ConfigError(f"ZeroConfig(partition=...) takes a partitioner such as FlatShards(), not {partition!r}")
         self._check_dtypes()
-        self._require("offload", (Offload, type(None)), "Offload(...) or None")
-        self._require("drift", (Drift, type(None)), "Drift(...) or None")
-        self._require("nonfinite", (NonFinite, type(None)), "NonFinite(...) or None")
-        self._require("second_copy", (SecondCopy, type(None)), "SecondCopy(...) or None")
-        for name in ("deterministic_reduce", "overlap_gather", "sync_buffers", "mixed_dtypes"):
+        self._require("offload", (CPUOffload, type(None)), "CPUOffload(...) or None")
+        self._require("consistency_check", (ConsistencyCheck, type(None)), "ConsistencyCheck(...) or None")
+        self._require("nonfinite", (NonFiniteGrads, type(None)), "NonFiniteGrads(...) or None")
+        self._require("peer_checkpoint", (PeerCheckpoint, type(None)), "PeerCheckpoint(...) or None")
+        for name in ("deterministic_reduce", "overlap_param_gather", "broadcast_buffers", "allow_mixed_dtypes"):
             self._require(name, (bool,), "True or False")
 
     @property
@@ -116,7 +116,7 @@ class ZeroConfig:
 
     def describe(self) -> tuple[str, ...]:
         """A line for each option, equal on ranks where it is; a plain object's repr would hold its address."""
-        return tuple(f"ZeroConfig({it.name}={_describe(getattr(self, it.name))})" for it in fields(self))
+        return tuple(f"ZeroConfig({it.name}={_describe_option(getattr(self, it.name))})" for it in fields(self))
 
     def _check_stage(self) -> None:
         if self.stage is None or (type(self.stage) is int and self.stage in (1, 2)):
@@ -133,21 +133,23 @@ class ZeroConfig:
         if master is not None and not (isinstance(master, torch.dtype) and master.is_floating_point):
             raise ConfigError(f"ZeroConfig(master_dtype=...) takes a floating-point dtype, not {master!r}")
 
-    def _require(self, name: str, types: tuple[type, ...], wanted: str) -> None:
+    def _require(self, name: str, types: tuple[type, ...], expected: str) -> None:
         value = getattr(self, name)
         if not isinstance(value, types):
-            raise ConfigError(f"ZeroConfig({name}=...) takes {wanted}, not {value!r}")
+            raise ConfigError(f"ZeroConfig({name}=...) takes {expected}, not {value!r}")
 
 
-_POLICIES = (FlatShards, WholeParams, Offload, Drift, NonFinite, SecondCopy)
+_POLICIES = (FlatShards, WholeParams, CPUOffload, ConsistencyCheck, NonFiniteGrads, PeerCheckpoint)
 
-_OURS = {it.name for it in fields(ZeroConfig)}
+_CONFIG_FIELDS = {it.name for it in fields(ZeroConfig)}
 
 
-def refuse_policies(factory: Callable[..., object], options: Mapping[str, object]) -> None:
+def reject_config_options(factory: Callable[..., object], options: Mapping[str, object]) -> None:
     """Raise if an option of ours is among those of an optimizer class."""
     for name, value in options.items():
-        if isinstance(value, (ZeroConfig, *_POLICIES)) or (name in _OURS and not _takes(factory, name)):
+        if isinstance(value, (ZeroConfig, *_POLICIES)) or (
+            name in _CONFIG_FIELDS and not _accepts_keyword(factory, name)
+        ):
             right = "config=..." if isinstance(value, ZeroConfig) else f"config=ZeroConfig({name}=...)"
             raise ConfigError(f"{name}={value!r} is not an option of an optimizer class: pass {right} instead")
 
@@ -156,7 +158,7 @@ def _is_three(stage: object) -> bool:
     return type(stage) is int and stage == 3
 
 
-def _takes(factory: Callable[..., object], name: str) -> bool:
+def _accepts_keyword(factory: Callable[..., object], name: str) -> bool:
     try:
         params = signature(factory).parameters
     except (TypeError, ValueError):  # it does not say
@@ -164,7 +166,7 @@ def _takes(factory: Callable[..., object], name: str) -> bool:
     return name in params or any(it.kind is Parameter.VAR_KEYWORD for it in params.values())
 
 
-def _describe(value: object) -> str:
+def _describe_option(value: object) -> str:
     plain = value is None or isinstance(value, (bool, int, torch.dtype))
     plain = plain or (is_dataclass(value) and not isinstance(value, type))
     return repr(value) if plain else type(value).__qualname__

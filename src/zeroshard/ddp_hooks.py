@@ -23,11 +23,11 @@ def hook_with_zero_step(
     `hook` reduces a bucket, such as torch's `allreduce_hook`. A bucket belongs to the rank (bucket index modulo
     group size), or, with `shard_buckets=True`, its parameters are dealt out among the ranks.
     """
-    return zero.overlap.attach(ddp, hook, zero, shard_buckets=shard_buckets, eager=False)
+    return zero._required_ddp_overlap.wrap_comm_hook(ddp, hook, zero, shard_buckets=shard_buckets, is_interleaved=False)
 
 
 def hook_with_zero_step_interleaved(
     hook: CommHook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
 ) -> CommHook:
     """Like `hook_with_zero_step`, but a bucket is stepped while backward still works on the next ones."""
-    return zero.overlap.attach(ddp, hook, zero, shard_buckets=shard_buckets, eager=True)
+    return zero._required_ddp_overlap.wrap_comm_hook(ddp, hook, zero, shard_buckets=shard_buckets, is_interleaved=True)

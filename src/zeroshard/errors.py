@@ -8,7 +8,7 @@
     ├── RankMismatchError (RuntimeError)  the ranks are about to do different things
     ├── RankFailedError (RuntimeError)    another rank failed; its message is in this one
     ├── RankLostError (RuntimeError)      another rank died, or did not answer in time
-    ├── DriftError (RuntimeError)         parameters are no longer the same on all ranks
+    ├── ReplicaMismatchError (RuntimeError)         parameters are no longer the same on all ranks
     └── NonFiniteError (RuntimeError)     gradients that are not finite, where that was to be an error
 
 Wrong types raise ``TypeError`` as in torch.
@@ -56,21 +56,21 @@ class RankLostError(ZeroError, RuntimeError):
         self,
         message: str,
         failed: tuple[int, ...] = (),
-        gone: tuple[int, ...] = (),
-        silent: tuple[int, ...] = (),
+        exited: tuple[int, ...] = (),
+        unresponsive: tuple[int, ...] = (),
     ) -> None:
         super().__init__(message)
-        self.failed, self.gone, self.silent = failed, gone, silent
+        self.failed, self.exited, self.unresponsive = failed, exited, unresponsive
 
-    def again(self) -> "RankLostError":
+    def copy(self) -> "RankLostError":
         """The same, to be raised anew."""
-        return RankLostError(str(self), self.failed, self.gone, self.silent)
+        return RankLostError(str(self), self.failed, self.exited, self.unresponsive)
 
 
-class DriftError(ZeroError, RuntimeError):
+class ReplicaMismatchError(ZeroError, RuntimeError):
     """Parameters are no longer the same on all ranks; raised on every rank, before anything is updated.
 
-    step: the step that found it, None if `check_drift()` did.
+    step: the step that found it, None if `check_consistency()` did.
     ranks: those that differ from the majority or, without one, from the owner, in the first few parameters. They count
         in all ranks that train together.
     params: names of all parameters that differ, or their numbers where they have no names.

@@ -13,10 +13,10 @@ from types import FrameType
 
 import torch
 
-_INSIDE = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
+_INTERNAL_PATHS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
 
 
-class _Quiet(logging.NullHandler):
+class _LastResortHandler(logging.NullHandler):
     """Says nothing but warnings and errors, and these only where nobody has set up logging: they may be the last thing
     that a process says."""
 
@@ -28,27 +28,27 @@ class _Quiet(logging.NullHandler):
 
 
 _LOGGER = logging.getLogger("zeroshard")
-_LOGGER.addHandler(_Quiet())
+_LOGGER.addHandler(_LastResortHandler())
 
 
-def log(level: int, rank: int, text: str, *args: object, failure: BaseException | None = None) -> None:
+def log_rank(level: int, rank: int, text: str, *args: object, exc_info: BaseException | None = None) -> None:
     """`rank`: that of this process among all that train. `failure`: to be shown with its trace."""
     if _LOGGER.isEnabledFor(level):
-        _LOGGER.log(level, f"rank %d: {text}", rank, *args, extra={"rank": rank}, stacklevel=2, exc_info=failure)
+        _LOGGER.log(level, f"rank %d: {text}", rank, *args, extra={"rank": rank}, stacklevel=2, exc_info=exc_info)
 
 
-def is_logged(level: int) -> bool:
+def is_enabled_for(level: int) -> bool:
     """Whether somebody listens: else what it takes to say something can be spared."""
     return _LOGGER.isEnabledFor(level)
 
 
-def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
+def warn_at_caller(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn of the nearest line that is neither in this package nor in torch, however deep the call is."""
     level, frame = 2, sys._getframe(1)
-    while _is_inside(frame) and frame.f_back is not None:
+    while _is_internal_frame(frame) and frame.f_back is not None:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, category, stacklevel=level)
 
 
-def _is_inside(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_INSIDE)
+def _is_internal_frame(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_INTERNAL_PATHS)

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .comm.agreement import Proposal, agreed
+from .comm.agreement import Prepared, prepare_all
 from .comm.collectives import Comm
 from .comm.group import Group
 from .errors import ConfigError
-from .state.codec import pack, unpack
-from .state.readers import require_readers, types_in
+from .state.codec import dumps, loads
+from .state.readers import check_types_allowed, find_custom_types
 from .state.trees import map_tensors
 
 
@@ -26,20 +26,20 @@ def broadcast_object(
     """
     comm = Comm(Group(group))
 
-    def propose() -> Proposal[tuple[bytes | None, list[str]]]:
-        _require_device(device)
-        data = pack(obj) if comm.group.from_global(src_rank) == comm.group.rank else None
-        return Proposal((data, types_in(data) if data is not None else []), [f"src_rank={src_rank}"])
+    def prepare() -> Prepared[tuple[bytes | None, list[str]]]:
+        _check_device_exists(device)
+        data = dumps(obj) if comm.group.from_global(src_rank) == comm.group.rank else None
+        return Prepared((data, find_custom_types(data) if data is not None else []), [f"src_rank={src_rank}"])
 
-    data, types = agreed(comm, "broadcast_object", propose)
-    require_readers(comm, "broadcast_object", types)
+    data, types = prepare_all(comm, "broadcast_object", prepare)
+    check_types_allowed(comm, "broadcast_object", types)
     received = comm.broadcast_bytes(data, comm.group.from_global(src_rank))
     if data is not None:
         return obj
-    return map_tensors(unpack(received), lambda tensor: tensor.to(device))
+    return map_tensors(loads(received), lambda tensor: tensor.to(device))
 
 
-def _require_device(device: torch.device | str) -> None:
+def _check_device_exists(device: torch.device | str) -> None:
     """Where it is not there, that is found before anything is sent."""
     try:
         torch.empty(0, device=device)

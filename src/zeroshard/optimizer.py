@@ -13,46 +13,46 @@ from torch.optim import Optimizer
 
 from . import state_dicts
 from . import zero_redundancy_optimizer as compat
-from .adapters.autograd import hook_accumulation
-from .adapters.ddp import CommHook, Overlap, plain_class
-from .adapters.ddp_grads import hand_over
+from .adapters.autograd import register_accumulation_hook
+from .adapters.ddp import CommHook, DDPOverlap, resolve_optimizer_class
+from .adapters.ddp_grads import make_comm_hook
 from .adapters.plain_steps import watch_plain_steps
-from .assembly import Assembly, count_params
-from .comm.agreement import Proposal, agreed, undone_on_failure
+from .assembly import EngineBuilder, format_param_count
+from .comm.agreement import Prepared, prepare_all, rollback_on_error
 from .comm.collectives import Comm
 from .comm.group import Group
-from .config import ZeroConfig, refuse_policies
+from .config import ZeroConfig, reject_config_options
 from .errors import ConfigError
-from .labels import Label
+from .labels import Phase
 from .layout.balance import Balance
 from .layout.layout import Layout
 from .layout.partition import Partitioner
-from .layout.specs import read_specs
-from .modes import Modes
-from .notices import warn_user
-from .params import GivenParams, read_groups, read_params
+from .layout.specs import make_param_specs
+from .modes import TrainEvalMixin
+from .notices import warn_at_caller
+from .params import ParsedParams, parse_groups, parse_params
 from .policies import ZeroStage1
 from .runtime import amp, clip
-from .runtime.flat import FlatEngine
-from .runtime.grad_sync import GradSync
-from .runtime.inner import Factory, ParamGroup, Recipe
+from .runtime.flat import FlatShardEngine
+from .runtime.grad_sync import GradReducer
+from .runtime.inner import OptimizerConstructor, OptimizerFactory, ParamGroup
 from .runtime.nonfinite import NonFiniteSteps
-from .runtime.parts import Kind
+from .runtime.parts import OptimizerSpec
 from .runtime.step import Closure, Engine
-from .runtime.whole import WholeEngine
+from .runtime.whole import WholeParamEngine
 from .state import callers
 from .state.compat import StateDict
-from .state.trees import copy_mutable, versions
-from .stateful import Stateful
-from .stepping import Stepping
+from .state.trees import deepcopy_except_tensors, tensor_versions
+from .stateful import StateDictMixin
+from .stepping import StepDriver
 from .units import GlobalRank, Rank
 
 if TYPE_CHECKING:
     from .reporting import Report
-    from .second_copy import Buffers, Copies, Copying
+    from .second_copy import NamedBuffers, PeerCheckpointer, PeerSnapshots
 
 
-class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
+class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
     """An optimizer whose state exists once across all ranks instead of once on each.
 
     Each rank updates the parameters it owns with its own instance of `optimizer_class` and sends them to the
@@ -81,7 +81,7 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
     def __init__(
         self,
         params: Any,
-        optimizer_class: Factory,
+        optimizer_class: OptimizerConstructor,
         process_group: dist.ProcessGroup | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
@@ -92,41 +92,43 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         Joinable.__init__(self)
         self.initialized = False
         self.parameters_as_bucket_view = parameters_as_bucket_view
-        self.engine: Engine
-        self._comm = self._comm_of(process_group)
+        self._engine: Engine
+        self._comm = self._make_comm(process_group)
         self._config = ZeroConfig() if config is None else config
-        self._overlap: Overlap | None = None
-        self._views: dict[str, tuple[Layout, Any]] = {}
-        self._stepping = Stepping(self, self._comm)
+        self._ddp_overlap: DDPOverlap | None = None
+        self._view_cache: dict[str, tuple[Layout, Any]] = {}
+        self._step_driver = StepDriver(self, self._comm)
         call = f"making a {type(self).__name__}"
-        layout = agreed(self._comm, call, lambda: self._assemble(params, optimizer_class, overlap_with_ddp, defaults))
-        self.engine.extend(layout, self.param_groups)
+        layout = prepare_all(self._comm, call, lambda: self._build(params, optimizer_class, overlap_with_ddp, defaults))
+        self._engine.extend(layout, self.param_groups)
         if overlap_with_ddp:
-            self._overlap = Overlap(self._comm, self._repartition, self.param_groups)
+            self._ddp_overlap = DDPOverlap(self._comm, self._repartition, self.param_groups)
             self._opt_called = True  # LR schedulers would warn that step() is never called
             if parameters_as_bucket_view:
                 warnings.warn("parameters_as_bucket_view has no effect with overlap_with_ddp=True", stacklevel=2)
-        self.copying = self._make_copying()
+        self._peer_checkpointer = self._make_copying()
         self.initialized = True
         watch_plain_steps(self)
-        from .reporting.announcing import announce
+        from .reporting.announcing import log_summary
 
-        announce(self._assembly, self.engine)
+        log_summary(self._builder, self._engine)
 
     # ---- what it is made of
 
     @property
     def optim(self) -> Optimizer:
         """This rank's inner optimizer, an instance of the given class."""
-        optimizer, *others = self.optims
+        optimizer, *others = self.inner_optimizers
         if others:
-            raise AttributeError("this optimizer has several inner optimizers, of several classes: see `optims`")
+            raise AttributeError(
+                "this optimizer has several inner optimizers, of several classes: see `inner_optimizers`"
+            )
         return optimizer
 
     @property
-    def optims(self) -> list[Optimizer]:
+    def inner_optimizers(self) -> list[Optimizer]:
         """This rank's inner optimizers, one for each class."""
-        return [member.optimizer for member in self.engine.inner.members]
+        return [member.optimizer for member in self._engine.inner.local_optimizers]
 
     @property
     def state(self) -> Any:
@@ -135,16 +137,16 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         With flat shards a parameter shows this rank's slice of its state as a flat tensor. Assign tensors in the shape
         of the slice or of the parameter; of the latter, this rank keeps a copy of its slice.
         """
-        if callers.is_about_to_fake_a_step():
-            if callers.is_about_to_load_flattened():
-                self.engine.make_initial_state()  # until it is loaded
-            return self.engine.state() or {None: "nothing to be made by a step"}
-        return self.engine.state()
+        if callers.is_dcp_initializing_state():
+            if callers.is_dcp_loading_flattened():
+                self._engine.materialize_initial_state()  # until it is loaded
+            return self._engine.state() or {None: "nothing to be made by a step"}
+        return self._engine.state()
 
     @state.setter
     def state(self, value: Any) -> None:
         if self.initialized:
-            self.engine.replace_state(value)
+            self._engine.replace_state(value)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -166,12 +168,12 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
     @property
     def layout(self) -> Layout:
         """Which rank owns which parameter."""
-        return self.engine.layout
+        return self._engine.layout
 
     @property
-    def reduces(self) -> bool:
+    def _reduces_grads(self) -> bool:
         """Gradients are averaged here, each slice at its owner, and not by DDP."""
-        return self.engine.reduces
+        return self._engine.reduces_grads
 
     @property
     def _is_superseded(self) -> bool:
@@ -181,34 +183,34 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
     @property
     def balance(self) -> Balance:
         """How evenly the ranks are loaded."""
-        return self._assembly.balance(self.layout, self.param_groups)
+        return self._builder.compute_balance(self.layout, self.param_groups)
 
     @property
-    def overlap(self) -> Overlap:
+    def _required_ddp_overlap(self) -> DDPOverlap:
         """What drives this optimizer from inside DDP's backward."""
-        if self._overlap is None:
+        if self._ddp_overlap is None:
             raise ConfigError(
                 "this optimizer steps when step() is called; construct it with overlap_with_ddp=True "
                 "to have a DDP hook step it"
             )
-        return self._overlap
+        return self._ddp_overlap
 
     @property
     def nonfinite(self) -> NonFiniteSteps:
         """Steps whose gradients were not all finite, counted where `ZeroConfig(nonfinite=...)` looks for them."""
-        return self.engine.looks.nonfinite
+        return self._engine.checks.nonfinite
 
     @property
-    def second_copy(self) -> "Copies | None":
-        """What this rank holds of the copies that `SecondCopy(...)` asks for. Keep it: `restore` takes it."""
-        return None if self.copying is None else self.copying.held
+    def peer_snapshots(self) -> "PeerSnapshots | None":
+        """What this rank holds of the copies that `PeerCheckpoint(...)` asks for. Keep it: `restore` takes it."""
+        return None if self._peer_checkpointer is None else self._peer_checkpointer.snapshots
 
     def report(self) -> "Report":
         """Who owns what, what it takes on this rank, what the last step took. Any rank may call it: nothing is sent."""
-        from .reporting.counting import report_of
+        from .reporting.counting import make_report
 
-        settled = self._overlap is None or self._overlap.settled
-        return report_of(self._assembly, self.engine, self.param_groups, self.second_copy, settled=settled)
+        settled = self._ddp_overlap is None or self._ddp_overlap.is_initialized
+        return make_report(self._builder, self._engine, self.param_groups, self.peer_snapshots, is_layout_final=settled)
 
     # ---- state
 
@@ -218,29 +220,31 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         To spare memory its tensors are those that were gathered, not copies. `torch.distributed.checkpoint` and its
         helpers get what they can save: this rank's part, or everything if they were asked for that.
         """
-        self.require_settled("state_dict")
-        asked = callers.asked()
+        self._require_final_layout("state_dict")
+        asked = callers.detect_dcp_call()
         if asked is not None:
-            return state_dicts.through_save_hooks(self, state_dicts.wanted(self.engine, self.param_groups, asked))
-        if self._snapshot is None:
+            return state_dicts.run_state_dict_hooks(
+                self, state_dicts.state_dict_for_dcp(self._engine, self.param_groups, asked)
+            )
+        if self._consolidated_state is None:
             raise RuntimeError(
                 "this rank holds only its own share of the state. Call full_state_dict(to=0) on "
                 "all ranks: it returns everything on rank 0. Or call consolidate_state_dict(to=0) on all ranks, then "
                 "state_dict() on rank 0 only."
             )
-        since = self.engine.steps - self._snapshot.steps
+        since = self._engine.steps - self._consolidated_state.num_steps
         if since:
             warnings.warn(
                 f"state_dict() returns the state of {since} steps ago: call consolidate_state_dict() on all ranks "
                 "again for the present one",
                 stacklevel=2,
             )
-        if versions(self._snapshot.contents) != self._snapshot.versions:
+        if tensor_versions(self._consolidated_state.state_dict) != self._consolidated_state.tensor_versions:
             raise RuntimeError(
                 "the tensors of an earlier state_dict() were changed in place, and it shares them with what was "
                 "gathered: call consolidate_state_dict() again, and change a copy"
             )
-        return state_dicts.through_save_hooks(self, copy_mutable(self._snapshot.contents))
+        return state_dicts.run_state_dict_hooks(self, deepcopy_except_tensors(self._consolidated_state.state_dict))
 
     def load_state_dict(self, state_dict: StateDict, *, assign: bool = False) -> None:
         """Load this rank's part of a dict saved at any world size, or by the plain optimizer. Called on all ranks.
@@ -252,7 +256,7 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
             assign: use the dict's tensors as the state where they fit, instead of copying them. The dict must not be
                 used afterwards. By default it stays as it is.
         """
-        self._load(state_dict, adopt=assign)
+        self._load_state_dict(state_dict, assign=assign)
 
     # ---- training (who compiles a training loop leaves the graph here: messages to other ranks are in none)
 
@@ -262,31 +266,31 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
 
         Returns what the inner optimizer's step returned. `closure` and `kwargs` are handed on to it.
         """
-        if self._overlap is not None:
-            self._overlap.check_trainable()
-            if amp.drives(self):
+        if self._ddp_overlap is not None:
+            self._ddp_overlap.check_trainable_unchanged()
+            if amp.is_scaler_step(self):
                 raise RuntimeError(
                     "GradScaler cannot be used with overlap_with_ddp=True: the hook steps before gradients are unscaled"
                 )
-            warn_user("step() does nothing with overlap_with_ddp=True: the DDP hook makes the steps")
+            warn_at_caller("step() does nothing with overlap_with_ddp=True: the DDP hook makes the steps")
             return None
         Join.notify_join_context(self)
-        return self._step(closure, kwargs, joined=False)
+        return self._step(closure, kwargs, is_joined=False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self._overlap is not None:
-            self._overlap.check_trainable()
-        self.engine.drop_placeholders()
+        if self._ddp_overlap is not None:
+            self._ddp_overlap.check_trainable_unchanged()
+        self._engine.drop_placeholders()
         super().zero_grad(set_to_none)
-        self.engine.clear_grads(to_none=set_to_none)
+        self._engine.clear_grads(set_to_none=set_to_none)
 
     @_disable_dynamo
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_` on all parameters, wherever their gradients are. Called on all ranks."""
-        with self._comm.clock.part(Label.CLIP):
-            grads = self._spread_grads(
+        with self._comm.profiler.phase(Phase.CLIP_GRADS):
+            grads = self._synchronize_sharded_grads(
                 "clip_grad_norm_",
                 lambda: [
                     *(f"max_norm={float(max_norm)}", f"norm_type={float(norm_type)}"),
@@ -294,27 +298,27 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
                 ],
             )
             if grads is None:
-                return torch.nn.utils.clip_grad_norm_(self.engine.params, max_norm, norm_type, error_if_nonfinite)
-            return clip.clip_norm(
+                return torch.nn.utils.clip_grad_norm_(self._engine.params, max_norm, norm_type, error_if_nonfinite)
+            return clip.clip_grad_norm(
                 grads, float(max_norm), float(norm_type), self._comm, error_if_nonfinite=error_if_nonfinite
             )
 
     @_disable_dynamo
     def clip_grad_value_(self, clip_value: float) -> None:
         """As `torch.nn.utils.clip_grad_value_` on all parameters, wherever their gradients are. Called on all ranks."""
-        with self._comm.clock.part(Label.CLIP):
-            grads = self._spread_grads("clip_grad_value_", lambda: [f"clip_value={float(clip_value)}"])
+        with self._comm.profiler.phase(Phase.CLIP_GRADS):
+            grads = self._synchronize_sharded_grads("clip_grad_value_", lambda: [f"clip_value={float(clip_value)}"])
             if grads is None:
-                torch.nn.utils.clip_grad_value_(self.engine.params, clip_value)
+                torch.nn.utils.clip_grad_value_(self._engine.params, clip_value)
             else:
-                clip.clip_value(grads, clip_value)
+                clip.clip_grad_value(grads, clip_value)
 
-    def check_drift(self) -> None:
-        """Raise `DriftError` on all ranks if they have different parameters, bit by bit. Called on all ranks.
+    def check_consistency(self) -> None:
+        """Raise `ReplicaMismatchError` on all ranks if they have different parameters, bit by bit. Called on all ranks.
 
-        `ZeroConfig(drift=Drift(every=...))` does it every so many steps, and says what it cannot find.
+        `ZeroConfig(consistency_check=ConsistencyCheck(every=...))` does it every so many steps, and says what it cannot find.
         """
-        self.engine.check_drift("check_drift()")
+        self._engine.check_consistency("check_consistency()")
 
     def ddp_hook(self) -> CommHook:
         """A communication hook for DDP that brings gradients to their owners only; `step()` then does as usual.
@@ -323,24 +327,24 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
         with `stage=1`: clip with `clip_grad_norm_` of this optimizer. `step()` raises if they were changed there after
         they had been reduced. Called on all ranks, in the same order as other optimizers' hooks.
         """
-        if not isinstance(self.engine, FlatEngine):
+        if not isinstance(self._engine, FlatShardEngine):
             raise ConfigError("ddp_hook() brings slices of gradients to their owners: it needs partition=FlatShards()")
-        sync = self.engine.grads
-        if not isinstance(sync, GradSync):
-            sync = GradSync(self._comm, ZeroStage1(), self._config._reduce_policy, self._config._master_policy)
-            self.engine.reduce_by(sync)
-        self._hook_accumulation(sync)
-        return hand_over(sync, self.engine.params)
+        sync = self._engine.grads
+        if not isinstance(sync, GradReducer):
+            sync = GradReducer(self._comm, ZeroStage1(), self._config._reduce_policy, self._config._master_policy)
+            self._engine.set_grad_source(sync)
+        self._attach_accumulation_hooks(sync)
+        return make_comm_hook(sync, self._engine.params)
 
-    def _hook_accumulation(self, sync: GradSync) -> None:
-        for index, param in enumerate(self.engine.params):
+    def _attach_accumulation_hooks(self, grad_reducer: GradReducer) -> None:
+        for index, param in enumerate(self._engine.params):
             if param.requires_grad:
-                hook_accumulation(sync, index, param)
+                register_accumulation_hook(grad_reducer, index, param)
 
-    def unscale_grads(self, inverse_scale: torch.Tensor) -> dict[torch.device, torch.Tensor]:
+    def _unscale_grads(self, inverse_scale: torch.Tensor) -> dict[torch.device, torch.Tensor]:
         """For `zeroshard.GradScaler`: scale gradients that are spread over ranks, and say where some are not finite."""
-        grads = self._spread_grads("unscaling gradients")
-        return self._stepping.unscale(grads or [], inverse_scale)
+        grads = self._synchronize_sharded_grads("unscaling gradients")
+        return self._step_driver.unscale(grads or [], inverse_scale)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group in the middle of training. Call it on all ranks. No earlier parameter changes its owner.
@@ -376,18 +380,18 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
 
     def join_hook(self, **_: Any) -> JoinHook:
         """For `torch.distributed.algorithms.join.Join`."""
-        if self._overlap is None:
-            self._stepping.start_join()
+        if self._ddp_overlap is None:
+            self._step_driver.start_join()
         return compat._ZeROJoinHook(self)
 
     @property
     def join_device(self) -> torch.device:
-        return self.engine.params[0].device
+        return self._engine.params[0].device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """All ranks that train together."""
-        return self._comm.everyone.group.process_group
+        return self._comm.data_parallel.group.process_group
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -397,131 +401,149 @@ class ZeroRedundancyOptimizer(Stateful, Modes, Joinable):
 
     # ---- how it is put together
 
-    def _assemble(self, params: Any, optimizer_class: Any, overlap: bool, defaults: dict[str, Any]) -> Proposal[Layout]:
+    def _build(
+        self, params: Any, optimizer_class: Any, overlap_with_ddp: bool, defaults: dict[str, Any]
+    ) -> Prepared[Layout]:
         """Read what the user gave and build this rank's engine of it."""
         if not isinstance(self._config, ZeroConfig):
             raise TypeError(f"config must be a ZeroConfig, not {type(self._config).__name__}")
         if self._config.stage is None:
             self._config = replace(self._config, stage=self._default_stage)
-        given = self._read(params)
+        given = self._parse_params(params)
         Optimizer.__init__(self, given.groups, {})
-        self._assembly = self._assembly_of(self._kinds(optimizer_class, defaults, given, overlap=overlap), overlap)
-        self._assembly.check_options()
-        layout = self._assembly.extend(Layout.empty(self.world_size), self.param_groups)
-        self.engine = self._assembly.engine()
-        undo = self.engine.store.take_back
-        with undone_on_failure(undo):
-            self._assembly.prepare(self.engine, layout, self.param_groups)
-            self._assembly.warn_of_whole_params()
-            self._assembly.warn_of_offload()
-            self.engine.inner.pull(self.param_groups)
-            self.defaults = self.optim.defaults if len(self.optims) == 1 else {}
-            return Proposal(layout, self._facts(layout), undo, count_params(self.param_groups))
+        self._builder = self._make_builder(
+            self._make_optimizer_specs(optimizer_class, defaults, given, overlap_with_ddp=overlap_with_ddp),
+            overlap_with_ddp,
+        )
+        self._builder.validate_options()
+        layout = self._builder.extend_layout(Layout.empty(self.world_size), self.param_groups)
+        self._engine = self._builder.make_engine()
+        undo = self._engine.param_store.rollback
+        with rollback_on_error(undo):
+            self._builder.prepare_engine(self._engine, layout, self.param_groups)
+            self._builder.warn_if_not_splittable()
+            self._builder.warn_if_offload_unused()
+            self._engine.inner.pull_options(self.param_groups)
+            self.defaults = self.optim.defaults if len(self.inner_optimizers) == 1 else {}
+            return Prepared(layout, self._must_match_across_ranks(layout), undo, format_param_count(self.param_groups))
 
-    def _facts(self, layout: Layout) -> list[str]:
+    def _must_match_across_ranks(self, layout: Layout) -> list[str]:
         """What must be equal on all ranks that make one."""
-        return self._assembly.facts(layout, self.param_groups)
+        return self._builder.must_match_across_ranks(layout, self.param_groups)
 
     def _add_groups(self, call: str, groups: Any) -> None:
-        if self._overlap is not None:
+        if self._ddp_overlap is not None:
             raise RuntimeError("parameter groups cannot be added with overlap_with_ddp=True: DDP's buckets are fixed")
-        layout = agreed(self._comm, call, lambda: self._with_groups(self._read_groups(groups)))
-        self.engine.extend(layout, self.param_groups)
-        if isinstance(self.engine, FlatEngine) and isinstance(self.engine.grads, GradSync):
-            self._hook_accumulation(self.engine.grads)
+        layout = prepare_all(self._comm, call, lambda: self._prepare_groups(self._parse_groups(groups)))
+        self._engine.extend(layout, self.param_groups)
+        if isinstance(self._engine, FlatShardEngine) and isinstance(self._engine.grads, GradReducer):
+            self._attach_accumulation_hooks(self._engine.grads)
         watch_plain_steps(self)
-        self._forget_snapshot()
+        self._discard_consolidated_state()
 
-    def _read_groups(self, groups: Any) -> list[ParamGroup]:
+    def _parse_groups(self, groups: Any) -> list[ParamGroup]:
         """New groups in one form. What is wrong with them is raised on all ranks."""
-        return read_groups(groups)
+        return parse_groups(groups)
 
-    def _with_groups(self, groups: Sequence[ParamGroup]) -> Proposal[Layout]:
+    def _prepare_groups(self, groups: Sequence[ParamGroup]) -> Prepared[Layout]:
         """The layout with more groups, which our groups and those of the inner optimizer already have."""
-        known, engine = len(self.param_groups), self.engine
+        known, engine = len(self.param_groups), self._engine
 
         def undo() -> None:
             del self.param_groups[known:]
-            engine.take_back(known)
+            engine.rollback(known)
 
-        with undone_on_failure(undo):
+        with rollback_on_error(undo):
             for group in groups:
                 super().add_param_group(group)
-            layout = self._assembly.extend(self.layout, self.param_groups, known)
-            self._assembly.prepare(engine, layout, self.param_groups)
-            engine.inner.pull_added(self.param_groups, known)
-            facts = self._assembly.facts_of_new(self.layout, layout, self.param_groups, known)
+            layout = self._builder.extend_layout(self.layout, self.param_groups, known)
+            self._builder.prepare_engine(engine, layout, self.param_groups)
+            engine.inner.pull_added_options(self.param_groups, known)
+            facts = self._builder.must_match_for_new_groups(self.layout, layout, self.param_groups, known)
             # Ranks have agreed on the earlier groups, but their options may have been changed since.
-            options = engine.compared_options(self.param_groups)
-            return Proposal(layout, facts, undo, count_params(self.param_groups), options)
+            options = engine.consensus_options(self.param_groups)
+            return Prepared(layout, facts, undo, format_param_count(self.param_groups), options)
 
-    def _comm_of(self, process_group: dist.ProcessGroup | None) -> Comm:
+    def _make_comm(self, process_group: dist.ProcessGroup | None) -> Comm:
         return Comm(Group(process_group))
 
-    def _read(self, params: Any) -> GivenParams:
-        return read_params(params)
+    def _parse_params(self, params: Any) -> ParsedParams:
+        return parse_params(params)
 
-    def _kinds(
-        self, optimizer_class: Any, defaults: dict[str, Any], given: GivenParams, *, overlap: bool
-    ) -> list[Kind]:
+    def _make_optimizer_specs(
+        self, optimizer_class: Any, defaults: dict[str, Any], parsed_params: ParsedParams, *, overlap_with_ddp: bool
+    ) -> list[OptimizerSpec]:
         """What kinds of optimizers shall be made, for our groups."""
         if not callable(optimizer_class):
             raise TypeError(
                 f"optimizer_class must be a class such as torch.optim.AdamW, not a {type(optimizer_class).__name__}. "
-                "A list of Rule(...)s, and not an empty one, is for zeroshard.shard."
+                "A list of ParamRule(...)s, and not an empty one, is for zeroshard.shard."
             )
-        refuse_policies(optimizer_class, defaults)
-        recipe = Recipe(plain_class(optimizer_class, overlap=overlap), self.param_groups, given.plain, defaults)
-        return [Kind(recipe.name, recipe)]
+        reject_config_options(optimizer_class, defaults)
+        recipe = OptimizerFactory(
+            resolve_optimizer_class(optimizer_class, overlap=overlap_with_ddp),
+            self.param_groups,
+            parsed_params.is_bare_sequence,
+            defaults,
+        )
+        return [OptimizerSpec(recipe.name, recipe)]
 
-    def _assembly_of(self, kinds: list[Kind], overlap: bool) -> Assembly:
-        return Assembly(self._comm, self._config, kinds, bucket_view=self.parameters_as_bucket_view, overlap=overlap)
+    def _make_builder(self, optimizer_specs: list[OptimizerSpec], overlap_with_ddp: bool) -> EngineBuilder:
+        return EngineBuilder(
+            self._comm,
+            self._config,
+            optimizer_specs,
+            parameters_as_bucket_view=self.parameters_as_bucket_view,
+            overlap_with_ddp=overlap_with_ddp,
+        )
 
-    def _repartition(self, partition: Partitioner) -> WholeEngine:
+    def _repartition(self, partitioner: Partitioner) -> WholeParamEngine:
         """Start afresh with other owners, before there is any state."""
-        layout = partition.extend(Layout.empty(self.world_size), read_specs(self.param_groups))
-        engine = self._assembly.engine()
-        assert isinstance(engine, WholeEngine), "overlap_with_ddp is refused with anything else"
-        self._assembly.prepare(engine, layout, self.param_groups)
-        self.engine = engine
+        layout = partitioner.extend(Layout.empty(self.world_size), make_param_specs(self.param_groups))
+        engine = self._builder.make_engine()
+        assert isinstance(engine, WholeParamEngine), "overlap_with_ddp is refused with anything else"
+        self._builder.prepare_engine(engine, layout, self.param_groups)
+        self._engine = engine
         engine.extend(layout, self.param_groups)
         return engine
 
-    def _step(self, closure: Closure | None, kwargs: dict[str, Any], *, joined: bool) -> Any:
-        return self._stepping.step(closure, kwargs, uneven=self._join_config.enable, joined=joined)
+    def _step(self, closure: Closure | None, kwargs: dict[str, Any], *, is_joined: bool) -> Any:
+        return self._step_driver.step(closure, kwargs, in_join=self._join_config.enable, is_joined=is_joined)
 
     def _shadow_step(self) -> None:
         """For a rank that ran out of inputs inside `Join`."""
-        if self._overlap is not None:
-            self._overlap.shadow_step()
+        if self._ddp_overlap is not None:
+            self._ddp_overlap.run_deferred()
         else:
-            self._step(None, {}, joined=True)
+            self._step(None, {}, is_joined=True)
 
-    def _make_copying(self) -> "Copying | None":
-        if self._config.second_copy is None:
+    def _make_copying(self) -> "PeerCheckpointer | None":
+        if self._config.peer_checkpoint is None:
             return None
-        from .second_copy import copying
+        from .second_copy import make_peer_checkpointer
 
-        return copying(self._comm, self._config.second_copy)
+        return make_peer_checkpointer(self._comm, self._config.peer_checkpoint)
 
-    def forget_copies(self) -> None:
-        if self.copying is not None:
-            self.copying.begin_anew()
+    def _invalidate_peer_snapshots(self) -> None:
+        if self._peer_checkpointer is not None:
+            self._peer_checkpointer.invalidate_snapshots()
 
-    def model_buffers(self) -> "Buffers":
+    def _model_buffers(self) -> "NamedBuffers":
         """Those that a copy must have beside the parameters; of a model that is not known, none."""
         return {}
 
-    def _spread_grads(self, call: str, given: Callable[[], list[str]] = list) -> list[torch.Tensor] | None:
-        return self._stepping.spread_grads(call, given, uneven=self._join_config.enable)
+    def _synchronize_sharded_grads(
+        self, call: str, read_arguments: Callable[[], list[str]] = list
+    ) -> list[torch.Tensor] | None:
+        return self._step_driver.synchronize_sharded_grads(call, read_arguments, in_join=self._join_config.enable)
 
-    def before_uneven_step(self, source: Rank) -> None:
+    def _before_join_step(self, source: Rank) -> None:
         """For `Stepping`."""
 
-    def after_step(self) -> None:
+    def _after_step(self) -> None:
         """For `Stepping`."""
-        if self.copying is not None:
-            self.copying.after_step(self.engine, self.param_groups, self.model_buffers)
+        if self._peer_checkpointer is not None:
+            self._peer_checkpointer.after_step(self._engine, self.param_groups, self._model_buffers)
 
     # ---- names that torch marks private
 

@@ -10,35 +10,35 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .errors import ConfigError
-from .layout.boxes import overlaps
+from .layout.boxes import has_internal_overlap
 from .layout.specs import ParamSpec
 
 
-class GivenParams(NamedTuple):
+class ParsedParams(NamedTuple):
     groups: list[dict[str, Any]]
-    plain: bool
+    is_bare_sequence: bool
     """A bare sequence was given, not dicts."""
 
 
-def read_params(params: Any) -> GivenParams:
+def parse_params(params: Any) -> ParsedParams:
     """Parameters, named parameters or groups of either, as a list of new group dicts."""
     entries = _as_list(params, "params")
     if not entries:
         raise ValueError("the optimizer got an empty parameter list")
     if all(isinstance(entry, Mapping) for entry in entries):
-        return GivenParams([read_group(entry) for entry in entries], plain=False)
+        return ParsedParams([parse_group(entry) for entry in entries], is_bare_sequence=False)
     _check_entries(entries)
-    return GivenParams([{"params": entries}], plain=True)
+    return ParsedParams([{"params": entries}], is_bare_sequence=True)
 
 
-def read_groups(groups: Any) -> list[dict[str, Any]]:
+def parse_groups(groups: Any) -> list[dict[str, Any]]:
     """Several groups as new dicts."""
     if isinstance(groups, (str, Mapping, torch.Tensor)) or not isinstance(groups, Iterable):
         raise TypeError(f"expected a list of param groups, got {type(groups).__name__}: put a single group into a list")
-    return [read_group(group) for group in groups]
+    return [parse_group(group) for group in groups]
 
 
-def read_group(group: Any) -> dict[str, Any]:
+def parse_group(group: Any) -> dict[str, Any]:
     """One group as a new dict with its parameters in a list."""
     if not isinstance(group, Mapping):
         raise TypeError(f"a param group must be a dict, not {type(group).__name__}")
@@ -51,27 +51,27 @@ def read_group(group: Any) -> dict[str, Any]:
 
 
 def check_specs(
-    specs: Sequence[ParamSpec], params: Sequence[torch.Tensor], *, mixed_dtypes: bool, known: int = 0
+    specs: Sequence[ParamSpec], params: Sequence[torch.Tensor], *, allow_mixed_dtypes: bool, num_checked: int = 0
 ) -> None:
     """Refuse what cannot be sharded. The first `known` of them have been checked before, each by itself."""
-    for spec, param in zip(specs[known:], params[known:], strict=True):
+    for spec, param in zip(specs[num_checked:], params[num_checked:], strict=True):
         if param.layout != torch.strided:
             raise ConfigError(f"{spec.label} has the layout {param.layout}; only dense parameters can be sharded")
-        refuse_distributed(spec.label, param)
+        reject_dtensor(spec.label, param)
         if is_traceable_wrapper_subclass(param):
             raise ConfigError(f"{spec.label} is a {type(param.data).__name__}, which cannot be sharded")
-        if not param.is_contiguous() and overlaps(spec.shape, spec.stride):
+        if not param.is_contiguous() and has_internal_overlap(spec.shape, spec.stride):
             raise ConfigError(f"{spec.label} has elements that share memory (strides {spec.stride}); clone it first")
-    check_disjoint(specs, params)
-    others = [spec for spec in specs[known:] if spec.dtype != specs[0].dtype]
-    if others and not mixed_dtypes:
+    check_no_aliasing(specs, params)
+    others = [spec for spec in specs[num_checked:] if spec.dtype != specs[0].dtype]
+    if others and not allow_mixed_dtypes:
         raise ConfigError(
             f"all parameters must have one dtype: {specs[0].label} is {specs[0].dtype}, {others[0].label} is "
-            f"{others[0].dtype}. Pass config=ZeroConfig(mixed_dtypes=True) to allow several."
+            f"{others[0].dtype}. Pass config=ZeroConfig(allow_mixed_dtypes=True) to allow several."
         )
 
 
-def refuse_distributed(label: str, param: torch.Tensor) -> None:
+def reject_dtensor(label: str, param: torch.Tensor) -> None:
     """A DTensor has local memory of one shape and values of another, and gradients that are DTensors again."""
     placements, mesh = getattr(param, "placements", None), getattr(param, "device_mesh", None)
     if placements is None or mesh is None:
@@ -84,18 +84,18 @@ def refuse_distributed(label: str, param: torch.Tensor) -> None:
     )
 
 
-def check_disjoint(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor]) -> None:
+def check_no_aliasing(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor]) -> None:
     """Two parameters over the same memory would be updated by two owners."""
-    if _are_apart(specs, params):
+    if _are_disjoint(specs, params):
         return
     ranges: dict[torch.device, list[tuple[int, int, int]]] = defaultdict(list)
     for spec, param in zip(specs, params, strict=True):
         if spec.numel and (start := param.data_ptr()):
-            ranges[param.device].append((start, start + spec.extent * param.element_size(), spec.index))
+            ranges[param.device].append((start, start + spec.storage_numel * param.element_size(), spec.index))
     neighbours = chain.from_iterable(pairwise(sorted(found)) for found in ranges.values())
     for (start, stop, index), (next_start, _, next_index) in neighbours:
         # The next one may start in a gap of this one: columns of one matrix interleave and share nothing.
-        gaps = specs[index].extent > specs[index].numel
+        gaps = specs[index].storage_numel > specs[index].numel
         if next_start < stop and (next_start == start or not gaps):
             raise ConfigError(
                 f"{specs[index].label} and {specs[next_index].label} share memory; "
@@ -103,30 +103,30 @@ def check_disjoint(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor]) -
             )
 
 
-def _are_apart(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor]) -> bool:
+def _are_disjoint(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor]) -> bool:
     """Whether no two ranges of addresses overlap, whichever devices they are of: quick, and mostly so."""
     starts = map(torch.Tensor.data_ptr, params)
-    ranges = sorted(zip(starts, (spec.extent_bytes for spec in specs), strict=True))
+    ranges = sorted(zip(starts, (spec.storage_bytes for spec in specs), strict=True))
     stops = starmap(add, ranges)
     return all(map(le, stops, (start for start, _ in islice(ranges, 1, None))))
 
 
-def _as_list(given: Any, what: str) -> list[Any]:
-    if isinstance(given, torch.Tensor):
-        raise TypeError(f"{what} must be an iterable of tensors or dicts, not a tensor")
-    if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
-        raise TypeError(f"{what} must be an iterable of tensors or dicts, not {type(given).__name__}")
-    if isinstance(given, (set, frozenset)):
-        raise TypeError(f"{what} must be ordered; the order of a {type(given).__name__} changes between ranks")
-    return list(given)
+def _as_list(value: Any, name: str) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be an iterable of tensors or dicts, not a tensor")
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be an iterable of tensors or dicts, not {type(value).__name__}")
+    if isinstance(value, (set, frozenset)):
+        raise TypeError(f"{name} must be ordered; the order of a {type(value).__name__} changes between ranks")
+    return list(value)
 
 
 def _check_entries(entries: Iterable[Any]) -> None:
     for entry in entries:
-        tensor = entry[1] if _is_named(entry) else entry
+        tensor = entry[1] if _is_named_param(entry) else entry
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"params must be all tensors or all dicts; found {type(entry).__name__}")
 
 
-def _is_named(entry: Any) -> bool:
+def _is_named_param(entry: Any) -> bool:
     return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)

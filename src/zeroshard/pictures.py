@@ -7,18 +7,18 @@ from typing import Any
 from .errors import ConfigError
 
 
-def new_figure(what: str, **options: Any) -> Any:
+def new_figure(feature: str, **options: Any) -> Any:
     """`what` needs it, for the error where it is missing."""
     try:
         made: Any = import_module("matplotlib.figure").Figure
     except ImportError as error:
         raise ConfigError(
-            f"{what} draws with matplotlib, which is not installed: pip install 'zeroshard[plot]'"
+            f"{feature} draws with matplotlib, which is not installed: pip install 'zeroshard[plot]'"
         ) from error
     return made(layout="constrained", **options)
 
 
-def save(figure: Any, path: Path) -> Path:
+def save_figure(figure: Any, path: Path) -> Path:
     """The file that was written: a PNG, or what the ending of its name says."""
     target = path if path.suffix else path.with_name(f"{path.name}.png")
     try:

@@ -64,7 +64,7 @@ class MasterWeights:
 
 
 @dataclass(frozen=True)
-class Offload:
+class CPUOffload:
     """State and master weights rest in host memory, and come to the GPU bucket by bucket when they are updated.
 
     pin: in memory that the GPU can reach by itself, so that copies and updates overlap.
@@ -75,16 +75,16 @@ class Offload:
 
     def __post_init__(self) -> None:
         if self.device != "cpu":
-            raise ConfigError(f'Offload(device=...) takes "cpu", not {self.device!r}')
+            raise ConfigError(f'CPUOffload(device=...) takes "cpu", not {self.device!r}')
         if not isinstance(self.pin, bool):
-            raise ConfigError(f"Offload(pin=...) takes True or False, not {self.pin!r}")
+            raise ConfigError(f"CPUOffload(pin=...) takes True or False, not {self.pin!r}")
 
 
 @dataclass(frozen=True)
-class Drift:
+class ConsistencyCheck:
     """Every so many steps all ranks compare all bits of all parameters, before the step updates anything.
 
-    A difference raises `DriftError` on all ranks, which names ranks and parameters. It costs one pass over the
+    A difference raises `ReplicaMismatchError` on all ranks, which names ranks and parameters. It costs one pass over the
     parameters and one small message.
 
     A difference lasts until a step sends the parameter: what its owner has then comes to all, right or wrong. So
@@ -97,39 +97,45 @@ class Drift:
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise ConfigError(f"Drift(every=...) takes a number of steps, 1 or more, not {self.every!r}")
+            raise ConfigError(f"ConsistencyCheck(every=...) takes a number of steps, 1 or more, not {self.every!r}")
 
 
 @dataclass(frozen=True)
-class NonFinite:
+class NonFiniteGrads:
     """What becomes of a step whose averaged gradients are not all finite, on any rank: all ranks do the same.
 
     then: "skip" leaves the step out: parameters, state, step counts and options stay, and `step()` returns None.
-        "raise" raises `NonFiniteError` on all ranks, and nothing has changed. "go on" makes the step with them.
+        "raise" raises `NonFiniteError` on all ranks, and nothing has changed. "warn" makes the step with them.
     most: with "skip", so many in a row raise `NonFiniteError`.
 
     They are counted in `optimizer.nonfinite`, and the first, second, fourth, ... is warned of. A step that a GradScaler
     leaves out is not among them. A closure is called before any code of the optimizer runs.
     """
 
-    then: Literal["skip", "raise", "go on"]
-    most: int | None = None
+    action: Literal["skip", "raise", "warn"]
+    max_consecutive: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.then, str) or self.then not in ("skip", "raise", "go on"):
-            raise ConfigError(f'NonFinite(...) takes "skip", "raise" or "go on", not {self.then!r}')
-        if self.most is None:
+        if not isinstance(self.action, str) or self.action not in ("skip", "raise", "warn"):
+            raise ConfigError(f'NonFiniteGrads(...) takes "skip", "raise" or "warn", not {self.action!r}')
+        if self.max_consecutive is None:
             return
-        if isinstance(self.most, bool) or not isinstance(self.most, int) or self.most < 1:
-            raise ConfigError(f"NonFinite(most=...) takes a number of steps, 1 or more, not {self.most!r}")
-        if self.then != "skip":
+        if (
+            isinstance(self.max_consecutive, bool)
+            or not isinstance(self.max_consecutive, int)
+            or self.max_consecutive < 1
+        ):
             raise ConfigError(
-                f'NonFinite(most=...) counts steps that are left out: it goes with "skip", not {self.then!r}'
+                f"NonFiniteGrads(max_consecutive=...) takes a number of steps, 1 or more, not {self.max_consecutive!r}"
+            )
+        if self.action != "skip":
+            raise ConfigError(
+                f'NonFiniteGrads(max_consecutive=...) counts steps that are left out: it goes with "skip", not {self.action!r}'
             )
 
 
 @dataclass(frozen=True)
-class SecondCopy:
+class PeerCheckpoint:
     """Each rank's share of the state is also kept in the memory of a rank of another failure domain.
 
     After the loss of a rank `zeroshard.recovery.restore` rebuilds everything from these copies, without a file.
@@ -140,13 +146,17 @@ class SecondCopy:
     """
 
     every: int = 10
-    apart: int | None = None
+    failure_domain_size: int | None = None
 
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 1:
-            raise ConfigError(f"SecondCopy(every=...) takes a number of steps from 1 on, not {self.every!r}")
-        if self.apart is not None and (type(self.apart) is not int or self.apart < 1):
-            raise ConfigError(f"SecondCopy(apart=...) takes a number of ranks from 1 on, or None, not {self.apart!r}")
+            raise ConfigError(f"PeerCheckpoint(every=...) takes a number of steps from 1 on, not {self.every!r}")
+        if self.failure_domain_size is not None and (
+            type(self.failure_domain_size) is not int or self.failure_domain_size < 1
+        ):
+            raise ConfigError(
+                f"PeerCheckpoint(apart=...) takes a number of ranks from 1 on, or None, not {self.failure_domain_size!r}"
+            )
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

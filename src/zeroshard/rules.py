@@ -11,19 +11,19 @@ import torch
 
 from .errors import ConfigError
 from .layout.partition import FlatShards, WholeParams
-from .notices import warn_user
-from .state.compat import unwrapped
+from .notices import warn_at_caller
+from .state.compat import strip_wrapper_prefixes
 
 Selector = Callable[[str, torch.Tensor], bool]
 """Whether a parameter with this name is chosen."""
-Named = tuple[str, torch.Tensor]
-_MOST_NAMES = 8
+NamedParam = tuple[str, torch.Tensor]
+_MAX_LISTED_NAMES = 8
 
 
-class Rule:
+class ParamRule:
     """The parameters that `selector` chooses are updated by `optimizer_class`, made with `options`.
 
-    selector: `matrices()`, `everything_else`, or a function of a name and a parameter. Names are those in the model,
+    selector: `matrix_params()`, `remaining_params`, or a function of a name and a parameter. Names are those in the model,
         without what `torch.compile` and wrappers put into them. A tied weight has several: a rule takes it if the
         selector chooses it under each of them.
     partition: `FlatShards(...)` or `WholeParams(...)`. By default parameters are cut where the class allows it, and
@@ -38,44 +38,44 @@ class Rule:
         partition: FlatShards | WholeParams | None = None,
         **options: Any,
     ) -> None:
-        if not callable(selector) or isinstance(selector, type) or selector == cast(Any, matrices):
-            raise TypeError(f"a Rule takes a selector such as matrices(), not {selector!r}")
+        if not callable(selector) or isinstance(selector, type) or selector == cast(Any, matrix_params):
+            raise TypeError(f"a ParamRule takes a selector such as matrix_params(), not {selector!r}")
         if not callable(optimizer_class) or isinstance(optimizer_class, torch.optim.Optimizer):
-            raise TypeError(f"a Rule takes a class such as torch.optim.AdamW, not {optimizer_class!r}")
+            raise TypeError(f"a ParamRule takes a class such as torch.optim.AdamW, not {optimizer_class!r}")
         if not isinstance(partition, (FlatShards, WholeParams, type(None))):
-            raise ConfigError(f"Rule(partition=...) takes FlatShards(...) or WholeParams(...), not {partition!r}")
+            raise ConfigError(f"ParamRule(partition=...) takes FlatShards(...) or WholeParams(...), not {partition!r}")
         self.selector, self.optimizer_class = selector, optimizer_class
         self.partition, self.options = partition, options
 
     def __repr__(self) -> str:
-        return f"Rule({self.selector!r}, {getattr(self.optimizer_class, '__qualname__', self.optimizer_class)})"
+        return f"ParamRule({self.selector!r}, {getattr(self.optimizer_class, '__qualname__', self.optimizer_class)})"
 
 
 @dataclass(frozen=True)
-class _Matrices:
+class _MatrixParams:
     exclude: tuple[str, ...]
 
     def __call__(self, name: str, param: torch.Tensor) -> bool:
-        return param.dim() == 2 and not any(_matches(name, pattern) for pattern in self.exclude)
+        return param.dim() == 2 and not any(_matches_pattern(name, pattern) for pattern in self.exclude)
 
     def __repr__(self) -> str:
-        return f"matrices(exclude={self.exclude!r})"
+        return f"matrix_params(exclude={self.exclude!r})"
 
 
 @dataclass(frozen=True)
-class _EverythingElse:
+class _RemainingParams:
     def __call__(self, name: str, param: torch.Tensor) -> bool:
         raise NotImplementedError("what is left is known when the other rules have chosen")
 
     def __repr__(self) -> str:
-        return "everything_else"
+        return "remaining_params"
 
 
-everything_else = _EverythingElse()
+remaining_params = _RemainingParams()
 """Chooses what no other rule does."""
 
 
-def matrices(exclude: Sequence[str] = ()) -> Selector:
+def matrix_params(exclude: Sequence[str] = ()) -> Selector:
     """Chooses parameters of two dimensions, but those with a word of `exclude` in their names.
 
     A word is what stands between dots and underscores, or its beginning: `embed` excludes `tok_embed.weight` and
@@ -83,68 +83,74 @@ def matrices(exclude: Sequence[str] = ()) -> Selector:
     `blocks.1` does not exclude `blocks.10.weight`. With `*` in it, it is a pattern for the whole name.
     """
     if isinstance(exclude, str):
-        raise TypeError(f"matrices(exclude=...) takes several words: exclude=({exclude!r},)")
+        raise TypeError(f"matrix_params(exclude=...) takes several words: exclude=({exclude!r},)")
     if not all(isinstance(word, str) and word for word in exclude):
-        raise TypeError(f"matrices(exclude=...) takes words, not {exclude!r}")
-    return _Matrices(tuple(exclude))
+        raise TypeError(f"matrix_params(exclude=...) takes words, not {exclude!r}")
+    return _MatrixParams(tuple(exclude))
 
 
-def divide(named: Iterable[Named], rules: Sequence[Rule]) -> list[list[Named]]:
+def assign_params_to_rules(named_params: Iterable[NamedParam], rules: Sequence[ParamRule]) -> list[list[NamedParam]]:
     """What each rule chooses. A parameter that none chooses, or several, is an error.
 
     `named`: a tied weight with each of its names. It keeps the first.
     """
-    chosen: list[list[Named]] = [[] for _ in rules]
+    chosen: list[list[NamedParam]] = [[] for _ in rules]
     none, several = [], []
-    found = _by_param(named)
+    found = _group_names_by_param(named_params)
     for names, param in found:
-        takers = _takers(names, param, rules)
+        takers = _find_matching_rules(names, param, rules)
         if len(takers) == 1:
             chosen[takers[0]].append((names[0], param))
         elif takers:
             several.append(f"{names[0]} (rules {' and '.join(map(str, takers))})")
         else:
             none.append(" = ".join(names))
-    _warn_of_idle_words(rules, [name for names, _ in found for name in names])
-    _refuse(none, "no rule takes", "add Rule(everything_else, ...)")
-    _refuse(several, "several rules take", "make their selectors choose different ones")
+    _warn_unused_exclude_patterns(rules, [name for names, _ in found for name in names])
+    _raise_if_any(none, "no rule takes", "add ParamRule(remaining_params, ...)")
+    _raise_if_any(several, "several rules take", "make their selectors choose different ones")
     for number, (rule, members) in enumerate(zip(rules, chosen, strict=True)):
         if not members:
             raise ConfigError(f"rule {number}, {rule!r}, takes no parameter of the model: remove it")
     return chosen
 
 
-def _warn_of_idle_words(rules: Sequence[Rule], names: Sequence[str]) -> None:
+def _warn_unused_exclude_patterns(rules: Sequence[ParamRule], names: Sequence[str]) -> None:
     """An embedding that was meant to be excluded would be trained as a matrix, in silence."""
-    words = [word for rule in rules if isinstance(rule.selector, _Matrices) for word in rule.selector.exclude]
-    idle = [word for word in words if not any(_matches(unwrapped(name), word) for name in names)]
+    words = [word for rule in rules if isinstance(rule.selector, _MatrixParams) for word in rule.selector.exclude]
+    idle = [word for word in words if not any(_matches_pattern(strip_wrapper_prefixes(name), word) for name in names)]
     if idle:
-        warn_user(f"matrices(exclude=...): no parameter of the model has {' or '.join(map(repr, idle))} in its name")
+        warn_at_caller(
+            f"matrix_params(exclude=...): no parameter of the model has {' or '.join(map(repr, idle))} in its name"
+        )
 
 
-def _by_param(named: Iterable[Named]) -> list[tuple[list[str], torch.Tensor]]:
+def _group_names_by_param(named_params: Iterable[NamedParam]) -> list[tuple[list[str], torch.Tensor]]:
     found: dict[int, tuple[list[str], torch.Tensor]] = {}
-    for name, param in named:
+    for name, param in named_params:
         found.setdefault(id(param), ([], param))[0].append(name)
     return list(found.values())
 
 
-def _takers(names: Sequence[str], param: torch.Tensor, rules: Sequence[Rule]) -> list[int]:
-    rest = [number for number, rule in enumerate(rules) if rule.selector is everything_else]
+def _find_matching_rules(names: Sequence[str], param: torch.Tensor, rules: Sequence[ParamRule]) -> list[int]:
+    rest = [number for number, rule in enumerate(rules) if rule.selector is remaining_params]
     others = (number for number in range(len(rules)) if number not in rest)
-    return [number for number in others if _chooses(rules[number].selector, names, param)] or rest
+    return [number for number in others if _is_selected(rules[number].selector, names, param)] or rest
 
 
-def _chooses(selector: Selector, names: Sequence[str], param: torch.Tensor) -> bool:
-    return all(selector(unwrapped(name), param) for name in names)
+def _is_selected(selector: Selector, names: Sequence[str], param: torch.Tensor) -> bool:
+    return all(selector(strip_wrapper_prefixes(name), param) for name in names)
 
 
-def chosen_by(selector: Selector, named: Iterable[Named]) -> list[Named]:
+def select_params(selector: Selector, named_params: Iterable[NamedParam]) -> list[NamedParam]:
     """What one selector alone would choose."""
-    return [(names[0], param) for names, param in _by_param(named) if _chooses(selector, names, param)]
+    return [
+        (names[0], param)
+        for names, param in _group_names_by_param(named_params)
+        if _is_selected(selector, names, param)
+    ]
 
 
-def class_names(rules: Sequence[Rule]) -> list[str]:
+def make_class_names(rules: Sequence[ParamRule]) -> list[str]:
     """A name for each rule's class. The second rule with the same class has a number behind it."""
     names: list[str] = []
     for rule in rules:
@@ -154,13 +160,13 @@ def class_names(rules: Sequence[Rule]) -> list[str]:
     return names
 
 
-def _refuse(names: list[str], problem: str, remedy: str) -> None:
+def _raise_if_any(names: list[str], problem: str, remedy: str) -> None:
     if names:
-        shown = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+        shown = ", ".join(names[:_MAX_LISTED_NAMES]) + (", ..." if len(names) > _MAX_LISTED_NAMES else "")
         raise ConfigError(f"{problem} {len(names)} of the parameters: {shown}. Every parameter needs one: {remedy}.")
 
 
-def _matches(name: str, pattern: str) -> bool:
+def _matches_pattern(name: str, pattern: str) -> bool:
     if "*" in pattern:
         return fnmatchcase(name, pattern)
     words = re.escape(pattern.replace("_", "."))

@@ -12,7 +12,7 @@ from typing import Any
 
 from .replacing import replace_torch
 
-USAGE = """\
+RUN_USAGE = """\
 usage: python -m zeroshard run script.py [arguments]
        python -m zeroshard run -m package.module [arguments]
 
@@ -21,17 +21,17 @@ On several ranks: torchrun [options] -m zeroshard run script.py [arguments]
 """
 
 
-def main(arguments: Sequence[str]) -> int:
+def run_command(arguments: Sequence[str]) -> int:
     """The exit status. Exceptions and exits of the script are its own."""
     match list(arguments):
         case ["-h" | "--help", *_]:
-            sys.stdout.write(USAGE)
+            sys.stdout.write(RUN_USAGE)
         case ["-m", module, *rest]:
             _run_module(module, rest)
         case [script, *rest] if not script.startswith("-"):
             return _run_script(script, rest)
         case _:
-            sys.stderr.write(USAGE)
+            sys.stderr.write(RUN_USAGE)
             return 2
     return 0
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run_module(module: str, arguments: list[str]) -> None:
     replace_torch()
     sys.argv[:] = [module, *arguments]
-    _look_first_in(os.getcwd())
+    _set_script_dir(os.getcwd())
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
@@ -53,13 +53,13 @@ def _run_script(script: str, arguments: list[str]) -> int:
         return 2
     replace_torch()
     sys.argv[:] = [script, *arguments]
-    _look_first_in(os.path.dirname(os.path.realpath(script)))
-    main = _main_module(os.path.abspath(script))
+    _set_script_dir(os.path.dirname(os.path.realpath(script)))
+    main = _make_main_module(os.path.abspath(script))
     exec(compile(source, script, "exec", dont_inherit=True), vars(main))
     return 0
 
 
-def _main_module(file: str) -> Any:
+def _make_main_module(file: str) -> Any:
     """A fresh `__main__`, as `python script.py` has it, also for what looks its classes up there."""
     main: Any = ModuleType("__main__")
     main.__file__, main.__cached__, main.__builtins__ = file, None, builtins
@@ -68,7 +68,7 @@ def _main_module(file: str) -> Any:
     return main
 
 
-def _look_first_in(folder: str) -> None:
+def _set_script_dir(directory: str) -> None:
     """The first entry of the path is where this program was found, unless python was told to leave that out."""
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = folder
+        sys.path[0] = directory

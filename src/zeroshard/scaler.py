@@ -16,6 +16,6 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, Any]:
-        if isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer.reduces:
-            return optimizer.unscale_grads(inv_scale)
+        if isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer._reduces_grads:
+            return optimizer._unscale_grads(inv_scale)
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)

@@ -14,46 +14,46 @@ from typing import Any
 
 import torch
 
-from .comm.agreement import Proposal, agreed
-from .comm.aside import Aside
+from .comm.agreement import Prepared, prepare_all
+from .comm.aside import BackgroundComm
 from .comm.collectives import Comm
-from .comm.ending import wait_at_exit_for
-from .comm.line import Line
+from .comm.ending import join_at_exit
+from .comm.line import FailureDetector
 from .errors import RankFailedError
-from .labels import Label
-from .layout.partners import keepers, wards
-from .notices import warn_user
-from .policies import SecondCopy
+from .labels import Phase
+from .layout.partners import assign_peers, ranks_stored_on
+from .notices import warn_at_caller
+from .policies import PeerCheckpoint
 from .runtime.inner import ParamGroup
 from .runtime.step import Engine
-from .state.compat import write_groups
-from .state.copies import share_of
-from .state.exchange import Outbox, receive
-from .state.parcels import Packed, packed
-from .state.readers import require_readers
-from .state.trees import plain_tensors
+from .state.compat import pack_param_groups
+from .state.copies import make_shard_data
+from .state.exchange import StateSender, receive_state
+from .state.parcels import PackedValue, pack_into_buffers
+from .state.readers import check_types_allowed
+from .state.trees import collect_plain_tensors
 from .units import Rank
 
-COMMON = -1
+SHARED_STATE = -1
 """The share of what all ranks have alike, which rank 0 gives: options, buffers, names of parameters."""
-_MOST_TAG = 1 << 62
+_MAX_OPTIMIZER_ID = 1 << 62
 
-Buffers = Mapping[str, torch.Tensor]
+NamedBuffers = Mapping[str, torch.Tensor]
 
 
 @dataclass
-class Generation:
+class Snapshot:
     """What this rank has of one: shares by their place in the layout, and `COMMON`."""
 
-    tag: int
+    optimizer_id: int
     """Of all copies that one optimizer makes."""
     step: int
-    places: int
+    num_shards: int
     """How many shares there are."""
-    shares: dict[int, Packed] = field(default_factory=dict)
+    shards: dict[int, PackedValue] = field(default_factory=dict)
 
 
-class Copies:
+class PeerSnapshots:
     """The copies that this rank holds: of its own share, and of those that it keeps for others.
 
     They are values in host memory, and stay when the process group and the optimizer are gone.
@@ -61,113 +61,122 @@ class Copies:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._whole: Generation | None = None
-        self._coming: Generation | None = None
-        self.traffic = 0
+        self._complete: Snapshot | None = None
+        self._incoming: Snapshot | None = None
+        self.bytes_sent = 0
         """Bytes that this rank has sent for the last copy."""
 
     @property
     def step(self) -> int | None:
         """The number of steps after which the copy was taken that all ranks have; None if there is none yet."""
         with self._lock:
-            return None if self._whole is None else self._whole.step
+            return None if self._complete is None else self._complete.step
 
     @property
-    def memory(self) -> int:
+    def nbytes(self) -> int:
         """Bytes that they take on this rank, also what is still coming."""
-        return sum(tensor.nbytes for it in self.generations() for tensor in plain_tensors(it.shares))
+        return sum(tensor.nbytes for it in self.list_snapshots() for tensor in collect_plain_tensors(it.shards))
 
-    def generations(self) -> list[Generation]:
+    def list_snapshots(self) -> list[Snapshot]:
         """All that is here, also of a generation that did not become whole."""
         with self._lock:
-            found = [it for it in (self._whole, self._coming) if it is not None]
-            return [Generation(it.tag, it.step, it.places, dict(it.shares)) for it in found]
+            found = [it for it in (self._complete, self._incoming) if it is not None]
+            return [Snapshot(it.optimizer_id, it.step, it.num_shards, dict(it.shards)) for it in found]
 
-    def begin(self, generation: Generation) -> None:
+    def begin(self, snapshot: Snapshot) -> None:
         with self._lock:
-            self._coming = generation
+            self._incoming = snapshot
 
-    def keep(self, tag: int, step: int) -> None:
+    def mark_complete(self, optimizer_id: int, step: int) -> None:
         """That generation is whole, as ranks have found out together."""
         with self._lock:
-            for it in (self._whole, self._coming):
-                if it is not None and (it.tag, it.step) == (tag, step):
-                    self._whole, self._coming = it, None
+            for it in (self._complete, self._incoming):
+                if it is not None and (it.optimizer_id, it.step) == (optimizer_id, step):
+                    self._complete, self._incoming = it, None
                     return
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """All of it, also what is coming."""
         with self._lock:
-            self._whole = self._coming = None
+            self._complete = self._incoming = None
 
-    def add(self, generation: Generation, shares: Mapping[int, Any]) -> None:
+    def add_shards(self, snapshot: Snapshot, shards: Mapping[int, Any]) -> None:
         with self._lock:
-            generation.shares.update(shares)
+            snapshot.shards.update(shards)
 
-    def confirm(self, generation: Generation) -> None:
+    def commit(self, snapshot: Snapshot) -> None:
         """All ranks have it."""
         with self._lock:
-            if self._coming is generation:
-                self._whole, self._coming = generation, None
+            if self._incoming is snapshot:
+                self._complete, self._incoming = snapshot, None
 
 
-class Copying:
+class PeerCheckpointer:
     """Takes copies of an optimizer's share, and exchanges them in a thread."""
 
-    def __init__(self, comm: Comm, policy: SecondCopy) -> None:
+    def __init__(self, comm: Comm, policy: PeerCheckpoint) -> None:
         """On all ranks."""
         self._comm, self._policy = comm, policy
-        self.held = Copies()
-        self._taken, self._is_due = 0, False
+        self.snapshots = PeerSnapshots()
+        self._last_step, self._is_due = 0, False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        everyone = comm.everyone
+        everyone = comm.data_parallel
         self._rank = everyone.group.rank
-        if comm.is_alone:
-            warn_user("SecondCopy(...) on one rank: there is no other to keep a copy, which is lost with this process")
-            self._keepers, self._tag = [0], random.SystemRandom().randrange(_MOST_TAG)
+        if comm.is_single_rank:
+            warn_at_caller(
+                "PeerCheckpoint(...) on one rank: there is no other to keep a copy, which is lost with this process"
+            )
+            self._peers, self._optimizer_id = [0], random.SystemRandom().randrange(_MAX_OPTIMIZER_ID)
             return
-        self._aside = Aside(everyone.group)
-        self._keepers = keepers(_domains(everyone, policy.apart))
-        self._tag = everyone.maximum([random.SystemRandom().randrange(_MOST_TAG)])[0]
+        self._background_comm = BackgroundComm(everyone.group)
+        self._peers = assign_peers(_failure_domains(everyone, policy.failure_domain_size))
+        self._optimizer_id = everyone.all_reduce_max([random.SystemRandom().randrange(_MAX_OPTIMIZER_ID)])[0]
 
-    def after_step(self, engine: Engine, groups: Sequence[ParamGroup], buffers: Callable[[], Buffers]) -> None:
+    def after_step(self, engine: Engine, groups: Sequence[ParamGroup], get_buffers: Callable[[], NamedBuffers]) -> None:
         """Take a copy if it is time for one. On all ranks."""
-        if engine.steps != self._taken and (self._is_due or engine.steps % self._policy.every == 0):
-            with self._comm.clock.part(Label.COPY):
-                self.take(engine, groups, buffers)
+        if engine.steps != self._last_step and (self._is_due or engine.steps % self._policy.every == 0):
+            with self._comm.profiler.phase(Phase.PEER_CHECKPOINT):
+                self.capture(engine, groups, get_buffers)
 
-    def begin_anew(self) -> None:
+    def invalidate_snapshots(self) -> None:
         """What was copied is no more: something else was loaded, and is copied after the next step. On all ranks."""
-        self.held.forget()
+        self.snapshots.clear()
         self._is_due = True
 
-    def take(self, engine: Engine, groups: Sequence[ParamGroup], buffers: Callable[[], Buffers]) -> None:
+    def capture(self, engine: Engine, groups: Sequence[ParamGroup], get_buffers: Callable[[], NamedBuffers]) -> None:
         """Copy this rank's share to host memory, and start to exchange it. On all ranks.
 
         Waits for the exchange before, if that is still under way, and raises what failed in it.
         """
 
-        def propose() -> Proposal[tuple[Generation, Outbox]]:
-            self.settle()
-            mine = {number: packed(share) for number, share in self._shares(engine, groups, buffers).items()}
-            return Proposal((Generation(self._tag, engine.steps, engine.layout.world_size, mine), Outbox(mine)))
+        def prepare() -> Prepared[tuple[Snapshot, StateSender]]:
+            self.wait()
+            mine = {
+                number: pack_into_buffers(share)
+                for number, share in self._collect_shards(engine, groups, get_buffers).items()
+            }
+            return Prepared(
+                (Snapshot(self._optimizer_id, engine.steps, engine.layout.world_size, mine), StateSender(mine))
+            )
 
-        self._taken, self._is_due = engine.steps, False
+        self._last_step, self._is_due = engine.steps, False
         call = f"the second copy of step {engine.steps}"
-        generation, outbox = agreed(self._comm, call, propose)
-        types = {name for share in generation.shares.values() for name in share["types"]}
-        require_readers(self._comm, call, sorted(types))
-        self.held.begin(generation)
-        if self._comm.is_alone:
-            self.held.confirm(generation)
+        generation, outbox = prepare_all(self._comm, call, prepare)
+        types = {name for share in generation.shards.values() for name in share["types"]}
+        check_types_allowed(self._comm, call, sorted(types))
+        self.snapshots.begin(generation)
+        if self._comm.is_single_rank:
+            self.snapshots.commit(generation)
             return
         # Hazard: both start here, since no thread can once the process is about to end.
-        sending = _Sending(self._aside, outbox, Rank(self._keepers[self._rank]))
-        self._thread = _started(partial(self._run, generation, sending), self._aside.group.line)
-        self.held.traffic = outbox.nbytes
+        sending = _SendThread(self._background_comm, outbox, Rank(self._peers[self._rank]))
+        self._thread = _start_thread(
+            partial(self._run_exchange, generation, sending), self._background_comm.group.failure_detector
+        )
+        self.snapshots.bytes_sent = outbox.nbytes
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """No exchange is under way. Raises what failed in the last one, once."""
         if self._thread is not None:
             self._thread.join()
@@ -175,90 +184,90 @@ class Copying:
         if failure is not None:
             raise failure
 
-    def _shares(
-        self, engine: Engine, groups: Sequence[ParamGroup], buffers: Callable[[], Buffers]
+    def _collect_shards(
+        self, engine: Engine, groups: Sequence[ParamGroup], get_buffers: Callable[[], NamedBuffers]
     ) -> dict[int, dict[str, Any]]:
         place = engine.comm.group.rank
-        weights = {index: engine.part(index) for index in engine.owned(place)}
-        shares = {int(place): share_of(engine.records(), weights)}
+        weights = {index: engine.shard_tensor(index) for index in engine.owned_params(place)}
+        shares = {int(place): make_shard_data(engine.state_shards(), weights)}
         if self._rank == 0:
-            shares[COMMON] = common_of(engine, groups, buffers())
+            shares[SHARED_STATE] = collect_shared_state(engine, groups, get_buffers())
         return shares
 
-    def _run(self, generation: Generation, sending: "_Sending") -> None:
+    def _run_exchange(self, snapshot: Snapshot, sender: "_SendThread") -> None:
         """All ranks send and receive at once: in a ring where all only sent first, nobody would be there to receive."""
-        failure = self._receive(generation)
-        failure = sending.end() or failure
+        failure = self._receive_shards(snapshot)
+        failure = sender.join() or failure
         try:
-            if self._aside.all_well(well=failure is None):
-                self.held.confirm(generation)
+            if self._background_comm.all_succeeded(succeeded=failure is None):
+                self.snapshots.commit(snapshot)
             else:
-                failure = failure or RankFailedError(f"another rank did not get the copy of step {generation.step}")
+                failure = failure or RankFailedError(f"another rank did not get the copy of step {snapshot.step}")
         except BaseException as error:
             failure = failure or error
         self._failure = failure
 
-    def _receive(self, generation: Generation) -> BaseException | None:
+    def _receive_shards(self, snapshot: Snapshot) -> BaseException | None:
         """What others give to keep; what failed, if anything did."""
         try:
-            with self._aside.group.line.relied_on():
-                for ward in wards(self._keepers, self._rank):
-                    self.held.add(generation, receive(self._aside, Rank(ward)))
+            with self._background_comm.group.failure_detector.abort_on_error():
+                for ward in ranks_stored_on(self._peers, self._rank):
+                    self.snapshots.add_shards(snapshot, receive_state(self._background_comm, Rank(ward)))
         except BaseException as error:
             return error
         return None
 
 
-class _Sending:
-    def __init__(self, comm: Aside, outbox: Outbox, to: Rank) -> None:
+class _SendThread:
+    def __init__(self, comm: BackgroundComm, sender: StateSender, destination: Rank) -> None:
         self._failure: BaseException | None = None
-        self._job = (comm, outbox, to)
-        self._thread = _started(self._run, comm.group.line)
+        self._send_args = (comm, sender, destination)
+        self._thread = _start_thread(self._run, comm.group.failure_detector)
 
-    def end(self) -> BaseException | None:
+    def join(self) -> BaseException | None:
         """Wait for it; what failed, if anything did."""
         self._thread.join()
         return self._failure
 
     def _run(self) -> None:
-        comm, outbox, to = self._job
+        comm, outbox, to = self._send_args
         try:
-            with comm.group.line.relied_on():
+            with comm.group.failure_detector.abort_on_error():
                 outbox.send(comm, to)
         except BaseException as error:
             self._failure = error
 
 
-def _started(job: Callable[[], None], line: Line) -> threading.Thread:
-    thread = threading.Thread(target=job, name="zeroshard-copy", daemon=True)
+def _start_thread(target: Callable[[], None], failure_detector: FailureDetector) -> threading.Thread:
+    thread = threading.Thread(target=target, name="zeroshard-copy", daemon=True)
     thread.start()
-    wait_at_exit_for(thread, line=line)
+    join_at_exit(thread, failure_detector=failure_detector)
     return thread
 
 
-def copying(comm: Comm, policy: SecondCopy | None) -> Copying | None:
+def make_peer_checkpointer(comm: Comm, policy: PeerCheckpoint | None) -> PeerCheckpointer | None:
     """What a config asks for. On all ranks."""
-    return None if policy is None else Copying(comm, policy)
+    return None if policy is None else PeerCheckpointer(comm, policy)
 
 
-def common_of(engine: Engine, groups: Sequence[ParamGroup], buffers: Buffers) -> dict[str, Any]:
+def collect_shared_state(engine: Engine, groups: Sequence[ParamGroup], buffers: NamedBuffers) -> dict[str, Any]:
     """What all ranks have alike."""
-    others = {key: value for member in engine.inner.members for key, value in member.shared().items()}
+    others = {key: value for member in engine.inner.local_optimizers for key, value in member.shared_state().items()}
     return {
-        "params": names_of(engine),
-        "groups": write_groups(groups),
-        "extra": engine.inner.extra(),
+        "params": describe_params(engine),
+        "groups": pack_param_groups(groups),
+        "extra": engine.inner.extra_state(),
         "others": others,
         "buffers": dict(buffers),
     }
 
 
-def names_of(engine: Engine) -> list[str]:
+def describe_params(engine: Engine) -> list[str]:
     """A line for each parameter, by which another optimizer knows that its own are the same."""
     return [f"{it.label}: shape {it.shape}, strides {it.stride}, {it.dtype}" for it in engine.layout.params]
 
 
-def _domains(everyone: Comm, apart: int | None) -> list[str] | list[int]:
-    if apart is not None:
-        return [rank // apart for rank in range(everyone.group.size)]
-    return everyone.share(socket.gethostname(), most=256)
+def _failure_domains(data_parallel: Comm, failure_domain_size: int | None) -> list[str] | list[int]:
+    if failure_domain_size is not None:
+        return [rank // failure_domain_size for rank in range(data_parallel.group.size)]
+    return data_parallel.all_gather_text(socket.gethostname(), max_bytes=256)

@@ -5,52 +5,54 @@ from typing import NamedTuple
 from torch.optim import Optimizer
 
 from . import state_dicts
-from .adapters.ddp import Overlap
-from .comm.agreement import Proposal, agreed
+from .adapters.ddp import DDPOverlap
+from .comm.agreement import Prepared, prepare_all
 from .comm.collectives import Comm
-from .labels import Label
+from .labels import Phase
 from .runtime.step import Engine
 from .state.compat import StateDict
-from .state.trees import versions
+from .state.trees import tensor_versions
 
 
-class _Snapshot(NamedTuple):
-    contents: StateDict
-    steps: int
-    versions: list[int]
+class _ConsolidatedState(NamedTuple):
+    state_dict: StateDict
+    num_steps: int
+    tensor_versions: list[int]
     """Of its tensors, to notice when somebody changes one."""
 
 
-class Stateful(Optimizer):
+class StateDictMixin(Optimizer):
     """Every method is called on all ranks.
 
     `state_dict` and `load_state_dict` are not here: `super(ZeroRedundancyOptimizer, optimizer).state_dict()` must reach
     torch's, as it does from torch's class.
     """
 
-    engine: Engine
+    _engine: Engine
     _comm: Comm
-    _overlap: Overlap | None
-    _snapshot: _Snapshot | None = None
+    _ddp_overlap: DDPOverlap | None
+    _consolidated_state: _ConsolidatedState | None = None
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather all state on rank `to` of the group, for `state_dict()` there. Called on all ranks."""
-        self.require_settled("consolidate_state_dict")
+        self._require_final_layout("consolidate_state_dict")
 
-        def forget() -> None:
+        def discard_previous() -> None:
             """An older snapshot goes before the new one comes: the target never holds both."""
-            if self._comm.everyone.group.rank == to:
-                self._forget_snapshot()
+            if self._comm.data_parallel.group.rank == to:
+                self._discard_consolidated_state()
 
-        contents = state_dicts.gathered(self.engine, self.param_groups, "consolidate_state_dict", to, forget)
+        contents = state_dicts.gather_state_dict(
+            self._engine, self.param_groups, "consolidate_state_dict", to, discard_previous
+        )
         if contents is not None:
-            self._snapshot = _Snapshot(contents, self.engine.steps, versions(contents))
+            self._consolidated_state = _ConsolidatedState(contents, self._engine.steps, tensor_versions(contents))
 
     def full_state_dict(self, to: int = 0) -> StateDict | None:
         """Gather all state and return it on rank `to`, None on the others. Called on all ranks; nothing is kept."""
-        self.require_settled("full_state_dict")
-        contents = state_dicts.gathered(self.engine, self.param_groups, "full_state_dict", to)
-        return None if contents is None else state_dicts.through_save_hooks(self, contents)
+        self._require_final_layout("full_state_dict")
+        contents = state_dicts.gather_state_dict(self._engine, self.param_groups, "full_state_dict", to)
+        return None if contents is None else state_dicts.run_state_dict_hooks(self, contents)
 
     def sharded_state_dict(self) -> StateDict:
         """This rank's part of the state, for `torch.distributed.checkpoint`: nothing is gathered, nothing is copied.
@@ -61,43 +63,45 @@ class Stateful(Optimizer):
         DCP also loads into this dict. So parameters that require gradients and were never updated are in it with the
         state that their first step would begin with, as with torch's helpers. The optimizer does not keep that.
         """
-        self.require_settled("sharded_state_dict")
-        return state_dicts.part(self.engine, self.param_groups, initial=True)
+        self._require_final_layout("sharded_state_dict")
+        return state_dicts.local_state_dict(self._engine, self.param_groups, include_initial=True)
 
     def _check_state_dict(self, state_dict: StateDict) -> None:
         """Raise if it is not one for this optimizer, whatever the values of its tensors."""
-        state_dicts.checked_dict(self.engine, state_dict)
+        state_dicts.validate_state_dict(self._engine, state_dict)
 
-    def _load(self, state_dict: StateDict, *, adopt: bool) -> None:
-        self.require_settled("load_state_dict")
+    def _load_state_dict(self, state_dict: StateDict, *, assign: bool) -> None:
+        self._require_final_layout("load_state_dict")
 
-        def propose() -> Proposal[None]:
-            saved = state_dicts.through_load_hooks(self, state_dict)
-            return state_dicts.loading(self.engine, saved, adopt=adopt)
+        def prepare() -> Prepared[None]:
+            saved = state_dicts.run_load_state_dict_pre_hooks(self, state_dict)
+            return state_dicts.prepare_load(self._engine, saved, assign=assign)
 
-        with self._comm.clock.part(Label.LOAD):
-            agreed(self._comm, "load_state_dict", propose)
-        self.engine.inner.pull(self.param_groups)
-        self._forget_snapshot()
-        self.forget_copies()
+        with self._comm.profiler.phase(Phase.LOAD_STATE):
+            prepare_all(self._comm, "load_state_dict", prepare)
+        self._engine.inner.pull_options(self.param_groups)
+        self._discard_consolidated_state()
+        self._invalidate_peer_snapshots()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    def forget_copies(self) -> None:
+    def _invalidate_peer_snapshots(self) -> None:
         """Second copies, if there are any: they are not of what was loaded."""
 
-    def _forget_snapshot(self) -> None:
-        self._snapshot = None
+    def _discard_consolidated_state(self) -> None:
+        self._consolidated_state = None
 
-    def _age_snapshot(self) -> None:
+    def _count_local_step(self) -> None:
         """Count a step that only this rank makes."""
-        if self._snapshot is not None:
-            self._snapshot = self._snapshot._replace(steps=self._snapshot.steps - 1)
+        if self._consolidated_state is not None:
+            self._consolidated_state = self._consolidated_state._replace(
+                num_steps=self._consolidated_state.num_steps - 1
+            )
 
-    def require_settled(self, call: str) -> None:
+    def _require_final_layout(self, call: str) -> None:
         """Raise if owners may still change."""
-        if self._overlap is not None and not self._overlap.settled:
+        if self._ddp_overlap is not None and not self._ddp_overlap.is_initialized:
             raise RuntimeError(
                 f"{call}() needs to know who owns what, and DDP's buckets settle only in its first backward passes: "
-                f"call it after {self._overlap.warmup_passes} of them"
+                f"call it after {self._ddp_overlap.warmup_passes} of them"
             )

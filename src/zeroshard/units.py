@@ -10,7 +10,7 @@ GlobalRank = NewType("GlobalRank", int)
 """A rank of the whole job: what ``torch.distributed`` wants as source or destination."""
 
 MIB = 1 << 20
-_SHOWN = 8
+_MAX_RANKS_SHOWN = 8
 
 
 class Span(NamedTuple):
@@ -23,7 +23,7 @@ class Span(NamedTuple):
     def length(self) -> int:
         return self.stop - self.start
 
-    def holds(self, other: "Span") -> bool:
+    def contains(self, other: "Span") -> bool:
         return self.start <= other.start <= other.stop <= self.stop
 
 
@@ -32,7 +32,7 @@ def align_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """A few of them, in words."""
-    shown = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
+    shown = ", ".join(map(str, ranks[:_MAX_RANKS_SHOWN])) + (", ..." if len(ranks) > _MAX_RANKS_SHOWN else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

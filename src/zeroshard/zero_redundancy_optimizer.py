@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast, overloa
 
 import torch
 
-from .adapters.join import ShadowStep
+from .adapters.join import ZeroJoinHook
 from .errors import ConfigError
 from .objects import broadcast_object
-from .runtime.inner import PER_RANK, Factory, ParamGroup
+from .runtime.inner import PER_RANK_KEYS, OptimizerConstructor, ParamGroup
 from .runtime.step import Closure
-from .runtime.store import FlatStore
-from .runtime.whole import WholeEngine
+from .runtime.store import FlatParamBuffers
+from .runtime.whole import WholeParamEngine
 from .state.trees import map_tensors
-from .stateful import Stateful
+from .stateful import StateDictMixin
 from .units import Rank
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
-REPLACED = (
+PATCHED_NAMES = (
     *("ZeroRedundancyOptimizer", "_ZeROJoinHook", "_DDPBucketAssignment", "_OverlapStatus", "_OverlapInfo"),
     *("_broadcast_object", "_recursive_copy_to_device", "_is_trainable"),
 )
@@ -55,11 +55,11 @@ def __getattr__(name: str) -> Any:
 # ---- types and functions
 
 
-class _ZeROJoinHook(ShadowStep):
+class _ZeROJoinHook(ZeroJoinHook):
     """What `join_hook()` returns."""
 
     def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
-        if not isinstance(zero, Stateful):
+        if not isinstance(zero, StateDictMixin):
             raise TypeError(
                 f"expected an optimizer of zeroshard, got a {type(zero).__module__}.{type(zero).__qualname__}. "
                 "Construct optimizers after replace_torch(), or undo it before joining one of torch's."
@@ -131,7 +131,7 @@ def _is_trainable(param: torch.Tensor) -> bool:
 # ---- attributes
 
 
-class View(Generic[T]):
+class LayoutView(Generic[T]):
     """A read-only attribute that is computed on each access."""
 
     def __init__(self, compute: Callable[[ZeroRedundancyOptimizer], T]) -> None:
@@ -142,98 +142,98 @@ class View(Generic[T]):
         self._name = name
 
     @overload
-    def __get__(self, zero: None, owner: type) -> View[T]: ...
+    def __get__(self, zero: None, owner: type) -> LayoutView[T]: ...
     @overload
     def __get__(self, zero: ZeroRedundancyOptimizer, owner: type | None = None) -> T: ...
-    def __get__(self, zero: ZeroRedundancyOptimizer | None, owner: type | None = None) -> View[T] | T:
-        return self if zero is None else self._value(zero)
+    def __get__(self, zero: ZeroRedundancyOptimizer | None, owner: type | None = None) -> LayoutView[T] | T:
+        return self if zero is None else self._get_value(zero)
 
     def __set__(self, zero: ZeroRedundancyOptimizer, value: object) -> NoReturn:
         raise AttributeError(f"{self._name} is a read-only view of the optimizer's layout and cannot be set.")
 
-    def _value(self, zero: ZeroRedundancyOptimizer) -> T:
+    def _get_value(self, zero: ZeroRedundancyOptimizer) -> T:
         return self._compute(zero)
 
 
-class CachedView(View[T]):
+class CachedLayoutView(LayoutView[T]):
     """One that is kept until the layout changes: code asks for it once per parameter."""
 
-    def _value(self, zero: ZeroRedundancyOptimizer) -> T:
-        layout, value = zero._views.get(self._name, (None, None))
+    def _get_value(self, zero: ZeroRedundancyOptimizer) -> T:
+        layout, value = zero._view_cache.get(self._name, (None, None))
         if layout is not zero.layout:
             value = self._compute(zero)
-            zero._views[self._name] = (zero.layout, value)
+            zero._view_cache[self._name] = (zero.layout, value)
         return cast(T, value)
 
 
-@View
+@LayoutView
 def all_params(zero: ZeroRedundancyOptimizer) -> list[torch.Tensor]:
     """All parameters of all groups."""
-    return list(zero.engine.params)
+    return list(zero._engine.params)
 
 
-@View
+@LayoutView
 def index_to_param(zero: ZeroRedundancyOptimizer) -> list[torch.Tensor]:
     """Parameters by their index in the state dict."""
-    return list(zero.engine.params)
+    return list(zero._engine.params)
 
 
-@CachedView
+@CachedLayoutView
 def param_to_index(zero: ZeroRedundancyOptimizer) -> dict[torch.Tensor, int]:
     """The index of each parameter in the state dict."""
-    return {param: index for index, param in enumerate(zero.engine.params)}
+    return {param: index for index, param in enumerate(zero._engine.params)}
 
 
-@CachedView
+@CachedLayoutView
 def param_to_rank(zero: ZeroRedundancyOptimizer) -> dict[torch.Tensor, int]:
     """The rank in the group that owns each parameter."""
-    if not all(bucket.is_dealt for bucket in zero.layout.buckets):
+    if not all(bucket.has_whole_params for bucket in zero.layout.buckets):
         raise AttributeError(
             "_param_to_rank needs whole parameters, and FlatShards() divides them among ranks. "
             "Use partition=WholeParams(), or read optimizer.layout."
         )
-    return {param: zero.layout.owner_of(index) for index, param in enumerate(zero.engine.params)}
+    return {param: zero.layout.owner_of(index) for index, param in enumerate(zero._engine.params)}
 
 
-@View
+@LayoutView
 def device_to_params_per_rank(zero: ZeroRedundancyOptimizer) -> dict[torch.device, list[list[torch.Tensor]]]:
     """By device, the parameters that each rank owns."""
-    owned = [zero.engine.owned(Rank(rank)).values() for rank in range(zero.world_size)]
+    owned = [zero._engine.owned_params(Rank(rank)).values() for rank in range(zero.world_size)]
     devices = dict.fromkeys(spec.device for spec in zero.layout.params)
     return {device: [[it for it in mine if it.device == device] for mine in owned] for device in devices}
 
 
-@View
+@LayoutView
 def buckets(zero: ZeroRedundancyOptimizer) -> list[list[torch.Tensor]]:
     """The part of each rank in each flat buffer, padding included; none unless parameters are views of buffers.
 
     torch has one buffer for each device. Here there is one for each device, dtype and call of `add_param_group`.
     """
-    store = zero.engine.store
-    if not isinstance(store, FlatStore):
+    store = zero._engine.param_store
+    if not isinstance(store, FlatParamBuffers):
         return []
-    return [[store.memory(it.index, shard) for shard in it.shards] for it in zero.layout.buckets]
+    return [[store.span_view(it.index, shard) for shard in it.shards] for it in zero.layout.buckets]
 
 
-@View
+@LayoutView
 def device_to_device_index(zero: ZeroRedundancyOptimizer) -> dict[torch.device, int]:
     """The index in `_buckets` of the first buffer on each device."""
     return {bucket.device: bucket.index for bucket in reversed(zero.layout.buckets)}
 
 
-@View
+@LayoutView
 def overlap_with_ddp(zero: ZeroRedundancyOptimizer) -> bool:
     """A DDP hook makes the steps."""
-    return zero._overlap is not None
+    return zero._ddp_overlap is not None
 
 
-@View
+@LayoutView
 def overlap_info(zero: ZeroRedundancyOptimizer) -> _OverlapInfo:
     """DDP's buckets and their owners. Only with `overlap_with_ddp=True`, as with torch."""
-    if zero._overlap is None:
+    if zero._ddp_overlap is None:
         raise AttributeError("_overlap_info needs overlap_with_ddp=True: without it there are no DDP buckets.")
-    overlap, params = zero._overlap, zero.engine.params
-    if not overlap.settled:
+    overlap, params = zero._ddp_overlap, zero._engine.params
+    if not overlap.is_initialized:
         return _OverlapInfo(zero.world_size, shard_buckets=overlap.shard_buckets)
     owners = {index: zero.layout.owner_of(index) for members in overlap.buckets for index in members}
     mine = [sum(owners[index] == zero.rank for index in members) for members in overlap.buckets]
@@ -249,11 +249,11 @@ def overlap_info(zero: ZeroRedundancyOptimizer) -> _OverlapInfo:
     )
 
 
-@View
+@LayoutView
 def bucket_assignments_per_rank(zero: ZeroRedundancyOptimizer) -> list[dict[int, _DDPBucketAssignment]]:
     """By rank and bucket, the parameters that the rank owns. Only when DDP's buckets are known."""
     info = zero._overlap_info
-    zero.require_settled("_bucket_assignments_per_rank")
+    zero._require_final_layout("_bucket_assignments_per_rank")
     found: list[dict[int, _DDPBucketAssignment]] = [{} for _ in info.params_per_rank]
     for number, members in enumerate(info.params_per_bucket):
         for rank in info.assigned_ranks_per_bucket[number]:
@@ -262,33 +262,33 @@ def bucket_assignments_per_rank(zero: ZeroRedundancyOptimizer) -> list[dict[int,
     return found
 
 
-@View
-def optim_constructor(zero: ZeroRedundancyOptimizer) -> Factory:
+@LayoutView
+def optim_constructor(zero: ZeroRedundancyOptimizer) -> OptimizerConstructor:
     """The class to shard. With `overlap_with_ddp=True` torch has its functional twin here."""
     zero.optim  # noqa: B018 (raises if there are several)
-    return zero.engine.inner.members[0].recipe.factory
+    return zero._engine.inner.local_optimizers[0].factory.optimizer_class
 
 
-@View
+@LayoutView
 def optim_defaults(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
     """What was given for that class."""
     zero.optim  # noqa: B018 (raises if there are several)
-    return dict(zero.engine.inner.members[0].recipe.defaults)
+    return dict(zero._engine.inner.local_optimizers[0].factory.defaults)
 
 
-@View
+@LayoutView
 def default_device(zero: ZeroRedundancyOptimizer) -> torch.device:
     """That of the first parameter."""
     return zero.join_device
 
 
-@View
+@LayoutView
 def is_trainable_mask(zero: ZeroRedundancyOptimizer) -> list[bool]:
     """For each parameter, whether it was trainable when it was given."""
     return [spec.trainable for spec in zero.layout.params]
 
 
-@View
+@LayoutView
 def functional_map(zero: ZeroRedundancyOptimizer) -> dict[Any, Any]:  # noqa: ARG001
     """torch's functional twins of its optimizers."""
     found: dict[Any, Any] = __getattr__("functional_optim_map")
@@ -301,23 +301,23 @@ def functional_map(zero: ZeroRedundancyOptimizer) -> dict[Any, Any]:  # noqa: AR
 def partition_parameters(zero: ZeroRedundancyOptimizer) -> list[list[ParamGroup]]:
     """For each rank all groups, with the parameters that it owns: with `FlatShards()`, all or a part of each."""
 
-    def part(group: ParamGroup, owned: set[int]) -> ParamGroup:
-        chosen = [id(param) in owned for param in group["params"]]
-        return {key: list(compress(value, chosen)) if key in PER_RANK else value for key, value in group.items()}
+    def select_owned(group: ParamGroup, owned_ids: set[int]) -> ParamGroup:
+        chosen = [id(param) in owned_ids for param in group["params"]]
+        return {key: list(compress(value, chosen)) if key in PER_RANK_KEYS else value for key, value in group.items()}
 
-    ids = [set(map(id, zero.engine.owned(Rank(rank)).values())) for rank in range(zero.world_size)]
-    return [[part(group, owned) for group in zero.param_groups] for owned in ids]
+    ids = [set(map(id, zero._engine.owned_params(Rank(rank)).values())) for rank in range(zero.world_size)]
+    return [[select_owned(group, owned) for group in zero.param_groups] for owned in ids]
 
 
 def sync_params(zero: ZeroRedundancyOptimizer) -> None:
     """Bring all parameters from their owners to all ranks, as after a step. Called on all ranks."""
-    zero.engine.sync_params("_sync_params", zero.param_groups)
+    zero._engine.sync_params("_sync_params", zero.param_groups)
 
 
 def sync_param_groups(src_param_groups: list[ParamGroup], dst_param_groups: list[ParamGroup]) -> None:
     """Copy the options of groups to other groups, not their parameters."""
     for source, target in zip(src_param_groups, dst_param_groups, strict=True):
-        target.update({key: value for key, value in source.items() if key not in PER_RANK})
+        target.update({key: value for key, value in source.items() if key not in PER_RANK_KEYS})
 
 
 def local_step(
@@ -333,44 +333,46 @@ def local_step(
             `overlap_with_ddp=True`; else gradients are those in `param.grad`.
         closure: goes to the inner optimizer, as do `kwargs`.
     """
-    engine, groups = zero.engine, zero.param_groups
-    if not isinstance(engine, WholeEngine):
+    engine, groups = zero._engine, zero.param_groups
+    if not isinstance(engine, WholeParamEngine):
         raise ConfigError("_local_step() needs whole parameters, and FlatShards() divides them: call step().")
-    zero.require_settled("_local_step")
+    zero._require_final_layout("_local_step")
     if gradients is None:
-        zero._age_snapshot()
+        zero._count_local_step()
         return engine.local_step(groups, closure, kwargs)
-    zero.overlap  # noqa: B018 (raises if there is none)
+    zero._required_ddp_overlap  # noqa: B018 (raises if there is none)
     params = zero._overlap_info.params_per_rank[zero.rank]
     if len(gradients) != len(params) or closure is not None or kwargs:
         raise ValueError(
             f"expected {len(params)} gradients and nothing else, got {len(gradients)} gradients, closure={closure!r} "
             f"and {kwargs}. Pass one for each of _overlap_info.params_per_rank[{zero.rank}], or None in its place."
         )
-    zero._age_snapshot()
-    engine.update(groups, {param: grad for param, grad in zip(params, gradients, strict=True) if grad is not None})
-    engine.inner.pull(groups)
+    zero._count_local_step()
+    engine.update_params(
+        groups, {param: grad for param, grad in zip(params, gradients, strict=True) if grad is not None}
+    )
+    engine.inner.pull_options(groups)
     return None
 
 
 def get_assigned_rank(zero: ZeroRedundancyOptimizer, bucket_index: int) -> int:
     """The rank that owns a DDP bucket."""
-    if zero.overlap.shard_buckets:
+    if zero._required_ddp_overlap.shard_buckets:
         raise RuntimeError("with shard_buckets=True a bucket may have several owners: read _overlap_info.")
-    return zero.overlap.owner_in_turn(bucket_index)
+    return zero._required_ddp_overlap.round_robin_owner(bucket_index)
 
 
 def init_zero_for_overlap(zero: ZeroRedundancyOptimizer) -> None:
     """Do nothing: the DDP hook does it in its last backward pass without an update. Raises before."""
-    zero.overlap  # noqa: B018 (raises if there is none)
-    zero.require_settled("_init_zero_for_overlap")
+    zero._required_ddp_overlap  # noqa: B018 (raises if there is none)
+    zero._require_final_layout("_init_zero_for_overlap")
 
 
 def check_overlap_initialized(zero: ZeroRedundancyOptimizer) -> None:
     """Raise if a DDP hook makes the steps and DDP's buckets are not known yet."""
-    zero.require_settled("_check_overlap_initialized")
+    zero._require_final_layout("_check_overlap_initialized")
 
 
 def clear_cache(zero: ZeroRedundancyOptimizer) -> None:
     """Forget views that are kept. They never need it: each is computed again when the layout changes."""
-    zero._views.clear()
+    zero._view_cache.clear()

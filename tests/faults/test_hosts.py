@@ -152,7 +152,7 @@ def check_blow(seats: Seats, blow: Blow, plan: Plan) -> Outcome:
         start, text = trained(hosts, "again", seats, replace(plan, timeout=LONG, stop=None))
     assert start == 4
     grid = (max(seats) + 1, len(seats) // (max(seats) + 1))
-    check(plan, seats, text, partial(average_by_rows, grid=grid) if "shard_within" in plan.options else average)
+    check(plan, seats, text, partial(average_by_rows, grid=grid) if "shard_group_size" in plan.options else average)
     return outcome
 
 
@@ -199,8 +199,8 @@ def test_a_host_that_vanishes_is_known_to_the_others(tmp_path: Path, seats: Seat
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"shard_within": "node"}, id="rows within hosts"),
-        pytest.param({"config": ZeroConfig(overlap_gather=True)}, id="overlap"),
+        pytest.param({"shard_group_size": "node"}, id="rows within hosts"),
+        pytest.param({"config": ZeroConfig(overlap_param_gather=True)}, id="overlap"),
     ],
 )
 def test_other_ways_lose_a_host_as_well(
@@ -225,7 +225,7 @@ def test_a_host_that_vanishes_while_all_save(tmp_path: Path, behind: bool) -> No
 def test_rows_within_hosts_halve_what_crosses(tmp_path: Path) -> None:
     """Between two hosts of two ranks: 2 times the gradients go out of each without rows, and once with them."""
     plain = Plan(tmp_path / "plain", steps=8, every=8, width=8192)
-    rows = Plan(tmp_path / "rows", steps=8, every=8, width=8192, options={"shard_within": "node"})
+    rows = Plan(tmp_path / "rows", steps=8, every=8, width=8192, options={"shard_group_size": "node"})
     sent = []
     with made(TWO_BY_TWO) as hosts:
         for plan in (plain, rows):
@@ -238,4 +238,4 @@ def test_rows_within_hosts_halve_what_crosses(tmp_path: Path) -> None:
     assert 2 * once < sent[0] < 2 * once * OVERHEAD, (sent, once)
     assert once < sent[1] < once * OVERHEAD, (sent, once)
     seen = f"{sent[1] / sent[0]:.2f} of the bytes between hosts; bits as expected"
-    Record("rows within hosts", "shard_within='node', two hosts of two ranks", seen).keep()
+    Record("rows within hosts", "shard_group_size='node', two hosts of two ranks", seen).keep()

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from zeroshard.checkpoint.archive import Archive
-from zeroshard.checkpoint.contents import packed, unpacked
-from zeroshard.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from zeroshard.checkpoint.outline import outline
-from zeroshard.checkpoint.reading import read
+from zeroshard.checkpoint.archive import CheckpointMetadata
+from zeroshard.checkpoint.contents import from_byte_tensor, to_byte_tensor
+from zeroshard.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
+from zeroshard.checkpoint.outline import parse_tensor_header
+from zeroshard.checkpoint.reading import read_values
 from zeroshard.errors import CheckpointError
-from zeroshard.planning.headers import read_file
+from zeroshard.planning.headers import read_safetensors
 
 _folder = tempfile.TemporaryDirectory()
 FOLDERS = [Path(_folder.name)]
@@ -39,12 +39,12 @@ def _check_length(error: CheckpointError) -> None:
 def archive(data: bytes) -> None:
     """`.metadata` of a directory without files."""
     try:
-        found = Archive(_write("archive", ".metadata", data))
+        found = CheckpointMetadata(_write("archive", ".metadata", data))
     except CheckpointError as error:
         _check_length(error)
         return
-    assert all("/" not in name and name not in ("", ".", "..") for name in found.files())
-    assert sum(entry.nbytes for entry in found.entries) <= sum(found.files().values())
+    assert all("/" not in name and name not in ("", ".", "..") for name in found.min_file_sizes())
+    assert sum(entry.nbytes for entry in found.entries) <= sum(found.min_file_sizes().values())
 
 
 def directory(data: bytes) -> None:
@@ -52,16 +52,16 @@ def directory(data: bytes) -> None:
     place = _good()
     (place / "__0_0.distcp").write_bytes(data)
     try:
-        found = Archive(place)
+        found = CheckpointMetadata(place)
         found.check_files()
-        read(found, {entry.key: entry.room() for entry in found.entries})
+        read_values(found, {entry.key: entry.allocate() for entry in found.entries})
     except CheckpointError as error:
         _check_length(error)
 
 
 def manifest(data: bytes) -> None:
     try:
-        found = read_manifest(_write("manifest", MANIFEST, data))
+        found = read_manifest(_write("manifest", MANIFEST_FILE, data))
     except CheckpointError:
         return
     assert isinstance(found, Manifest)
@@ -71,28 +71,28 @@ def manifest(data: bytes) -> None:
 def codec(data: bytes) -> None:
     memory = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     try:
-        unpacked(memory, "it", _HERE)
+        from_byte_tensor(memory, "it", _HERE)
     except CheckpointError:
         return
 
 
 def outlined(data: bytes) -> None:
     """What the outline says is what torch says."""
-    found = outline(io.BytesIO(data), torch.float32)
+    found = parse_tensor_header(io.BytesIO(data), torch.float32)
     if found is None:
         return
     try:
         expected = torch.load(io.BytesIO(data), map_location="meta", weights_only=True)
     except Exception:  # it looks at records that the outline does not need
         return
-    assert (found.like.shape, found.like.stride()) == (expected.shape, expected.stride())
+    assert (found.meta_tensor.shape, found.meta_tensor.stride()) == (expected.shape, expected.stride())
 
 
 def headers(data: bytes) -> None:
     """A file of safetensors: what is said to be in it fits into it."""
     place = _write("headers", "it.safetensors", data) / "it.safetensors"
     try:
-        found = read_file(place)
+        found = read_safetensors(place)
     except CheckpointError as error:
         _check_length(error)
         return
@@ -145,8 +145,8 @@ def seeds(target: str) -> list[bytes]:
     return {
         "archive": [(good / ".metadata").read_bytes()],
         "directory": [(_HERE / "data").read_bytes()],
-        "manifest": [Manifest(3, 2, {".metadata": 1, "__0_0.distcp": 2}, 0.5, "2.13").text().encode()],
-        "codec": [bytes(packed({"random": [1, 2.5], "extra": torch.ones(3)}).tolist()), saved.getvalue()],
+        "manifest": [Manifest(3, 2, {".metadata": 1, "__0_0.distcp": 2}, 0.5, "2.13").to_json().encode()],
+        "codec": [bytes(to_byte_tensor({"random": [1, 2.5], "extra": torch.ones(3)}).tolist()), saved.getvalue()],
         "outline": [saved.getvalue()],
         "headers": [safetensors_of(_HEADER)],
     }[target]

@@ -21,21 +21,21 @@ from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
 from zeroshard import (
     FlatShards,
-    SecondCopy,
+    PeerCheckpoint,
     ZeroConfig,
     ZeroRedundancyOptimizer,
     broadcast_object,
     checkpoint,
     shard,
 )
-from zeroshard.measuring import measure_cost
-from zeroshard.recovery import restore
+from zeroshard.measuring import profile_step_cost
+from zeroshard.recovery import restore_from_peers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def with_copies(model: torch.nn.Module, group: Any = None) -> ZeroRedundancyOptimizer:
-    config = ZeroConfig(partition=FlatShards(bucket_bytes=160), second_copy=SecondCopy(every=1))
+    config = ZeroConfig(partition=FlatShards(bucket_bytes=160), peer_checkpoint=PeerCheckpoint(every=1))
     return shard(model, torch.optim.AdamW, process_group=group, config=config, **ADAMW)
 
 
@@ -56,7 +56,7 @@ class Case:
 
     def measure(self, **changed: Any) -> object:
         given = {"model": self.run.model, "optimizer_class": torch.optim.SGD, **changed}
-        return measure_cost(given.pop("model"), given.pop("optimizer_class"), **given)
+        return profile_step_cost(given.pop("model"), given.pop("optimizer_class"), **given)
 
 
 Call = Callable[[Case, Any], object]
@@ -88,7 +88,7 @@ CALLS: dict[str, Call] = {
     "step closure": lambda it, value: it.optimizer.step(value),
     "full_state_dict to": lambda it, value: it.optimizer.full_state_dict(value),
     "consolidate_state_dict to": lambda it, value: it.optimizer.consolidate_state_dict(value),
-    "restore copies": lambda it, value: restore(it.optimizer, value),
+    "restore copies": lambda it, value: restore_from_peers(it.optimizer, value),
     "broadcast_object obj": lambda _, value: broadcast_object(value, 0),
     "broadcast_object src_rank": lambda _, value: broadcast_object([1], value),
     "broadcast_object device": lambda _, value: broadcast_object(torch.ones(2), 0, device=value),
@@ -107,7 +107,7 @@ CALLS: dict[str, Call] = {
 def good(case: Case, call: str, name: str) -> Any:
     parts = {
         "path": case.folder / ("good" if call == "load" else "other"),
-        "copies": getattr(case.optimizer, "second_copy", None),
+        "copies": getattr(case.optimizer, "peer_snapshots", None),
         **case.run.parts(),
     }
     return parts[name] if name in parts else GOOD[name]

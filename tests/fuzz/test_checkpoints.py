@@ -16,8 +16,8 @@ from tests.support.fuzzing import NAMES, rounds, spoil_directory, spoiled
 from tests.support.monitoring import watched
 from tests.support.oracles import assert_same
 from zeroshard import CheckpointError, checkpoint
-from zeroshard.checkpoint.folder import Folder
-from zeroshard.checkpoint.manifest import MANIFEST
+from zeroshard.checkpoint.folder import CheckpointDir
+from zeroshard.checkpoint.manifest import MANIFEST_FILE
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -26,7 +26,7 @@ def spoil(directory: Path, seed: int, marker: Path) -> str:
     """Without check sums, in most cases: they would notice before anything else does."""
     draw = Random(seed)
     if draw.random() < 0.7:
-        (directory / MANIFEST).unlink()
+        (directory / MANIFEST_FILE).unlink()
     if draw.random() < 0.1:
         (directory / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
         return "evil"
@@ -62,7 +62,7 @@ def test_spoiled_checkpoints(ctx: RankContext, tmp_path: Path) -> None:
             assert_same(run.look(), before, f"what was running, example {seed}: {how}")
             continue
         after = run.look()
-        if (saved / MANIFEST).is_file() and (spoiled_one / MANIFEST).is_file():
+        if (saved / MANIFEST_FILE).is_file() and (spoiled_one / MANIFEST_FILE).is_file():
             assert_same(after["model"], expected["model"], f"the model of example {seed}: {how}")
         run = TrainingRun(seed=5)
     assert refused
@@ -70,25 +70,25 @@ def test_spoiled_checkpoints(ctx: RankContext, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
+def folder(tmp_path: Path) -> CheckpointDir:
     (tmp_path / "run").mkdir()
-    made = Folder(tmp_path / "run")
+    made = CheckpointDir(tmp_path / "run")
     for step in (1, 2):
-        made.publish(made.begin(step), step)
+        made.publish(made.create_staging_dir(step), step)
     return made
 
 
-def test_any_bytes_as_the_name_of_the_latest(folder: Folder) -> None:
+def test_any_bytes_as_the_name_of_the_latest(folder: CheckpointDir) -> None:
     good = (folder.path / "latest").read_bytes()
     for seed in range(rounds(200)):
         (folder.path / "latest").write_bytes(spoiled(good, Random(seed)))
-        assert folder.latest() in (folder.of_step(1), folder.of_step(2))
+        assert folder.latest() in (folder.step_path(1), folder.step_path(2))
     for name in (*NAMES, "step-" + "1" * 300, "step-" + "9" * 5000):
         (folder.path / "latest").write_bytes(name.encode(errors="surrogatepass"))
-        assert folder.latest() in (folder.of_step(1), folder.of_step(2))
+        assert folder.latest() in (folder.step_path(1), folder.step_path(2))
 
 
-def test_links_in_a_folder_lead_nowhere(folder: Folder, tmp_path: Path) -> None:
+def test_links_in_a_folder_lead_nowhere(folder: CheckpointDir, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").write_text("kept")
@@ -96,16 +96,16 @@ def test_links_in_a_folder_lead_nowhere(folder: Folder, tmp_path: Path) -> None:
         (folder.path / name).symlink_to(outside)
     (folder.path / "latest").unlink()
     (folder.path / "latest").symlink_to(tmp_path / "made")
-    with watched(folder.path), folder.locked():
-        folder.publish(folder.begin(3), 3)
+    with watched(folder.path), folder.lock():
+        folder.publish(folder.create_staging_dir(3), 3)
         folder.prune(1)
     assert [it.name for it in outside.iterdir()] == ["kept"]
     assert not (tmp_path / "made").exists()
-    assert folder.latest() == folder.of_step(3)
+    assert folder.latest() == folder.step_path(3)
 
 
-def test_a_lock_behind_a_link(folder: Folder, tmp_path: Path) -> None:
+def test_a_lock_behind_a_link(folder: CheckpointDir, tmp_path: Path) -> None:
     (folder.path / ".lock").symlink_to(tmp_path / "made")
-    with pytest.raises(OSError, match=r"\.lock"), folder.locked():
+    with pytest.raises(OSError, match=r"\.lock"), folder.lock():
         pass
     assert not (tmp_path / "made").exists()

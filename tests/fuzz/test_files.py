@@ -21,7 +21,7 @@ from tests.support.fuzzing import mutated, rounds, spoil_directory, spoiled
 from tests.support.monitoring import watched
 from tests.support.tools import status_of
 from zeroshard import checkpoint
-from zeroshard.cli.app import To
+from zeroshard.cli.app import TargetFormat
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SEEDS = st.integers(0, 2**32 - 1)
@@ -127,10 +127,10 @@ def test_spoiled_dicts_in_files(tmp_path: Path, capfd: pytest.CaptureFixture[str
             torch.save(mutated(good, draw), tmp_path / "it.pt")
         except Exception:  # a dict that torch cannot save comes from no file
             continue
-        to, target = draw.choice(list(To)).value, tmp_path / f"target{seed}"
+        to, target = draw.choice(list(TargetFormat)).value, tmp_path / f"target{seed}"
         if (
             check_command(capfd, tmp_path, "checkpoint", "convert", tmp_path / "it.pt", target, "--to", to)
-            and to != To.safetensors
+            and to != TargetFormat.safetensors
         ):
             assert check_command(
                 capfd, tmp_path, "checkpoint", "convert", target, tmp_path / f"back{seed}", "--to", "torch"
@@ -158,7 +158,7 @@ def test_spoiled_directories(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
         spoil_directory(directory, draw)
         command: list[Path | str] = ["checkpoint", draw.choice(("inspect", "convert")), directory]
         if command[1] == "convert":
-            command += [tmp_path / f"target{seed}", "--to", draw.choice(list(To)).value]
+            command += [tmp_path / f"target{seed}", "--to", draw.choice(list(TargetFormat)).value]
         elif draw.random() < 0.5:
             command += ["--json"]
         check_command(capfd, tmp_path, *command)

@@ -19,18 +19,18 @@ from tests.support.fuzzing import ODD, rounds
 from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
 from zeroshard import (
-    Drift,
+    ConsistencyCheck,
+    CPUOffload,
     FlatShards,
-    NonFinite,
-    Offload,
-    Rule,
-    SecondCopy,
+    NonFiniteGrads,
+    ParamRule,
+    PeerCheckpoint,
     WholeParams,
     ZeroConfig,
     ZeroError,
     ZeroRedundancyOptimizer,
-    everything_else,
-    matrices,
+    matrix_params,
+    remaining_params,
     shard,
 )
 
@@ -66,19 +66,19 @@ def test_configs(value: Any, name: str) -> None:
 
 @given(values, values, values)
 def test_policies(one: Any, two: Any, three: Any) -> None:
-    check(lambda: Drift(one))
-    check(lambda: NonFinite(one, two))
-    check(lambda: SecondCopy(one, two))
-    check(lambda: Offload(one, two))
+    check(lambda: ConsistencyCheck(one))
+    check(lambda: NonFiniteGrads(one, two))
+    check(lambda: PeerCheckpoint(one, two))
+    check(lambda: CPUOffload(one, two))
     check(lambda: FlatShards(one, two, three))
     check(lambda: WholeParams(one))
 
 
 @given(values, values, values)
 def test_rules(one: Any, two: Any, three: Any) -> None:
-    check(lambda: Rule(one, two, partition=three))
-    check(lambda: matrices(one))
-    check(lambda: matrices([one, two]))
+    check(lambda: ParamRule(one, two, partition=three))
+    check(lambda: matrix_params(one))
+    check(lambda: matrix_params([one, two]))
 
 
 def of_params(draw: Random, params: Sequence[torch.Tensor]) -> Any:
@@ -168,7 +168,7 @@ def test_ways_to_share(ctx: RankContext) -> None:
     for seed in range(rounds(30)):
         draw = Random(seed)
         name, value, odd = (
-            draw.choice(("mesh", "shard_within", "params")),
+            draw.choice(("mesh", "shard_group_size", "params")),
             draw.choice(ODD)(),
             draw.choice((None, 0, 1)),
         )
@@ -187,8 +187,8 @@ def test_lists_of_rules(ctx: RankContext) -> None:
     for seed in range(rounds(30)):
         draw = Random(seed)
         odd = draw.choice(ODD)()
-        good = [Rule(matrices(), torch.optim.SGD, lr=0.1), Rule(everything_else, torch.optim.AdamW)]
-        own = Rule(lambda *_, it=odd: it, torch.optim.AdamW)
+        good = [ParamRule(matrix_params(), torch.optim.SGD, lr=0.1), ParamRule(remaining_params, torch.optim.AdamW)]
+        own = ParamRule(lambda *_, it=odd: it, torch.optim.AdamW)
         failure = called(partial(shard, net(), draw.choice(([*good, odd], [odd], good[:1], good[1:] * 2, [own]))))
         if not is_torchs_own(failure):
             require_sentence(failure)

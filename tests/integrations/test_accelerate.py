@@ -62,7 +62,7 @@ def compare_with_ddp(context: RankContext, case: str) -> None:
 @ranks(4)
 def test_in_rows_with_values_clipped(context: RankContext) -> None:
     values = []
-    for kind, options in ((Accelerator, {"shard_within": 2}), (accelerate.Accelerator, {})):
+    for kind, options in ((Accelerator, {"shard_group_size": 2}), (accelerate.Accelerator, {})):
         with accelerated(context):
             loop = Loop(accelerator(kind, **options), 0)
             for inputs, targets in loop.loader:
@@ -84,7 +84,7 @@ def test_a_scaler_leaves_the_same_steps_out_on_all_ranks(context: RankContext) -
             chosen = accelerator(kind)
             chosen.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
             if isinstance(chosen, Accelerator):
-                chosen.begin_sharding(None, None)
+                chosen.enable_sharding(None, None)
             loop, rates = Loop(chosen, 0), []
             for number, (inputs, targets) in enumerate(loop.loader):
                 loss = nn.functional.mse_loss(loop.model(inputs), targets)
@@ -218,8 +218,8 @@ def test_a_checkpoint_without_the_folder_of_the_state_is_refused(context: RankCo
         with pytest.raises(CheckpointError, match=r"zeroshard_0 is missing.*optimizer\.bin says only that it is there"):
             loop.accelerator.load_state(str(tmp_path))
         seen = tmp_path if context.rank == 0 else tmp_path / "not yet here"
-        assert loop.optimizer.finds(seen, tmp_path / "any.bin"), "as the first rank sees it"
-        assert not loop.optimizer.finds(tmp_path / "none" if context.rank == 0 else tmp_path, tmp_path / "any.bin")
+        assert loop.optimizer.detect_shard_dir(seen, tmp_path / "any.bin"), "as the first rank sees it"
+        assert not loop.optimizer.detect_shard_dir(tmp_path / "none" if context.rank == 0 else tmp_path, tmp_path / "any.bin")
         with pytest.raises(CheckpointError, match=r"this has no state in it.*full_state_dict"):
             loop.optimizer.load_state_dict(loop.optimizer.state_dict())
 

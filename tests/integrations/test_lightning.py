@@ -25,12 +25,12 @@ from zeroshard import (
     CheckpointError,
     ConfigError,
     FlatShards,
+    ParamRule,
     RankFailedError,
-    Rule,
     ZeroConfig,
     ZeroError,
-    everything_else,
-    matrices,
+    matrix_params,
+    remaining_params,
     shard,
 )
 from zeroshard.integrations.lightning import ZeroShardStrategy
@@ -86,7 +86,7 @@ def test_by_its_name_with_values_clipped_and_every_pass_sent(context: RankContex
 @ranks(2)
 def test_buffers_are_those_of_the_first_rank_and_parameters_may_come_late(context: RankContext) -> None:
     ours, theirs = Module(context.rank, averaged=True), Module(0, averaged=True)
-    Run(ZeroShardStrategy(config=ZeroConfig(overlap_gather=True))).fit(ours)
+    Run(ZeroShardStrategy(config=ZeroConfig(overlap_param_gather=True))).fit(ours)
     Run().fit(theirs)
     assert_same(ours.state_dict(), theirs.state_dict(), exactly=True)
     assert ours.checks == theirs.checks
@@ -184,8 +184,8 @@ class Ruled(Module):
     """Makes the sharded optimizer itself."""
 
     def configure_optimizers(self) -> Any:
-        muon = Rule(matrices(), torch.optim.Muon, lr=0.02)
-        return shard(self, [muon, Rule(everything_else, torch.optim.AdamW, lr=0.01)])
+        muon = ParamRule(matrix_params(), torch.optim.Muon, lr=0.02)
+        return shard(self, [muon, ParamRule(remaining_params, torch.optim.AdamW, lr=0.01)])
 
 
 def train(

@@ -14,7 +14,7 @@ from transformers import dynamic_module_utils
 
 from zeroshard import ConfigError
 from zeroshard.planning.shapes import ModelShape
-from zeroshard.planning.sources import model_shape
+from zeroshard.planning.sources import load_model_shape
 
 WIDTH = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 DECODER = {"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 32}
@@ -55,11 +55,11 @@ def change(folder: Path, **changes: Any) -> None:
 
 
 def assert_planned(folder: Path, model: nn.Module) -> None:
-    found = model_shape(str(folder))
+    found = load_model_shape(str(folder))
     assert [(it.name, it.shape, it.dtype, it.trainable) for it in found.params] == [
         (name, tuple(it.shape), it.dtype, it.requires_grad) for name, it in model.named_parameters()
     ]
-    assert found == ModelShape.of(model, folder.name), "and the bytes of buffers"
+    assert found == ModelShape.from_module(model, folder.name), "and the bytes of buffers"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -127,7 +127,7 @@ def test_code_of_an_unknown_model_is_not_run(tmp_path: Path, trap: Path) -> None
     saved(tmp_path, "ViTModel")
     change(tmp_path, model_type="trap", architectures=["Model"], auto_map=CODE)
     with pytest.raises(ConfigError, match="describes no model that transformers can make"):
-        model_shape(str(tmp_path))
+        load_model_shape(str(tmp_path))
     assert not trap.exists()
     transformers.AutoConfig.from_pretrained(str(tmp_path), trust_remote_code=True)
     assert trap.exists(), "where it is trusted, it does run"

@@ -222,7 +222,7 @@ def test_mistakes(context: RankContext, tmp_path: Path) -> None:
             Trainer(model=gpt(0), args=args, train_dataset=Rows())
     with accelerated(context):
         args = arguments(context, tmp_path, ddp_broadcast_buffers=False)
-        with pytest.raises(ConfigError, match=r"give ZeroConfig\(sync_buffers=False\)"):
+        with pytest.raises(ConfigError, match=r"give ZeroConfig\(broadcast_buffers=False\)"):
             Trainer(model=gpt(0), args=args, train_dataset=Rows())
     with accelerated(context):
         args = arguments(context, tmp_path)

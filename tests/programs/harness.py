@@ -211,12 +211,12 @@ def host_memory_stands_for_a_gpu() -> Iterator[None]:
     from zeroshard import assembly
     from zeroshard.runtime import offload
 
-    before = offload.is_far
+    before = offload.is_offload_device
     try:
-        offload.is_far = assembly.is_far = lambda _: True  # type: ignore[attr-defined,assignment]
+        offload.is_offload_device = assembly.is_offload_device = lambda _: True  # type: ignore[attr-defined,assignment]
         yield
     finally:
-        offload.is_far = assembly.is_far = before  # type: ignore[attr-defined]
+        offload.is_offload_device = assembly.is_offload_device = before  # type: ignore[attr-defined]
 
 
 # ---- Operations of the loop

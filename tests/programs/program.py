@@ -43,10 +43,10 @@ class Mode:
     """One of `MODES`."""
     stage: int = 2
     small_buckets: bool = False
-    overlap_gather: bool = False
-    shard_within: int = 0
+    overlap_param_gather: bool = False
+    shard_group_size: int = 0
     mesh: bool = False
-    """`shard_within` is given as a mesh."""
+    """`shard_group_size` is given as a mesh."""
     whole_params: bool = False
     offload: bool = False
     wire: str = ""
@@ -233,8 +233,8 @@ class Program:
         mode = self.mode
         yield f"mode: {mode.kind}" + (f" stage {mode.stage}" if mode.kind == "shard" else "")
         flags = {
-            "overlapped gather": mode.overlap_gather,
-            "hybrid mesh": bool(mode.shard_within),
+            "overlapped gather": mode.overlap_param_gather,
+            "hybrid mesh": bool(mode.shard_group_size),
             "whole parameters": mode.whole_params,
             "offload": mode.offload,
             "skip non-finite steps": mode.skip_nonfinite,

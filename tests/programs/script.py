@@ -143,10 +143,10 @@ def _write_sharded(program: Program) -> Iterator[str]:
     options = "".join(f", {name}={value!r}" for name, value in optimizer.options)
     if mode.kind == "shard":
         where = ""
-        if mode.shard_within:
+        if mode.shard_group_size:
             yield "ranks = dist.get_world_size(group)"
-            yield f"within = {mode.shard_within} if group is None else ranks"
-            where = ", shard_within=within"
+            yield f"within = {mode.shard_group_size} if group is None else ranks"
+            where = ", shard_group_size=within"
             if mode.mesh:
                 yield "grid = (ranks // within, within)"
                 yield "names = ('replicate', 'shard')"
@@ -154,8 +154,8 @@ def _write_sharded(program: Program) -> Iterator[str]:
                 where = ", mesh=mesh"
         if optimizer.kind == RULES:
             yield "rules = ["
-            yield "    zeroshard.Rule(is_matrix, torch.optim.Muon, lr=0.02, weight_decay=0.1),"
-            yield f"    zeroshard.Rule(zeroshard.everything_else, torch.optim.AdamW{options}),"
+            yield "    zeroshard.ParamRule(is_matrix, torch.optim.Muon, lr=0.02, weight_decay=0.1),"
+            yield f"    zeroshard.ParamRule(zeroshard.remaining_params, torch.optim.AdamW{options}),"
             yield "]"
             given, options = "rules", ""
         else:
@@ -194,7 +194,7 @@ def _write_sharded(program: Program) -> Iterator[str]:
 def _write_plain(program: Program) -> Iterator[str]:
     mode, optimizer = program.mode, program.optimizer
     wire = f", wire=torch.{mode.wire}" if mode.wire else ""
-    within = f", within={mode.shard_within} if group is None else 0" if mode.shard_within else ""
+    within = f", within={mode.shard_group_size} if group is None else 0" if mode.shard_group_size else ""
     options = "".join(f", {name}={value!r}" for name, value in optimizer.options)
     averages_here = mode.masters and mode.shards_grads
     if averages_here:
@@ -220,7 +220,7 @@ def _write_plain(program: Program) -> Iterator[str]:
             wire = f"torch.{mode.wire}" if mode.wire else "None"
             yield "def average_grad(grad: Tensor) -> Tensor:"
             yield "    parts = gather(grad, run.group)"
-            yield f"    return average(parts, {mode.shard_within or 'len(parts)'}, {wire})"
+            yield f"    return average(parts, {mode.shard_group_size or 'len(parts)'}, {wire})"
             yield ""
         yield f"run.optimizers = [MasterOptimizer(run, make, groups, {'average_grad' if averages_here else 'None'})]"
     else:
@@ -281,13 +281,13 @@ def _write_config(program: Program) -> str:
     if mode.masters:
         given.append("master_dtype=torch.float32")
     if mode.offload:
-        given.append("offload=zeroshard.Offload()")
+        given.append("offload=zeroshard.CPUOffload()")
     if mode.skip_nonfinite:
-        given.append('nonfinite=zeroshard.NonFinite("skip")')
-    if mode.overlap_gather:
-        given.append("overlap_gather=True")
+        given.append('nonfinite=zeroshard.NonFiniteGrads("skip")')
+    if mode.overlap_param_gather:
+        given.append("overlap_param_gather=True")
     if mode.is_under_ddp and program.is_mixed:
-        given.append("mixed_dtypes=True")
+        given.append("allow_mixed_dtypes=True")
     return f", config=zeroshard.ZeroConfig({', '.join(given)})" if given else ""
 
 
@@ -319,7 +319,7 @@ def _write_op(program: Program, op: Op) -> Iterator[str]:  # noqa: C901
             yield f"backward(run, SIZE{given})"
             if not synced and not mode.masters:
                 wire = f"torch.{mode.wire}" if mode.wire else "None"
-                yield f"average_by_hand(run, {mode.shard_within}, {wire})"
+                yield f"average_by_hand(run, {mode.shard_group_size}, {wire})"
         case Clip(kind, limit, by_torch):
             yield f"clip(run, {kind!r}, {limit}{', by_torch=True' if by_torch else ''})"
         case ScaleGrads():

@@ -150,8 +150,8 @@ def _draw_mode(draws: Draws, ranks: int, modes: Sequence[str]) -> Mode:
     return replace(
         mode,
         stage=draws.choose((2, 1)),
-        overlap_gather=draws.flip(3),
-        shard_within=draws.choose(divisors) if draws.flip(4) else 0,
+        overlap_param_gather=draws.flip(3),
+        shard_group_size=draws.choose(divisors) if draws.flip(4) else 0,
         mesh=draws.flip(3),
         offload=draws.flip(6),
         whole_params=not masters and draws.flip(8),
@@ -300,7 +300,7 @@ class _Loop:
         return self.draws.choose(ways if self.is_exact else [way for way in ways if way.to_none])
 
     def _looks(self) -> bool:
-        return not self.mode.overlap_gather or self.draws.flip(3)
+        return not self.mode.overlap_param_gather or self.draws.flip(3)
 
     def _draw_between(self) -> None:
         """Something that happens between two cycles, mostly."""

@@ -17,13 +17,13 @@ from tests.support.oracles import TINY, ZERO2, ShardTwins, assert_same, mlp, set
 from tests.support.tiers import sampled
 from zeroshard import (
     BindingError,
-    Offload,
+    CPUOffload,
+    ParamRule,
     RankFailedError,
-    Rule,
     WholeParams,
     ZeroConfig,
-    everything_else,
-    matrices,
+    matrix_params,
+    remaining_params,
     shard,
 )
 
@@ -46,7 +46,7 @@ def test_whole_parameters(ctx: RankContext) -> None:
 
 @ranks(1, 2, 3)
 def test_several_classes(ctx: RankContext) -> None:
-    rules = [Rule(matrices(), Assigning, **MOMENTUM), Rule(everything_else, torch.optim.SGD, lr=0.1)]
+    rules = [ParamRule(matrix_params(), Assigning, **MOMENTUM), ParamRule(remaining_params, torch.optim.SGD, lr=0.1)]
     plain, ours = (seeded_mlp() for _ in range(2))
     zero = shard(ours, rules, config=ZERO2)
     kinds = [[param for param in plain.parameters() if (param.dim() > 1) is flag] for flag in (True, False)]
@@ -103,7 +103,7 @@ def test_master_weights_and_what_is_saved_of_them(ctx: RankContext, partition: A
 def test_offloaded(ctx: RankContext, masters: torch.dtype | None) -> None:
     with everything_is_far("cpu"):
         runs = []
-        for offload in (None, Offload()):
+        for offload in (None, CPUOffload()):
             model = half_mlp()
             zero = shard(
                 model, Assigning, config=ZeroConfig(partition=TINY, master_dtype=masters, offload=offload), **MOMENTUM
@@ -143,11 +143,11 @@ def test_modes(ctx: RankContext) -> None:
     zero = shard(model, Modes, config=ZERO2)
     zero.eval()
     assert_same(values_of(model), [value + 1.0 for value in before])
-    zero.optims[0].fails = ctx.rank == 0  # type: ignore[attr-defined]
+    zero.inner_optimizers[0].fails = ctx.rank == 0  # type: ignore[attr-defined]
     with pytest.raises(ArithmeticError if ctx.rank == 0 else RankFailedError, match="a mode"):
         zero.train()
     assert_same(values_of(model), [value + 1.0 for value in before])
-    zero.optims[0].fails = False  # type: ignore[attr-defined]
+    zero.inner_optimizers[0].fails = False  # type: ignore[attr-defined]
     zero.train()
     torch.testing.assert_close(values_of(model), before)
 
@@ -158,10 +158,10 @@ def test_what_does_not_fit_is_refused_everywhere_and_not_taken_over(ctx: RankCon
     """On the one rank where it happened, the others' updates are made."""
     twins = ShardTwins(ZeroConfig(partition=partition), optimizer_class=Assigning, lr=0.1)
     twins.train(1)
-    vars(twins.zero.optims[0])["becomes"] = {"dtype": torch.float64} if ctx.rank == 0 else None
+    vars(twins.zero.inner_optimizers[0])["becomes"] = {"dtype": torch.float64} if ctx.rank == 0 else None
     with pytest.raises(BindingError if ctx.rank == 0 else RankFailedError, match=r"assigned.*float64.*float32.*keep"):
         twins.sides[0].iterate(1)
-    twins.zero.check_drift()
+    twins.zero.check_consistency()
     with torch.no_grad():
         for ours, theirs in zip(twins.model.parameters(), twins.plain_model.parameters(), strict=True):
             ours.copy_(theirs)

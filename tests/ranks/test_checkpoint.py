@@ -21,7 +21,7 @@ from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
 from tests.support.tools import convert
 from zeroshard import ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
-from zeroshard.checkpoint.archive import Archive
+from zeroshard.checkpoint.archive import CheckpointMetadata
 
 every_way = sampled("way", WAYS)
 
@@ -94,8 +94,8 @@ def test_before_the_first_step(ctx: RankContext, tmp_path: Path, way: Way) -> No
     model, reference = net(), net()
     optimizer, other = way(model, None), way(reference, None)
     checkpoint.save(tmp_path, step=0, model=model, optimizer=optimizer)
-    archive = Archive(tmp_path / "step-000000000")
-    assert not archive.below("optim", "state")
+    archive = CheckpointMetadata(tmp_path / "step-000000000")
+    assert not archive.under("optim", "state")
     train(reference, other, 3)
     train(model, optimizer, 3)
     assert all(map(torch.equal, model.parameters(), reference.parameters()))

@@ -21,16 +21,16 @@ from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
 from zeroshard import (
     CheckpointError,
+    ParamRule,
     RankFailedError,
-    Rule,
     ZeroConfig,
     ZeroRedundancyOptimizer,
     checkpoint,
-    everything_else,
-    matrices,
+    matrix_params,
+    remaining_params,
     shard,
 )
-from zeroshard.checkpoint.archive import Archive
+from zeroshard.checkpoint.archive import CheckpointMetadata
 
 every_way = sampled("way", WAYS)
 
@@ -57,13 +57,13 @@ def adapted(seed: int = 0) -> Adapted:
 
 def held_state(optimizer: ZeroRedundancyOptimizer) -> int:
     """Bytes of memory that this rank keeps for state, used or not."""
-    tensors = [it for inner in optimizer.optims for state in inner.state.values() for it in state.values()]
+    tensors = [it for inner in optimizer.inner_optimizers for state in inner.state.values() for it in state.values()]
     return sum({it.untyped_storage().data_ptr(): it.untyped_storage().nbytes() for it in tensors}.values())
 
 
 def used_state(optimizer: ZeroRedundancyOptimizer) -> int:
     """Bytes of state tensors, with what alignment may add."""
-    tensors = [it for inner in optimizer.optims for state in inner.state.values() for it in state.values()]
+    tensors = [it for inner in optimizer.inner_optimizers for state in inner.state.values() for it in state.values()]
     return sum(it.nbytes + 64 * len(optimizer.layout.params) for it in tensors)
 
 
@@ -78,7 +78,7 @@ def full_state(optimizer: Optimizer, model: nn.Module, group: dist.ProcessGroup 
 
 
 def saved_names(folder: Path, step: int) -> set[str]:
-    return {str(entry.path[2]) for entry in Archive(folder / f"step-{step:09}").below("optim", "state")}
+    return {str(entry.path[2]) for entry in CheckpointMetadata(folder / f"step-{step:09}").under("optim", "state")}
 
 
 def advance(model: Adapted, optimizer: Optimizer, stage: int) -> None:
@@ -122,7 +122,10 @@ def test_what_is_saved_is_the_plain_optimizers_state(ctx: RankContext, tmp_path:
 
 
 def with_rules(model: nn.Module, group: dist.ProcessGroup | None) -> ZeroRedundancyOptimizer:
-    muon, adamw = Rule(matrices(), torch.optim.Muon, lr=0.01), Rule(everything_else, torch.optim.AdamW, lr=0.01)
+    muon, adamw = (
+        ParamRule(matrix_params(), torch.optim.Muon, lr=0.01),
+        ParamRule(remaining_params, torch.optim.AdamW, lr=0.01),
+    )
     return shard(model, [muon, adamw], process_group=group)
 
 
@@ -133,7 +136,7 @@ def with_masters(model: nn.Module, group: dist.ProcessGroup | None) -> ZeroRedun
 
 def in_rows(model: nn.Module, group: dist.ProcessGroup | None) -> ZeroRedundancyOptimizer:
     within = 2 if group is None else None
-    return shard(model, torch.optim.AdamW, process_group=group, shard_within=within, lr=0.01)
+    return shard(model, torch.optim.AdamW, process_group=group, shard_group_size=within, lr=0.01)
 
 
 @ranks(4)

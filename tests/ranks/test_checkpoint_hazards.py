@@ -39,9 +39,9 @@ from tests.support.checkpoints import (
 from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
 from zeroshard import CheckpointError, ConfigError, RankMismatchError, ZeroRedundancyOptimizer, checkpoint, shard
-from zeroshard.checkpoint.contents import random_states
-from zeroshard.checkpoint.manifest import MANIFEST, Manifest
-from zeroshard.state.codec import pack
+from zeroshard.checkpoint.contents import get_rng_states
+from zeroshard.checkpoint.manifest import MANIFEST_FILE, Manifest
+from zeroshard.state.codec import dumps
 
 # ---- damaged and hostile files: what counts as damage is tested in tests/unit/test_checkpoint_refusals.py
 
@@ -92,14 +92,14 @@ def test_hostile_files_run_no_code_on_any_rank(ctx: RankContext, tmp_path: Path)
 def test_a_bad_value_of_one_rank_is_refused_on_all_ranks(ctx: RankContext, tmp_path: Path) -> None:
     """Of the last one, which the first would not look at for itself."""
     run = TrainingRun()
-    good = torch.frombuffer(bytearray(pack({"random": random_states(), "extra": 1})), dtype=torch.uint8)
+    good = torch.frombuffer(bytearray(dumps({"random": get_rng_states(), "extra": 1})), dtype=torch.uint8)
     values = {str(rank): good for rank in range(ctx.world_size)}
     last = str(ctx.world_size - 1)
     for number, bad in enumerate([torch.arange(100, dtype=torch.uint8), good[:-3]]):
         path = tmp_path / str(number)
         dcp_save({"model": run.model.state_dict(), "ranks": {**values, last: bad}}, checkpoint_id=path)
-        text = Manifest(1, ctx.world_size, files_below(path), 0.0, "").text()
-        on_rank_0(partial((path / MANIFEST).write_text, text))
+        text = Manifest(1, ctx.world_size, files_below(path), 0.0, "").to_json()
+        on_rank_0(partial((path / MANIFEST_FILE).write_text, text))
         with refused(run, f"'ranks.{last}' .*cannot be read", tmp_path):
             checkpoint.load(path, model=run.model)
 

@@ -17,7 +17,7 @@ from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
 from zeroshard import CheckpointError, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
 from zeroshard.checkpoint import reading
-from zeroshard.checkpoint.archive import Archive
+from zeroshard.checkpoint.archive import CheckpointMetadata
 
 
 def places(run: TrainingRun) -> set[int]:
@@ -104,15 +104,15 @@ def test_a_disk_that_fails_after_all_was_checked(ctx: RankContext, tmp_path: Pat
     other = TrainingRun(seed=5, way=way)
     done: list[Any] = []
 
-    def fail(self: reading.Reading, *args: Any) -> None:
+    def fail(self: reading.ReadPlan, *args: Any) -> None:
         done.append(args)
         if ctx.rank == ctx.world_size - 1 and len(done) > 5:
             raise OSError(5, "Input/output error")
         original(self, *args)
 
-    original = reading.Reading._read
+    original = reading.ReadPlan._read_tensor
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading.Reading, "_read", fail)
+        patch.setattr(reading.ReadPlan, "_read_tensor", fail)
         with pytest.raises(CheckpointError, match=r"Input/output error.*loaded in parts now: load a checkpoint before"):
             other.load(tmp_path)
     other.load(tmp_path)
@@ -221,7 +221,7 @@ def test_masters_are_saved_as_the_parameters_are(ctx: RankContext, tmp_path: Pat
 def test_the_files_name_whole_tensors(ctx: RankContext, tmp_path: Path) -> None:
     """However they are cut, anybody reads them by name and shape."""
     run = TrainingRun(way=flat)
-    archive = Archive(run.save(tmp_path))
-    shapes = {str(it.path[1]): tuple(it.tensor.size) for it in archive.below("model") if it.tensor is not None}
+    archive = CheckpointMetadata(run.save(tmp_path))
+    shapes = {str(it.path[1]): tuple(it.tensor.size) for it in archive.under("model") if it.tensor is not None}
     assert shapes == {name: tuple(value.shape) for name, value in run.model.state_dict().items()}
     dist.barrier()

@@ -18,7 +18,7 @@ from tests.support.checkpoints import by_name, first_ranks
 from tests.support.oracles import set_grads
 from zeroshard import FlatShards, WholeParams, ZeroConfig, ZeroRedundancyOptimizer, checkpoint
 from zeroshard.layout.partition import Partitioner
-from zeroshard.state.records import MASTER
+from zeroshard.state.records import MASTER_KEY
 
 WORLD = 3
 PARTITIONS: list[Partitioner] = [FlatShards(bucket_bytes=64), FlatShards(bucket_bytes=1 << 20), WholeParams()]
@@ -53,7 +53,7 @@ class Division(NamedTuple):
     def config(self) -> ZeroConfig:
         partition = PARTITIONS[self.partition]
         masters = torch.float32 if self.masters and isinstance(partition, FlatShards) else None
-        return ZeroConfig(partition=partition, master_dtype=masters, mixed_dtypes=True)
+        return ZeroConfig(partition=partition, master_dtype=masters, allow_mixed_dtypes=True)
 
 
 @st.composite
@@ -130,7 +130,7 @@ def state_of(model: nn.ParameterDict, optimizer: ZeroRedundancyOptimizer) -> dic
 
 
 def without_masters(state: dict[str, Any]) -> dict[str, Any]:
-    rest = {name: {key: it for key, it in values.items() if key != MASTER} for name, values in state.items()}
+    rest = {name: {key: it for key, it in values.items() if key != MASTER_KEY} for name, values in state.items()}
     return {name: values for name, values in rest.items() if values}
 
 

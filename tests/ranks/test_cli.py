@@ -26,7 +26,7 @@ from tests.support.checkpoints import ADAMW, WAYS, Way, assert_same_state, by_na
 from tests.support.tiers import sampled
 from tests.support.tools import convert
 from zeroshard import ZeroRedundancyOptimizer, checkpoint, shard
-from zeroshard.cli.describe import describe
+from zeroshard.cli.describe import describe_checkpoint
 
 every_way = sampled("way", WAYS)
 
@@ -65,7 +65,7 @@ def test_plain_torch_goes_on_from_the_file(ctx: RankContext, tmp_path: Path, way
     optimizer = way(model, None)
     train(model, optimizer, 3)
     checkpoint.save(tmp_path / "saved", step=3, model=model, optimizer=optimizer)
-    seen = describe(tmp_path / "saved")
+    seen = describe_checkpoint(tmp_path / "saved")
     assert (seen.step, seen.world_size, list(seen.ranks)) == (3, ctx.world_size, list(range(ctx.world_size)))
     assert seen.totals.file_bytes == sum(it.stat().st_size for it in Path(seen.path).glob("*.distcp"))
     state = everything(optimizer)
@@ -178,7 +178,7 @@ def test_fsdp2_saves_and_loads(ctx: RankContext, tmp_path: Path) -> None:
     whole, state = wholes(model, optimizer)
     shapes = model.state_dict().items()
     for form in ("nested", "flattened"):
-        seen = describe(tmp_path / form)
+        seen = describe_checkpoint(tmp_path / form)
         assert (seen.step, seen.world_size, list(seen.ranks)) == (None, ctx.world_size, list(range(ctx.world_size)))
         assert {name: value.shape for name, value in seen.model.items()} == {n: tuple(p.shape) for n, p in shapes}
         assert seen.state.keys() == {name for name, param in model.named_parameters() if param.requires_grad}

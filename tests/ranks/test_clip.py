@@ -45,7 +45,7 @@ NORMS = (1.0, 2.0, 3.0, math.inf)
 CONFIGS = (
     ZeroConfig(partition=TINY),
     ZeroConfig(partition=TINY, stage=1),
-    ZeroConfig(overlap_gather=True),
+    ZeroConfig(overlap_param_gather=True),
 )
 
 

@@ -84,7 +84,10 @@ def test_parity(ctx: RankContext, config: ZeroConfig) -> None:
 
 @ranks(2, 4)
 def test_rows_and_whole_parameters(ctx: RankContext) -> None:
-    for config, where in ((ZERO2, {"shard_within": ctx.world_size // 2}), (ZeroConfig(partition=WholeParams()), {})):
+    for config, where in (
+        (ZERO2, {"shard_group_size": ctx.world_size // 2}),
+        (ZeroConfig(partition=WholeParams()), {}),
+    ):
         twins = ShardTwins(config, optimizer_class=ExtraGradient, where=where, lr=0.5)
         for number in range(3):
             for side in twins.sides:
@@ -173,7 +176,7 @@ def test_who_fails_between_closures_is_known_to_all(ctx: RankContext, rank: int)
     """Some have moved what others have not, so that no later step is made either."""
     twins = ShardTwins(ZERO2, optimizer_class=Failing, lr=0.5)
     twins.run(1, iterate)
-    for member in twins.zero.engine.inner.members:
+    for member in twins.zero._engine.inner.local_optimizers:
         vars(member.optimizer)["fails"] = ctx.rank == rank
     for number in (1, 2):
         with pytest.raises(RankMismatchError, match="different calls"):

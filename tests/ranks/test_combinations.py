@@ -16,32 +16,32 @@ from tests.support import RankContext, ranks
 from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
 from zeroshard import (
+    CPUOffload,
     FlatShards,
-    Offload,
-    Rule,
+    ParamRule,
     ShardedOptimizer,
     ZeroConfig,
     checkpoint,
-    everything_else,
-    matrices,
+    matrix_params,
+    remaining_params,
     shard,
 )
 
 RULES = [
-    Rule(matrices(exclude=("0",)), optim.Muon, lr=0.02),
-    Rule(everything_else, optim.AdamW, lr=0.01, weight_decay=0.1),
+    ParamRule(matrix_params(exclude=("0",)), optim.Muon, lr=0.02),
+    ParamRule(remaining_params, optim.AdamW, lr=0.01, weight_decay=0.1),
 ]
 PLAIN = ZeroConfig(partition=FlatShards(bucket_bytes=3000))
 
 
 def configs() -> Iterator[ZeroConfig]:
-    for masters, offload, overlap in product((None, torch.float32), (None, Offload()), (False, True)):
+    for masters, offload, overlap in product((None, torch.float32), (None, CPUOffload()), (False, True)):
         stage = 1 if overlap else PLAIN.stage
-        yield replace(PLAIN, master_dtype=masters, offload=offload, overlap_gather=overlap, stage=stage)
+        yield replace(PLAIN, master_dtype=masters, offload=offload, overlap_param_gather=overlap, stage=stage)
 
 
 def arrangements(ctx: RankContext) -> list[dict[str, Any]]:
-    return [{"shard_within": number} for number in range(1, ctx.world_size + 1) if ctx.world_size % number == 0]
+    return [{"shard_group_size": number} for number in range(1, ctx.world_size + 1) if ctx.world_size % number == 0]
 
 
 def net(dtype: torch.dtype) -> nn.Sequential:
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def values(self) -> list[torch.Tensor]:
-        self.optimizer.wait()
+        self.optimizer.wait_for_params()
         return [param.detach().clone() for param in self.model.parameters()]
 
 
@@ -118,10 +118,10 @@ def test_and_go_on_from_each_others_checkpoints(ctx: RankContext, masters: torch
     with everything_is_far("cpu"):
         places = arrangements(ctx)
         for number, where in enumerate(places):
-            first = Run(replace(config, offload=Offload()), **where)
+            first = Run(replace(config, offload=CPUOffload()), **where)
             first.train(3)
             checkpoint.save(tmp_path / str(number), step=3, model=first.model, optimizer=first.optimizer)
-            second = Run(replace(config, overlap_gather=True), **places[number - 1])
+            second = Run(replace(config, overlap_param_gather=True), **places[number - 1])
             second.train(1)
             checkpoint.load(tmp_path / str(number), model=second.model, optimizer=second.optimizer)
             second.steps = 3

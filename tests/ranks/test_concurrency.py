@@ -107,14 +107,14 @@ def test_optimizers_are_made_while_others_step(ctx: RankContext) -> None:
 @ranks(1, 2, 3)
 def test_parameters_of_two_models_are_under_way(ctx: RankContext) -> None:
     """A third optimizer's step waits for both."""
-    runs = [ConcurrentRun(None, replace(ZERO2, overlap_gather=True), seed) for seed in range(2)]
+    runs = [ConcurrentRun(None, replace(ZERO2, overlap_param_gather=True), seed) for seed in range(2)]
     other = nn.Parameter(torch.ones(3))
     for number in range(2):
         for run in runs:
             run.step(number)
         other.grad = torch.ones(3)
         torch.optim.SGD([other], lr=0.1).step()
-        assert not any(run.zero.engine.sync.under_way for run in runs)
+        assert not any(run.zero._engine.param_sync.is_in_flight for run in runs)
     for run in runs:
         run.check(2)
 
@@ -122,7 +122,7 @@ def test_parameters_of_two_models_are_under_way(ctx: RankContext) -> None:
 @ranks(2, 3)
 def test_parameters_are_read_by_another_thread(ctx: RankContext) -> None:
     """Between two steps, while they are under way: it and the forward pass of this thread both wait for them."""
-    run = ConcurrentRun(None, replace(ZERO2, overlap_gather=True))
+    run = ConcurrentRun(None, replace(ZERO2, overlap_param_gather=True))
     with ThreadPoolExecutor() as pool:
         for number in range(12):
             reading = pool.submit(lambda: [param.detach().clone() for param in run.model.parameters()])
@@ -182,14 +182,14 @@ def allowed_to_have_children() -> Iterator[None]:
 @contextmanager
 def held_back() -> Iterator[threading.Event]:
     """Saves wait, before they write, until the event is set."""
-    go, write_parts = threading.Event(), writing.write_parts
+    go, write_parts = threading.Event(), writing.write_shards
 
     def wait_and_write(*args: Any) -> Any:
         assert go.wait(TIMEOUT_S)
         return write_parts(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "write_parts", wait_and_write)
+        patch.setattr(saving, "write_shards", wait_and_write)
         yield go
 
 

@@ -19,16 +19,16 @@ from tests.support.oracles import Twins, assert_same, set_grads
 from zeroshard import (
     ConfigError,
     FlatShards,
-    SecondCopy,
+    PeerCheckpoint,
     WholeParams,
     ZeroConfig,
     ZeroRedundancyOptimizer,
     broadcast_object,
     checkpoint,
 )
-from zeroshard.recovery import restore
-from zeroshard.second_copy import Copies
-from zeroshard.state.wrapped import insides, is_wrapped
+from zeroshard.recovery import restore_from_peers
+from zeroshard.second_copy import PeerSnapshots
+from zeroshard.state.wrapped import inner_tensors, is_wrapper_subclass
 
 SHAPES: list[tuple[int, ...]] = [(16, 320), (7,), (3000,), (1536,), (), (64, 33), (2, 8, 256)]
 """Those of 5120, 1536 and 4096 elements may be cut, with blocks of 256."""
@@ -53,7 +53,7 @@ def twins_of(**more: Any) -> Twins:
 
 def pieces(zero: ZeroRedundancyOptimizer) -> list[list[int]]:
     """Elements of each piece of each parameter."""
-    return [[it.in_param.length for it in zero.layout.pieces_of_param(spec.index)] for spec in zero.layout.params]
+    return [[it.in_param.length for it in zero.layout.param_shards(spec.index)] for spec in zero.layout.params]
 
 
 def assert_state(twins: Twins) -> None:
@@ -140,8 +140,8 @@ def test_state_goes_to_other_cuts_and_back(ctx: RankContext, tmp_path: Path) -> 
 
 @ranks(1, 2)
 def test_cuts_that_are_too_fine_are_refused_and_coarser_ones_are_not(ctx: RankContext) -> None:
-    for options in ({"align": 64}, {"align": 256}, {"align": 384, "least": 768}, {"least": 4096}):
-        with pytest.raises(ConfigError, match=r"cuts too finely for Blocks.*align=256 and least=512"):
+    for options in ({"align": 64}, {"align": 256}, {"align": 384, "min_numel": 768}, {"min_numel": 4096}):
+        with pytest.raises(ConfigError, match=r"cuts too finely for Blocks.*align=256 and min_numel=512"):
             twins_of(zero_only=flat(**options))
     for options in ({"align": 512}, {"align": 256, "least": 1024}):
         twins = twins_of(zero_only=flat(**options))
@@ -193,7 +193,7 @@ def assert_same_state(found: Any, expected: dict[str, Any]) -> None:
 
 
 def plain_tensors(value: torch.Tensor) -> list[torch.Tensor]:
-    return list(insides(value).values()) if is_wrapped(value) else [value]
+    return list(inner_tensors(value).values()) if is_wrapper_subclass(value) else [value]
 
 
 @ranks(3)
@@ -203,21 +203,23 @@ def test_second_copies_go_to_other_cuts(ctx: RankContext) -> None:
     group = first_ranks(2)
     with torch.compiler.set_stance("force_eager"):
         make = partial(Twins, kind, model=partial(Weights, [(48, 256), (7,), (12288,), (4096,)]), lr=0.05)
-        copied = [ZeroConfig(partition=it, second_copy=SecondCopy(every=3)) for it in (FlatShards(), WholeParams())]
+        copied = [
+            ZeroConfig(partition=it, peer_checkpoint=PeerCheckpoint(every=3)) for it in (FlatShards(), WholeParams())
+        ]
         before = make(zero_only={"config": copied[0]})
         before.train(3)
         assert max(map(len, pieces(before.zero))) == 2
-        held: Copies | None = settled(before.zero)
+        held: PeerSnapshots | None = settled(before.zero)
         for config in (*copied, copied[0]) if group is not None else ():
             after = make(zero_only={"config": config, "process_group": group})
-            assert restore(after.zero, held) == 3
+            assert restore_from_peers(after.zero, held) == 3
             assert_same(after.model.state_dict(), before.model.state_dict())
             assert_same_state(after.zero.full_state_dict(), before.plain.state_dict())
             held = settled(after.zero)
         dist.barrier()
 
 
-def settled(zero: ZeroRedundancyOptimizer) -> Copies:
-    assert zero.copying is not None
-    zero.copying.settle()
-    return zero.copying.held
+def settled(zero: ZeroRedundancyOptimizer) -> PeerSnapshots:
+    assert zero._peer_checkpointer is not None
+    zero._peer_checkpointer.wait()
+    return zero._peer_checkpointer.snapshots

@@ -30,7 +30,7 @@ from tests.support import RankContext, ranks
 from tests.support.checkpoints import ADAMW, WAYS, Way, assert_same_state, by_name, flat, net, plain, train
 from tests.support.tiers import sampled
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard.state.dcp import CutTensor
+from zeroshard.state.dcp import ShardTensor
 
 every_way = sampled("way", WAYS)
 FULL = StateDictOptions(full_state_dict=True)
@@ -70,7 +70,7 @@ def test_the_full_dict_is_the_plain_optimizers(ctx: RankContext, way: Way) -> No
     _, expected = reference()
     found: Any = get_optimizer_state_dict(model, optimizer, options=FULL)
     assert_same_state(found["state"], expected)
-    assert not any(isinstance(tensor, CutTensor) for tensor in tensors_in(found))
+    assert not any(isinstance(tensor, ShardTensor) for tensor in tensors_in(found))
     plain_one = net()
     other: Any = get_optimizer_state_dict(plain_one, plain(plain_one), options=FULL)
     assert found["param_groups"][0]["params"] == other["param_groups"][0]["params"]
@@ -228,11 +228,11 @@ def test_fsdp2_loads_what_we_save_and_back(ctx: RankContext, tmp_path: Path) -> 
 
 
 def test_a_part_can_be_copied_moved_and_saved_only() -> None:
-    part = CutTensor(torch.arange(4.0), (3, 2), (2, 1), 1)
+    part = ShardTensor(torch.arange(4.0), (3, 2), (2, 1), 1)
     assert part.shape == (3, 2)
     assert "1 to 5" in repr(part)
     for copied in (copy.deepcopy(part), part.clone(), part.detach(), part.to(torch.float64)):
-        assert isinstance(copied, CutTensor)
+        assert isinstance(copied, ShardTensor)
         assert copied.span == part.span
         assert torch.equal(copied.local.float(), part.local)
     with pytest.raises(NotImplementedError, match="made to be saved and loaded only"):

@@ -192,7 +192,7 @@ class AnyLayout(nn.Module):
 @ranks(1, 2, 3)
 def test_any_strides_and_dtypes(ctx: RankContext) -> None:
     """In DDP's buckets gradients lie as their parameters do, and complex ones as pairs of real numbers."""
-    config = ZeroConfig(partition=FlatShards(bucket_bytes=200), mixed_dtypes=True)
+    config = ZeroConfig(partition=FlatShards(bucket_bytes=200), allow_mixed_dtypes=True)
     for (view, unused), inner in zip(product((False, True), repeat=2), cycle(INNER)):
         wrap = {"gradient_as_bucket_view": view, "bucket_cap_mb": BUCKET_MB, "find_unused_parameters": unused}
         loss = partial(of_any_layout, odd=not unused)

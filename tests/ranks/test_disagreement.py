@@ -93,7 +93,7 @@ def differences() -> Iterator[tuple[str, str, Change]]:
     yield "class Adam$", "class Renamed$", but(optimizer_class=Renamed)
     yield "parameters_as_bucket_view=False", "parameters_as_bucket_view=True", but(parameters_as_bucket_view=True)
     yield "overlap_with_ddp=False", "overlap_with_ddp=True", but(overlap_with_ddp=True)
-    yield "mixed_dtypes=False", "mixed_dtypes=True", but(config=ZeroConfig(mixed_dtypes=True))
+    yield "allow_mixed_dtypes=False", "allow_mixed_dtypes=True", but(config=ZeroConfig(allow_mixed_dtypes=True))
     yield "partition=None", "Reversed", but(config=ZeroConfig(partition=Reversed()))
 
 
@@ -138,8 +138,8 @@ def test_different_numbers_of_parameters_are_told_first(ctx: RankContext) -> Non
 @ranks(2)
 def test_of_many_settings_only_the_one_that_differs_is_told(ctx: RankContext) -> None:
     with pytest.raises(RankMismatchError) as caught:
-        ZeroRedundancyOptimizer(small_model().parameters(), Adam, config=ZeroConfig(mixed_dtypes=bool(ctx.rank)))
-    expected = "rank 0: ZeroConfig(mixed_dtypes=False); rank 1: ZeroConfig(mixed_dtypes=True)"
+        ZeroRedundancyOptimizer(small_model().parameters(), Adam, config=ZeroConfig(allow_mixed_dtypes=bool(ctx.rank)))
+    expected = "rank 0: ZeroConfig(allow_mixed_dtypes=False); rank 1: ZeroConfig(allow_mixed_dtypes=True)"
     assert str(caught.value) == (
         f"making a ZeroRedundancyOptimizer: the ranks disagree. {expected}. This is to be the same on all ranks: look "
         "for what depends on the rank, such as an option, a file, an order, or a learning rate that one has changed by "
@@ -264,7 +264,7 @@ def test_a_refused_call_leaves_the_next_ones_in_step(ctx: RankContext) -> None:
 def test_agreement_in_a_tree_of_messages(ctx: RankContext) -> None:
     """What large groups do, forced on small ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "RING_RANKS", 1)
+        patch.setattr(collectives, "MAX_RING_RANKS", 1)
         with pytest.raises(RankMismatchError, match=r"ranks 0, 1.*: .*lr=0\.1.*rank 2: .*lr=0\.2"):
             ZeroRedundancyOptimizer(small_model().parameters(), Adam, lr=0.2 if ctx.rank == 2 else 0.1)
         twins = Twins(Adam)
@@ -294,4 +294,4 @@ def test_closures_called_more_often_on_one_rank(ctx: RankContext) -> None:
 
     with pytest.raises(RankMismatchError, match=r"different calls.*look for a condition such as `if rank == 0:`"):
         optimizer.step(closure)
-    assert not optimizer.engine.sync.under_way
+    assert not optimizer._engine.param_sync.is_in_flight

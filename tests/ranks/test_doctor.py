@@ -27,12 +27,12 @@ from tests.support.oracles import assert_same, small_model
 from zeroshard import RankLostError
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.group import Group
-from zeroshard.comm.joining import over
+from zeroshard.comm.joining import with_backend
 from zeroshard.doctor import checkup, command, measure, trial
 from zeroshard.doctor.findings import ERROR, WARNING
-from zeroshard.doctor.places import nodes
-from zeroshard.doctor.report import report_on
-from zeroshard.doctor.speed import speed_of
+from zeroshard.doctor.places import ranks_by_node
+from zeroshard.doctor.report import make_report
+from zeroshard.doctor.speed import measure_speed
 
 VERBS = ["all-reduce", "reduce-scatter", "all-gather", "broadcast"]
 GLOO = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
@@ -41,7 +41,7 @@ GLOO = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 @contextmanager
 def quickly() -> Iterator[None]:
     """Measured is as little as possible."""
-    with patch.object(measure, "_SECONDS", 0.0), patch.object(checkup, "_MOST_ON_CPU", 2**20):
+    with patch.object(measure, "_MEASUREMENT_BUDGET_S", 0.0), patch.object(checkup, "_MAX_CPU_MESSAGE_BYTES", 2**20):
         yield
 
 
@@ -53,7 +53,11 @@ def already_joined(_: timedelta) -> Iterator[Group]:
 def printed(ctx: RankContext, arguments: list[str], capture: Path) -> tuple[int, str]:
     """The exit status of the command on this rank, and what it has printed."""
     file = capture / f"{ctx.world_size}-{ctx.rank}-{len(arguments)}"
-    with file.open("w") as out, patch.object(sys, "stdout", out), patch.object(command, "joined", already_joined):
+    with (
+        file.open("w") as out,
+        patch.object(sys, "stdout", out),
+        patch.object(command, "init_from_env", already_joined),
+    ):
         status = command.main(arguments)
     return status, file.read_text()
 
@@ -94,10 +98,10 @@ def test_an_environment_that_differs(ctx: RankContext, tmp_path: Path) -> None:
     for name, level, expected in (("TORCH_SOMETHING", WARNING, 0), ("NCCL_ALGO", ERROR, 1)):
         mine = {name: f"of rank {ctx.rank}"} if ctx.rank == 1 else {}
         with quickly(), patch.dict(os.environ, mine):
-            report = report_on(checkup.examine(Group(), "", lambda _: None))
+            report = make_report(checkup.collect_job_info(Group(), "", lambda _: None))
         (found,) = [it for it in report.findings if it.what == f"environment: {name}"]
         assert (found.level, found.found) == (level, "rank 1: 'of rank 1'; ranks 0, 2: not set")
-        assert report.status == expected
+        assert report.exit_status == expected
         assert ctx.gather(report.findings) == [report.findings] * 3
 
 
@@ -113,13 +117,13 @@ def test_nccl_where_there_are_no_gpus(ctx: RankContext, tmp_path: Path) -> None:
 @ranks(3)
 def test_ranks_whose_steps_come_out_different(ctx: RankContext, tmp_path: Path) -> None:
     """One loses a bit of its result."""
-    real = trial.try_steps
+    real = trial.run_trial
 
-    def spoiled(group: Group, device: torch.device) -> trial.Trial:
+    def spoiled(group: Group, device: torch.device) -> trial.TrialResult:
         found = real(group, device)
         return replace(found, digest="another") if ctx.rank == 1 else found
 
-    with quickly(), patch.object(checkup, "try_steps", spoiled):
+    with quickly(), patch.object(checkup, "run_trial", spoiled):
         status, out = printed(ctx, [], tmp_path)
     assert ctx.gather(status) == [1] * ctx.world_size
     if ctx.rank == 0:
@@ -150,8 +154,8 @@ def test_a_rank_that_fails_alone_keeps_nobody_waiting(ctx: RankContext) -> None:
 
     failing = ctx.rank == 1
     expected = pytest.raises(OSError if failing else RankLostError, match="no such speed")
-    with quickly(), expected, patch.object(checkup, "speed_of", fail if failing else speed_of):
-        checkup.examine(Group(), "", lambda _: None)
+    with quickly(), expected, patch.object(checkup, "measure_speed", fail if failing else measure_speed):
+        checkup.collect_job_info(Group(), "", lambda _: None)
 
 
 @ranks(4)
@@ -159,9 +163,9 @@ def test_ways_within_and_between_hosts(ctx: RankContext) -> None:
     """As if two ranks ran on each of two hosts."""
     place = {"LOCAL_RANK": str(ctx.rank % 2), "LOCAL_WORLD_SIZE": "2"}
     with quickly(), patch.dict(os.environ, place):
-        found = checkup.examine(Group(), "", lambda _: None)
-    assert nodes(found.facts) == [[0, 1], [2, 3]]
-    for it in found.measured:
+        found = checkup.collect_job_info(Group(), "", lambda _: None)
+    assert ranks_by_node(found.rank_infos) == [[0, 1], [2, 3]]
+    for it in found.measurements:
         assert it.rates is not None
         assert it.rates.within > 0
         assert it.rates.between > 0
@@ -171,7 +175,7 @@ def test_ways_within_and_between_hosts(ctx: RankContext) -> None:
 def test_a_trial_changes_nothing_around_it(ctx: RankContext) -> None:
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
-    found = trial.try_steps(Group(), torch.device("cpu"))
+    found = trial.run_trial(Group(), torch.device("cpu"))
     assert torch.equal(torch.random.get_rng_state(), before)
     assert found.difference < 1e-12
     assert found.after < found.before
@@ -182,34 +186,34 @@ def test_a_trial_changes_nothing_around_it(ctx: RankContext) -> None:
 def test_over_another_backend_than_that_of_words(ctx: RankContext) -> None:
     """As NCCL is, where there are GPUs: a group of its own, of the same ranks."""
     words = Group()
-    assert over(words, "gloo") is words
+    assert with_backend(words, "gloo") is words
     with patch.object(dist, "get_backend", lambda _: "another"):
-        data = over(words, "gloo")
+        data = with_backend(words, "gloo")
     assert data.process_group is not words.process_group
     assert (data.rank, data.size, data.timeout) == (words.rank, words.size, words.timeout)
     with quickly():
-        timings = measure.Bench(Comm(data), torch.device("cpu")).timings(2**20)
+        timings = measure.CollectiveBenchmark(Comm(data), torch.device("cpu")).measure_timings(2**20)
     assert [it.verb for it in timings] == VERBS
-    assert trial.try_steps(data, torch.device("cpu")).difference < 1e-12
+    assert trial.run_trial(data, torch.device("cpu")).difference < 1e-12
 
 
 @ranks(2)
 def test_a_trial_sees_steps_that_are_wrong(ctx: RankContext) -> None:
     """Guard of the guard: the sharded one gets slightly other data."""
-    real = trial._step
+    real = trial._trial_step
 
     def otherwise(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> None:
         real(model, optimizer, rows * 1.001 if isinstance(optimizer, zeroshard.ShardedOptimizer) else rows)
 
-    with patch.object(trial, "_step", otherwise):
-        assert trial.try_steps(Group(), torch.device("cpu")).difference > 1e-6
+    with patch.object(trial, "_trial_step", otherwise):
+        assert trial.run_trial(Group(), torch.device("cpu")).difference > 1e-6
 
 
 @ranks(1, 2, 3)
 def test_the_advice_can_be_pasted(ctx: RankContext) -> None:
     """What it says makes an optimizer that trains as the plain one does."""
     with quickly():
-        advice = report_on(checkup.examine(Group(), "", lambda _: None)).advice
+        advice = make_report(checkup.collect_job_info(Group(), "", lambda _: None)).advice
     assert ctx.gather(advice) == [advice] * ctx.world_size
     model, plain_model, names = small_model(), small_model(), {"zeroshard": zeroshard, "torch": torch}
     scope: dict[str, Any] = {**names, "model": model}

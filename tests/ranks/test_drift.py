@@ -41,20 +41,20 @@ from tests.support.oracles import (
 )
 from zeroshard import (
     ConfigError,
-    Drift,
-    DriftError,
+    ConsistencyCheck,
     FlatShards,
     GradScaler,
     RankFailedError,
     RankMismatchError,
+    ReplicaMismatchError,
     ZeroConfig,
     ZeroRedundancyOptimizer,
     shard,
 )
 from zeroshard.runtime.checksums import Checksums
-from zeroshard.runtime.drift import judge
+from zeroshard.runtime.drift import find_majority
 
-EACH = Drift(every=1)
+EACH = ConsistencyCheck(every=1)
 FLIPS = 40
 """Of each optimizer."""
 ADAMW: dict[str, Any] = {"lr": 0.05}
@@ -101,7 +101,7 @@ def sharded(config: ZeroConfig | None = None, make: Callable[[], nn.Module] = Mi
 
 def dropped_in(config: ZeroConfig | None = None, make: Callable[[], nn.Module] = Mixed, **more: Any) -> tuple[Any, Any]:
     model = seeded(make, 0)
-    config = replace(config or ZeroConfig(), mixed_dtypes=True)
+    config = replace(config or ZeroConfig(), allow_mixed_dtypes=True)
     optimizer = ZeroRedundancyOptimizer(
         model.named_parameters(), torch.optim.SGD, config=config, lr=0.1, momentum=0.9, **more
     )
@@ -119,7 +119,7 @@ def both_facades(world_size: int) -> Iterator[tuple[nn.Module, Any]]:
 
 def owners(optimizer: Any, index: int, element: int) -> set[int]:
     """Ranks that own an element of a parameter's memory."""
-    (piece,) = [it for it in optimizer.layout.pieces_of_param(index) if it.in_param.start <= element < it.in_param.stop]
+    (piece,) = [it for it in optimizer.layout.param_shards(index) if it.in_param.start <= element < it.in_param.stop]
     size = optimizer.world_size
     return {row * size + piece.owner for row in range(torch.distributed.get_world_size() // size)}
 
@@ -137,7 +137,7 @@ def test_every_flipped_bit_is_found_and_named(ctx: RankContext) -> None:
         flips += FLIPS
         params = named(model)
         before = values_of(model)
-        optimizer.check_drift()
+        optimizer.check_consistency()
         for _ in range(FLIPS):
             name = draw.choice(list(params))
             param = params[name]
@@ -145,8 +145,10 @@ def test_every_flipped_bit_is_found_and_named(ctx: RankContext) -> None:
             bit = draw.randrange(param.itemsize * 8)
             if ctx.rank == rank:
                 flip(param, element, bit)
-            with pytest.raises(DriftError, match=rf"check_drift\(\): 1 of 10 parameters .*\({name}\)") as caught:
-                optimizer.check_drift()
+            with pytest.raises(
+                ReplicaMismatchError, match=rf"check_consistency\(\): 1 of 10 parameters .*\({name}\)"
+            ) as caught:
+                optimizer.check_consistency()
             place = memory_place(param, element)
             index = next(spec.index for spec in optimizer.layout.params if spec.name == name)
             wrong = [rank]
@@ -158,7 +160,7 @@ def test_every_flipped_bit_is_found_and_named(ctx: RankContext) -> None:
             assert f"in bucket {optimizer.layout.bucket_of(index)}" in str(caught.value)
             if ctx.rank == rank:
                 flip(param, element, bit)
-        optimizer.check_drift()
+        optimizer.check_consistency()
         assert_same([it.tolist() for it in values_of(model)], [it.tolist() for it in before])
     if ctx.rank == 0:
         done = (
@@ -169,8 +171,8 @@ def test_every_flipped_bit_is_found_and_named(ctx: RankContext) -> None:
 
 @ranks(2, 3)
 def test_a_step_finds_it_before_it_updates(ctx: RankContext) -> None:
-    for config in (ZERO2, ZERO1, replace(ZERO2, overlap_gather=True)):
-        model, optimizer = sharded(replace(config, drift=Drift(every=3)), mlp)
+    for config in (ZERO2, ZERO1, replace(ZERO2, overlap_param_gather=True)):
+        model, optimizer = sharded(replace(config, consistency_check=ConsistencyCheck(every=3)), mlp)
         for number in range(2):
             torch.autograd.backward(regression(model, number))
             optimizer.step()
@@ -181,7 +183,7 @@ def test_a_step_finds_it_before_it_updates(ctx: RankContext) -> None:
             flip(model[4].bias, 3, 30)
         before = values_of(model)
         state = optimizer.full_state_dict()
-        with pytest.raises(DriftError, match=r"before step 3: 1 of 10 parameters .*4\.bias") as caught:
+        with pytest.raises(ReplicaMismatchError, match=r"before step 3: 1 of 10 parameters .*4\.bias") as caught:
             optimizer.step()
         assert caught.value.step == 3
         assert "Load the last checkpoint" in str(caught.value)
@@ -192,8 +194,8 @@ def test_a_step_finds_it_before_it_updates(ctx: RankContext) -> None:
 @ranks(2, 3, 4)
 def test_with_a_look_at_every_step_no_lost_bit_gets_by(ctx: RankContext) -> None:
     draw = random.Random(11)
-    for config in (ZERO2, ZERO1, replace(ZERO2, overlap_gather=True)) * 6:
-        lose_a_bit(ctx, replace(config, drift=EACH), draw)
+    for config in (ZERO2, ZERO1, replace(ZERO2, overlap_param_gather=True)) * 6:
+        lose_a_bit(ctx, replace(config, consistency_check=EACH), draw)
 
 
 def lose_a_bit(ctx: RankContext, config: ZeroConfig, draw: random.Random) -> None:
@@ -214,7 +216,7 @@ def lose_a_bit(ctx: RankContext, config: ZeroConfig, draw: random.Random) -> Non
             optimizer.step()
             optimizer.zero_grad()
 
-    with pytest.raises(DriftError) as caught:
+    with pytest.raises(ReplicaMismatchError) as caught:
         train()
     index = next(spec.index for spec in optimizer.layout.params if spec.name == name)
     is_owners = rank in owners(optimizer, index, memory_place(param, element))
@@ -226,14 +228,14 @@ def lose_a_bit(ctx: RankContext, config: ZeroConfig, draw: random.Random) -> Non
 def test_a_rank_that_ran_other_code(ctx: RankContext) -> None:
     """It has made a step of its own, with another learning rate: many parameters differ, and it is named."""
     for model, optimizer in (sharded(make=mlp), dropped_in(make=mlp)):
-        optimizer.check_drift()
+        optimizer.check_consistency()
         odd = ctx.world_size - 2
         if ctx.rank == odd:
             set_grads(model.parameters(), 1)
             torch.optim.SGD(model.parameters(), lr=0.3).step()
             optimizer.zero_grad()
-        with pytest.raises(DriftError, match=r"10 of 10 parameters .*; and 5 more\.") as caught:
-            optimizer.check_drift()
+        with pytest.raises(ReplicaMismatchError, match=r"10 of 10 parameters .*; and 5 more\.") as caught:
+            optimizer.check_consistency()
         assert caught.value.ranks == (odd,)
         assert caught.value.params == tuple(name for name, _ in model.named_parameters())
         others = ", ".join(str(rank) for rank in range(ctx.world_size) if rank != odd)
@@ -246,8 +248,8 @@ def test_several_ranks_that_differ(ctx: RankContext) -> None:
     model, optimizer = dropped_in(make=small_model)
     with torch.no_grad():
         model[1].weight[0, 0] = ctx.rank
-    with pytest.raises(DriftError, match=r"1\.weight") as caught:
-        optimizer.check_drift()
+    with pytest.raises(ReplicaMismatchError, match=r"1\.weight") as caught:
+        optimizer.check_consistency()
     (owner,) = owners(optimizer, 2, 0)
     assert caught.value.ranks == tuple(rank for rank in range(ctx.world_size) if rank != owner)
 
@@ -261,15 +263,15 @@ def test_what_a_step_updates_is_the_same_again(ctx: RankContext) -> None:
             flip(model[0].weight, 0, 20)
         set_grads(model.parameters(), 0)
         optimizer.step()
-        optimizer.check_drift()
+        optimizer.check_consistency()
         assert all_equal(ctx.gather([model[0].weight.detach()]))
     model, optimizer = dropped_in(make=mlp)
     if ctx.rank == 0:
         flip(model[8].weight, 35, 20)
     set_grads(model[:8].parameters(), 0)
     optimizer.step()
-    with pytest.raises(DriftError) as caught:
-        optimizer.check_drift()
+    with pytest.raises(ReplicaMismatchError) as caught:
+        optimizer.check_consistency()
     assert caught.value.params == ("8.weight",)
 
 
@@ -277,10 +279,12 @@ def test_what_a_step_updates_is_the_same_again(ctx: RankContext) -> None:
 def test_every_rank_has_lost_a_part(ctx: RankContext) -> None:
     """Each part has a majority of ranks that are right, and no rank is right in all."""
     model, optimizer = sharded(ZeroConfig(), lambda: nn.Linear(6, 8, bias=False))
-    piece = optimizer.layout.piece_of(0, (ctx.rank + 1) % ctx.world_size)
+    piece = optimizer.layout.param_shard(0, (ctx.rank + 1) % ctx.world_size)
     flip(model.weight, piece.in_param.start, 4)
-    with pytest.raises(DriftError, match=r"\(weight\) in bucket 0, of which every rank has lost a part\.") as caught:
-        optimizer.check_drift()
+    with pytest.raises(
+        ReplicaMismatchError, match=r"\(weight\) in bucket 0, of which every rank has lost a part\."
+    ) as caught:
+        optimizer.check_consistency()
     assert caught.value.ranks == tuple(range(ctx.world_size))
     assert "no value has a majority" not in str(caught.value)
 
@@ -288,39 +292,39 @@ def test_every_rank_has_lost_a_part(ctx: RankContext) -> None:
 @ranks(2)
 def test_a_difference_that_is_gone_when_looked_at_again(ctx: RankContext) -> None:
     _, optimizer = dropped_in(make=small_model)
-    right, calls = Checksums.total, iter([1] * ctx.rank)
+    right, calls = Checksums.compute, iter([1] * ctx.rank)
 
     def unsteady(self: Checksums, tensors: Any) -> int:
         return right(self, tensors) + next(calls, 0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checksums, "total", unsteady)
+        patch.setattr(Checksums, "compute", unsteady)
         with pytest.raises(
-            DriftError, match="when all looked again they did not: a rank's memory is unsteady"
+            ReplicaMismatchError, match="when all looked again they did not: a rank's memory is unsteady"
         ) as caught:
-            optimizer.check_drift()
+            optimizer.check_consistency()
     assert (caught.value.ranks, caught.value.params) == ((), ())
-    optimizer.check_drift()
+    optimizer.check_consistency()
 
 
 @ranks(2)
 def test_on_demand_where_ddp_makes_the_steps(ctx: RankContext) -> None:
     twins = DdpTwins(Setup(), mlp, torch.optim.AdamW, **ADAMW)
     twins.train(4)
-    twins.zero.check_drift()
+    twins.zero.check_consistency()
     if ctx.rank:
         flip(next(twins.ddp.parameters()), 3, 3)
-    with pytest.raises(DriftError, match="1 of 10 parameters"):
-        twins.zero.check_drift()
+    with pytest.raises(ReplicaMismatchError, match="1 of 10 parameters"):
+        twins.zero.check_consistency()
 
 
 def test_who_is_right() -> None:
-    assert judge(["a", "a*", "b"]) == ([0, 1], [2], True)
-    assert judge(["a*", "b", "b"]) == ([1, 2], [0], True)
-    assert judge(["a", "b*"]) == ([1], [0], False)
-    assert judge(["a", "b*", "c"]) == ([1], [0, 2], False)
-    assert judge(["a*", "a", "b*", "b"]) == ([0, 1], [2, 3], False)
-    assert judge(["a", "a", "b*", "b*", "c"]) == ([2, 3], [0, 1, 4], False)
+    assert find_majority(["a", "a*", "b"]) == ([0, 1], [2], True)
+    assert find_majority(["a*", "b", "b"]) == ([1, 2], [0], True)
+    assert find_majority(["a", "b*"]) == ([1], [0], False)
+    assert find_majority(["a", "b*", "c"]) == ([1], [0, 2], False)
+    assert find_majority(["a*", "a", "b*", "b"]) == ([0, 1], [2, 3], False)
+    assert find_majority(["a", "a", "b*", "b*", "c"]) == ([2, 3], [0, 1, 4], False)
 
 
 def train(model: nn.Module, optimizer: Any, loss: Callable[[nn.Module, int], Tensor] = regression) -> list[Tensor]:
@@ -337,7 +341,7 @@ def test_no_alarm_and_the_same_numbers_without(ctx: RankContext) -> None:
     for config in configs:
         found, expected = (
             train(model, shard(model, torch.optim.AdamW, config=it, **ADAMW))
-            for it in (replace(config, drift=EACH), config)
+            for it in (replace(config, consistency_check=EACH), config)
             for model in [seeded(mlp, 0)]
         )
         assert all_equal([found, expected]), config
@@ -346,11 +350,11 @@ def test_no_alarm_and_the_same_numbers_without(ctx: RankContext) -> None:
 @ranks(4)
 def test_no_alarm_with_rules_and_rows(ctx: RankContext) -> None:
     where = within((2, 2))
-    for config in (ZERO2, replace(ZERO2, overlap_gather=True)):
+    for config in (ZERO2, replace(ZERO2, overlap_param_gather=True)):
         for make, loss, chosen in ((Words, next_word, rules()), (mlp, regression, torch.optim.AdamW)):
             found, expected = (
                 train(model, shard(model, chosen, config=it, **where), loss)
-                for it in (replace(config, drift=EACH), config)
+                for it in (replace(config, consistency_check=EACH), config)
                 for model in [seeded(make, 0)]
             )
             assert all_equal([found, expected])
@@ -367,7 +371,7 @@ def test_no_alarm_under_ddp(ctx: RankContext) -> None:
         results = []
         for drift in (EACH, None):
             ddp = DistributedDataParallel(seeded(mlp, 0))
-            config = replace(options.get("config", ZeroConfig()), drift=drift)
+            config = replace(options.get("config", ZeroConfig()), consistency_check=drift)
             zero = ZeroRedundancyOptimizer(
                 ddp.parameters(), torch.optim.AdamW, **{**options, "config": config}, **ADAMW
             )
@@ -378,7 +382,7 @@ def test_no_alarm_under_ddp(ctx: RankContext) -> None:
 @ranks(2, 3)
 def test_steps_of_every_kind_are_counted_alike(ctx: RankContext) -> None:
     """With a closure, with a scaler that leaves them out, and where only some ranks have inputs."""
-    model, optimizer = sharded(replace(ZERO2, drift=Drift(every=2)), mlp)
+    model, optimizer = sharded(replace(ZERO2, consistency_check=ConsistencyCheck(every=2)), mlp)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -392,7 +396,7 @@ def test_steps_of_every_kind_are_counted_alike(ctx: RankContext) -> None:
     spoil = ctx.rank == 0
     if spoil:
         flip(model[0].weight, 2, 1)
-    with pytest.raises(DriftError, match=r"before step 2: .*0\.weight"):
+    with pytest.raises(ReplicaMismatchError, match=r"before step 2: .*0\.weight"):
         scaler.step(optimizer)
     scaler.update()
     if spoil:
@@ -410,21 +414,21 @@ def test_steps_of_every_kind_are_counted_alike(ctx: RankContext) -> None:
         coming += 1
     if spoil:
         flip(model[0].weight, 2, 1)
-    with pytest.raises(DriftError, match=rf"before step {coming}: .*0\.weight"):
+    with pytest.raises(ReplicaMismatchError, match=rf"before step {coming}: .*0\.weight"):
         optimizer.step()
 
 
 @ranks(2, 3)
 def test_uneven_inputs(ctx: RankContext) -> None:
     """Ranks that only shadow a step take part, and a rank that drifts among them is found by all."""
-    model, optimizer = dropped_in(ZeroConfig(drift=EACH), mlp)
+    model, optimizer = dropped_in(ZeroConfig(consistency_check=EACH), mlp)
     ddp = DistributedDataParallel(model)
     with Join([ddp, optimizer]):
         for number in range(2 + ctx.rank):
             optimizer.zero_grad()
             torch.autograd.backward(regression(ddp, number))
             optimizer.step()
-    optimizer.check_drift()
+    optimizer.check_consistency()
     assert all_equal(ctx.gather(values_of(model)))
 
 
@@ -432,8 +436,8 @@ def test_uneven_inputs(ctx: RankContext) -> None:
 def test_ranks_in_different_calls(ctx: RankContext) -> None:
     model, optimizer = dropped_in(make=small_model)
     set_grads(model.parameters(), 0)
-    with pytest.raises(RankMismatchError, match=r"the ranks are in different calls.*check_drift\(\)"):
-        optimizer.check_drift() if ctx.rank else optimizer.step()
+    with pytest.raises(RankMismatchError, match=r"the ranks are in different calls.*check_consistency\(\)"):
+        optimizer.check_consistency() if ctx.rank else optimizer.step()
 
 
 @ranks(2)
@@ -444,16 +448,16 @@ def test_what_fails_on_one_rank_is_raised_on_all(ctx: RankContext) -> None:
     _, optimizer = dropped_in(make=small_model)
     with pytest.MonkeyPatch.context() as patch:
         if ctx.rank:
-            patch.setattr(Checksums, "_sum", fail)
+            patch.setattr(Checksums, "_checksum_chunk", fail)
         with pytest.raises(MemoryError if ctx.rank else RankFailedError, match="nothing left"):
-            optimizer.check_drift()
-    optimizer.check_drift()
+            optimizer.check_consistency()
+    optimizer.check_consistency()
 
 
 @ranks(2, 3)
 def test_what_fails_on_one_rank_in_the_search_is_raised_on_all(ctx: RankContext) -> None:
     """While ranks look for the parameters that differ, and for the pieces of one."""
-    right = Checksums.total
+    right = Checksums.compute
     model, optimizer = dropped_in(make=small_model)
     if ctx.rank == 0:
         flip(model[0].weight, 1, 2)
@@ -467,28 +471,28 @@ def test_what_fails_on_one_rank_in_the_search_is_raised_on_all(ctx: RankContext)
 
         with pytest.MonkeyPatch.context() as patch:
             if ctx.rank == 1:
-                patch.setattr(Checksums, "total", total)
+                patch.setattr(Checksums, "compute", total)
             with pytest.raises(MemoryError if ctx.rank == 1 else RankFailedError, match="nothing left"):
-                optimizer.check_drift()
-    with pytest.raises(DriftError):
-        optimizer.check_drift()
+                optimizer.check_consistency()
+    with pytest.raises(ReplicaMismatchError):
+        optimizer.check_consistency()
 
 
 @ranks(2)
 def test_it_is_refused_where_ddp_makes_the_steps(ctx: RankContext) -> None:
-    with pytest.raises(ConfigError, match=r"Drift\(\.\.\.\) cannot be used with overlap_with_ddp=True"):
-        dropped_in(ZeroConfig(drift=EACH), overlap_with_ddp=True)
+    with pytest.raises(ConfigError, match=r"ConsistencyCheck\(\.\.\.\) cannot be used with overlap_with_ddp=True"):
+        dropped_in(ZeroConfig(consistency_check=EACH), overlap_with_ddp=True)
 
 
 @ranks(2)
 def test_ranks_that_look_in_different_steps_are_told_when_they_start(ctx: RankContext) -> None:
-    with pytest.raises(RankMismatchError, match=re.escape("drift=Drift(every=2)")):
-        sharded(replace(ZERO2, drift=Drift(every=1 + ctx.rank)))
+    with pytest.raises(RankMismatchError, match=re.escape("consistency_check=ConsistencyCheck(every=2)")):
+        sharded(replace(ZERO2, consistency_check=ConsistencyCheck(every=1 + ctx.rank)))
 
 
 @ranks(2)
 def test_beside_the_plain_optimizer(ctx: RankContext) -> None:
-    pair = Pair(torch.optim.AdamW, config=replace(ZERO2, drift=EACH), **ADAMW)
+    pair = Pair(torch.optim.AdamW, config=replace(ZERO2, consistency_check=EACH), **ADAMW)
     pair.train(3)
     pair.check_state()
 
@@ -501,12 +505,12 @@ def test_on_a_gpu(ctx: RankContext) -> None:
     for model, optimizer in (sharded(make=_mixed_on_gpu), dropped_in(make=_mixed_on_gpu)):
         params = named(model)
         sums = Checksums()
-        assert sums.total(params.values()) == sums.total([param.cpu() for param in params.values()])
+        assert sums.compute(params.values()) == sums.compute([param.cpu() for param in params.values()])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                optimizer.check_drift()
+                optimizer.check_consistency()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         assert len([it for it in caught if "called a synchronizing" in str(it.message)]) == 1
@@ -514,12 +518,12 @@ def test_on_a_gpu(ctx: RankContext) -> None:
             element, bit = draw.randrange(param.numel()), draw.randrange(param.itemsize * 8)
             if ctx.rank:
                 flip(param, element, bit)
-            with pytest.raises(DriftError) as found:
-                optimizer.check_drift()
+            with pytest.raises(ReplicaMismatchError) as found:
+                optimizer.check_consistency()
             assert found.value.params == (name,)
             if ctx.rank:
                 flip(param, element, bit)
-        optimizer.check_drift()
+        optimizer.check_consistency()
 
 
 def _mixed_on_gpu() -> nn.Module:
@@ -529,11 +533,11 @@ def _mixed_on_gpu() -> nn.Module:
 @pytest.mark.gpu
 @ranks(1, 2)
 def test_training_on_a_gpu(ctx: RankContext) -> None:
-    for config in (ZERO2, ZERO1, replace(ZERO2, overlap_gather=True)):
+    for config in (ZERO2, ZERO1, replace(ZERO2, overlap_param_gather=True)):
         results = []
         for drift in (EACH, None):
             model = seeded(mlp, 0).cuda()
-            optimizer = shard(model, torch.optim.AdamW, config=replace(config, drift=drift), **ADAMW)
+            optimizer = shard(model, torch.optim.AdamW, config=replace(config, consistency_check=drift), **ADAMW)
             results.append(train(model, optimizer, _regression_on_gpu))
         assert all_equal(results)
 

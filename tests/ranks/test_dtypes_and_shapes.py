@@ -16,7 +16,7 @@ from tests.support.oracles import Twins, assert_same, set_grads
 from zeroshard import ConfigError, ZeroConfig, ZeroRedundancyOptimizer
 
 MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-MIXED = ZeroConfig(mixed_dtypes=True)
+MIXED = ZeroConfig(allow_mixed_dtypes=True)
 
 
 def settings(**more: Any) -> Iterable[dict[str, Any]]:
@@ -61,7 +61,7 @@ def one_by_one(model: nn.Module) -> list[dict[str, Any]]:
 def test_several_dtypes_if_asked_for(ctx: RankContext) -> None:
     for handed in (nn.Module.parameters, one_by_one):
         with pytest.raises(
-            ConfigError, match=r"parameter 0 is torch.float32, parameter 1 is torch.bfloat16.*mixed_dtypes"
+            ConfigError, match=r"parameter 0 is torch.float32, parameter 1 is torch.bfloat16.*allow_mixed_dtypes"
         ):
             ZeroRedundancyOptimizer(handed(mixture()), optim.SGD, lr=0.1)
         for zero_only in settings(config=MIXED):

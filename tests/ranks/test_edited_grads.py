@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import RankContext, ranks
 from tests.support.oracles import TINY, ZERO1, ZERO2, mlp, regression, seeded
-from zeroshard import NonFinite, RankFailedError, RankMismatchError, ZeroConfig, ZeroRedundancyOptimizer, shard
+from zeroshard import NonFiniteGrads, RankFailedError, RankMismatchError, ZeroConfig, ZeroRedundancyOptimizer, shard
 
 WAYS = ("ddp_hook", "zero1", "zero2")
 
@@ -191,7 +191,7 @@ def test_what_cannot_be_right_is_refused_on_all_ranks(ctx: RankContext, way: str
 def test_gradients_set_by_hand_after_a_step_that_was_skipped(ctx: RankContext) -> None:
     model = seeded(mlp)
     for stage in (ZERO1.stage, ZERO2.stage):
-        config = ZeroConfig(stage=stage, nonfinite=NonFinite("skip"))
+        config = ZeroConfig(stage=stage, nonfinite=NonFiniteGrads("skip"))
         optimizer = shard(model, optim.SGD, config=config, lr=0.1)
         torch.autograd.backward(regression(model, 0) * math.inf)
         optimizer.step()

@@ -34,7 +34,7 @@ import zeroshard
 dist.init_process_group("gloo")
 size = 1000 if "copy" in sys.argv else 64
 model = torch.nn.Linear(size, 64)
-config = zeroshard.ZeroConfig(second_copy=zeroshard.SecondCopy(every=1) if "copy" in sys.argv else None)
+config = zeroshard.ZeroConfig(peer_checkpoint=zeroshard.PeerCheckpoint(every=1) if "copy" in sys.argv else None)
 optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=1e-3, config=config)
 if dist.get_rank() == 0 or "step" in sys.argv:
     model(torch.ones(4, size)).sum().backward()  # rank 0 alone sends, and receives nothing
@@ -81,9 +81,9 @@ import zeroshard
 dist.init_process_group("gloo")
 rank, ended = dist.get_rank(), pathlib.Path("ended")
 model = torch.nn.Linear(64, 64)
-config = zeroshard.ZeroConfig(overlap_gather="overlap" in sys.argv)
+config = zeroshard.ZeroConfig(overlap_param_gather="overlap" in sys.argv)
 within = 2 if "hybrid" in sys.argv else None
-optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=1e-3, config=config, shard_within=within)
+optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=1e-3, config=config, shard_group_size=within)
 for number in range(10 if "alone" not in sys.argv or rank == 0 else 8):
     model(torch.ones(4, 64)).sum().backward()
     if number % 4 == 3:

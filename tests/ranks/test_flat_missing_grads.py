@@ -209,7 +209,7 @@ def test_owners_decide_where_others_have_none(ctx: RankContext) -> None:
     """A parameter in one piece: the gradient of its owner is what counts."""
     shapes = [(16,)] * ctx.world_size
     twins = Twins(optim.SGD, model=partial(randoms, *shapes), zero_only=flat(1 << 20), lr=0.1)
-    owned = set(twins.zero.layout.owned_by(twins.zero.rank))
+    owned = set(twins.zero.layout.params_owned_by(twins.zero.rank))
     assert len(owned) == 1
     set_grads(twins.model.parameters(), 0)
     for index, param in enumerate(twins.model.parameters()):
@@ -314,7 +314,7 @@ def test_a_step_that_fails_at_once_is_made_by_the_others_and_reaches_all(ctx: Ra
         twins.plain.step()
         params = list(twins.plain_model.parameters())
         with torch.no_grad():
-            for piece in (piece for bucket in twins.zero.layout.buckets for piece in bucket.pieces):
+            for piece in (piece for bucket in twins.zero.layout.buckets for piece in bucket.param_shards):
                 if piece.owner == culprit:
                     span = slice(*piece.in_param)
                     params[piece.param].view(-1)[span] = start[piece.param].view(-1)[span]

@@ -24,11 +24,11 @@ from zeroshard import (
     ZeroConfig,
     ZeroRedundancyOptimizer,
 )
-from zeroshard.assembly import Assembly
+from zeroshard.assembly import EngineBuilder
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.group import Group
-from zeroshard.runtime.inner import Recipe
-from zeroshard.runtime.parts import Kind
+from zeroshard.runtime.inner import OptimizerFactory
+from zeroshard.runtime.parts import OptimizerSpec
 
 Options = dict[str, Any]
 
@@ -211,7 +211,7 @@ def test_several_dtypes_if_asked_for(ctx: RankContext) -> None:
         with pytest.raises(ConfigError, match=r"parameter 0 is torch.float32, parameter 1 is torch.bfloat16"):
             ZeroRedundancyOptimizer(handed(mixture()), optim.SGD, lr=0.1, **flat())
         for cls, options in OPTIMIZERS:
-            twins = Twins(cls, model=mixture, handed=handed, zero_only=flat(20, mixed_dtypes=True), **options)
+            twins = Twins(cls, model=mixture, handed=handed, zero_only=flat(20, allow_mixed_dtypes=True), **options)
             train(twins, 2, closely=rounds_otherwise(cls, options, torch.bfloat16))
 
 
@@ -362,7 +362,7 @@ def test_what_looks_at_whole_parameters_is_refused_by_name(ctx: RankContext) -> 
     for factory, options in WHOLE:
         model = randoms((4, 3), (5, 5))
         before = [(param.detach().clone(), param.data_ptr()) for param in model]
-        name = Recipe(factory, [], True, {}).name
+        name = OptimizerFactory(factory, [], True, {}).name
         with pytest.raises(ConfigError, match=rf"{name} cannot be sharded|FlatShards\(\) cannot be used with {name}:"):
             ZeroRedundancyOptimizer(model.parameters(), factory, **flat(), **options)
         assert_same([(param.detach(), param.data_ptr()) for param in model], before)
@@ -372,11 +372,15 @@ def test_what_looks_at_whole_parameters_is_refused_by_name(ctx: RankContext) -> 
 def test_without_a_choice_of_the_user_whole_parameters_are_taken_where_need_be(ctx: RankContext) -> None:
     comm = Comm(Group(None))
     for factory, options in WHOLE[:3]:
-        kinds = [Kind("X", Recipe(factory, [{"params": list(randoms((4, 3), (5, 5)))}], True, options))]
-        assert Assembly(comm, ZeroConfig(), kinds, reduces=True).division.partitions == [WholeParams()]
-    kinds = [Kind("X", Recipe(optim.AdamW, [{"params": list(randoms((4, 3), (5, 5)))}], True, {}))]
-    assert Assembly(comm, ZeroConfig(), kinds, reduces=True).division.partitions == [FlatShards(align=1, least=1)]
-    assert Assembly(comm, ZeroConfig(), kinds).division.partitions == [WholeParams()]
+        kinds = [
+            OptimizerSpec("X", OptimizerFactory(factory, [{"params": list(randoms((4, 3), (5, 5)))}], True, options))
+        ]
+        assert EngineBuilder(comm, ZeroConfig(), kinds, reduces_grads=True).partitioning.partitioners == [WholeParams()]
+    kinds = [OptimizerSpec("X", OptimizerFactory(optim.AdamW, [{"params": list(randoms((4, 3), (5, 5)))}], True, {}))]
+    assert EngineBuilder(comm, ZeroConfig(), kinds, reduces_grads=True).partitioning.partitioners == [
+        FlatShards(align=1, min_numel=1)
+    ]
+    assert EngineBuilder(comm, ZeroConfig(), kinds).partitioning.partitioners == [WholeParams()]
 
 
 @ranks(1, 2)
@@ -384,11 +388,11 @@ def test_options_that_do_not_go_together(ctx: RankContext) -> None:
     with pytest.raises(ConfigError, match=r"overlap_with_ddp=True.*ddp_hook"):
         ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, overlap_with_ddp=True, **flat())
     with pytest.raises(ConfigError, match=r"zeroshard\.shard"):
-        ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, **flat(overlap_gather=True))
+        ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, **flat(overlap_param_gather=True))
     with pytest.raises(ConfigError, match=r"stage=2.* Use zeroshard\.shard\(model, \.\.\.\) for ZeRO-2"):
         ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, **flat(stage=2))
-    with pytest.raises(ConfigError, match=r"sync_buffers=False is for zeroshard\.shard"):
-        ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, config=ZeroConfig(sync_buffers=False))
+    with pytest.raises(ConfigError, match=r"broadcast_buffers=False is for zeroshard\.shard"):
+        ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, config=ZeroConfig(broadcast_buffers=False))
     with pytest.raises(ConfigError, match=r"ZeroConfig\(reduce_dtype=\.\.\.\) needs partition=FlatShards\(\)"):
         ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, config=ZeroConfig(reduce_dtype=torch.bfloat16))
     with pytest.raises(ConfigError, match=r"ZeroConfig\(master_dtype=\.\.\.\) needs partition=FlatShards\(\)"):

@@ -74,7 +74,7 @@ def test_the_dict_is_that_of_the_unsharded_optimizer(ctx: RankContext, number: i
 
 @ranks(1, 2, 3)
 def test_of_several_dtypes(ctx: RankContext) -> None:
-    twins = trained(partial(Twins, optim.AdamW, model=mixture, zero_only=flat(20, mixed_dtypes=True)))
+    twins = trained(partial(Twins, optim.AdamW, model=mixture, zero_only=flat(20, allow_mixed_dtypes=True)))
     assert_state(twins)
     saved = copy.deepcopy(twins.plain.state_dict())
     twins.zero.load_state_dict(saved)
@@ -119,7 +119,7 @@ def test_the_state_of_a_parameter_shows_this_ranks_piece(ctx: RankContext) -> No
     twins = trained(CASES[0], zero_only=flat())
     state, layout = twins.zero.state, twins.zero.layout
     for index, (ours, theirs) in enumerate(zip(twins.model.parameters(), twins.plain_model.parameters(), strict=True)):
-        mine = [piece for piece in layout.pieces_of_param(index) if piece.owner == ctx.rank]
+        mine = [piece for piece in layout.param_shards(index) if piece.owner == ctx.rank]
         assert (ours in state) == bool(mine)
         for piece in mine:
             expected = twins.plain.state[theirs]

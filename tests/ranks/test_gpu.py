@@ -116,7 +116,7 @@ CONFIGS = {
     "ZeRO-2": ZeroConfig(),
     "small buckets": ZeroConfig(partition=FlatShards(bucket_bytes=64)),
     "ZeRO-1": ZeroConfig(partition=FlatShards(bucket_bytes=64), stage=1),
-    "overlapped": ZeroConfig(partition=FlatShards(bucket_bytes=64), overlap_gather=True),
+    "overlapped": ZeroConfig(partition=FlatShards(bucket_bytes=64), overlap_param_gather=True),
 }
 
 

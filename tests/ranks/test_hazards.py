@@ -363,7 +363,7 @@ def test_optimizers_are_known_beside_frozen_integers(ctx: RankContext) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         twins = ShardTwins(None, Quantised)
-    assert twins.zero.balance.fullest < 1.1
+    assert twins.zero.balance.memory_imbalance < 1.1
     twins.train(3)
 
 

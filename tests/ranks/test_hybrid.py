@@ -196,7 +196,7 @@ def test_a_scaler_skips_on_all_ranks_or_on_none(ctx: RankContext) -> None:
 def test_accumulation_and_local_passes(ctx: RankContext) -> None:
     """To rounding: DDP averages the sum of passes, and ZeRO-2 sums up averages."""
     for grid in grids(ctx.world_size):
-        for config in (ZERO2, ZERO1, replace(ZERO2, overlap_gather=True)):
+        for config in (ZERO2, ZERO1, replace(ZERO2, overlap_param_gather=True)):
             twins = ShardTwins(config, where=within(grid))
             for local in (False, True):
                 for side in twins.sides:
@@ -356,9 +356,9 @@ def test_sums_of_all_rows_are_made_while_nobody_asks(ctx: RankContext, config: Z
         model, plain = seeded(mlp, 0), seeded(mlp, 0)
         optimizer = shard(model, optim.SGD, lr=0.1, config=config, **within(grid))
         torch.autograd.backward(regression(model, 0))
-        sync = optimizer._grad_sync
-        assert all(sending.arriving.arrives(30) for sending in sync._under_way)
-        assert sync._rounds.sent == len(sync._rounds.slots)
+        sync = optimizer._grad_reducer
+        assert all(sending.work.is_ready(30) for sending in sync._in_flight)
+        assert sync._schedule.num_sent == len(sync._schedule.buckets)
         dist.barrier()
         optimizer.clip_grad_norm_(1e9)
         torch.autograd.backward(regression(plain, 0))
@@ -366,7 +366,7 @@ def test_sums_of_all_rows_are_made_while_nobody_asks(ctx: RankContext, config: Z
         for grad in grads:
             dist.all_reduce(grad)
         expected = torch.cat([grad.flatten() for grad in grads]).div(ctx.world_size).square().sum()
-        total = torch.cat(optimizer.engine.grads.tensors()).square().sum()
+        total = torch.cat(optimizer._engine.grads.grad_tensors()).square().sum()
         dist.all_reduce(total, group=optimizer.process_group)
         torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-6)
 

@@ -223,7 +223,7 @@ def test_parts_through_dcp(ctx: RankContext, tmp_path: Path) -> None:
 def test_one_row_alone_cannot_save(ctx: RankContext, tmp_path: Path) -> None:
     with launched(ctx.rank % 2, 2):
         model = net()
-        optimizer = shard(model, torch.optim.AdamW, shard_within="node")
+        optimizer = shard(model, torch.optim.AdamW, shard_group_size="node")
     with pytest.raises(ConfigError, match=r"process_group=optimizer.join_process_group"):
         checkpoint.save(tmp_path, step=0, model=model, optimizer=optimizer, process_group=optimizer.process_group)
     given = optimizer.join_process_group

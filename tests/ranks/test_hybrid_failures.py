@@ -37,18 +37,18 @@ from tests.support.tiers import sampled
 from zeroshard import (
     CheckpointError,
     ConfigError,
-    DriftError,
     RankFailedError,
     RankMismatchError,
+    ReplicaMismatchError,
     ZeroConfig,
     broadcast_object,
     checkpoint,
     shard,
 )
 from zeroshard.comm import pairs
-from zeroshard.comm.ways import add_in_order
+from zeroshard.comm.ways import sum_in_rank_order
 from zeroshard.runtime import under_way
-from zeroshard.runtime.packing import Pool
+from zeroshard.runtime.packing import BufferPool
 
 Where = dict[str, Any]
 
@@ -66,18 +66,18 @@ def refused(where: Where, match: str, error: type[Exception] = ConfigError) -> N
 def test_what_cannot_be_asked_for(ctx: RankContext) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     refused({"mesh": mesh, "process_group": dist.group.WORLD}, r"leave out process_group")
-    refused({"mesh": mesh, "shard_within": 2}, r"give one of them")
+    refused({"mesh": mesh, "shard_group_size": 2}, r"give one of them")
     refused({"mesh": init_device_mesh("cpu", (2, 2, 1))}, r"one dimension \(shard\) or two .* not 3 .*Slice it")
     refused({"mesh": [[0, 1], [2, 3]]}, r"must be a torch.distributed.DeviceMesh, not a list")
     refused({"mesh": DeviceMesh("cpu", [[1, 0], [2, 3]])}, r"must ascend .*\[\[1, 0\], \[2, 3\]\]")
-    refused({"shard_within": 3}, r"shard_within=3 does not divide the 4 ranks: give one of \[1, 2, 4\]")
+    refused({"shard_group_size": 3}, r"shard_group_size=3 does not divide the 4 ranks: give one of \[1, 2, 4\]")
     for value in (0, -1, True, 2.0, "host", "rack", [2]):
-        refused({"shard_within": value}, r"must be 'node' or a number of ranks from 1 on, not ")
+        refused({"shard_group_size": value}, r"must be 'node' or a number of ranks from 1 on, not ")
 
 
 @ranks(4, timeout=30)
 def test_hosts_that_cannot_be_rows(ctx: RankContext) -> None:
-    node = {"shard_within": "node"}
+    node = {"shard_group_size": "node"}
     with launched(None, None):
         refused(node, r"LOCAL_RANK=None, LOCAL_WORLD_SIZE=None. Start with torchrun")
     with launched("first", 2):
@@ -96,12 +96,12 @@ def test_hosts_that_cannot_be_rows(ctx: RankContext) -> None:
 @ranks(4, timeout=30)
 def test_ranks_that_ask_for_different_things(ctx: RankContext) -> None:
     odd = ctx.rank == 2
-    refused({"shard_within": 1 if odd else 2}, r"rank 2: .*shard_within=1", RankMismatchError)
-    refused({} if odd else {"shard_within": 2}, r"the ranks are in different calls", RankMismatchError)
+    refused({"shard_group_size": 1 if odd else 2}, r"rank 2: .*shard_group_size=1", RankMismatchError)
+    refused({} if odd else {"shard_group_size": 2}, r"the ranks are in different calls", RankMismatchError)
     refused(meshed((2, 2)) if ctx.rank < 4 and not odd else spare_mesh((2, 2)), r"disagree", RankMismatchError)
     mesh = init_device_mesh("cpu", (2, 2))
-    refused({"shard_within": 2} if odd else {"mesh": mesh}, r"disagree", RankMismatchError)
-    both = {"mesh": mesh, "shard_within": 2}
+    refused({"shard_group_size": 2} if odd else {"mesh": mesh}, r"disagree", RankMismatchError)
+    both = {"mesh": mesh, "shard_group_size": 2}
     refused(both if odd else {"mesh": mesh}, r"give one of them", ConfigError if odd else RankFailedError)
 
 
@@ -115,8 +115,8 @@ def test_ranks_that_disagree_in_other_rows_are_told(ctx: RankContext) -> None:
     """Facts are compared over all ranks: here rows agree within themselves."""
     model = seeded(mlp, 0)
     with pytest.raises(RankMismatchError, match=r"ranks 2, 3"):
-        shard(model, torch.optim.AdamW, lr=0.1 + ctx.rank // 2, shard_within=2)
-    optimizer = shard(model, torch.optim.AdamW, lr=0.1, shard_within=2)
+        shard(model, torch.optim.AdamW, lr=0.1 + ctx.rank // 2, shard_group_size=2)
+    optimizer = shard(model, torch.optim.AdamW, lr=0.1, shard_group_size=2)
     torch.autograd.backward(regression(model, 0))
     optimizer.param_groups[0]["lr"] = 0.1 + ctx.rank // 2
     with pytest.raises(RankMismatchError, match=r"ranks 2, 3"):
@@ -144,7 +144,7 @@ def out_of_memory(ctx: RankContext) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if fails(ctx):
-            patch.setattr(Pool, "take", no_memory)
+            patch.setattr(BufferPool, "acquire", no_memory)
         yield
 
 
@@ -154,14 +154,14 @@ def spoiled_sums(ctx: RankContext, calls: range) -> Iterator[None]:
     number = count()
 
     def half(slices: list[Tensor], into: Tensor, share: float) -> None:
-        add_in_order(slices, into, share)
+        sum_in_rank_order(slices, into, share)
         if next(number) in calls:
             into.fill_(torch.nan)
             raise torch.OutOfMemoryError("no memory, on purpose")
 
     with pytest.MonkeyPatch.context() as patch:
         if fails(ctx):
-            patch.setattr(pairs, "add_in_order", half)
+            patch.setattr(pairs, "sum_in_rank_order", half)
         yield
 
 
@@ -180,7 +180,7 @@ def test_no_memory_to_pack_gradients_in(ctx: RankContext, config: ZeroConfig) ->
     for grid in real_grids(ctx):
         twins = ShardTwins(config, where=within(grid))
         twins.train(1)
-        for pool in twins.zero._grad_sync._pools.values():
+        for pool in twins.zero._grad_reducer._buffer_pools.values():
             pool._idle.clear()
         with out_of_memory(ctx):
             twins.sides[0].backward(7)
@@ -200,7 +200,7 @@ def test_sums_that_cannot_be_made(ctx: RankContext, config: ZeroConfig, which: r
         assert len(twins.zero.layout.buckets) == 5
         for patience in (0.0, 1.0):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(under_way, "PATIENCE", patience)
+                patch.setattr(under_way, "WAIT_TIMEOUT_S", patience)
                 with spoiled_sums(ctx, which):
                     twins.sides[0].backward(7)
                     with raised_on_all(ctx):
@@ -282,10 +282,10 @@ def test_an_update_that_fails_on_one_rank(ctx: RankContext, config: ZeroConfig) 
             optimizer.step()
         optimizer.param_groups[0]["broken"] = False
         for call in (optimizer.step, partial(optimizer.clip_grad_norm_, 1.0)):
-            with pytest.raises(DriftError, match=r"step 3 failed on a rank.*Load a checkpoint"):
+            with pytest.raises(ReplicaMismatchError, match=r"step 3 failed on a rank.*Load a checkpoint"):
                 call()
         optimizer.load_state_dict(state)
-        with pytest.raises(DriftError, match="parameters are not the same on all ranks"):
+        with pytest.raises(ReplicaMismatchError, match="parameters are not the same on all ranks"):
             optimizer.step()
         twins.model.load_state_dict(values)
         optimizer.zero_grad()
@@ -328,7 +328,7 @@ def test_a_load_that_fails_makes_no_rows_equal(ctx: RankContext, tmp_path: Path)
         model.refuses = fails(ctx)
         with pytest.raises(CheckpointError, match="not loaded, on purpose"):
             checkpoint.load(folder, model=model, optimizer=optimizer)
-        with pytest.raises(DriftError, match=r"step 2 failed on a rank.*Load a checkpoint"):
+        with pytest.raises(ReplicaMismatchError, match=r"step 2 failed on a rank.*Load a checkpoint"):
             one_step(model, optimizer)
         optimizer.zero_grad()
         checkpoint.load(folder, model=model, optimizer=optimizer)

@@ -12,8 +12,8 @@ from tests.support import RankContext, ranks
 from tests.support.oracles import ZERO1, ZERO2, assert_replicas_are_equal, batch, grids, mlp, seeded, within
 from zeroshard import shard
 from zeroshard.comm.group import Group
-from zeroshard.comm.replicas import Chained
-from zeroshard.comm.shards import Native
+from zeroshard.comm.replicas import NcclHybridTransport
+from zeroshard.comm.shards import NcclTransport
 from zeroshard.policies import Reduce
 from zeroshard.units import Span
 
@@ -49,7 +49,7 @@ def test_sums_are_chained_behind_each_other_over_nccl(ctx: RankContext, dtype: t
     """With one rank there is nothing to add, but streams have to wait for each other, and no host for them."""
     torch.cuda.set_device(0)
     inside, across = (Group(dist.new_group([0], backend="nccl")) for _ in range(2))
-    way = Chained(Native(inside, Reduce(fixed_order=fixed_order)), across)
+    way = NcclHybridTransport(NcclTransport(inside, Reduce(fixed_order=fixed_order)), across)
     numel = 1 << 20
     for into_dtype in (dtype, torch.float32):
         flats, sums, arriving = [], [], []
@@ -59,7 +59,7 @@ def test_sums_are_chained_behind_each_other_over_nccl(ctx: RankContext, dtype: t
             flat.add_((slow @ slow).isnan().any())  # which is late, and adds nothing
             sums.append(torch.full((numel,), 9.0, dtype=into_dtype, device="cuda"))
             flats.append(flat)
-            arriving.append(way.reduce(flat, [Span(0, numel)], sums[-1], 0.5))
+            arriving.append(way.reduce_scatter(flat, [Span(0, numel)], sums[-1], 0.5))
         for turn, each in enumerate(arriving):
             each.wait()
             assert torch.equal(sums[turn], torch.full_like(sums[turn], (turn + 1) / 2))

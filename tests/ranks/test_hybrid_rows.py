@@ -38,7 +38,7 @@ from zeroshard.comm.group import Group
 def test_every_way_to_ask_is_the_same(ctx: RankContext) -> None:
     for grid in grids(4):
         with launched(ctx.rank % grid[1], grid[1]):
-            asked = [meshed(grid), within(grid), {"shard_within": "node"}]
+            asked = [meshed(grid), within(grid), {"shard_group_size": "node"}]
             made = [shard(seeded(mlp, 0), optim.AdamW, config=ZERO2, **where) for where in asked]
             assert all_equal([trained(where) for where in asked])
         (row,) = [row for row in rows_of(grid) if ctx.rank in row]
@@ -64,7 +64,7 @@ def test_a_part_of_a_larger_mesh(ctx: RankContext) -> None:
     expected = trained({"process_group": group})
     assert all_equal([trained({"mesh": mesh["replicate", "shard"]}), expected])
     for number in (1, 2):
-        assert all_equal([trained({"process_group": group, "shard_within": number}), expected])
+        assert all_equal([trained({"process_group": group, "shard_group_size": number}), expected])
     assert not all_equal(ctx.gather(expected))
 
 
@@ -94,7 +94,7 @@ def test_a_mesh_that_leaves_ranks_out(ctx: RankContext) -> None:
             shard(mlp(), optim.SGD, lr=0.1, mesh=mesh)
         return
     rows, again = trained({"mesh": mesh}), trained({"mesh": mesh})
-    assert all_equal([rows, again, trained({"process_group": group, "shard_within": 2})])
+    assert all_equal([rows, again, trained({"process_group": group, "shard_group_size": 2})])
     for ours, flat in zip(rows, trained({"process_group": group}), strict=True):
         torch.testing.assert_close(ours, flat, rtol=1e-5, atol=1e-6)  # sums in another order
     optimizer = shard(mlp(), optim.SGD, lr=0.1, mesh=mesh)
@@ -108,14 +108,14 @@ def test_a_mesh_that_leaves_ranks_out(ctx: RankContext) -> None:
 def test_every_way_to_ask_works_on_one_rank(ctx: RankContext) -> None:
     expected = trained({})
     with launched(0, 1):
-        for where in ({"shard_within": "node"}, within((1, 1)), meshed((1, 1))):
+        for where in ({"shard_group_size": "node"}, within((1, 1)), meshed((1, 1))):
             assert all_equal([trained(where), expected])
 
 
 @ranks(4)
 def test_rows_speak_as_the_group_that_they_are_made_of(ctx: RankContext) -> None:
     group = dist.new_group(backend="cpu:gloo,cuda:fake")
-    optimizer = shard(mlp(), optim.SGD, lr=0.1, process_group=group, shard_within=2)
+    optimizer = shard(mlp(), optim.SGD, lr=0.1, process_group=group, shard_group_size=2)
     assert dist.get_backend_config(optimizer.process_group) == dist.get_backend_config(group)
 
 
@@ -132,8 +132,8 @@ def test_groups_are_made_once(ctx: RankContext) -> None:
 @ranks(4)
 def test_groups_that_only_some_ranks_know_keep_nobody_waiting(ctx: RankContext) -> None:
     if ctx.rank < 2:
-        rows._group_of(Group(), [[0, 1]])
-    optimizer = shard(mlp(), torch.optim.AdamW, shard_within=2)
+        rows._get_or_create_subgroup(Group(), [[0, 1]])
+    optimizer = shard(mlp(), torch.optim.AdamW, shard_group_size=2)
     assert optimizer.world_size == 2
 
 

@@ -31,14 +31,14 @@ from tests.support.oracles import (
 from tests.support.tiers import sampled
 from zeroshard import FlatShards, ShardedOptimizer, ZeroConfig, shard
 from zeroshard.comm import choice
-from zeroshard.comm.choice import way_of
+from zeroshard.comm.choice import select_transport
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.group import Group
-from zeroshard.comm.pairs import Pairwise
-from zeroshard.comm.replicas import Chained, Relayed, divided
-from zeroshard.comm.rows import comm_of
-from zeroshard.comm.shards import Native, Whole
-from zeroshard.comm.ways import ShardWay
+from zeroshard.comm.pairs import GlooTransport
+from zeroshard.comm.replicas import GlooHybridTransport, NcclHybridTransport, split_evenly
+from zeroshard.comm.rows import make_comm
+from zeroshard.comm.shards import AllReduceTransport, NcclTransport
+from zeroshard.comm.ways import ShardTransport
 from zeroshard.policies import Reduce
 from zeroshard.units import Span
 
@@ -50,14 +50,14 @@ def real_grids(ctx: RankContext) -> list[Grid]:
     return [grid for grid in grids(ctx.world_size) if grid[0] > 1]
 
 
-def ways_in(comm: Comm) -> list[ShardWay]:
+def ways_in(comm: Comm) -> list[ShardTransport]:
     assert comm.replicas is not None
     plain, fixed = Reduce(), Reduce(fixed_order=True)
     return [
-        Relayed(Pairwise(comm.group, plain), Pairwise(comm.replicas, plain)),
-        Chained(Native(comm.group, plain), comm.replicas),
-        Chained(Native(comm.group, fixed), comm.replicas),
-        Whole(comm.group, plain, comm.everyone.group),
+        GlooHybridTransport(GlooTransport(comm.group, plain), GlooTransport(comm.replicas, plain)),
+        NcclHybridTransport(NcclTransport(comm.group, plain), comm.replicas),
+        NcclHybridTransport(NcclTransport(comm.group, fixed), comm.replicas),
+        AllReduceTransport(comm.group, plain, comm.data_parallel.group),
     ]
 
 
@@ -76,18 +76,20 @@ def shards_of(within: int, length: int, *, equal: bool) -> list[Span]:
 @ranks(2, 3, 4)
 def test_averages_over_all_ranks_come_to_all_owners(ctx: RankContext) -> None:
     for grid in real_grids(ctx):
-        for way, length, dtype in product(ways_in(comm_of(None, None, grid[1])), (1, 7, 64, 1000), DTYPES):
-            shards = shards_of(grid[1], length, equal=way.equal_shards)
+        for way, length, dtype in product(ways_in(make_comm(None, None, grid[1])), (1, 7, 64, 1000), DTYPES):
+            shards = shards_of(grid[1], length, equal=way.needs_equal_shards)
             mine = shards[way.group.rank]
             flats = contributions(ctx.world_size, shards[-1].stop, dtype)
             given = flats[ctx.rank].clone()
             for into in (torch.full((mine.length,), 7.0, dtype=dtype), torch.full((mine.length,), 7.0)):
                 if into.dtype == torch.float32 and dtype == torch.float64:
                     continue
-                way.reduce(given, shards, into, 1 / way.ranks).wait()
+                way.reduce_scatter(given, shards, into, 1 / way.num_ranks).wait()
                 assert_same(given, flats[ctx.rank], "what was given")
                 expected = average_by_rows(flats, grid)[slice(*mine)].to(into.dtype)
-                if isinstance(way, Relayed) or (isinstance(way, Chained) and way.policy.fixed_order):
+                if isinstance(way, GlooHybridTransport) or (
+                    isinstance(way, NcclHybridTransport) and way.policy.fixed_order
+                ):
                     assert_same(into, expected)  # these promise the order
                 else:
                     torch.testing.assert_close(into, expected)
@@ -100,31 +102,31 @@ def test_averages_over_all_ranks_come_to_all_owners(ctx: RankContext) -> None:
 def test_several_under_way_at_once(ctx: RankContext) -> None:
     """They may be finished later, and in any order."""
     for grid in real_grids(ctx):
-        for way in ways_in(comm_of(None, None, grid[1])):
+        for way in ways_in(make_comm(None, None, grid[1])):
             shards = shards_of(grid[1], 100, equal=True)
             mine = shards[way.group.rank]
             turns = [contributions(ctx.world_size, shards[-1].stop, torch.float32, turn) for turn in range(6)]
             sums = [torch.empty(mine.length) for _ in turns]
             arriving = [
-                way.reduce(flats[ctx.rank], shards, into, 1 / way.ranks)
+                way.reduce_scatter(flats[ctx.rank], shards, into, 1 / way.num_ranks)
                 for flats, into in zip(turns, sums, strict=True)
             ]
             gathered = torch.full((shards[-1].stop,), float(way.group.rank))
-            way.gather(gathered, shards).wait()
+            way.all_gather(gathered, shards).wait()
             assert_same(gathered, torch.arange(grid[1]).repeat_interleave(100).float())
             for flats, into, each in reversed(list(zip(turns, sums, arriving, strict=True))):
                 each.wait()
-                assert each.arrives(0)
+                assert each.is_ready(0)
                 torch.testing.assert_close(into, average_by_rows(flats, grid)[slice(*mine)])
 
 
 @ranks(4)
 def test_threads_end_when_there_is_nothing_to_do(ctx: RankContext) -> None:
-    comm = comm_of(None, None, 2)
-    way = way_of(comm, torch.device("cpu"), Reduce(), equal=True)
+    comm = make_comm(None, None, 2)
+    way = select_transport(comm, torch.device("cpu"), Reduce(), has_equal_shards=True)
     shards, others = shards_of(2, 50, equal=True), threading.enumerate()
     for _ in range(3):
-        way.reduce(torch.ones(100), shards, torch.empty(50), 0.25).wait()
+        way.reduce_scatter(torch.ones(100), shards, torch.empty(50), 0.25).wait()
     for thread in threading.enumerate():
         if thread.name.startswith("zeroshard") and thread not in others:
             thread.join(20)
@@ -134,9 +136,9 @@ def test_threads_end_when_there_is_nothing_to_do(ctx: RankContext) -> None:
 @ranks(2)
 def test_a_replica_that_is_gone_is_an_error(ctx: RankContext) -> None:
     """Not a wait for ever."""
-    way = way_of(comm_of(None, None, 1), torch.device("cpu"), Reduce(), equal=True)
+    way = select_transport(make_comm(None, None, 1), torch.device("cpu"), Reduce(), has_equal_shards=True)
     shards, flat, into = [Span(0, 100000)], torch.ones(100000), torch.empty(100000)
-    way.reduce(flat, shards, into, 0.5).wait()
+    way.reduce_scatter(flat, shards, into, 0.5).wait()
     dist.barrier()
     if ctx.rank == 1:
         dist.destroy_process_group()
@@ -144,7 +146,7 @@ def test_a_replica_that_is_gone_is_an_error(ctx: RankContext) -> None:
 
     def several_times() -> None:
         for _ in range(3):  # the first message may still fit into a buffer of the system
-            way.reduce(flat, shards, into, 0.5).wait()
+            way.reduce_scatter(flat, shards, into, 0.5).wait()
 
     with pytest.raises(RuntimeError, match=r"(?i)connection|peer|closed|reset|broken"):
         several_times()
@@ -153,29 +155,29 @@ def test_a_replica_that_is_gone_is_an_error(ctx: RankContext) -> None:
 @ranks(2, 4)
 def test_the_best_way(ctx: RankContext) -> None:
     for grid in real_grids(ctx):
-        comm = comm_of(None, None, grid[1])
+        comm = make_comm(None, None, grid[1])
         cpu, cuda = torch.device("cpu"), torch.device("cuda")
-        assert type(way_of(comm, cpu, Reduce(), equal=True)) is Relayed
-        whole = way_of(comm, cuda, Reduce(), equal=True)
-        assert type(whole) is Whole
-        assert whole.ranks == ctx.world_size
-        assert not whole.eager
+        assert type(select_transport(comm, cpu, Reduce(), has_equal_shards=True)) is GlooHybridTransport
+        whole = select_transport(comm, cuda, Reduce(), has_equal_shards=True)
+        assert type(whole) is AllReduceTransport
+        assert whole.num_ranks == ctx.world_size
+        assert not whole.can_overlap_backward
         fakes = [Group(dist.new_group(backend="fake")) for _ in range(3)]
         fake = Comm(fakes[0], Comm(fakes[1]), fakes[2])
-        assert type(way_of(fake, cuda, Reduce(), equal=True)) is Chained
-        uneven = way_of(fake, cuda, Reduce(), equal=False)
-        assert type(uneven) is Chained
-        assert not uneven.equal_shards
+        assert type(select_transport(fake, cuda, Reduce(), has_equal_shards=True)) is NcclHybridTransport
+        uneven = select_transport(fake, cuda, Reduce(), has_equal_shards=False)
+        assert type(uneven) is NcclHybridTransport
+        assert not uneven.needs_equal_shards
 
 
-@sampled("way", [Whole, Native])
+@sampled("way", [AllReduceTransport, NcclTransport])
 @ranks(4, timeout=60)
-def test_training_by_ways_of_other_backends(ctx: RankContext, way: type[ShardWay]) -> None:
+def test_training_by_ways_of_other_backends(ctx: RankContext, way: type[ShardTransport]) -> None:
     """As with gloo and CUDA tensors, and as with NCCL. Rows of one rank are left to NCCL: gloo would mix up sums across
     them with words in the same group."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "best_way", lambda group, _, reduce, **__: way(group, reduce))
-        for grid in [(2, 2)] if way is Native else real_grids(ctx):
+        patch.setattr(choice, "select_group_transport", lambda group, _, reduce, **__: way(group, reduce))
+        for grid in [(2, 2)] if way is NcclTransport else real_grids(ctx):
             for config in (ZERO2, ZERO1, replace(ZERO2, deterministic_reduce=True)):
                 twins = ShardTwins(config, where=within(grid))
                 twins.train(3)
@@ -185,7 +187,7 @@ def test_training_by_ways_of_other_backends(ctx: RankContext, way: type[ShardWay
 
 def test_parts_of_a_sum() -> None:
     for numel, parts in product((0, 1, 15, 16, 17, 100, 4097), range(1, 6)):
-        spans = divided(numel, parts)
+        spans = split_evenly(numel, parts)
         assert len(spans) == parts
         assert spans[0].start == 0
         assert spans[-1].stop == numel
@@ -245,7 +247,7 @@ def test_bytes_between_rows(ctx: RankContext, stage: Literal[1, 2]) -> None:
         config = ZeroConfig(partition=FlatShards(2**16), stage=stage, reduce_dtype=dtype)
         ours, optimizer = crossing(ctx, grid, within(grid), config)
         flat, one_group = crossing(ctx, grid, {}, config)
-        grads = sum(param.nbytes for param in optimizer.engine.params)
+        grads = sum(param.nbytes for param in optimizer._engine.params)
         params = sum(bucket.numel * bucket.dtype.itemsize for bucket in one_group.layout.buckets)
         assert ours["messages"] == 2 * grads  # sums travel in float32
         assert flat["messages"] == 2 * grads // (1 if dtype is None else 2) + 2 * params

@@ -20,21 +20,21 @@ from tests.ranks.test_offload import everything_is_far
 from tests.support import RankContext, ranks
 from tests.support.oracles import ADAMW, TINY, ZERO2, batch, mlp, regression, seeded
 from zeroshard import (
-    Drift,
+    ConsistencyCheck,
+    CPUOffload,
     FlatShards,
-    NonFinite,
-    Offload,
-    Rule,
-    SecondCopy,
+    NonFiniteGrads,
+    ParamRule,
+    PeerCheckpoint,
     ZeroConfig,
     ZeroRedundancyOptimizer,
     checkpoint,
     ddp_hooks,
-    everything_else,
-    matrices,
+    matrix_params,
+    remaining_params,
     shard,
 )
-from zeroshard.labels import PREFIX, Label
+from zeroshard.labels import TRACE_PREFIX, Phase
 from zeroshard.runtime import under_way
 
 PAGE = Path(__file__).parents[2] / "docs" / "profiling.md"
@@ -46,13 +46,13 @@ def labels_of(action: Callable[[], object], path: Path) -> list[str]:
         action()
     traced.export_chrome_trace(str(path))
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    found = [it for it in events if it.get("ph") == "X" and it["name"].startswith(PREFIX)]
-    return [it["name"].removeprefix(PREFIX) for it in sorted(found, key=lambda it: (it["ts"], -it["dur"]))]
+    found = [it for it in events if it.get("ph") == "X" and it["name"].startswith(TRACE_PREFIX)]
+    return [it["name"].removeprefix(TRACE_PREFIX) for it in sorted(found, key=lambda it: (it["ts"], -it["dur"]))]
 
 
 def known(labels: list[str]) -> set[str]:
     """The labels without buckets and classes, all of which must be among those that there are."""
-    names = {it.text for it in Label}
+    names = {it.text for it in Phase}
     plain = {re.sub(r" of (bucket \d+|[A-Z]\w+)$", "", label) for label in labels}
     assert plain <= names
     return plain
@@ -79,11 +79,11 @@ def in_order(labels: list[str], *names: str) -> None:
 def test_every_part_of_a_step_has_a_label_in_its_place(ctx: RankContext, tmp_path: Path) -> None:
     config = replace(
         ZERO2,
-        overlap_gather=True,
+        overlap_param_gather=True,
         master_dtype=torch.float32,
-        drift=Drift(every=1),
-        nonfinite=NonFinite("raise"),
-        second_copy=SecondCopy(every=1),
+        consistency_check=ConsistencyCheck(every=1),
+        nonfinite=NonFiniteGrads("raise"),
+        peer_checkpoint=PeerCheckpoint(every=1),
     )
     model = seeded(mlp, 0).bfloat16()
     with pytest.warns(UserWarning, match="no other to keep a copy") if ctx.world_size == 1 else nullcontext():
@@ -106,7 +106,7 @@ def test_every_part_of_a_step_has_a_label_in_its_place(ctx: RankContext, tmp_pat
     assert set(shared) <= set(labels)
     in_order(labels, "pass a gate", "wait for parameters", "pack", "send gradients", "receive gradients", "step")
     in_order(labels, "round master weights", "send parameters")
-    packed = {f"pack gradients of bucket {it.index}" for it in optimizer.layout.buckets if len(it.rooms) > 1}
+    packed = {f"pack gradients of bucket {it.index}" for it in optimizer.layout.buckets if len(it.slots) > 1}
     assert {label for label in labels if label.startswith("pack")} == packed, "one alone is sent as it lies"
     for name in ("send gradients", "receive gradients", "send parameters", "wait for parameters"):
         assert {f"{name} of bucket {number}" for number in range(buckets)} <= set(labels)
@@ -134,7 +134,7 @@ def test_steps_of_whole_parameters_have_labels(ctx: RankContext, tmp_path: Path)
 def test_state_that_rests_elsewhere_comes_and_goes(ctx: RankContext, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     with everything_is_far("cpu"):
-        config = ZeroConfig(partition=FlatShards(64 * 64 * 4), offload=Offload(), master_dtype=torch.float64)
+        config = ZeroConfig(partition=FlatShards(64 * 64 * 4), offload=CPUOffload(), master_dtype=torch.float64)
         optimizer = shard(model, torch.optim.AdamW, config=config, **ADAMW)
 
         def step() -> None:
@@ -143,7 +143,7 @@ def test_state_that_rests_elsewhere_comes_and_goes(ctx: RankContext, tmp_path: P
 
         step()
         labels = labels_of(step, tmp_path / f"{ctx.rank}.json")
-        held = {it.what: it.nbytes for it in optimizer.report().memory}
+        held = {it.category: it.nbytes for it in optimizer.report().memory}
         assert held["master weights"] == 8 * 2 * 64 * 64 / ctx.world_size
     chosen = [label for label in labels if label.startswith(("fetch", "inner", "round", "stow"))]
     update = ["inner step of AdamW", "round master weights"]
@@ -156,7 +156,10 @@ def test_state_that_rests_elsewhere_comes_and_goes(ctx: RankContext, tmp_path: P
 @ranks(2)
 def test_classes_are_told_apart(ctx: RankContext, tmp_path: Path) -> None:
     model = seeded(mlp, 0)
-    rules = [Rule(matrices(), torch.optim.SGD, lr=0.1), Rule(everything_else, torch.optim.AdamW, lr=0.1)]
+    rules = [
+        ParamRule(matrix_params(), torch.optim.SGD, lr=0.1),
+        ParamRule(remaining_params, torch.optim.AdamW, lr=0.1),
+    ]
     optimizer = shard(model, rules)
     labels = labels_of(lambda: iterate(model, optimizer, 0), tmp_path / f"{ctx.rank}.json")
     assert [it for it in labels if it.startswith("inner step")] == ["inner step of SGD", "inner step of AdamW"]
@@ -172,7 +175,7 @@ def test_steps_inside_ddp_have_labels(ctx: RankContext, tmp_path: Path) -> None:
         torch.autograd.backward(regression(model, number))
     labels = labels_of(lambda: torch.autograd.backward(regression(model, 3)), tmp_path / f"{ctx.rank}.json")
     assert known(labels) == {"wait for DDP", "inner step", "send parameters", "wait for parameters", "agree"}
-    assert optimizer.engine.comm.clock.last.parts[Label.INNER_STEP].calls >= 1
+    assert optimizer._engine.comm.profiler.last_step.phases[Phase.INNER_STEP].num_calls >= 1
 
 
 def ddp_hooks_allreduce(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -217,40 +220,40 @@ def test_nothing_is_labelled_where_nothing_is_done(ctx: RankContext, tmp_path: P
 def test_times_of_the_last_step_are_kept(ctx: RankContext) -> None:
     model = seeded(mlp, 0)
     optimizer = shard(model, torch.optim.AdamW, config=ZERO2, **ADAMW)
-    clock = optimizer.engine.comm.clock
-    assert clock.last.step == 0
+    clock = optimizer._engine.comm.profiler
+    assert clock.last_step.step_s == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(under_way, "PATIENCE", 30.0)
+        patch.setattr(under_way, "WAIT_TIMEOUT_S", 30.0)
         for number in range(3):
             torch.autograd.backward(regression(model, number))
             torch.autograd.backward(regression(model, number))
             optimizer.step()
             optimizer.zero_grad()
-    last = clock.last
-    assert clock.running is None
-    assert 0 < last.step <= last.iteration
-    assert sum(it.in_step + it.outside for it in last.parts.values()) <= last.iteration
-    assert last.parts[Label.STEP].calls == last.parts[Label.INNER_STEP].calls == 1
-    assert last.parts[Label.INNER_STEP].outside == 0
-    packed = [it for it in optimizer.layout.buckets if ctx.world_size == 1 or len(it.rooms) > 1]
-    assert last.parts[Label.PACK].calls == 2 * len(packed)
-    assert last.parts[Label.PACK].in_step == 0, "both passes were sent while backward ran"
-    assert last.parts[Label.PACK].outside > 0
+    last = clock.last_step
+    assert clock.current_timer is None
+    assert 0 < last.step_s <= last.iteration_s
+    assert sum(it.in_step_s + it.outside_step_s for it in last.phases.values()) <= last.iteration_s
+    assert last.phases[Phase.STEP].num_calls == last.phases[Phase.INNER_STEP].num_calls == 1
+    assert last.phases[Phase.INNER_STEP].outside_step_s == 0
+    packed = [it for it in optimizer.layout.buckets if ctx.world_size == 1 or len(it.slots) > 1]
+    assert last.phases[Phase.PACK_GRADS].num_calls == 2 * len(packed)
+    assert last.phases[Phase.PACK_GRADS].in_step_s == 0, "both passes were sent while backward ran"
+    assert last.phases[Phase.PACK_GRADS].outside_step_s > 0
 
 
 @ranks(2)
 def test_a_step_that_fails_ends_its_parts(ctx: RankContext) -> None:
     model = seeded(mlp, 0)
-    optimizer = shard(model, torch.optim.AdamW, config=replace(ZERO2, nonfinite=NonFinite("raise")), **ADAMW)
+    optimizer = shard(model, torch.optim.AdamW, config=replace(ZERO2, nonfinite=NonFiniteGrads("raise")), **ADAMW)
     torch.autograd.backward(regression(model, 0) * float("nan"))
     with pytest.raises(RuntimeError, match="not finite"):
         optimizer.step()
-    clock = optimizer.engine.comm.clock
-    assert (clock.running, clock.is_stepping) == (None, False)
-    assert clock.last.parts[Label.NONFINITE].calls == 1
-    assert Label.INNER_STEP not in clock.last.parts
+    clock = optimizer._engine.comm.profiler
+    assert (clock.current_timer, clock.is_in_step) == (None, False)
+    assert clock.last_step.phases[Phase.CHECK_NONFINITE].num_calls == 1
+    assert Phase.INNER_STEP not in clock.last_step.phases
 
 
 def test_the_page_lists_all_labels() -> None:
     rows = re.findall(r"^\| `zeroshard: ([^`]+)` \| (.+?) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert rows == [(it.text, it.means) for it in Label]
+    assert rows == [(it.text, it.description) for it in Phase]

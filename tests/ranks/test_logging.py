@@ -15,7 +15,7 @@ import torch
 from tests.support import RankContext, ranks
 from tests.support.oracles import ADAMW, ZERO2, mlp, regression, seeded
 from zeroshard import ZeroRedundancyOptimizer, checkpoint, shard
-from zeroshard.notices import log
+from zeroshard.notices import log_rank
 
 JOB = """if True:
     import logging, torch, torch.distributed as dist, zeroshard
@@ -120,7 +120,7 @@ def test_details_name_their_rank(ctx: RankContext, tmp_path: Path) -> None:
 
 def test_a_record_points_at_who_said_it(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "zeroshard"):
-        log(logging.DEBUG, 7, "%d of %s", 3, "something")
+        log_rank(logging.DEBUG, 7, "%d of %s", 3, "something")
     (record,) = caplog.records
     assert (record.getMessage(), vars(record)["rank"]) == ("rank 7: 3 of something", 7)
     assert record.filename == Path(__file__).name

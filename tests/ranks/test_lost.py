@@ -23,8 +23,8 @@ from zeroshard import FlatShards, RankLostError, ZeroConfig, shard
 from zeroshard.comm import words
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.group import Group
-from zeroshard.comm.line import _Ends
-from zeroshard.units import name_ranks
+from zeroshard.comm.line import _GlooConnections
+from zeroshard.units import format_ranks
 
 LOST = 1
 """The rank that is lost."""
@@ -47,27 +47,27 @@ def patient() -> Iterator[None]:
 
 def hang_up(group: Group) -> None:
     """Close the connections to all other ranks without a word, as a process does that is killed."""
-    for it in list(group.line._groups):
-        _Ends(it).close()
+    for it in list(group.failure_detector._groups):
+        _GlooConnections(it).close()
 
 
 def lost_in(comm: Comm) -> RankLostError:
     with patient(), pytest.raises(RankLostError) as caught:
-        comm.maximum([0])
+        comm.all_reduce_max([0])
     return caught.value
 
 
 @ranks(2, 3, 4)
 def test_a_rank_that_fails_alone_is_known_to_all_by_its_own_words(ctx: RankContext) -> None:
     comm = a_comm()
-    comm.group.line.at("something of importance", steps=7)
+    comm.group.failure_detector.set_activity("something of importance", num_steps=7)
     if ctx.rank == LOST:
-        with pytest.raises(OSError, match="no room"), comm.group.line.relied_on():
+        with pytest.raises(OSError, match="no room"), comm.group.failure_detector.abort_on_error():
             raise OSError("no room on the disk")
         assert "no room on the disk" in str(lost_in(comm))
         return
     error = lost_in(comm)
-    assert (error.failed, error.gone, error.silent) == ((LOST,), (), ())
+    assert (error.failed, error.exited, error.unresponsive) == ((LOST,), (), ())
     assert str(error).startswith(f"rank {LOST} of {ctx.world_size} failed with OSError: no room on the disk.")
     assert "something of importance, 7 steps done" in str(error)
     assert str(lost_in(comm)) == str(error), "once lost, always lost"
@@ -81,7 +81,7 @@ def test_a_rank_that_hangs_up_without_a_word_is_gone(ctx: RankContext) -> None:
         dist.barrier()
         return
     error = lost_in(comm)
-    assert (error.gone, error.silent) == ((LOST,), ())
+    assert (error.exited, error.unresponsive) == ((LOST,), ())
     assert str(error).startswith(f"rank {LOST} of {ctx.world_size} ended, or lost the network")
     dist.barrier()  # other groups are as they were
 
@@ -89,19 +89,19 @@ def test_a_rank_that_hangs_up_without_a_word_is_gone(ctx: RankContext) -> None:
 @ranks(2, 3, 4)
 def test_a_rank_that_does_not_come_is_silent(ctx: RankContext) -> None:
     comm = a_comm(seconds=1.0)
-    comm.group.line.at("the end of step 3", steps=2)
+    comm.group.failure_detector.set_activity("the end of step 3", num_steps=2)
     if ctx.rank == LOST:
         dist.barrier()
         error = lost_in(comm)
-        assert (error.gone, error.silent) == ((), ()), "all others have left a word"
+        assert (error.exited, error.unresponsive) == ((), ()), "all others have left a word"
         others = [rank for rank in range(ctx.world_size) if rank != LOST]
-        told = f"{name_ranks(others)} of {ctx.world_size} waited for this rank in vain: stopped, stuck"
+        told = f"{format_ranks(others)} of {ctx.world_size} waited for this rank in vain: stopped, stuck"
         assert str(error).startswith(told), "what the others have said of it"
         assert "the end of step 3, 2 steps done" in str(error)
         assert "no answer within the timeout of the process group" in str(error)
         return
     error = lost_in(comm)
-    assert (error.gone, error.silent) == ((), (LOST,))
+    assert (error.exited, error.unresponsive) == ((), (LOST,))
     assert "no answer within the timeout of the process group" in str(error)
     assert "gloo:all_reduce of [[1]], collective" in str(error), "what torch has recorded"
     dist.barrier()
@@ -149,12 +149,12 @@ def test_a_forward_pass_inside_a_closure_ends_where_the_step_was(ctx: RankContex
     """Whoever is lost later in that step is missed there, not between steps."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     optimizer = shard(model, torch.optim.SGD, lr=0.1)
-    line = Group(optimizer.process_group).line
+    line = Group(optimizer.process_group).failure_detector
 
     def closure() -> torch.Tensor:
-        line.at("the closure of step 1")
+        line.set_activity("the closure of step 1")
         loss: torch.Tensor = model(torch.ones(2, 3)).sum()
-        assert line._place == "the closure of step 1"
+        assert line._activity == "the closure of step 1"
         return loss
 
     optimizer.step(closure)
@@ -188,12 +188,12 @@ def test_a_store_that_does_not_answer_keeps_nobody_waiting_and_accuses_nobody(ct
             hang_up(comm.group)
             continue
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(words, "_store", lambda it=store: it)
+            patch.setattr(words, "_get_store", lambda it=store: it)
             with pytest.raises(RankLostError) as caught:
-                comm.maximum([0])
+                comm.all_reduce_max([0])
             store.over.set()
         error = caught.value
-        assert (error.failed, error.gone, error.silent) == ((), (), ()), "ranks that live have hung up, too"
+        assert (error.failed, error.exited, error.unresponsive) == ((), (), ()), "ranks that live have hung up, too"
         assert str(error).startswith("the store of the job does not answer")
         assert re.search(rf"closed are connections to ranks? [\d, ]*\b{LOST}\b", str(error))
         assert re.search(rf"\nranks? [\d, ]*\b{ctx.rank}\b", str(error)), "what this rank knows itself"
@@ -202,7 +202,7 @@ def test_a_store_that_does_not_answer_keeps_nobody_waiting_and_accuses_nobody(ct
 @ranks(2)
 def test_torchs_records_are_kept_where_the_environment_says(ctx: RankContext, tmp_path: Path) -> None:
     comm = a_comm()
-    comm.maximum([3])
+    comm.all_reduce_max([3])
     if ctx.rank == LOST:
         hang_up(comm.group)
         return
@@ -237,7 +237,7 @@ def test_steps_and_buckets_are_named(ctx: RankContext) -> None:
     with patient(), pytest.raises(RankLostError, match="1 steps done") as caught:
         train(steps=2)
     assert "gradients of bucket" in str(caught.value)
-    assert caught.value.gone == (LOST,)
+    assert caught.value.exited == (LOST,)
     assert "if a rank's program had come to its end, its loop was shorter" in str(caught.value)
 
 
@@ -265,11 +265,11 @@ def test_the_bucket_is_named_of_a_rank_that_is_stuck_in_backward(ctx: RankContex
     dist.barrier()
     bucket = f"gradients of bucket {optimizer.layout.bucket_of(1)} of 4 (parameter 1 (1.weight))"
     assert f"2 of 4 buckets that were sent have arrived, next: {bucket}, 0 steps done" in str(caught.value)
-    assert caught.value.silent == (LOST,)
+    assert caught.value.unresponsive == (LOST,)
 
 
 @ranks(2)
 def test_groups_that_are_made_have_the_timeout_of_the_users(ctx: RankContext) -> None:
     comm = a_comm(seconds=17)
     assert comm.group.timeout == timedelta(seconds=17)
-    assert comm.group.apart().timeout == timedelta(seconds=17)
+    assert comm.group.dedicated_gloo_group().timeout == timedelta(seconds=17)

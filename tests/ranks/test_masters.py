@@ -21,7 +21,7 @@ MASTERS = torch.float32
 CONFIGS = (
     ZeroConfig(partition=TINY, master_dtype=MASTERS),
     ZeroConfig(partition=TINY, master_dtype=MASTERS, stage=1),
-    ZeroConfig(master_dtype=MASTERS, overlap_gather=True),
+    ZeroConfig(master_dtype=MASTERS, overlap_param_gather=True),
 )
 INNER: list[tuple[type[optim.Optimizer], Options]] = [
     (optim.AdamW, {"lr": 1e-3, "foreach": True}),

@@ -185,10 +185,10 @@ def test_a_copy_of_a_parameter_is_not_made_before_its_time(ctx: RankContext, tmp
 
 @ranks(1, 2)
 def test_of_several_classes_those_are_told_that_have_modes(ctx: RankContext) -> None:
-    from zeroshard import Rule, everything_else, matrices
+    from zeroshard import ParamRule, matrix_params, remaining_params
 
     model = mlp()
-    zero = shard(model, [Rule(matrices(), Averaging, lr=0.1), Rule(everything_else, SGD, lr=0.1)])
+    zero = shard(model, [ParamRule(matrix_params(), Averaging, lr=0.1), ParamRule(remaining_params, SGD, lr=0.1)])
     zero.train()
     torch.autograd.backward(regression(model, 0))
     zero.step()

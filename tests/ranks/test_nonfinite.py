@@ -42,11 +42,11 @@ from tests.support.oracles import (
 )
 from zeroshard import (
     ConfigError,
+    CPUOffload,
     FlatShards,
     GradScaler,
-    NonFinite,
     NonFiniteError,
-    Offload,
+    NonFiniteGrads,
     RankFailedError,
     ZeroConfig,
     ZeroRedundancyOptimizer,
@@ -55,7 +55,7 @@ from zeroshard import (
 )
 from zeroshard.runtime.nonfinite import NonFiniteSteps, _are_finite
 
-SKIP = NonFinite("skip")
+SKIP = NonFiniteGrads("skip")
 Spoiled = dict[int, tuple[str, int, float]]
 """By step: the parameter, its element and the value that one rank's gradient gets."""
 SOME: Spoiled = {1: ("0.weight", 0, math.nan), 2: ("4.bias", 5, math.inf), 4: ("8.weight", 35, -math.inf)}
@@ -117,7 +117,7 @@ class Spoiling(Pair):
 
 @pytest.mark.parametrize(
     "config",
-    [ZERO2, ZERO1, ZeroConfig(), replace(ZERO2, overlap_gather=True)],
+    [ZERO2, ZERO1, ZeroConfig(), replace(ZERO2, overlap_param_gather=True)],
     ids=["zero2", "zero1", "one-bucket", "overlap"],
 )
 @ranks(1, 2, 3, 4)
@@ -153,7 +153,7 @@ def test_rows_that_hold_the_same(ctx: RankContext) -> None:
         if step in (1, 3):  # in a slice of one rank of one row, after all was averaged
             pair.zero.clip_grad_norm_(math.inf)
             if ctx.rank == 3:
-                pair.zero.engine.grads.tensors()[0][0] = math.nan
+                pair.zero._engine.grads.grad_tensors()[0][0] = math.nan
         before = values_of(pair.model)
         pair.zero.step()
         if step in (1, 3):
@@ -266,7 +266,7 @@ def test_closures(ctx: RankContext) -> None:
 def test_raising(ctx: RankContext) -> None:
     for config in (ZERO2, ZERO1):
         model = seeded(mlp, 0)
-        zero = shard(model, AdamW, config=replace(config, nonfinite=NonFinite("raise")), lr=0.05)
+        zero = shard(model, AdamW, config=replace(config, nonfinite=NonFiniteGrads("raise")), lr=0.05)
         before, state = values_of(model), zero.full_state_dict()
         torch.autograd.backward(regression(model, 0) * (math.nan if ctx.rank == 0 else 1.0))
         with pytest.raises(NonFiniteError, match=r"step 1: gradients of parameter 0 \(0\.weight\), .* and 5 more"):
@@ -283,7 +283,7 @@ def test_raising(ctx: RankContext) -> None:
 @ranks(1, 2)
 def test_going_on_makes_the_step_and_counts(ctx: RankContext) -> None:
     results = []
-    for policy in (NonFinite("go on"), None):
+    for policy in (NonFiniteGrads("warn"), None):
         model = seeded(mlp, 0)
         zero = shard(model, SGD, config=replace(ZERO2, nonfinite=policy), lr=0.1)
         for step in range(3):
@@ -291,7 +291,7 @@ def test_going_on_makes_the_step_and_counts(ctx: RankContext) -> None:
             if step == 1:
                 zero.clip_grad_norm_(math.inf)
                 if ctx.rank == 0:
-                    zero.engine.grads.tensors()[0][0] = math.nan
+                    zero._engine.grads.grad_tensors()[0][0] = math.nan
             zero.step()
             zero.zero_grad()
         results.append([value.nan_to_num(nan=7.0) for value in values_of(model)])
@@ -302,7 +302,7 @@ def test_going_on_makes_the_step_and_counts(ctx: RankContext) -> None:
 @ranks(2)
 def test_too_many_in_a_row(ctx: RankContext) -> None:
     model = seeded(mlp, 0)
-    zero = shard(model, SGD, config=replace(ZERO2, nonfinite=NonFinite("skip", most=2)), lr=0.1)
+    zero = shard(model, SGD, config=replace(ZERO2, nonfinite=NonFiniteGrads("skip", max_consecutive=2)), lr=0.1)
 
     def step(factor: float) -> None:
         zero.zero_grad()
@@ -313,7 +313,7 @@ def test_too_many_in_a_row(ctx: RankContext) -> None:
         step(factor)
     before = values_of(model)
     for row in (2, 3):
-        with pytest.raises(NonFiniteError, match=rf"for {row} steps in a row, and NonFinite\(then='skip', most=2\)"):
+        with pytest.raises(NonFiniteError, match=rf"for {row} steps in a row, and NonFiniteGrads\(then='skip', most=2\)"):
             step(math.inf)
     assert all_equal([values_of(model), before])
     step(1.0)
@@ -335,7 +335,9 @@ def test_a_few_are_warned_of_in_the_same_words_on_all_ranks(ctx: RankContext) ->
         told += [str(it.message) for it in caught]
         assert all(Path(it.filename).name == Path(__file__).name for it in caught), number
     assert [text.partition(":")[0] for text in told] == ["step 1", "step 2", "step 4", "step 8"]
-    assert told[0].endswith("The step is left out, as NonFinite(then='skip', most=None) says; once so far.")
+    assert told[0].endswith(
+        "The step is left out, as NonFiniteGrads(action='skip', max_consecutive=None) says; once so far."
+    )
     assert len(set(ctx.gather(tuple(told)))) == 1
 
 
@@ -483,7 +485,7 @@ def test_complex_and_sparse_gradients(ctx: RankContext) -> None:
     for config in (ZeroConfig(), ZeroConfig(partition=FlatShards())):
         model = Odd()
         zero: Any = ZeroRedundancyOptimizer(
-            model.parameters(), SGD, config=replace(config, nonfinite=SKIP, mixed_dtypes=True), lr=0.0
+            model.parameters(), SGD, config=replace(config, nonfinite=SKIP, allow_mixed_dtypes=True), lr=0.0
         )
         for value, count in (
             (complex(big, big), 0),
@@ -563,7 +565,7 @@ def _fail(*_: Any) -> Any:
 
 @ranks(2)
 def test_it_is_refused_where_ddp_makes_the_steps(ctx: RankContext) -> None:
-    with pytest.raises(ConfigError, match=r"NonFinite\(\.\.\.\) cannot be used with overlap_with_ddp=True"):
+    with pytest.raises(ConfigError, match=r"NonFiniteGrads\(\.\.\.\) cannot be used with overlap_with_ddp=True"):
         ZeroRedundancyOptimizer(mlp().parameters(), SGD, overlap_with_ddp=True, config=WAYS[0]["config"], lr=0.1)
 
 
@@ -571,7 +573,7 @@ def test_it_is_refused_where_ddp_makes_the_steps(ctx: RankContext) -> None:
 @ranks(1, 2)
 def test_on_a_gpu(ctx: RankContext) -> None:
     """Also with state in host memory, and in every dtype."""
-    for policies in ({}, {"offload": Offload()}, {"stage": 1}):
+    for policies in ({}, {"offload": CPUOffload()}, {"stage": 1}):
         for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
             model = seeded(mlp, 0).to("cuda", dtype)
             zero = shard(model, AdamW, config=replace(ZERO2, nonfinite=SKIP, **policies), lr=0.05)

@@ -21,20 +21,20 @@ from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
 from zeroshard import (
     ConfigError,
+    CPUOffload,
     FlatShards,
     GradScaler,
-    Offload,
-    Rule,
+    ParamRule,
     ShardedOptimizer,
     ZeroConfig,
     ZeroRedundancyOptimizer,
     checkpoint,
-    everything_else,
-    matrices,
+    matrix_params,
+    remaining_params,
     shard,
 )
-from zeroshard.runtime.host import Host
-from zeroshard.state.dcp import CutTensor
+from zeroshard.runtime.host import HostTransfer
+from zeroshard.state.dcp import ShardTensor
 from zeroshard.units import Rank
 
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -46,7 +46,10 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD": (optim.SGD, {"lr": 0.01, "momentum": 0.9}),
     "NAdam": (optim.NAdam, {"lr": 0.01}),
     "Muon and AdamW": (
-        [Rule(matrices(exclude=("0",)), optim.Muon, lr=0.01), Rule(everything_else, optim.AdamW, lr=0.01)],
+        [
+            ParamRule(matrix_params(exclude=("0",)), optim.Muon, lr=0.01),
+            ParamRule(remaining_params, optim.AdamW, lr=0.01),
+        ],
         {},
     ),
 }
@@ -69,18 +72,18 @@ def _noted(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def everything_is_far(device: str) -> Iterator[None]:
     """On a machine without a GPU, host memory stands for that of the device: all moves are made, within it."""
     places = (zeroshard.runtime.offload, zeroshard.assembly)
-    before = zeroshard.runtime.offload.is_far
-    small, zeroshard.runtime.host.SMALL = zeroshard.runtime.host.SMALL, 2
-    room, zeros = Host.room, Host.zeros
+    before = zeroshard.runtime.offload.is_offload_device
+    small, zeroshard.runtime.host.MIN_OFFLOAD_NUMEL = zeroshard.runtime.host.MIN_OFFLOAD_NUMEL, 2
+    room, zeros = HostTransfer.allocate, HostTransfer.zeros
     HOMES.clear()
     try:
-        Host.room, Host.zeros = _noted(room), _noted(zeros)  # type: ignore[method-assign]
+        HostTransfer.allocate, HostTransfer.zeros = _noted(room), _noted(zeros)  # type: ignore[method-assign]
         for place in places if device == "cpu" else ():
             place.is_far = lambda _: True  # type: ignore[attr-defined]
         yield
     finally:
-        zeroshard.runtime.host.SMALL = small
-        Host.room, Host.zeros = room, zeros  # type: ignore[method-assign]
+        zeroshard.runtime.host.MIN_OFFLOAD_NUMEL = small
+        HostTransfer.allocate, HostTransfer.zeros = room, zeros  # type: ignore[method-assign]
         for place in places:
             place.is_far = before  # type: ignore[attr-defined]
 
@@ -105,7 +108,7 @@ class Pair:
     ) -> None:
         config = ZeroConfig(partition=partition, master_dtype=torch.float32 if masters else None)
         self.resident = Run(device, kind, dtype, config)
-        self.offloaded = Run(device, kind, dtype, replace(config, offload=Offload()))
+        self.offloaded = Run(device, kind, dtype, replace(config, offload=CPUOffload()))
 
     def train(self, ctx: RankContext, steps: int) -> None:
         for run in (self.resident, self.offloaded):
@@ -149,7 +152,9 @@ def _on_cpu(value: Any) -> Any:
 
 def large(optimizer: ZeroRedundancyOptimizer) -> list[torch.Tensor]:
     """What ought to rest in host memory."""
-    values = [value for inner in optimizer.optims for state in inner.state.values() for value in state.values()]
+    values = [
+        value for inner in optimizer.inner_optimizers for state in inner.state.values() for value in state.values()
+    ]
     return [value for value in values if isinstance(value, torch.Tensor) and value.numel() > 1]
 
 
@@ -182,9 +187,9 @@ def test_master_weights_rest_there_too(ctx: RankContext, device: str) -> None:
             pair.train(ctx, 1)
             assert_at_home(pair.offloaded)
             for bucket in pair.offloaded.optimizer.layout.buckets:
-                memory = pair.offloaded.optimizer.engine.memory
-                assert memory.of(bucket.index).untyped_storage().nbytes() == 0
-                copies = [memory.precise(piece) for piece in bucket.pieces_of(Rank(ctx.rank))]
+                memory = pair.offloaded.optimizer._engine.storage
+                assert memory.update_target(bucket.index).untyped_storage().nbytes() == 0
+                copies = [memory.master_view(piece) for piece in bucket.param_shards_of_rank(Rank(ctx.rank))]
                 assert all(copy is not None and copy.device.type == "cpu" for copy in copies)
 
 
@@ -256,7 +261,7 @@ def test_many_pieces_are_one_step(ctx: RankContext, device: str) -> None:
     with everything_is_far(device):
         pair = Pair(device, "Counting")
         pair.train(ctx, 3)
-        assert [run.optimizer.optims[0].count for run in (pair.offloaded, pair.resident)] == [3, 3]  # type: ignore[attr-defined]
+        assert [run.optimizer.inner_optimizers[0].count for run in (pair.offloaded, pair.resident)] == [3, 3]  # type: ignore[attr-defined]
         assert [group["steps"] for group in pair.offloaded.optimizer.param_groups] == [3]
 
 
@@ -334,9 +339,9 @@ def test_quantized_state_loads_beside_masters_that_rest_elsewhere(
 def test_a_host_without_memory_loses_no_update(ctx: RankContext) -> None:
     with everything_is_far("cpu"):
         pair = Pair("cpu", dtype=torch.bfloat16, masters=True)
-        run, room, calls = pair.offloaded, Host.room, [0]
+        run, room, calls = pair.offloaded, HostTransfer.allocate, [0]
 
-        def scarce(host: Host, *args: Any) -> torch.Tensor:
+        def scarce(host: HostTransfer, *args: Any) -> torch.Tensor:
             calls[0] += 1
             if calls[0] == 3:
                 raise MemoryError("no pinned memory")
@@ -344,15 +349,15 @@ def test_a_host_without_memory_loses_no_update(ctx: RankContext) -> None:
 
         run.backward(ctx).backward()  # type: ignore[no-untyped-call]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Host, "room", scarce)
+            patch.setattr(HostTransfer, "allocate", scarce)
             with pytest.raises(Exception, match="no pinned memory"):
                 run.optimizer.step()
-        memory = run.optimizer.engine.memory
+        memory = run.optimizer._engine.storage
         for bucket in run.optimizer.layout.buckets:
-            for piece in bucket.pieces_of(Rank(ctx.rank)):
-                precise = memory.precise(piece)
+            for piece in bucket.param_shards_of_rank(Rank(ctx.rank)):
+                precise = memory.master_view(piece)
                 assert precise is not None
-                assert_same(precise.bfloat16(), memory.own(piece))
+                assert_same(precise.bfloat16(), memory.param_view(piece))
         run.optimizer.zero_grad()
         run.train(ctx, 2)
         assert_at_home(run)
@@ -406,7 +411,7 @@ def test_state_can_be_saved_before_the_first_step(ctx: RankContext, device: str)
         pair = Pair(device, dtype=torch.bfloat16, masters=True)
         pair.check()
         part = pair.offloaded.optimizer.sharded_state_dict()["state"]
-        found = [it.local for state in part.values() for it in state.values() if isinstance(it, CutTensor)]
+        found = [it.local for state in part.values() for it in state.values() if isinstance(it, ShardTensor)]
         assert {"exp_avg", "master_weights"} <= {key for state in part.values() for key in state}
         assert {value.device.type for value in found} == {"cpu"}
         assert {value.untyped_storage().data_ptr() for value in found} <= HOMES
@@ -478,10 +483,10 @@ def test_closures_and_scalers(ctx: RankContext, device: str) -> None:
 def test_where_it_has_no_effect_it_says_so(ctx: RankContext) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = Run("cpu", "AdamW", torch.float32, ZeroConfig(offload=Offload()))
-    assert [str(it.message) for it in caught if "Offload" in str(it.message)] == [
-        "Offload(...) has no effect: no parameter is on a GPU, so that state is in host memory anyway"
+        run = Run("cpu", "AdamW", torch.float32, ZeroConfig(offload=CPUOffload()))
+    assert [str(it.message) for it in caught if "CPUOffload" in str(it.message)] == [
+        "CPUOffload(...) has no effect: no parameter is on a GPU, so that state is in host memory anyway"
     ]
     run.train(ctx, 2)
-    with pytest.raises(ConfigError, match=r"Offload\(...\) needs partition=FlatShards\(\)"):
-        ZeroRedundancyOptimizer(net("cpu").parameters(), optim.AdamW, config=ZeroConfig(offload=Offload()))
+    with pytest.raises(ConfigError, match=r"offload=...\) needs partition=FlatShards\(\)"):
+        ZeroRedundancyOptimizer(net("cpu").parameters(), optim.AdamW, config=ZeroConfig(offload=CPUOffload()))

@@ -278,10 +278,10 @@ def test_a_bucket_belongs_to_its_number_modulo_the_group_size(ctx: RankContext) 
 def test_shared_buckets_are_divided_by_whole_parameters(ctx: RankContext) -> None:
     twins = DdpTwins(Setup(shard_buckets=True), partial(mlp, 6), torch.optim.SGD, lr=0.1)
     twins.train(3)
-    loads = twins.zero.layout.loads(trainable=True)
+    loads = twins.zero.layout.numel_per_rank(trainable=True)
     largest = max(param.numel() for param in twins.ddp.parameters())
     assert max(loads) - min(loads) <= largest
-    assert any(len({piece.owner for piece in bucket.pieces}) > 1 for bucket in twins.zero.layout.buckets)
+    assert any(len({piece.owner for piece in bucket.param_shards}) > 1 for bucket in twins.zero.layout.buckets)
 
 
 @ranks(1, 2)

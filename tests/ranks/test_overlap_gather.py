@@ -1,4 +1,4 @@
-"""`overlap_gather=True`: parameters are under way after a step, and whoever looks at the model sees the final ones."""
+"""`overlap_param_gather=True`: parameters are under way after a step, and whoever looks at the model sees the final ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Overlapped:
 
     def __init__(self, make: Callable[[], nn.Module] = large, **options: Any) -> None:
         self.models = [make(), make()]
-        configs = [ZeroConfig(partition=LAYERS, overlap_gather=late, **options) for late in (True, False)]
+        configs = [ZeroConfig(partition=LAYERS, overlap_param_gather=late, **options) for late in (True, False)]
         self.late, self.prompt = (
             shard(model, optim.SGD, lr=0.1, foreach=True, config=config)
             for model, config in zip(self.models, configs, strict=True)
@@ -73,7 +73,7 @@ class Overlapped:
 
     @property
     def under_way(self) -> bool:
-        return self.late.engine.sync.under_way
+        return self.late._engine.param_sync.is_in_flight
 
 
 def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -148,14 +148,14 @@ def test_readers_see_the_final_values(ctx: RankContext) -> None:
 
 def load_ones(model: nn.Module) -> list[Tensor]:
     model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
-    OPTIMIZERS[model].wait()
+    OPTIMIZERS[model].wait_for_params()
     return copies(model.parameters())
 
 
 def load_prepared(model: nn.Module) -> list[Tensor]:
     """Without asking the model for anything before."""
     model.load_state_dict(PREPARED)
-    OPTIMIZERS[model].wait()
+    OPTIMIZERS[model].wait_for_params()
     return copies(model.parameters())
 
 
@@ -181,7 +181,7 @@ def contained(model: nn.Module) -> nn.Module:
 
 def load_into_container(model: nn.Module) -> list[Tensor]:
     contained(model).load_state_dict({f"model.{name}": value for name, value in PREPARED.items()})
-    OPTIMIZERS[model].wait()
+    OPTIMIZERS[model].wait_for_params()
     return copies(model.parameters())
 
 
@@ -206,20 +206,20 @@ def test_waiting(ctx: RankContext) -> None:
     OPTIMIZERS.update(zip(overlapped.models, (overlapped.late, overlapped.prompt), strict=True))
 
     def wait_and_read(model: nn.Module) -> list[Tensor]:
-        OPTIMIZERS[model].wait()
+        OPTIMIZERS[model].wait_for_params()
         assert not overlapped.under_way
         return copies(by_hand[model])
 
     overlapped.compare(wait_and_read)
-    overlapped.late.wait()  # for nothing
+    overlapped.late.wait_for_params()  # for nothing
 
 
 @ranks(1, 2, 3, 4)
 def test_training_is_the_same(ctx: RankContext) -> None:
-    pair = Pair(optim.AdamW, config=ZeroConfig(partition=TINY, overlap_gather=True))
+    pair = Pair(optim.AdamW, config=ZeroConfig(partition=TINY, overlap_param_gather=True))
     pair.train(3)
     pair.check_state()
-    config = ZeroConfig(partition=TINY, overlap_gather=True)
+    config = ZeroConfig(partition=TINY, overlap_param_gather=True)
     Pair(optim.AdamW, make=Branches, loss=through_branches, find_unused=True, config=config).train(4)
 
 
@@ -236,9 +236,9 @@ def test_only_what_is_needed_is_waited_for(ctx: RankContext) -> None:
     torch.autograd.backward(model(inputs(0)).square().mean())
     overlapped.late.step()
     assert overlapped.under_way
-    sync = overlapped.late.engine.sync
+    sync = overlapped.late._engine.param_sync
     waiting: list[int] = []
-    handles = [layer.register_forward_hook(lambda *_: waiting.append(len(sync._under_way))) for layer in model]
+    handles = [layer.register_forward_hook(lambda *_: waiting.append(len(sync._in_flight))) for layer in model]
     model[0](inputs(1))
     model(inputs(1))
     for handle in handles:
@@ -340,5 +340,5 @@ def test_a_saved_model_needs_no_zeroshard(ctx: RankContext, tmp_path: Path) -> N
 def test_it_needs_to_see_the_model(ctx: RankContext) -> None:
     with pytest.raises(ConfigError, match=r"use zeroshard\.shard"):
         ZeroRedundancyOptimizer(
-            mlp().parameters(), optim.SGD, lr=0.1, config=ZeroConfig(partition=TINY, overlap_gather=True)
+            mlp().parameters(), optim.SGD, lr=0.1, config=ZeroConfig(partition=TINY, overlap_param_gather=True)
         )

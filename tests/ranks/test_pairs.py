@@ -13,19 +13,19 @@ from tests.support import RankContext, ranks
 from tests.support.oracles import assert_same, average
 from zeroshard.comm import pairs
 from zeroshard.comm.group import Group
-from zeroshard.comm.pairs import Pairwise
+from zeroshard.comm.pairs import GlooTransport
 from zeroshard.policies import Reduce
 from zeroshard.units import Span
 
 LENGTH = 1000
 
 
-def in_short_pieces() -> Pairwise:
+def in_short_pieces() -> GlooTransport:
     """A way in which a slice takes many rows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pairs, "ROW", 128)
-        patch.setattr(pairs, "LEAST_PIECE", 128)
-        return Pairwise(Group(), Reduce())
+        patch.setattr(pairs, "CHUNK_ROW_BYTES", 128)
+        patch.setattr(pairs, "MIN_CHUNK_BYTES", 128)
+        return GlooTransport(Group(), Reduce())
 
 
 def shards_for(ranks: int, length: int = LENGTH) -> list[Span]:
@@ -52,10 +52,12 @@ def test_many_pieces_make_the_same_sum(ctx: RankContext, dtype: torch.dtype) -> 
     turns = [flats_of(ctx.world_size, turn, dtype) for turn in range(3)]
     sums = [torch.empty(mine.length, dtype=dtype) for _ in turns]
     share = 1 / ctx.world_size
-    arriving = [made.reduce(flats[ctx.rank], shards, into, share) for flats, into in zip(turns, sums, strict=True)]
+    arriving = [
+        made.reduce_scatter(flats[ctx.rank], shards, into, share) for flats, into in zip(turns, sums, strict=True)
+    ]
     for flats, into, each in zip(turns, sums, arriving, strict=True):
         each.wait()
-        assert each.arrives(0)
+        assert each.is_ready(0)
         assert_same(into, average(flats)[slice(*mine)].to(dtype))
 
 
@@ -64,21 +66,21 @@ def test_what_is_received_takes_little_memory(ctx: RankContext) -> None:
     made, shards = in_short_pieces(), shards_for(ctx.world_size)
     for turn in range(3):
         flat, into = flats_of(ctx.world_size, turn)[ctx.rank], torch.empty(shards[ctx.rank].length)
-        made.reduce(flat, shards, into, 1.0).wait()
-    rooms = made._receiver._idle
-    assert 0 < len(rooms) <= pairs.ROWS
+        made.reduce_scatter(flat, shards, into, 1.0).wait()
+    rooms = made._reduce_thread._free_buffers
+    assert 0 < len(rooms) <= pairs.MAX_ROWS_IN_FLIGHT
     assert all(room.nbytes <= 128 * (ctx.world_size - 1) for room in rooms)
 
 
 @ranks(2)
 def test_a_rank_that_lags_is_told_from_one_that_sent(ctx: RankContext) -> None:
-    made, shards = Pairwise(Group(), Reduce()), shards_for(2)
+    made, shards = GlooTransport(Group(), Reduce()), shards_for(2)
     flats, into = flats_of(2, 0), torch.empty(shards[ctx.rank].length)
     if ctx.rank == 1:
         dist.barrier()  # the other has sent, and waited in vain
-    arriving = made.reduce(flats[ctx.rank], shards, into, 0.5)
+    arriving = made.reduce_scatter(flats[ctx.rank], shards, into, 0.5)
     if ctx.rank == 0:
-        assert not arriving.arrives(0.05)
+        assert not arriving.is_ready(0.05)
         dist.barrier()
     arriving.wait()
     assert_same(into, average(flats)[slice(*shards[ctx.rank])])
@@ -86,12 +88,12 @@ def test_a_rank_that_lags_is_told_from_one_that_sent(ctx: RankContext) -> None:
 
 @ranks(2)
 def test_the_thread_lives_as_long_as_there_is_something_to_receive(ctx: RankContext) -> None:
-    made, shards = Pairwise(Group(), Reduce()), shards_for(2)
+    made, shards = GlooTransport(Group(), Reduce()), shards_for(2)
     for turn in range(3):
         flat, into = flats_of(2, turn)[ctx.rank], torch.empty(shards[ctx.rank].length)
         if ctx.rank == 1:
             dist.barrier()
-        arriving = made.reduce(flat, shards, into, 0.5)
+        arriving = made.reduce_scatter(flat, shards, into, 0.5)
         if ctx.rank == 0:
             assert len(receivers()) == 1
             dist.barrier()
@@ -106,17 +108,17 @@ def test_a_failure_is_raised_by_every_wait(ctx: RankContext) -> None:
     """Also of those that had begun before, and of those that begin later; none waits for ever."""
     made, shards = in_short_pieces(), shards_for(2)
     flat, into = flats_of(2, 0)[ctx.rank], torch.empty(shards[ctx.rank].length)
-    made.reduce(flat, shards, into, 0.5).wait()
+    made.reduce_scatter(flat, shards, into, 0.5).wait()
     dist.barrier()
     if ctx.rank == 1:
         dist.destroy_process_group()
         return
-    before = made.reduce(flat, shards, into, 0.5)
+    before = made.reduce_scatter(flat, shards, into, 0.5)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"(?i)connection|peer|closed|reset|broken"):
             before.wait()
     with pytest.raises(RuntimeError, match=r"(?i)connection|peer|closed|reset|broken"):
-        made.reduce(flat, shards, into, 0.5).wait()
+        made.reduce_scatter(flat, shards, into, 0.5).wait()
 
 
 @ranks(2)
@@ -126,7 +128,9 @@ def test_several_dtypes_under_way_at_once(ctx: RankContext, dtypes: tuple[torch.
     mine = shards[ctx.rank]
     turns = [flats_of(2, turn, dtype) for turn, dtype in enumerate(dtypes * 2)]
     sums = [torch.empty(mine.length, dtype=flats[0].dtype) for flats in turns]
-    arriving = [made.reduce(flats[ctx.rank], shards, into, 0.5) for flats, into in zip(turns, sums, strict=True)]
+    arriving = [
+        made.reduce_scatter(flats[ctx.rank], shards, into, 0.5) for flats, into in zip(turns, sums, strict=True)
+    ]
     for flats, into, each in zip(turns, sums, arriving, strict=True):
         each.wait()
         assert_same(into, average(flats)[slice(*mine)].to(into.dtype))

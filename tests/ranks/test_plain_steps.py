@@ -134,7 +134,7 @@ def superseded(model: nn.Module, make: Any) -> None:
     latter.step()
     del latter
     gc.collect()
-    if former.reduces:
+    if former._reduces_grads:
         set_grads(model.parameters(), 0)
         optim.SGD(model.parameters(), lr=0.1).step()
 
@@ -189,7 +189,7 @@ def one_after_the_other(model: nn.Module, make: Any) -> None:
     before = make(model)
     set_grads(model.parameters(), 0)
     before.step()
-    if before.reduces:
+    if before._reduces_grads:
         del before
         gc.collect()
     plain = optim.SGD(model.parameters(), lr=0.1)

@@ -17,22 +17,22 @@ from tests.support import RankContext, ranks
 from tests.support.tiers import sampled
 from zeroshard import (
     ConfigError,
+    CPUOffload,
     FlatShards,
-    Offload,
-    Rule,
-    SecondCopy,
+    ParamRule,
+    PeerCheckpoint,
     ShardedOptimizer,
     WholeParams,
     ZeroConfig,
     ZeroRedundancyOptimizer,
-    everything_else,
-    matrices,
+    matrix_params,
+    remaining_params,
     shard,
 )
 from zeroshard.planning import Network, Plan, plan
 from zeroshard.runtime.sharded_grad import local_grad
 from zeroshard.state.trees import map_tensors
-from zeroshard.state.wrapped import insides, is_wrapped
+from zeroshard.state.wrapped import inner_tensors, is_wrapper_subclass
 
 SMALL = FlatShards(bucket_bytes=1 << 16)
 MASTERS = torch.float32
@@ -55,7 +55,7 @@ def state_bytes(states: Any) -> int:
     found: list[int] = []
 
     def note(tensor: torch.Tensor) -> None:
-        parts = insides(tensor).values() if is_wrapped(tensor) else [tensor]
+        parts = inner_tensors(tensor).values() if is_wrapper_subclass(tensor) else [tensor]
         found.extend(part.nbytes for part in parts)
 
     map_tensors(states, note)
@@ -86,19 +86,23 @@ def check(model: nn.Module, classes: Any, config: ZeroConfig, **options: Any) ->
     """Each part on the rank that has most, within 1 %; parameters, slices and masters to the byte."""
     before = planned(model, classes, config, **options)
     stage = 2 if config.stage != 1 else 1
-    usage = before.of(f"zeroshard {stage}", dist.get_world_size()).usage
+    usage = before.estimate_for(f"zeroshard {stage}", dist.get_world_size()).memory
     optimizer = shard(model, classes, config=config, **options)
     train(model, optimizer)
-    engine, buckets = optimizer.engine, range(len(optimizer.layout.buckets))
-    params = sum(engine.store.buffer(bucket).nbytes for bucket in buckets)
+    engine, buckets = optimizer._engine, range(len(optimizer.layout.buckets))
+    params = sum(engine.param_store.buffer(bucket).nbytes for bucket in buckets)
     assert usage.parameters == params + sum(it.nbytes for it in model.buffers())
-    masters = sum(engine.memory.of(bucket).nbytes for bucket in buckets if engine.memory.covers(bucket))
-    state = sum(state_bytes(it.state) for it in optimizer.optims)
-    copies = optimizer.second_copy.traffic if optimizer.second_copy else 0
+    masters = sum(
+        engine.storage.update_target(bucket).nbytes for bucket in buckets if engine.storage.has_master(bucket)
+    )
+    state = sum(state_bytes(it.state) for it in optimizer.inner_optimizers)
+    copies = optimizer.peer_snapshots.bytes_sent if optimizer.peer_snapshots else 0
     found = most(Found(state, gradient_bytes(optimizer, stage), masters, copies))
     assert (usage.gradients, usage.masters) == (found.gradients, found.masters)
     assert usage.state == pytest.approx(found.state, rel=0.01)
-    assert before.of(f"zeroshard {stage}", dist.get_world_size()).copies == pytest.approx(found.copies, rel=0.01)
+    assert before.estimate_for(f"zeroshard {stage}", dist.get_world_size()).peer_checkpoint_bytes == pytest.approx(
+        found.copies, rel=0.01
+    )
     return optimizer
 
 
@@ -118,9 +122,9 @@ def test_rows_of_ranks(ctx: RankContext, case: str) -> None:
     for row in (it for it in (1, 2, 3) if ctx.world_size % it == 0):
         model = net(dtype)
         model[4].requires_grad_(False)
-        estimate = planned(model, AdamW, config, shard_within=row).of(method(config), ctx.world_size)
-        optimizer = check(model, AdamW, config, shard_within=row)
-        sent = torch.tensor(float(sum(it or 0 for it in optimizer.report().wire)))
+        estimate = planned(model, AdamW, config, shard_group_size=row).estimate_for(method(config), ctx.world_size)
+        optimizer = check(model, AdamW, config, shard_group_size=row)
+        sent = torch.tensor(float(sum(it or 0 for it in optimizer.report().comm_volume)))
         dist.all_reduce(sent)
         # On the average of all ranks. Parts of a sum start at multiples, so that these are not to the byte.
         assert estimate.traffic.sent == pytest.approx(float(sent) / ctx.world_size, rel=0.01)
@@ -133,8 +137,8 @@ def method(config: ZeroConfig) -> str:
 def gradient_bytes(optimizer: ShardedOptimizer, stage: int) -> int:
     """In the dtype of the parameters."""
     if stage == 1:
-        return sum(grad.nbytes for grad in map(local_grad, optimizer.engine.params) if grad is not None)
-    slices, buckets = optimizer.engine.grads._shards, optimizer.layout.buckets
+        return sum(grad.nbytes for grad in map(local_grad, optimizer._engine.params) if grad is not None)
+    slices, buckets = optimizer._engine.grads._shards, optimizer.layout.buckets
     return sum(slice_.numel() * buckets[bucket].dtype.itemsize for bucket, slice_ in slices.items())
 
 
@@ -165,7 +169,7 @@ def test_with_masters_and_frozen_parameters(ctx: RankContext) -> None:
 
 @ranks(2, 4)
 def test_classes_that_look_at_whole_parameters(ctx: RankContext) -> None:
-    rules = [Rule(matrices(exclude=["0"]), Muon, lr=0.02), Rule(everything_else, AdamW, lr=1e-3)]
+    rules = [ParamRule(matrix_params(exclude=["0"]), Muon, lr=0.02), ParamRule(remaining_params, AdamW, lr=1e-3)]
     check(net(), rules, ZeroConfig())
     with pytest.warns(UserWarning, match="looks at whole parameters"):
         check(net(), Adafactor, ZeroConfig())
@@ -175,21 +179,21 @@ def test_classes_that_look_at_whole_parameters(ctx: RankContext) -> None:
 @ranks(2, 3)
 def test_second_copies(ctx: RankContext) -> None:
     """Whose messages also say what is in them, which counts in small models only."""
-    copied = SecondCopy(every=1)
-    check_copies(check(net(words=30_000), AdamW, ZeroConfig(second_copy=copied)))
-    check(net(torch.bfloat16, words=30_000), AdamW, ZeroConfig(second_copy=copied, master_dtype=MASTERS))
-    crowded = SecondCopy(every=1, apart=2)  # of three ranks, the last keeps for two
-    check_copies(check(net(words=30_000), AdamW, ZeroConfig(second_copy=crowded)))
+    copied = PeerCheckpoint(every=1)
+    check_copies(check(net(words=30_000), AdamW, ZeroConfig(peer_checkpoint=copied)))
+    check(net(torch.bfloat16, words=30_000), AdamW, ZeroConfig(peer_checkpoint=copied, master_dtype=MASTERS))
+    crowded = PeerCheckpoint(every=1, failure_domain_size=2)  # of three ranks, the last keeps for two
+    check_copies(check(net(words=30_000), AdamW, ZeroConfig(peer_checkpoint=crowded)))
 
 
 def check_copies(optimizer: ShardedOptimizer) -> None:
     """What they take when none is under way is half of what is planned for when one is."""
-    assert optimizer.copying is not None
-    optimizer.copying.settle()
-    assert optimizer.second_copy is not None
-    before = planned(optimizer._model, AdamW, optimizer._config).of("zeroshard 2", dist.get_world_size())
-    held = most(Found(optimizer.second_copy.memory, 0, 0)).state
-    assert before.usage.host == pytest.approx(2 * held, rel=0.01)
+    assert optimizer._peer_checkpointer is not None
+    optimizer._peer_checkpointer.wait()
+    assert optimizer.peer_snapshots is not None
+    before = planned(optimizer._model, AdamW, optimizer._config).estimate_for("zeroshard 2", dist.get_world_size())
+    held = most(Found(optimizer.peer_snapshots.nbytes, 0, 0)).state
+    assert before.memory.host == pytest.approx(2 * held, rel=0.01)
 
 
 @ranks(1)
@@ -212,7 +216,7 @@ def test_peers_are_what_is_there(ctx: RankContext) -> None:
     wrapped = DistributedDataParallel(model)
     plain = AdamW(model.parameters())
     train(wrapped, plain)
-    usage = found.of("DDP", ctx.world_size).usage
+    usage = found.estimate_for("DDP", ctx.world_size).memory
     assert usage.parameters == sum(it.nbytes for it in [*model.parameters(), *model.buffers()])
     assert usage.gradients == sum(grad.nbytes for grad in map(local_grad, model.parameters()) if grad is not None)
     assert usage.state == state_bytes(plain.state)
@@ -220,7 +224,7 @@ def test_peers_are_what_is_there(ctx: RankContext) -> None:
         sharded = optimizer_class(model.parameters(), AdamW)
         train(wrapped, sharded)
         state = most(Found(state_bytes(sharded.optim.state), 0, 0)).state
-        assert found.of("torch ZeRO", ctx.world_size).usage.state == state
+        assert found.estimate_for("torch ZeRO", ctx.world_size).memory.state == state
 
 
 @ranks(1, 2, 3, 4)
@@ -230,7 +234,7 @@ def test_fsdp2_is_what_is_there(ctx: RankContext) -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 133), nn.Linear(133, 133), nn.Linear(133, 7))
-    usage = planned(model, AdamW, ZeroConfig()).of("FSDP2", ctx.world_size).usage
+    usage = planned(model, AdamW, ZeroConfig()).estimate_for("FSDP2", ctx.world_size).memory
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
@@ -246,19 +250,19 @@ def test_fsdp2_is_what_is_there(ctx: RankContext) -> None:
 
 def test_a_second_copy_is_as_large_where_state_rests_in_host_memory() -> None:
     model = net(torch.bfloat16)
-    copied = ZeroConfig(second_copy=SecondCopy(), master_dtype=MASTERS)
+    copied = ZeroConfig(peer_checkpoint=PeerCheckpoint(), master_dtype=MASTERS)
     here, away = (
-        plan(model, AdamW, ranks=[4], config=it).of("zeroshard 2", 4)
-        for it in (copied, dataclasses.replace(copied, offload=Offload()))
+        plan(model, AdamW, ranks=[4], config=it).estimate_for("zeroshard 2", 4)
+        for it in (copied, dataclasses.replace(copied, offload=CPUOffload()))
     )
-    assert away.copies == here.copies == here.usage.state + here.usage.masters
-    assert away.usage.host == here.usage.host + here.usage.state + here.usage.masters
+    assert away.peer_checkpoint_bytes == here.peer_checkpoint_bytes == here.memory.state + here.memory.masters
+    assert away.memory.host == here.memory.host + here.memory.state + here.memory.masters
 
 
 def test_parameters_without_elements() -> None:
     model = nn.ParameterList([torch.zeros(64, 64), torch.zeros(0, dtype=torch.float64)])
     for row in (None, 2):
-        assert plan(model, AdamW, ranks=[4], shard_within=row).of("zeroshard 2", 4).usage.peak > 0
+        assert plan(model, AdamW, ranks=[4], shard_group_size=row).estimate_for("zeroshard 2", 4).memory.peak > 0
 
 
 def test_a_bandwidth_inside_of_rows() -> None:
@@ -267,8 +271,8 @@ def test_a_bandwidth_inside_of_rows() -> None:
     model = nn.Linear(1000, 1000)
     with pytest.raises(ConfigError, match="inside of rows was given, and no rows"):
         plan(model, AdamW, ranks=[8], network=fast)
-    rows = plan(model, AdamW, ranks=[8, 64], network=fast, shard_within=8)
-    plain = plan(model, AdamW, ranks=[8, 64], network=slow, shard_within=8)
+    rows = plan(model, AdamW, ranks=[8, 64], network=fast, shard_group_size=8)
+    plain = plan(model, AdamW, ranks=[8, 64], network=slow, shard_group_size=8)
     for one, other in zip(rows, plain, strict=True):
         quick = one.ranks == 8
         ratio = other.traffic.seconds / one.traffic.seconds
@@ -277,8 +281,8 @@ def test_a_bandwidth_inside_of_rows() -> None:
 
 
 def test_options_that_belong_elsewhere() -> None:
-    with pytest.raises(ConfigError, match="overlap_gather=True is not an option of an optimizer class"):
-        plan(nn.Linear(2, 2), AdamW, overlap_gather=True)
+    with pytest.raises(ConfigError, match="overlap_param_gather=True is not an option of an optimizer class"):
+        plan(nn.Linear(2, 2), AdamW, overlap_param_gather=True)
 
 
 @pytest.mark.parametrize("given", [{"bandwidth": 0}, {"bandwidth": math.nan}, {"within": 0}, {"latency": -1e-6}])

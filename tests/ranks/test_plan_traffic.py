@@ -84,7 +84,7 @@ def seen(events: Any, world_size: int) -> Sent:
 def test_bytes_and_messages_of_peers(
     ctx: RankContext, name: str, arranged: Callable[[Net], tuple[nn.Module, Optimizer]]
 ) -> None:
-    expected = plan(Net(), AdamW, ranks=[ctx.world_size], device="cpu").of(name, ctx.world_size).traffic
+    expected = plan(Net(), AdamW, ranks=[ctx.world_size], device="cpu").estimate_for(name, ctx.world_size).traffic
     model, optimizer = arranged(Net())
 
     def train() -> None:

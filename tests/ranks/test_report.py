@@ -18,16 +18,16 @@ from tests.support import RankContext, ranks
 from tests.support.monitoring import recorded
 from tests.support.oracles import ADAMW, TINY, ZERO1, ZERO2, mlp, regression, seeded, within
 from zeroshard import (
-    Drift,
-    NonFinite,
-    Offload,
-    Rule,
-    SecondCopy,
+    ConsistencyCheck,
+    CPUOffload,
+    NonFiniteGrads,
+    ParamRule,
+    PeerCheckpoint,
     ZeroConfig,
     ZeroRedundancyOptimizer,
     ddp_hooks,
-    everything_else,
-    matrices,
+    matrix_params,
+    remaining_params,
     shard,
 )
 from zeroshard.reporting import Report
@@ -41,12 +41,12 @@ def iterate(model: nn.Module, optimizer: Any, number: int) -> None:
 
 
 def memory_of(report: Report, what: str) -> int:
-    return sum(it.nbytes for it in report.memory if it.what == what)
+    return sum(it.nbytes for it in report.memory if it.category == what)
 
 
 def state_bytes(optimizer: Any) -> int:
     """All that the inner optimizers keep."""
-    entries = [entry for inner in optimizer.optims for entry in inner.state.values()]
+    entries = [entry for inner in optimizer.inner_optimizers for entry in inner.state.values()]
     return sum(it.nbytes for entry in entries for it in entry.values() if isinstance(it, torch.Tensor))
 
 
@@ -54,11 +54,11 @@ def check(report: Report, optimizer: Any) -> None:
     """What must hold of every report."""
     layout, rank = optimizer.layout, optimizer.rank
     assert [it.elements for it in report.ranks] == list(optimizer.balance.elements)
-    owned = [len(layout.owned_by(Rank(it.rank))) for it in report.ranks]
+    owned = [len(layout.params_owned_by(Rank(it.rank))) for it in report.ranks]
     assert [it.parameters for it in report.ranks] == owned
-    assert sum(it.work for it in report.ranks) == pytest.approx(1.0)
+    assert sum(it.cost_fraction for it in report.ranks) == pytest.approx(1.0)
     assert report.state_bytes[rank] == memory_of(report, "state") == state_bytes(optimizer)
-    assert memory_of(report, "parameters") >= sum(param.nbytes for param in optimizer.engine.params)
+    assert memory_of(report, "parameters") >= sum(param.nbytes for param in optimizer._engine.params)
     for share, bucket in zip(report.buckets, layout.buckets, strict=True):
         assert share.padding == bucket.numel - sum(layout.params[index].numel for index in bucket.params)
         assert len(share.parameters) == len(bucket.rooms)
@@ -71,9 +71,14 @@ def check(report: Report, optimizer: Any) -> None:
 
 def ways(world_size: int) -> Iterator[tuple[nn.Module, Any]]:
     """Models and optimizers of all kinds."""
-    rules = [Rule(matrices(), torch.optim.Muon, lr=0.1), Rule(everything_else, torch.optim.AdamW, lr=0.1)]
-    masters = replace(ZERO2, master_dtype=torch.float64, drift=Drift(every=1), nonfinite=NonFinite("skip"))
-    for config in (ZERO2, ZERO1, ZeroConfig(), replace(ZERO2, overlap_gather=True), masters):
+    rules = [
+        ParamRule(matrix_params(), torch.optim.Muon, lr=0.1),
+        ParamRule(remaining_params, torch.optim.AdamW, lr=0.1),
+    ]
+    masters = replace(
+        ZERO2, master_dtype=torch.float64, consistency_check=ConsistencyCheck(every=1), nonfinite=NonFiniteGrads("skip")
+    )
+    for config in (ZERO2, ZERO1, ZeroConfig(), replace(ZERO2, overlap_param_gather=True), masters):
         model = seeded(mlp, 0)
         yield model, shard(model, torch.optim.AdamW, config=config, **ADAMW)
     model = seeded(mlp, 0)
@@ -100,10 +105,10 @@ def test_what_it_says_is_what_is_there(ctx: RankContext) -> None:
             iterate(model, optimizer, number)
         report = optimizer.report()
         check(report, optimizer)
-        assert report.counters.steps == optimizer.engine.steps == 2
+        assert report.counters.steps == optimizer._engine.steps == 2
         assert first.counters.steps == 0, "a report does not change"
         assert 0 < report.times.step <= report.times.iteration
-        if hasattr(optimizer, "wait"):
+        if hasattr(optimizer, "wait_for_params"):
             optimizer.wait()
 
 
@@ -130,7 +135,7 @@ def test_ranks_that_own_nothing(ctx: RankContext) -> None:
     assert [it.elements for it in report.ranks] == [2 * (rank == owner) for rank in range(3)]
     known = 20 if ctx.rank == owner else None
     assert list(report.state_bytes) == [known if rank == owner else 0 for rank in range(3)]
-    assert report.balance.fullest == 3
+    assert report.balance.memory_imbalance == 3
 
 
 @ranks(2, 3, 4)
@@ -145,12 +150,12 @@ def test_bytes_on_the_wire_are_those_that_are_sent(ctx: RankContext) -> None:
             optimizer.clip_grad_value_(1e9)  # what threads send is on its way by then
             sent_grads = sum(traffic.sizes("isend"))
             optimizer.step()
-        wire = optimizer.report().wire
-        assert (wire.gradients, wire.parameters) == (sent_grads, sum(traffic.sizes("isend")) - sent_grads), grid
+        wire = optimizer.report().comm_volume
+        assert (wire.grad_bytes, wire.param_bytes) == (sent_grads, sum(traffic.sizes("isend")) - sent_grads), grid
         optimizer.zero_grad()
     frozen = seeded(mlp, 0).requires_grad_(False)
     plain = ZeroRedundancyOptimizer(frozen.parameters(), torch.optim.SGD, lr=0.1)
-    assert plain.report().wire == (None, 0)
+    assert plain.report().comm_volume == (None, 0)
 
 
 @ranks(2, 3)
@@ -183,20 +188,25 @@ def test_a_report_before_and_after_ddps_buckets_are_known(ctx: RankContext) -> N
     model.register_comm_hook(None, ddp_hooks.hook_with_zero_step(allreduce_hook, model, optimizer))
     early = optimizer.report()
     check(early, optimizer)
-    assert not early.settled
+    assert not early.is_layout_final
     assert "not known yet" in str(early)
     for number in range(4):
         torch.autograd.backward(regression(model, number))
     report = optimizer.report()
     check(report, optimizer)
-    assert report.settled
+    assert report.is_layout_final
     assert report.counters.steps == 2
-    assert report.times.parts
+    assert report.times.phases
 
 
 @ranks(2)
 def test_what_was_counted(ctx: RankContext) -> None:
-    config = replace(ZERO2, drift=Drift(every=2), nonfinite=NonFinite("skip"), second_copy=SecondCopy(every=1))
+    config = replace(
+        ZERO2,
+        consistency_check=ConsistencyCheck(every=2),
+        nonfinite=NonFiniteGrads("skip"),
+        peer_checkpoint=PeerCheckpoint(every=1),
+    )
     model = seeded(mlp, 0)
     optimizer = shard(model, torch.optim.AdamW, config=config, **ADAMW)
     with warnings.catch_warnings():
@@ -205,11 +215,11 @@ def test_what_was_counted(ctx: RankContext) -> None:
             torch.autograd.backward(regression(model, number) * (float("nan") if number == 3 else 1.0))
             optimizer.step()
             optimizer.zero_grad()
-    assert optimizer.copying is not None
-    optimizer.copying.settle()
+    assert optimizer._peer_checkpointer is not None
+    optimizer._peer_checkpointer.wait()
     counters = optimizer.report().counters
     assert counters[:5] == (3, 1, 1, 2, 3)
-    assert counters.second_copy_sent > 0
+    assert counters.peer_snapshot_bytes > 0
     assert memory_of(optimizer.report(), "second copies") > 0
     text = str(optimizer.report())
     assert "1 with gradients that were not finite, of which 1 were left out" in text
@@ -220,7 +230,7 @@ def test_what_was_counted(ctx: RankContext) -> None:
 def test_offload_without_a_gpu_is_told(ctx: RankContext) -> None:
     model = seeded(mlp, 0)
     with pytest.warns(UserWarning, match="no effect"):
-        optimizer = shard(model, torch.optim.AdamW, config=ZeroConfig(offload=Offload()), **ADAMW)
+        optimizer = shard(model, torch.optim.AdamW, config=ZeroConfig(offload=CPUOffload()), **ADAMW)
     check(optimizer.report(), optimizer)
 
 
@@ -228,17 +238,17 @@ def test_offload_without_a_gpu_is_told(ctx: RankContext) -> None:
 @ranks(1)
 def test_offloaded_state_is_counted_where_it_rests(ctx: RankContext) -> None:
     model = nn.Linear(256, 256).cuda()
-    config = ZeroConfig(offload=Offload(), master_dtype=torch.float64)
+    config = ZeroConfig(offload=CPUOffload(), master_dtype=torch.float64)
     optimizer = shard(model, torch.optim.AdamW, config=config, **ADAMW)
     torch.autograd.backward(model(torch.ones(2, 256, device="cuda")).sum())
     optimizer.step()
     report = optimizer.report()
     check(report, optimizer)
     elements = sum(param.numel() for param in model.parameters())
-    host = {it.what: it.nbytes for it in report.memory if it.device == "cpu"}
+    host = {it.category: it.nbytes for it in report.memory if it.device == "cpu"}
     assert host["master weights"] >= 8 * elements
     assert host["state"] >= 2 * 8 * elements
-    assert sum(it.nbytes for it in report.memory if it.what == "parameters" and it.device == "cuda") >= 4 * elements
+    assert sum(it.nbytes for it in report.memory if it.category == "parameters" and it.device == "cuda") >= 4 * elements
 
 
 @ranks(2)
@@ -256,7 +266,10 @@ def test_a_report_is_local(ctx: RankContext) -> None:
 @ranks(2)
 def test_one_rank_alone_may_ask_before_the_first_step(ctx: RankContext) -> None:
     """Nothing that ranks must do in the same order may be done for it."""
-    rules = [Rule(matrices(), torch.optim.Muon, lr=0.01), Rule(everything_else, torch.optim.AdamW, lr=0.01)]
+    rules = [
+        ParamRule(matrix_params(), torch.optim.Muon, lr=0.01),
+        ParamRule(remaining_params, torch.optim.AdamW, lr=0.01),
+    ]
     models = [seeded(mlp, 0) for _ in range(3)]
     optimizers: list[Any] = []
     kinds: list[Any] = [rules, torch.optim.AdamW, torch.optim.AdamW]

@@ -38,12 +38,12 @@ from tests.support.oracles import (
 )
 from zeroshard import (
     GradScaler,
-    Rule,
+    ParamRule,
     ShardedOptimizer,
     WholeParams,
     ZeroConfig,
-    everything_else,
-    matrices,
+    matrix_params,
+    remaining_params,
     shard,
 )
 from zeroshard.units import Rank
@@ -60,13 +60,13 @@ def test_training_equals_ddp_with_an_optimizer_for_each_rule(ctx: RankContext) -
 @ranks(2, 3)
 def test_a_class_that_looks_at_matrices_has_them_whole_and_the_other_has_slices(ctx: RankContext) -> None:
     zero = RulesPair().zero
-    whole = [bucket.is_dealt for bucket in zero.layout.buckets]
+    whole = [bucket.has_whole_params for bucket in zero.layout.buckets]
     assert sorted(whole) == [False, True]
     for spec in zero.layout.params:
-        owners = [rank for rank in range(ctx.world_size) if spec.index in zero.layout.owned_by(Rank(rank))]
+        owners = [rank for rank in range(ctx.world_size) if spec.index in zero.layout.params_owned_by(Rank(rank))]
         assert len(owners) == 1 or spec.group == 1, spec
-    assert zero.balance.fullest < 1.5
-    muon, adamw = zero.optims
+    assert zero.balance.memory_imbalance < 1.5
+    muon, adamw = zero.inner_optimizers
     assert type(muon) is Muon
     assert type(adamw) is AdamW
     assert all(param.dim() == 2 for param in muon.param_groups[0]["params"])
@@ -263,8 +263,8 @@ def three(model: nn.Module) -> Several:
 
 THREE = [
     rules()[0],
-    Rule(lambda name, _: name.endswith(".bias"), SGD, lr=0.1, momentum=0.9),
-    Rule(everything_else, AdamW, **RULES_ADAMW),
+    ParamRule(lambda name, _: name.endswith(".bias"), SGD, lr=0.1, momentum=0.9),
+    ParamRule(remaining_params, AdamW, **RULES_ADAMW),
 ]
 
 
@@ -290,7 +290,7 @@ def one_class_twice(model: nn.Module) -> Several:
 
 @ranks(1, 3)
 def test_one_class_with_other_options(ctx: RankContext) -> None:
-    given = [Rule(first_block, AdamW, lr=0.1, amsgrad=True), Rule(everything_else, AdamW, **RULES_ADAMW)]
+    given = [ParamRule(first_block, AdamW, lr=0.1, amsgrad=True), ParamRule(remaining_params, AdamW, **RULES_ADAMW)]
     for config in (CONFIGS[1], CONFIGS[4]):
         pair = RulesPair(given, one_class_twice, config=config)
         assert [group["optimizer"] for group in pair.zero.param_groups] == ["AdamW", "AdamW 2"]
@@ -304,9 +304,9 @@ def test_partitions_of_single_rules(ctx: RankContext) -> None:
     muon, adamw = rules()
     dear = WholeParams(cost=lambda spec: 1.0 if spec.shape[0] == 8 else 0.001)
     given = [
-        [Rule(muon.selector, Muon, partition=dear, **MUON), adamw],
-        [muon, Rule(everything_else, AdamW, partition=TINY, **RULES_ADAMW)],
-        [muon, Rule(everything_else, AdamW, partition=WholeParams(), **RULES_ADAMW)],
+        [ParamRule(muon.selector, Muon, partition=dear, **MUON), adamw],
+        [muon, ParamRule(remaining_params, AdamW, partition=TINY, **RULES_ADAMW)],
+        [muon, ParamRule(remaining_params, AdamW, partition=WholeParams(), **RULES_ADAMW)],
     ]
     zeros = []
     for one in given:
@@ -314,12 +314,12 @@ def test_partitions_of_single_rules(ctx: RankContext) -> None:
         pair.train(2)
         zeros.append(pair.zero)
     costly, small, whole = (zero.layout for zero in zeros)
-    shares = [[costly.params[index] for index in costly.owned_by(Rank(rank))] for rank in range(ctx.world_size)]
+    shares = [[costly.params[index] for index in costly.params_owned_by(Rank(rank))] for rank in range(ctx.world_size)]
     matrices_of_dear = [[it.shape for it in share if it.group == 0] for share in shares]
     assert [(8, 6)] in matrices_of_dear, "the dear one is all that its owner has"
     sizes = [{bucket.numel * bucket.dtype.itemsize for bucket in layout.buckets} for layout in (costly, small)]
     assert max(sizes[1]) <= 512 < max(sizes[0]), "small buckets where one rule asks for them"
-    assert all(bucket.is_dealt for bucket in whole.buckets)
+    assert all(bucket.has_whole_params for bucket in whole.buckets)
 
 
 class Unlucky(Muon):
@@ -337,7 +337,7 @@ class Unlucky(Muon):
 @ranks(1, 2, 3)
 def test_a_class_that_fails_on_one_rank_fails_on_all_and_the_next_step_is_fine(ctx: RankContext) -> None:
     model = seeded(Words)
-    zero = shard(model, [Rule(matrices(("embed", "head")), Unlucky, **MUON), rules()[1]], config=CONFIGS[1])
+    zero = shard(model, [ParamRule(matrix_params(("embed", "head")), Unlucky, **MUON), rules()[1]], config=CONFIGS[1])
     for number in range(4):
         torch.autograd.backward(next_word(model, number))
         Unlucky.unlucky = number == 1 and ctx.rank == ctx.world_size - 1

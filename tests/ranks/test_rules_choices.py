@@ -35,18 +35,18 @@ from tests.support.oracles import (
 from zeroshard import (
     ConfigError,
     FlatShards,
+    ParamRule,
     RankFailedError,
     RankMismatchError,
-    Rule,
     WholeParams,
     ZeroConfig,
     ZeroRedundancyOptimizer,
-    everything_else,
-    matrices,
+    matrix_params,
+    remaining_params,
     shard,
 )
 from zeroshard.layout import partition
-from zeroshard.measuring import measure_cost
+from zeroshard.measuring import profile_step_cost
 from zeroshard.runtime import under_way
 
 
@@ -59,37 +59,45 @@ class Shared(SGD):
         return super().step(closure)
 
 
-REST = Rule(everything_else, AdamW)
+REST = ParamRule(remaining_params, AdamW)
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"optimizer_class": [Rule(hidden, Shared, lr=0.1), REST]}, ConfigError, "Shared cannot be one of several classes"),
-    ({"optimizer_class": [Rule(hidden, torch.optim.LBFGS), REST]}, ConfigError, "LBFGS cannot be sharded"),
-    ({"optimizer_class": [Rule(hidden, Muon)]}, ConfigError, "no rule takes 12 of the parameters: embed.weight"),
-    ({"optimizer_class": [Rule(hidden, Muon, momentun=0.9), REST]}, TypeError, "momentun"),
     (
-        {"optimizer_class": [Rule(hidden, Muon, partition=TINY), REST]},
+        {"optimizer_class": [ParamRule(hidden, Shared, lr=0.1), REST]},
+        ConfigError,
+        "Shared cannot be one of several classes",
+    ),
+    ({"optimizer_class": [ParamRule(hidden, torch.optim.LBFGS), REST]}, ConfigError, "LBFGS cannot be sharded"),
+    ({"optimizer_class": [ParamRule(hidden, Muon)]}, ConfigError, "no rule takes 12 of the parameters: embed.weight"),
+    ({"optimizer_class": [ParamRule(hidden, Muon, momentun=0.9), REST]}, TypeError, "momentun"),
+    (
+        {"optimizer_class": [ParamRule(hidden, Muon, partition=TINY), REST]},
         ConfigError,
         "FlatShards() cannot be used with Muon",
     ),
-    ({"optimizer_class": [Rule(lambda *_: 1 / 0, Muon), REST]}, ZeroDivisionError, "division"),  # type: ignore[arg-type]
-    ({"optimizer_class": rules(), "lr": 0.1}, ConfigError, "with rules, options belong into one: Rule(..., lr=...)"),
+    ({"optimizer_class": [ParamRule(lambda *_: 1 / 0, Muon), REST]}, ZeroDivisionError, "division"),  # type: ignore[arg-type]
+    (
+        {"optimizer_class": rules(), "lr": 0.1},
+        ConfigError,
+        "with rules, options belong into one: ParamRule(..., lr=...)",
+    ),
     ({"optimizer_class": rules(), "params": []}, ConfigError, "shard() takes either them or params"),
     (
         {"optimizer_class": [(hidden, Muon)]},
         TypeError,
-        "a list for shard() holds Rule(...)s only, not (<fun",
+        "a list for shard() holds ParamRule(...)s only, not (<fun",
     ),
-    ({"optimizer_class": []}, TypeError, "A list of Rule(...)s, and not an empty one, is for zeroshard.shard"),
-    ({"optimizer_class": REST}, TypeError, "not a Rule. A list of Rule(...)s"),
+    ({"optimizer_class": []}, TypeError, "A list of ParamRule(...)s, and not an empty one, is for zeroshard.shard"),
+    ({"optimizer_class": REST}, TypeError, "not a ParamRule. A list of ParamRule(...)s"),
     (
         {
-            "optimizer_class": [Rule(hidden, AdamW, partition=FlatShards(400)), REST],
+            "optimizer_class": [ParamRule(hidden, AdamW, partition=FlatShards(400)), REST],
             "config": ZeroConfig(partition=FlatShards(200)),
         },
         ConfigError,
         "all rules share buckets, which have one size: give one bucket_bytes, not [200, 400]",
     ),
     (
-        {"optimizer_class": [Rule(hidden, Muon, partition=WholeParams(cost=lambda _: -1)), REST]},
+        {"optimizer_class": [ParamRule(hidden, Muon, partition=WholeParams(cost=lambda _: -1)), REST]},
         ConfigError,
         "is -1: it must be a number of 0 or more",
     ),
@@ -106,7 +114,7 @@ def test_what_cannot_be_is_refused(ctx: RankContext) -> None:
         assert all(map(torch.equal, model.state_dict().values(), before.values()))
     with pytest.raises(ConfigError, match="give it the model without DistributedDataParallel"):
         shard(DistributedDataParallel(seeded(Words)), rules())
-    with pytest.raises(TypeError, match=re.escape("A list of Rule(...)s")):
+    with pytest.raises(TypeError, match=re.escape("A list of ParamRule(...)s")):
         ZeroRedundancyOptimizer(seeded(Words).parameters(), rules())  # type: ignore[arg-type]
     RulesPair().train(1)
 
@@ -125,14 +133,21 @@ def test_ranks_with_different_rules_are_told(ctx: RankContext) -> None:
     muon, adamw = rules()
     first = ctx.rank == 0
     for mine, theirs, problem in (
-        (rules(), [muon, Rule(everything_else, SGD, lr=0.1)], "optimizer class AdamW.*optimizer class SGD"),
+        (rules(), [muon, ParamRule(remaining_params, SGD, lr=0.1)], "optimizer class AdamW.*optimizer class SGD"),
         (rules(), rules(lr=0.5), "group 0 has lr=0.02.*group 0 has lr=0.5"),
-        (rules(), [Rule(matrices(("head",)), Muon, **MUON), adamw], "disagree.*blocks.0.1.weight.*embed.weight"),
+        (
+            rules(),
+            [ParamRule(matrix_params(("head",)), Muon, **MUON), adamw],
+            "disagree.*blocks.0.1.weight.*embed.weight",
+        ),
         ([muon, adamw], [adamw, muon], "optimizer class Muon.*optimizer class AdamW"),
     ):
         with pytest.raises(RankMismatchError, match=f"(?s){problem}"):
             shard(seeded(Words), mine if first else theirs)
-    by_rank = [Rule(hidden, Muon, partition=WholeParams(cost=lambda it: 100 if first and it.index == 1 else 1)), adamw]
+    by_rank = [
+        ParamRule(hidden, Muon, partition=WholeParams(cost=lambda it: 100 if first and it.index == 1 else 1)),
+        adamw,
+    ]
     with pytest.raises(RankMismatchError, match="layout"):
         shard(seeded(Words), by_rank)
     RulesPair().train(1)
@@ -146,24 +161,24 @@ def test_what_users_look_at(ctx: RankContext) -> None:
     assert "optimizer: Muon" in shown
     assert "optimizer: AdamW" in shown
     assert zero.defaults == {}
-    with pytest.raises(AttributeError, match="several inner optimizers, of several classes: see `optims`"):
+    with pytest.raises(AttributeError, match="several inner optimizers, of several classes: see `inner_optimizers`"):
         assert zero.optim
-    assert [type(it).__name__ for it in zero.optims] == ["Muon", "AdamW"]
+    assert [type(it).__name__ for it in zero.inner_optimizers] == ["Muon", "AdamW"]
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="cannot be copied or pickled"):
             copied(zero)
     with pytest.raises(ValueError, match="momentum"):
         OneCycleLR(zero, [0.1, 0.1], total_steps=8)  # the classes have no momentum in common: cycle_momentum=False
-    assert zero.balance.slowest >= 1
-    assert zero.balance.fullest >= 1
-    assert sum(zero.balance.elements) == sum(param.numel() for param in zero.engine.params)
+    assert zero.balance.compute_imbalance >= 1
+    assert zero.balance.memory_imbalance >= 1
+    assert sum(zero.balance.numel_per_rank) == sum(param.numel() for param in zero._engine.params)
 
 
 @ranks(1, 2)
 def test_a_single_rule_is_the_class_alone(ctx: RankContext) -> None:
     ruled, plain = seeded(Words), seeded(Words)
     for model, zero in (
-        (ruled, shard(ruled, [Rule(everything_else, AdamW, **RULES_ADAMW)])),
+        (ruled, shard(ruled, [ParamRule(remaining_params, AdamW, **RULES_ADAMW)])),
         (plain, shard(plain, AdamW, **RULES_ADAMW)),
     ):
         assert type(zero.optim) is AdamW
@@ -183,7 +198,10 @@ class Tied(Words):
 @ranks(2)
 def test_a_tied_weight_is_in_one_group(ctx: RankContext) -> None:
     """Excluded under its second name, too."""
-    given = [Rule(matrices(exclude=("head",)), Muon, **MUON), Rule(everything_else, AdamW, **RULES_ADAMW)]
+    given = [
+        ParamRule(matrix_params(exclude=("head",)), Muon, **MUON),
+        ParamRule(remaining_params, AdamW, **RULES_ADAMW),
+    ]
     pair = RulesPair(given, make=Tied)
     pair.train(3)
     pair.check_state()
@@ -193,7 +211,10 @@ def test_a_tied_weight_is_in_one_group(ctx: RankContext) -> None:
 def test_a_compiled_model_and_one_in_another(ctx: RankContext) -> None:
     inside = nn.Sequential()
     inside.add_module("_orig_mod", seeded(Words))
-    zero = shard(inside, [Rule(matrices(exclude=("embed.*", "head.*")), Muon, **MUON), Rule(everything_else, AdamW)])
+    zero = shard(
+        inside,
+        [ParamRule(matrix_params(exclude=("embed.*", "head.*")), Muon, **MUON), ParamRule(remaining_params, AdamW)],
+    )
     assert zero.param_groups[0]["param_names"][0] == "_orig_mod.blocks.0.1.weight"
     assert len(zero.param_groups[0]["params"]) == 6
 
@@ -209,7 +230,7 @@ def stairs() -> nn.Module:
 @ranks(1, 2, 3, 4)
 def test_muon_alone_equals_ddp(ctx: RankContext) -> None:
     pair = Pair(Muon, make=stairs, **MUON)
-    assert all(bucket.is_dealt for bucket in pair.zero.layout.buckets)
+    assert all(bucket.has_whole_params for bucket in pair.zero.layout.buckets)
     pair.train(3)
     pair.check_state()
 
@@ -220,7 +241,7 @@ def test_whole_matrices_travel_while_backward_runs(ctx: RankContext) -> None:
     """The matrices of the last layers are on their way before the first layer's gradient is there."""
     sent: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(under_way, "PATIENCE", 30.0)
+        patch.setattr(under_way, "WAIT_TIMEOUT_S", 30.0)
         patch.setattr(partition, "default_bucket_bytes", lambda *_: 300)  # two matrices
         model = seeded(stairs)
         zero = shard(model, Muon, **MUON)
@@ -239,7 +260,7 @@ def test_whole_matrices_travel_while_backward_runs(ctx: RankContext) -> None:
     before_the_end, at_the_end = sent
     assert 0 < before_the_end < at_the_end
     # What a rank sends is what others own, and nothing else: no matrix goes to a rank that does not update it.
-    mine = sum(zero.layout.params[index].numel for index in zero.layout.owned_by(zero.rank))
+    mine = sum(zero.layout.params[index].numel for index in zero.layout.params_owned_by(zero.rank))
     matrix = 4 * WIDTH * WIDTH
     assert sum(sizes) >= 6 * matrix - 4 * mine
     assert sum(sizes) <= 1.5 * (6 * matrix - 4 * mine)
@@ -253,16 +274,16 @@ def test_measured_costs_are_equal_on_all_ranks_and_can_be_used(ctx: RankContext)
     model = seeded(Words)
     before = copy.deepcopy(model.state_dict())
     state = torch.get_rng_state()
-    cost = measure_cost(model, Muon, selector=matrices(("embed", "head")), **MUON)
+    cost = profile_step_cost(model, Muon, selector=matrix_params(("embed", "head")), **MUON)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(map(torch.equal, model.state_dict().values(), before.values()))
     assert {shape for shape, _ in cost.seconds} == {(8, 6), (6, 8), (9, 6), (6, 9)}
     assert all(value > 0 for value in cost.seconds.values())
     assert all(other == cost for other in ctx.gather(cost))
-    muon = Rule(matrices(("embed", "head")), Muon, partition=WholeParams(cost=cost), **MUON)
+    muon = ParamRule(matrix_params(("embed", "head")), Muon, partition=WholeParams(cost=cost), **MUON)
     pair = RulesPair([muon, rules()[1]])
     pair.train(2)
-    assert 1 <= pair.zero.balance.slowest < 6
+    assert 1 <= pair.zero.balance.compute_imbalance < 6
 
 
 def negative(_: str, param: Tensor) -> bool:
@@ -273,25 +294,25 @@ def negative(_: str, param: Tensor) -> bool:
 def test_what_cannot_be_measured_is_raised_on_all(ctx: RankContext) -> None:
     model = seeded(Words)
     with pytest.raises(ConfigError, match="chooses no parameter of the model"):
-        measure_cost(model, Muon, selector=negative)
+        profile_step_cost(model, Muon, selector=negative)
     for rank in (0, ctx.world_size - 1):
         wrong: dict[str, Any] = {"selector": negative} if ctx.rank == rank else {}
         with pytest.raises(ConfigError if ctx.rank == rank else RankFailedError, match="chooses no parameter"):
-            measure_cost(model, Muon, **wrong)
+            profile_step_cost(model, Muon, **wrong)
     with pytest.raises(TypeError if ctx.rank == 0 else RankFailedError, match="momentun"):
-        measure_cost(model, Muon, momentun=0.9)
+        profile_step_cost(model, Muon, momentun=0.9)
     with pytest.raises(RankMismatchError, match=r"\(6, 9\)|\(6, 8\)|nothing more"):
-        measure_cost(seeded(lambda: Words(1 + (ctx.rank == 0))), Muon, selector=hidden)
-    with pytest.raises(TypeError, match=re.escape("measure_cost() takes a torch.nn.Module, not a list")):
-        measure_cost([], Muon)  # type: ignore[arg-type]
-    assert len(measure_cost(model, Muon).seconds) == 5
+        profile_step_cost(seeded(lambda: Words(1 + (ctx.rank == 0))), Muon, selector=hidden)
+    with pytest.raises(TypeError, match=re.escape("profile_step_cost() takes a torch.nn.Module, not a list")):
+        profile_step_cost([], Muon)  # type: ignore[arg-type]
+    assert len(profile_step_cost(model, Muon).seconds) == 5
 
 
 @ranks(3)
 def test_measuring_in_a_part_of_the_world(ctx: RankContext) -> None:
     group = dist.new_group([1, 2])
     if ctx.rank > 0:
-        cost = zeroshard.measuring.measure_cost(seeded(Words), Muon, process_group=group)
+        cost = zeroshard.measuring.profile_step_cost(seeded(Words), Muon, process_group=group)
         found = [None, None]
         dist.all_gather_object(found, cost, group=group)
         assert found[0] == found[1] == cost

@@ -35,7 +35,7 @@ from tests.support.oracles import (
     rules,
     seeded,
 )
-from zeroshard import CheckpointError, RankFailedError, Rule, checkpoint, everything_else, shard
+from zeroshard import CheckpointError, ParamRule, RankFailedError, checkpoint, remaining_params, shard
 
 State = dict[str, Any]
 
@@ -99,7 +99,7 @@ def test_a_dict_of_any_number_of_ranks_loads_at_any_other(ctx: RankContext) -> N
 @ranks(2)
 def test_a_dict_of_other_classes_is_refused(ctx: RankContext) -> None:
     """The same groups, and state of the same names and shapes."""
-    given = [Rule(hidden, SGD, lr=0.1, momentum=0.9), Rule(everything_else, AdamW, **RULES_ADAMW)]
+    given = [ParamRule(hidden, SGD, lr=0.1, momentum=0.9), ParamRule(remaining_params, AdamW, **RULES_ADAMW)]
     model = seeded(Words)
     zero = shard(model, given, config=CONFIGS[1])
     train_alike(model, zero, 1)
@@ -124,7 +124,7 @@ def test_a_load_that_the_second_class_refuses_leaves_the_first_as_it_was(ctx: Ra
     def refuse(*_: Any) -> None:
         raise ArithmeticError("not this one")
 
-    hook = pair.zero.optims[1].register_load_state_dict_post_hook(refuse if ctx.rank == 1 else lambda _: None)
+    hook = pair.zero.inner_optimizers[1].register_load_state_dict_post_hook(refuse if ctx.rank == 1 else lambda _: None)
     with pytest.raises(ArithmeticError if ctx.rank == 1 else RankFailedError, match="not this one"):
         pair.zero.load_state_dict(saved)
     hook.remove()
@@ -172,7 +172,10 @@ def test_a_checkpoint_of_one_rule_loads_into_two_of_the_same_class(ctx: RankCont
     pair.train(2)
     checkpoint.save(tmp_path, step=2, model=pair.model, optimizer=pair.zero)
     adamw = rules()[1]
-    half = [Rule(lambda n, p: hidden(n, p) and "0" in n, Muon), Rule(lambda n, p: hidden(n, p) and "0" not in n, Muon)]
+    half = [
+        ParamRule(lambda n, p: hidden(n, p) and "0" in n, Muon),
+        ParamRule(lambda n, p: hidden(n, p) and "0" not in n, Muon),
+    ]
     model = seeded(Words, 1)
     several = shard(model, [*half, adamw])
     assert [group["optimizer"] for group in several.param_groups] == ["Muon", "Muon 2", "AdamW"]
@@ -191,7 +194,9 @@ def test_each_rank_hands_out_its_own_part(ctx: RankContext) -> None:
     pair.train(1)
     part = pair.zero.sharded_state_dict()
     assert set(part["state"]) == set(range(len(pair.zero.layout.params)))
-    mine = {spec.index for spec in pair.zero.layout.params if spec.index in pair.zero.layout.owned_by(pair.zero.rank)}
+    mine = {
+        spec.index for spec in pair.zero.layout.params if spec.index in pair.zero.layout.params_owned_by(pair.zero.rank)
+    }
     assert {index for index, state in part["state"].items() if state} == mine
     assert [group["optimizer"] for group in part["param_groups"]] == ["Muon", "AdamW"]
 
@@ -235,8 +240,8 @@ def test_a_checkpoint_into_plain_classes(ctx: RankContext, tmp_path: Path) -> No
     assert_same([it.state_dict()["state"] for it in plain.members], [it["state"] for it in parted(whole)], "the state")
 
 
-def swapped() -> list[Rule]:
-    return [Rule(hidden, AdamW, **RULES_ADAMW), Rule(everything_else, SGD, lr=0.1, momentum=0.9)]
+def swapped() -> list[ParamRule]:
+    return [ParamRule(hidden, AdamW, **RULES_ADAMW), ParamRule(remaining_params, SGD, lr=0.1, momentum=0.9)]
 
 
 @ranks(1, 2, 3)
@@ -256,7 +261,9 @@ def test_a_checkpoint_of_other_rules_is_refused_and_nothing_changes(ctx: RankCon
 @ranks(2)
 def test_a_class_with_state_of_the_same_names_is_refused_by_its_name(ctx: RankContext, tmp_path: Path) -> None:
     model = seeded(Words, 5)
-    other = shard(model, [Rule(hidden, SGD, lr=0.1, momentum=0.9), Rule(everything_else, AdamW, **RULES_ADAMW)])
+    other = shard(
+        model, [ParamRule(hidden, SGD, lr=0.1, momentum=0.9), ParamRule(remaining_params, AdamW, **RULES_ADAMW)]
+    )
     train_alike(model, other, 1)
     checkpoint.save(tmp_path, step=1, model=model, optimizer=other)
     pair = RulesPair()
@@ -290,7 +297,7 @@ def plain_of(model: nn.Module) -> Any:
     return muon_and_adamw(model.words)  # type: ignore[arg-type]
 
 
-GROWING = [Rule(lambda name, param: ".blocks." in name and param.dim() == 2, Muon, **MUON), rules()[1]]
+GROWING = [ParamRule(lambda name, param: ".blocks." in name and param.dim() == 2, Muon, **MUON), rules()[1]]
 
 
 @ranks(1, 2, 3)
@@ -348,6 +355,6 @@ def test_a_group_that_cannot_be_added_changes_nothing(ctx: RankContext) -> None:
             pair.zero.add_param_group(group)
         assert pair.zero.layout.digest == digest
         assert len(pair.zero.param_groups) == 2
-        assert [len(it.param_groups) for it in pair.zero.optims] == [1, 1]
+        assert [len(it.param_groups) for it in pair.zero.inner_optimizers] == [1, 1]
     add_late(pair)
     pair.train(2)

@@ -27,7 +27,7 @@ from zeroshard import (
 
 Options = dict[str, Any]
 SETTINGS: Options = {"device": "cpu", "init_scale": 1024.0, "growth_interval": 2}
-CONFIGS = (ZeroConfig(partition=TINY), ZeroConfig(stage=1), ZeroConfig(overlap_gather=True))
+CONFIGS = (ZeroConfig(partition=TINY), ZeroConfig(stage=1), ZeroConfig(overlap_param_gather=True))
 INNER: list[tuple[type[optim.Optimizer], Options]] = [
     (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     (optim.AdamW, {"lr": 0.05}),

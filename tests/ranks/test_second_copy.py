@@ -20,26 +20,26 @@ from tests.support.tiers import sampled
 from zeroshard import (
     CheckpointError,
     ConfigError,
+    CPUOffload,
     FlatShards,
     GradScaler,
-    Offload,
+    ParamRule,
+    PeerCheckpoint,
     RankFailedError,
-    Rule,
-    SecondCopy,
     ShardedOptimizer,
     WholeParams,
     ZeroConfig,
     ZeroRedundancyOptimizer,
-    everything_else,
-    matrices,
+    matrix_params,
+    remaining_params,
     shard,
 )
-from zeroshard.comm.aside import Aside
-from zeroshard.recovery import restore
-from zeroshard.second_copy import Copies
+from zeroshard.comm.aside import BackgroundComm
+from zeroshard.recovery import restore_from_peers
+from zeroshard.second_copy import PeerSnapshots
 
 EVERY = 3
-COPIED = ZeroConfig(partition=FlatShards(bucket_bytes=160), second_copy=SecondCopy(every=EVERY))
+COPIED = ZeroConfig(partition=FlatShards(bucket_bytes=160), peer_checkpoint=PeerCheckpoint(every=EVERY))
 Way = Callable[[nn.Module, dist.ProcessGroup | None], ZeroRedundancyOptimizer]
 
 
@@ -57,8 +57,8 @@ def in_groups(model: nn.Module, group: dist.ProcessGroup | None) -> ZeroRedundan
 
 def by_rules(model: nn.Module, group: dist.ProcessGroup | None) -> ZeroRedundancyOptimizer:
     rules = [
-        Rule(matrices(exclude=("kernel",)), torch.optim.Muon, lr=0.02),
-        Rule(everything_else, torch.optim.AdamW, lr=0.05),
+        ParamRule(matrix_params(exclude=("kernel",)), torch.optim.Muon, lr=0.02),
+        ParamRule(remaining_params, torch.optim.AdamW, lr=0.05),
     ]
     return shard(model, rules, process_group=group, config=COPIED)
 
@@ -68,16 +68,16 @@ def with_momentum(model: nn.Module, group: dist.ProcessGroup | None) -> ZeroRedu
 
 
 def dropin(model: nn.Module, group: dist.ProcessGroup | None) -> ZeroRedundancyOptimizer:
-    config = ZeroConfig(second_copy=SecondCopy(every=EVERY))
+    config = ZeroConfig(peer_checkpoint=PeerCheckpoint(every=EVERY))
     named = model.named_parameters()
     return ZeroRedundancyOptimizer(named, torch.optim.AdamW, process_group=group, config=config, **ADAMW)
 
 
 WAYS: dict[str, Way] = {
     "flat": sharded(COPIED),
-    "one-bucket": sharded(ZeroConfig(second_copy=SecondCopy(every=EVERY))),
+    "one-bucket": sharded(ZeroConfig(peer_checkpoint=PeerCheckpoint(every=EVERY))),
     "whole": sharded(replace(COPIED, partition=WholeParams())),
-    "overlap": sharded(replace(COPIED, overlap_gather=True)),
+    "overlap": sharded(replace(COPIED, overlap_param_gather=True)),
     "groups": in_groups,
     "rules": by_rules,
     "momentum": with_momentum,
@@ -91,11 +91,11 @@ def without(lost: int) -> dist.ProcessGroup | None:
     return group
 
 
-def settled(optimizer: ZeroRedundancyOptimizer) -> Copies:
+def settled(optimizer: ZeroRedundancyOptimizer) -> PeerSnapshots:
     """What is held when nothing is on its way."""
-    assert optimizer.copying is not None
-    optimizer.copying.settle()
-    return optimizer.copying.held
+    assert optimizer._peer_checkpointer is not None
+    optimizer._peer_checkpointer.wait()
+    return optimizer._peer_checkpointer.snapshots
 
 
 def from_first(value: Any) -> Any:
@@ -123,10 +123,10 @@ def test_without_one_rank_training_goes_on_as_from_a_checkpoint(ctx: RankContext
 
 @ranks(2, 3)
 @pytest.mark.gpu
-@sampled("offload", [None, Offload()])
+@sampled("offload", [None, CPUOffload()])
 @sampled("overlap", [False, True])
-def test_what_is_on_a_gpu(ctx: RankContext, offload: Offload | None, overlap: bool) -> None:
-    config = replace(COPIED, offload=offload, overlap_gather=overlap)
+def test_what_is_on_a_gpu(ctx: RankContext, offload: CPUOffload | None, overlap: bool) -> None:
+    config = replace(COPIED, offload=offload, overlap_param_gather=overlap)
     lose_a_rank(ctx, sharded(config), lost=ctx.world_size - 1, device="cuda")
 
 
@@ -140,7 +140,7 @@ def lose_a_rank(ctx: RankContext, way: Way, *, lost: int, device: str = "cpu") -
     if ctx.rank == lost:
         return
     optimizer = way(model, group)
-    assert restore(optimizer, held) == 2 * EVERY
+    assert restore_from_peers(optimizer, held) == 2 * EVERY
     oracle = net(seed=5).to(device)
     expected = way(oracle, group)
     oracle.load_state_dict(weights)
@@ -158,12 +158,12 @@ def test_with_a_new_process_in_its_place(ctx: RankContext, lost: int) -> None:
     model = net()
     optimizer = WAYS["flat"](model, None)
     train(model, optimizer, EVERY + 1)
-    held: Copies | None = settled(optimizer)
+    held: PeerSnapshots | None = settled(optimizer)
     train(model, optimizer, 1, first=EVERY + 1)
     if ctx.rank == lost:
         model, held = net(seed=7), None
     optimizer = WAYS["flat"](model, None)
-    assert restore(optimizer, held) == EVERY
+    assert restore_from_peers(optimizer, held) == EVERY
     train(model, optimizer, 4, first=EVERY)
     expected = net()
     oracle = WAYS["flat"](expected, None)
@@ -180,9 +180,9 @@ def test_from_one_arrangement_to_another(ctx: RankContext) -> None:
     model = net()
     held, states = None, []
     for number, (config, within) in enumerate(arrangements):
-        optimizer = shard(model, torch.optim.AdamW, config=config, shard_within=within, **ADAMW)
+        optimizer = shard(model, torch.optim.AdamW, config=config, shard_group_size=within, **ADAMW)
         if held is not None:
-            assert restore(optimizer, held) == EVERY * number
+            assert restore_from_peers(optimizer, held) == EVERY * number
             states.append(deepcopy(everything(model, optimizer)))
         train(model, optimizer, EVERY, first=EVERY * number)
         held = settled(optimizer)
@@ -208,7 +208,7 @@ def test_master_weights(ctx: RankContext) -> None:
     if ctx.rank == 0:
         return
     optimizer = sharded(MASTERS)(model, group)
-    restore(optimizer, held)
+    restore_from_peers(optimizer, held)
     oracle = net(seed=4).to(torch.bfloat16)
     expected = sharded(MASTERS)(oracle, group)
     oracle.load_state_dict(weights)
@@ -218,10 +218,10 @@ def test_master_weights(ctx: RankContext) -> None:
     train_in_bf16(oracle, expected, 2)
     assert_same(everything(model, optimizer), everything(oracle, expected))
     plain = sharded(COPIED)(model, group)
-    restore(plain, held)
+    restore_from_peers(plain, held)
     assert_same(dict(model.state_dict()), dict(weights))
     again = sharded(MASTERS)(model, group)
-    restore(again, settled(plain))
+    restore_from_peers(again, settled(plain))
     assert_same(dict(model.state_dict()), dict(weights))
 
 
@@ -251,7 +251,7 @@ def test_two_partners_at_once_are_too_many(ctx: RankContext) -> None:
     optimizer = WAYS["flat"](model, group)
     before = deepcopy(everything(model, optimizer))
     with pytest.raises(CheckpointError, match=r"copy of step 3, .* 4 ranks .* nobody here holds the share of rank 1:"):
-        restore(optimizer, held)
+        restore_from_peers(optimizer, held)
     assert_same(everything(model, optimizer), before)
 
 
@@ -259,16 +259,16 @@ def test_two_partners_at_once_are_too_many(ctx: RankContext) -> None:
 def test_apart_says_who_fails_together(ctx: RankContext) -> None:
     """Ranks 0 and 1 are lost at once, and rank 2 has both of their copies."""
     model = net()
-    config = replace(COPIED, second_copy=SecondCopy(every=EVERY, apart=2))
+    config = replace(COPIED, peer_checkpoint=PeerCheckpoint(every=EVERY, failure_domain_size=2))
     optimizer = shard(model, torch.optim.AdamW, config=config, **ADAMW)
     train(model, optimizer, EVERY)
     expected = everything(model, optimizer)
-    held: Copies | None = settled(optimizer)
+    held: PeerSnapshots | None = settled(optimizer)
     train(model, optimizer, 2)
     if ctx.rank < 2:
         model, held = net(seed=7), None
     optimizer = shard(model, torch.optim.AdamW, config=config, **ADAMW)
-    assert restore(optimizer, held) == EVERY
+    assert restore_from_peers(optimizer, held) == EVERY
     assert_same(everything(model, optimizer)[1], expected[1])
 
 
@@ -278,18 +278,18 @@ def test_what_cannot_be_restored_is_told_on_all_ranks(ctx: RankContext) -> None:
     optimizer = WAYS["flat"](model, None)
     train(model, optimizer, EVERY - 1)
     with pytest.raises(CheckpointError, match="no rank holds a copy"):
-        restore(optimizer, settled(optimizer))
+        restore_from_peers(optimizer, settled(optimizer))
     train(model, optimizer, 1, first=EVERY - 1)
     held = settled(optimizer)
     other = other_net()
     with pytest.raises(CheckpointError, match=r"of another model.*They have parameter 6 \(leave.bias\).*Nothing was"):
-        restore(WAYS["flat"](other, None), held)
+        restore_from_peers(WAYS["flat"](other, None), held)
     wrong: Any = held if ctx.rank else model
     with pytest.raises(RankFailedError if ctx.rank else TypeError, match="takes what a former optimizer has"):
-        restore(optimizer, wrong)
+        restore_from_peers(optimizer, wrong)
     with pytest.raises(TypeError, match="takes a sharded optimizer, not a Net"):
-        restore(model, held)  # type: ignore[arg-type]
-    assert restore(optimizer, held) == EVERY
+        restore_from_peers(model, held)  # type: ignore[arg-type]
+    assert restore_from_peers(optimizer, held) == EVERY
 
 
 class Unsendable(torch.optim.SGD):
@@ -305,7 +305,7 @@ class Unsendable(torch.optim.SGD):
 def test_state_that_cannot_be_sent_is_told_at_once(ctx: RankContext) -> None:
     model = net()
     optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), Unsendable, config=ZeroConfig(second_copy=SecondCopy(1)), lr=0.1, momentum=0.9
+        model.parameters(), Unsendable, config=ZeroConfig(peer_checkpoint=PeerCheckpoint(1)), lr=0.1, momentum=0.9
     )
     kind, text = (CheckpointError, "cannot be sent safely") if ctx.rank == 0 else (RankFailedError, "rank 0 failed")
     with pytest.raises(kind, match=text):
@@ -319,11 +319,11 @@ def test_what_it_costs(ctx: RankContext) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = nn.Linear(256, 256, bias=False)
-        optimizer = shard(model, torch.optim.AdamW, config=ZeroConfig(second_copy=SecondCopy(every=2)))
-    assert bool([it for it in caught if "SecondCopy(...) on one rank" in str(it.message)]) == (ctx.world_size == 1)
-    held = optimizer.second_copy
+        optimizer = shard(model, torch.optim.AdamW, config=ZeroConfig(peer_checkpoint=PeerCheckpoint(every=2)))
+    assert bool([it for it in caught if "PeerCheckpoint(...) on one rank" in str(it.message)]) == (ctx.world_size == 1)
+    held = optimizer.peer_snapshots
     assert held is not None
-    assert (held.step, held.memory, held.traffic) == (None, 0, 0)
+    assert (held.step, held.nbytes, held.bytes_sent) == (None, 0, 0)
     for _ in range(2):
         torch.autograd.backward(model(torch.ones(2, 256)).sum())
         optimizer.step()
@@ -331,15 +331,15 @@ def test_what_it_costs(ctx: RankContext) -> None:
     settled(optimizer)
     share, small = 12 * numel // ctx.world_size, 16384
     assert held.step == 2
-    assert 0 <= held.memory - share * min(2, ctx.world_size) < small
-    assert 0 <= held.traffic - (share if ctx.world_size > 1 else 0) < small
+    assert 0 <= held.nbytes - share * min(2, ctx.world_size) < small
+    assert 0 <= held.bytes_sent - (share if ctx.world_size > 1 else 0) < small
 
 
 @ranks(1)
 def test_a_hook_that_steps_makes_no_copies(ctx: RankContext) -> None:
     assert ctx.world_size == 1
-    config = ZeroConfig(second_copy=SecondCopy())
-    with pytest.raises(ConfigError, match=r"SecondCopy\(\.\.\.\) needs step\(\) to be called"):
+    config = ZeroConfig(peer_checkpoint=PeerCheckpoint())
+    with pytest.raises(ConfigError, match=r"PeerCheckpoint\(\.\.\.\) needs step\(\) to be called"):
         ZeroRedundancyOptimizer(net().parameters(), torch.optim.SGD, overlap_with_ddp=True, config=config, lr=0.1)
 
 
@@ -349,14 +349,14 @@ def test_steps_that_a_scaler_skips_make_no_copies(ctx: RankContext) -> None:
     optimizer = WAYS["flat"](model, None)
     train(model, optimizer, EVERY)
     held = settled(optimizer)
-    first = held.generations()[0].shares[ctx.rank]
+    first = held.list_snapshots()[0].shards[ctx.rank]
     scaler = GradScaler("cpu")
     loss = model(torch.full((4, 5), torch.inf)).sum()
     torch.autograd.backward(scaler.scale(loss))
     scaler.step(optimizer)
     scaler.update()
     settled(optimizer)
-    assert held.generations()[0].shares[ctx.rank] is first
+    assert held.list_snapshots()[0].shards[ctx.rank] is first
 
 
 @ranks(3)
@@ -375,18 +375,18 @@ def test_a_rank_that_is_lost_while_others_restore_leaves_a_whole(
 
     with monkeypatch.context() as patch:
         if ctx.rank != 1:
-            patch.setattr(Aside, "all_well", unheard)
+            patch.setattr(BackgroundComm, "all_succeeded", unheard)
         else:
-            patch.setattr(Aside, "all_well", lambda *_, well: well)
+            patch.setattr(BackgroundComm, "all_succeeded", lambda *_, well: well)
         try:
-            assert restore(another, held) == EVERY
+            assert restore_from_peers(another, held) == EVERY
             assert ctx.rank == 1
         except RankFailedError:
             assert ctx.rank != 1
-    assert another.second_copy is held, "or it would be gone with the optimizer"
+    assert another.peer_snapshots is held, "or it would be gone with the optimizer"
     train(model, another, 1)
     last = WAYS["flat"](model, None)
-    assert restore(last, held) == EVERY
+    assert restore_from_peers(last, held) == EVERY
     assert_same(everything(model, last), expected)
 
 
@@ -399,8 +399,8 @@ def test_what_is_loaded_is_copied_and_what_was_before_is_not(ctx: RankContext) -
     train(model, optimizer, 1)
     assert settled(optimizer).step == EVERY
     optimizer.load_state_dict(state)
-    assert optimizer.second_copy is not None
-    assert optimizer.second_copy.step is None, "a loss would bring back what was given up"
+    assert optimizer.peer_snapshots is not None
+    assert optimizer.peer_snapshots.step is None, "a loss would bring back what was given up"
     train(model, optimizer, 1)
     assert settled(optimizer).step == EVERY + 1
 
@@ -424,7 +424,7 @@ def test_a_scheduler_is_made_anew(ctx: RankContext) -> None:
     trained(model, optimizer, scheduler, 0, EVERY + 1)
     held = settled(optimizer)
     another = WAYS["flat"](model, None)
-    step = restore(another, held)
+    step = restore_from_peers(another, held)
     for group in another.param_groups:
         group["lr"] = ADAMW["lr"]
         group.pop("initial_lr", None)

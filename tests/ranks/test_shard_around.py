@@ -22,13 +22,13 @@ from tests.support import RankContext, ranks
 from tests.support.oracles import TINY, WIDTH, Handed, Pair, assert_same, batch, mlp, some_configs
 from tests.support.tiers import sampled
 from zeroshard import ConfigError, ZeroConfig, shard
-from zeroshard.adapters.module import ZeroGrad
+from zeroshard.adapters.module import ZeroGradWrapper
 
 Options = dict[str, Any]
 CONFIGS = (
     ZeroConfig(partition=TINY),
     ZeroConfig(partition=TINY, stage=1),
-    ZeroConfig(overlap_gather=True),
+    ZeroConfig(overlap_param_gather=True),
 )
 
 
@@ -367,7 +367,7 @@ def muon(params: Any, **options: Any) -> optim.Optimizer:
 
 
 @ranks(1, 2, 3, 4)
-@sampled("config", [None, ZeroConfig(stage=1), ZeroConfig(overlap_gather=True)])
+@sampled("config", [None, ZeroConfig(stage=1), ZeroConfig(overlap_param_gather=True)])
 def test_optimizers_that_cannot_be_cut(ctx: RankContext, config: ZeroConfig | None) -> None:
     def square() -> nn.Module:
         return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
@@ -401,8 +401,8 @@ def test_a_model_does_not_remember_optimizers_that_are_gone(ctx: RankContext) ->
     assert optimizer.world_size == ctx.world_size
     clearing: Any = model.zero_grad
     links = 0
-    while isinstance(clearing, ZeroGrad):
-        links, clearing = links + 1, clearing._before
+    while isinstance(clearing, ZeroGradWrapper):
+        links, clearing = links + 1, clearing._wrapped
     assert links <= 2  # the last, and perhaps the one that it replaced while it was made
 
 

@@ -35,7 +35,7 @@ from tests.support.oracles import (
     seeded,
     some_configs,
 )
-from zeroshard import ConfigError, NonFinite, RankFailedError, RankMismatchError, ZeroConfig, shard
+from zeroshard import ConfigError, NonFiniteGrads, RankFailedError, RankMismatchError, ZeroConfig, shard
 
 
 class Normed(nn.Module):
@@ -157,13 +157,13 @@ def test_a_rank_may_evaluate_alone(
 @ranks(2, 3)
 def test_what_passes_without_gradients_change_is_each_ranks_own_until_asked_for(ctx: RankContext) -> None:
     model, alone = seeded(Normed, ctx.rank), seeded(Normed, 0)
-    zero = shard(model, torch.optim.AdamW, config=replace(ZERO2, sync_buffers=False), **ADAMW)
+    zero = shard(model, torch.optim.AdamW, config=replace(ZERO2, broadcast_buffers=False), **ADAMW)
     with torch.no_grad(), recorded() as traffic:
         for number in range(2):
             for side in (model, alone):
                 side(batch(number))
     assert not traffic
-    zero.sync_buffers()
+    zero.broadcast_buffers()
     for ours, own in zip(model.buffers(), alone.buffers(), strict=True):
         dist.broadcast(own, 0)
         assert torch.equal(ours, own)
@@ -173,18 +173,18 @@ def test_what_passes_without_gradients_change_is_each_ranks_own_until_asked_for(
 def test_buffers_that_one_rank_asks_for_are_a_mistake_that_all_hear_of(ctx: RankContext) -> None:
     model = Normed()
     zero = shard(model, torch.optim.SGD, config=ZERO2, lr=0.1)
-    with pytest.raises(RankMismatchError, match=r"different calls.*sync_buffers"):
-        zero.sync_buffers() if ctx.rank == 0 else zero.full_state_dict(to=0)
-    zero.sync_buffers()
+    with pytest.raises(RankMismatchError, match=r"different calls.*broadcast_buffers"):
+        zero.broadcast_buffers() if ctx.rank == 0 else zero.full_state_dict(to=0)
+    zero.broadcast_buffers()
 
 
 @ranks(2)
 def test_an_optimizer_that_was_replaced_brings_none(ctx: RankContext) -> None:
     model = Normed()
     former = shard(model, torch.optim.SGD, config=ZERO2, lr=0.1)
-    shard(model, torch.optim.SGD, config=ZERO2, lr=0.1).sync_buffers()
+    shard(model, torch.optim.SGD, config=ZERO2, lr=0.1).broadcast_buffers()
     with pytest.raises(RuntimeError, match="sync that one"):
-        former.sync_buffers()
+        former.broadcast_buffers()
 
 
 class Caching(nn.Module):
@@ -218,7 +218,7 @@ def test_what_becomes_a_buffer_later_is_each_ranks_own(ctx: RankContext) -> None
 @pytest.mark.parametrize("within", [1, 2])
 @ranks(2, 4)
 def test_rows_have_those_of_rank_0(ctx: RankContext, within: int) -> None:
-    twins = ShardTwins(ZERO2, Normed, where={"shard_within": within})
+    twins = ShardTwins(ZERO2, Normed, where={"shard_group_size": within})
     twins.train(2)
     compare_buffers(twins)
 
@@ -226,7 +226,7 @@ def test_rows_have_those_of_rank_0(ctx: RankContext, within: int) -> None:
 @ranks(2)
 def test_a_step_that_is_skipped_brings_them(ctx: RankContext) -> None:
     model = seeded(Normed, 0)
-    zero = shard(model, torch.optim.SGD, config=replace(ZERO2, nonfinite=NonFinite("skip")), lr=0.1)
+    zero = shard(model, torch.optim.SGD, config=replace(ZERO2, nonfinite=NonFiniteGrads("skip")), lr=0.1)
     torch.autograd.backward(regression(model, 0) * (torch.inf if ctx.rank else 1.0))
     with pytest.warns(RuntimeWarning, match="not finite"):
         zero.step()
@@ -251,7 +251,7 @@ def test_a_step_brings_them_wherever_it_is_made(ctx: RankContext) -> None:
 def test_the_switch(ctx: RankContext) -> None:
     """Off: equal at the start, and each rank's own from then on."""
     model, alone = seeded(Normed, ctx.rank), seeded(Normed, 0)
-    zero = shard(model, torch.optim.AdamW, config=replace(ZERO2, sync_buffers=False), **ADAMW)
+    zero = shard(model, torch.optim.AdamW, config=replace(ZERO2, broadcast_buffers=False), **ADAMW)
     with recorded() as traffic:
         for number in range(3):
             for side in (model, alone):

@@ -19,10 +19,10 @@ from tests.support.oracles import ZERO1, ZERO2, ShardTwins, both_stages, mlp, re
 from tests.support.tiers import sampled
 from zeroshard import FlatShards, RankFailedError, ZeroConfig, ZeroRedundancyOptimizer
 from zeroshard.comm import pairs
-from zeroshard.comm.ways import add_in_order
+from zeroshard.comm.ways import sum_in_rank_order
 from zeroshard.runtime import grad_sync, under_way
-from zeroshard.runtime.packing import Pool
-from zeroshard.runtime.slots import Slot
+from zeroshard.runtime.packing import BufferPool
+from zeroshard.runtime.slots import GradBucket
 
 FAILING = 1
 """The rank that fails, or the only one."""
@@ -36,23 +36,23 @@ def fails(ctx: RankContext) -> bool:
 
 
 def forget_buffers(twins: ShardTwins) -> None:
-    for pool in twins.zero._grad_sync._pools.values():
+    for pool in twins.zero._grad_reducer._buffer_pools.values():
         pool._idle.clear()
 
 
 @contextmanager
 def out_of_memory(ctx: RankContext, calls: range = range(1000)) -> Iterator[None]:
     """No memory to pack gradients in, on one rank."""
-    take, number = Pool.take, count()
+    take, number = BufferPool.acquire, count()
 
-    def no_memory(self: Pool, numel: int) -> Any:
+    def no_memory(self: BufferPool, numel: int) -> Any:
         if next(number) in calls:
             raise torch.OutOfMemoryError("no memory, on purpose")
         return take(self, numel)
 
     with pytest.MonkeyPatch.context() as patch:
         if fails(ctx):
-            patch.setattr(Pool, "take", no_memory)
+            patch.setattr(BufferPool, "acquire", no_memory)
         yield
 
 
@@ -62,14 +62,14 @@ def spoiled_sums(ctx: RankContext, calls: range) -> Iterator[None]:
     number = count()
 
     def half(slices: list[torch.Tensor], into: torch.Tensor, share: float) -> None:
-        add_in_order(slices, into, share)
+        sum_in_rank_order(slices, into, share)
         if next(number) in calls:
             into.fill_(torch.nan)
             raise RuntimeError("DefaultCPUAllocator: no memory, on purpose")  # as torch says it
 
     with pytest.MonkeyPatch.context() as patch:
         if fails(ctx):
-            patch.setattr(pairs, "add_in_order", half)
+            patch.setattr(pairs, "sum_in_rank_order", half)
         yield
 
 
@@ -123,7 +123,7 @@ def test_no_memory_to_pack_gradients_in(ctx: RankContext, config: ZeroConfig, fi
     forget_buffers(twins)
     with pytest.MonkeyPatch.context() as patch:
         if ctx.world_size == 1:
-            patch.setattr(grad_sync.GradSync, "_keep", _no_memory)
+            patch.setattr(grad_sync.GradReducer, "_accumulate_on_single_rank", _no_memory)
         with out_of_memory(ctx):
             twins.sides[0].backward(7)
     with raised_on_all(ctx):
@@ -139,10 +139,10 @@ def _no_memory(*_: Any) -> None:
 @ranks(2, 3, timeout=20)
 def test_gradients_that_cannot_be_copied_at_once(ctx: RankContext) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grad_sync, "LARGE", 0)
+        patch.setattr(grad_sync, "EAGER_COPY_MIN_BYTES", 0)
         twins = ShardTwins(ZERO2)
         if fails(ctx):
-            patch.setattr(Slot, "put_in", _no_memory)
+            patch.setattr(GradBucket, "copy_in", _no_memory)
         twins.sides[0].backward(7)
     with raised_on_all(ctx):
         twins.zero.step()
@@ -171,7 +171,7 @@ def test_slices_that_cannot_be_added_up(ctx: RankContext, config: ZeroConfig, wh
     assert len(twins.zero.layout.buckets) == 5
     for patience in (0.0, 1.0):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(under_way, "PATIENCE", patience)
+            patch.setattr(under_way, "WAIT_TIMEOUT_S", patience)
             twins.train(1)
             with spoiled_sums(ctx, which):
                 twins.sides[0].backward(7)
@@ -235,7 +235,7 @@ def test_clearing_hides_no_failure(ctx: RankContext, config: ZeroConfig) -> None
 def test_all_ranks_may_fail_at_once(ctx: RankContext, config: ZeroConfig) -> None:
     twins = ShardTwins(config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grad_sync.GradSync, "_send", _no_memory)
+        patch.setattr(grad_sync.GradReducer, "_start_reduce", _no_memory)
         twins.sides[0].backward(7)
     with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
         twins.zero.step()

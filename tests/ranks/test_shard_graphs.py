@@ -33,7 +33,7 @@ from tests.support.oracles import (
 )
 from zeroshard import FlatShards, ZeroConfig, shard
 
-OVERLAP = ZeroConfig(partition=FlatShards(200), overlap_gather=True)
+OVERLAP = ZeroConfig(partition=FlatShards(200), overlap_param_gather=True)
 
 
 @some_configs
@@ -206,7 +206,7 @@ def trained(config: ZeroConfig, way: str | None, backend: str, *, before: bool) 
             torch.autograd.backward(regression(callee, 50))
         optimizer.step()
         optimizer.zero_grad()
-    optimizer.wait()
+    optimizer.wait_for_params()
     return [param.detach().clone() for param in model.parameters()]
 
 

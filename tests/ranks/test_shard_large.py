@@ -16,8 +16,8 @@ from tests.support.oracles import mlp, regression, seeded
 from tests.support.tiers import sampled
 from zeroshard import FlatShards, ZeroConfig, shard
 from zeroshard.runtime import grad_sync, under_way
-from zeroshard.runtime.slots import Slot
-from zeroshard.runtime.under_way import CROWD, Receive, UnderWay
+from zeroshard.runtime.slots import GradBucket
+from zeroshard.runtime.under_way import MAX_IN_FLIGHT, FinishReduce, InFlightReduces
 
 ONE, FEW = ZeroConfig(), ZeroConfig(partition=FlatShards(bucket_bytes=400))
 """One bucket for all parameters, and one for a few of them."""
@@ -53,15 +53,15 @@ SCENARIOS: list[tuple[Callable[..., None], dict[str, Any]]] = [
 def test_as_with_small_ones(ctx: RankContext, number: int) -> None:
     scenario, options = SCENARIOS[number]
     put: list[int] = []
-    put_in = Slot.put_in
+    put_in = GradBucket.copy_in
 
-    def counting(self: Slot, param: int, grad: torch.Tensor) -> None:
+    def counting(self: GradBucket, param: int, grad: torch.Tensor) -> None:
         put.append(param)
         put_in(self, param, grad)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grad_sync, "LARGE", 0)
-        patch.setattr(Slot, "put_in", counting)
+        patch.setattr(grad_sync, "EAGER_COPY_MIN_BYTES", 0)
+        patch.setattr(GradBucket, "copy_in", counting)
         vars(scenario)["__rank_body__"](ctx, **options)
     assert any(ctx.gather(bool(put)))
 
@@ -72,7 +72,7 @@ def test_clearing_in_the_middle_of_a_pass(ctx: RankContext, to_none: bool) -> No
     """What is copied already and has not been sent is cleared, too."""
     model = seeded(mlp, 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grad_sync, "LARGE", 0)
+        patch.setattr(grad_sync, "EAGER_COPY_MIN_BYTES", 0)
         optimizer = shard(model, torch.optim.SGD, lr=0.1)
     params = list(model.parameters())
 
@@ -94,21 +94,21 @@ def test_clearing_in_the_middle_of_a_pass(ctx: RankContext, to_none: bool) -> No
 def test_few_buckets_are_under_way_at_a_time(ctx: RankContext) -> None:
     """Ranks that keep pace wait for each other, here as long as it takes, before more is sent."""
     most: list[int] = []
-    take_in = UnderWay.take_in_what_came
+    take_in = InFlightReduces.finish_arrived
 
-    def watched(self: UnderWay, receive: Receive) -> None:
+    def watched(self: InFlightReduces, receive: FinishReduce) -> None:
         most.append(len(self))
         take_in(self, receive)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(under_way, "PATIENCE", 30.0)
-        patch.setattr(UnderWay, "take_in_what_came", watched)
+        patch.setattr(under_way, "WAIT_TIMEOUT_S", 30.0)
+        patch.setattr(InFlightReduces, "finish_arrived", watched)
         model = seeded(lambda: mlp(20), 0)
         optimizer = shard(model, torch.optim.SGD, lr=0.1, config=FEW)
-        assert len(optimizer.layout.buckets) > 2 * CROWD + 2
+        assert len(optimizer.layout.buckets) > 2 * MAX_IN_FLIGHT + 2
         for number in range(5):
             torch.autograd.backward(regression(model, number))
             optimizer.step()
             optimizer.zero_grad()
     assert len(most) == 5 * len(optimizer.layout.buckets)
-    assert max(most) == CROWD + 1
+    assert max(most) == MAX_IN_FLIGHT + 1

@@ -63,7 +63,7 @@ def of_trunk(model: Parts, **options: Any) -> ShardedOptimizer:
 
 
 @ranks(2, 3, 4)
-@pytest.mark.parametrize("config", [ZeroConfig(), ZeroConfig(overlap_gather=True)], ids=["plain", "overlap"])
+@pytest.mark.parametrize("config", [ZeroConfig(), ZeroConfig(overlap_param_gather=True)], ids=["plain", "overlap"])
 def test_parameters_that_were_left_out_are_named_once(ctx: RankContext, config: ZeroConfig) -> None:
     model = Parts()
     zero = of_trunk(model, config=config)

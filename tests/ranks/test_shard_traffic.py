@@ -20,7 +20,7 @@ from tests.support.monitoring import recorded
 from tests.support.oracles import ZERO2, both_stages, mlp, regression, seeded
 from zeroshard import FlatShards, ShardedOptimizer, ZeroConfig, shard
 from zeroshard.runtime import under_way
-from zeroshard.runtime.packing import KEPT_BUFFERS
+from zeroshard.runtime.packing import MAX_IDLE_BUFFERS
 from zeroshard.runtime.sharded_grad import local_grad
 
 MIB = 2**20
@@ -63,7 +63,7 @@ def test_bytes_on_the_wire_are_at_most_those_of_ddp(ctx: RankContext, stage: Lit
     reference = wire_bytes(iteration_of(ddp, torch.optim.SGD(plain.parameters(), lr=0.1), 512))
     for overlap in (False, True):
         model = seeded(wide, 0)
-        config = ZeroConfig(partition=FlatShards(MIB), stage=stage, overlap_gather=overlap)
+        config = ZeroConfig(partition=FlatShards(MIB), stage=stage, overlap_param_gather=overlap)
         optimizer = shard(model, torch.optim.SGD, lr=0.1, config=config)
         ours = wire_bytes(iteration_of(model, optimizer, 512))
         # All ranks together: what one of them sends depends on the algorithms of gloo.
@@ -76,14 +76,14 @@ def test_bytes_on_the_wire_are_at_most_those_of_ddp(ctx: RankContext, stage: Lit
 def calls_of_an_iteration(layers: int, config: ZeroConfig) -> tuple[Counter[str], ShardedOptimizer]:
     model = seeded(lambda: mlp(layers), 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(under_way, "PATIENCE", 30.0)
+        patch.setattr(under_way, "WAIT_TIMEOUT_S", 30.0)
         optimizer = shard(model, torch.optim.AdamW, lr=0.1, config=config)
         for number in range(2):
             with recorded() as traffic:
                 torch.autograd.backward(regression(model, number))
                 optimizer.step()
                 optimizer.zero_grad()
-                optimizer.wait()
+                optimizer.wait_for_params()
     return Counter(traffic.verbs), optimizer
 
 
@@ -126,7 +126,7 @@ def test_gradients_take_a_share_of_their_size(ctx: RankContext) -> None:
     optimizer.clip_grad_norm_(1e9)  # all gradients have arrived
     # Beside the shards: three idle buffers of a bucket and a bit.
     assert live_bytes() - before <= full / ctx.world_size + 4 * bucket
-    shards = sum(grad.nbytes for grad in optimizer.engine.grads.tensors())
+    shards = sum(grad.nbytes for grad in optimizer._engine.grads.grad_tensors())
     assert shards <= 1.001 * full / ctx.world_size + 64
     assert sum(ctx.gather(shards)) >= full
 
@@ -155,6 +155,6 @@ def test_memory_does_not_grow_from_step_to_step(ctx: RankContext) -> None:
         optimizer.zero_grad()
         sizes.append(live_bytes())
     # How many idle buffers there are depends on how fast messages come.
-    idle = KEPT_BUFFERS * max(bucket.numel * bucket.dtype.itemsize for bucket in optimizer.layout.buckets)
+    idle = MAX_IDLE_BUFFERS * max(bucket.numel * bucket.dtype.itemsize for bucket in optimizer.layout.buckets)
     # What was left by others may go meanwhile: a size is held against the least before it.
     assert all(size <= least + idle for size, least in zip(sizes[2:], accumulate(sizes[2:], min), strict=True)), sizes

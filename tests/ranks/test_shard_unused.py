@@ -65,7 +65,7 @@ def test_layers_of_which_passes_use_some(ctx: RankContext, plan: str) -> None:
         result: torch.Tensor = model(batch(number), PLANS[plan](ctx.rank, number)).square().mean()
         return result
 
-    for config in (ZERO2, ZERO1, ZeroConfig(partition=ZERO2.partition, overlap_gather=True)):
+    for config in (ZERO2, ZERO1, ZeroConfig(partition=ZERO2.partition, overlap_param_gather=True)):
         ShardTwins(config, Choice, find_unused=True).train(4, loss)
 
 
@@ -184,8 +184,10 @@ def test_groups_that_run_through_the_model_keep_no_bucket_waiting(ctx: RankConte
         ZeroRedundancyOptimizer(groups, torch.optim.SGD, lr=0.1, config=ZeroConfig(partition=ZERO2.partition)),
     )
     for optimizer in optimizers:
-        params = optimizer.engine.params
-        members = [{place[id(params[piece.param])] for piece in bucket.pieces} for bucket in optimizer.layout.buckets]
+        params = optimizer._engine.params
+        members = [
+            {place[id(params[piece.param])] for piece in bucket.param_shards} for bucket in optimizer.layout.buckets
+        ]
         assert len(members) > 3
         assert all(min(earlier) > max(later) for earlier, later in pairwise(members))
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from tests.support import RankContext, ranks
 from tests.support.oracles import assert_same, average
 from zeroshard.comm.group import Group
-from zeroshard.comm.pairs import Pairwise
-from zeroshard.comm.shards import Native, NativeUneven, Whole, best_way
-from zeroshard.comm.ways import ShardWay
+from zeroshard.comm.pairs import GlooTransport
+from zeroshard.comm.shards import AllReduceTransport, NcclTransport, NcclUnevenTransport, select_group_transport
+from zeroshard.comm.ways import ShardTransport
 from zeroshard.policies import Reduce
 from zeroshard.units import Span
 
-WAYS = [Pairwise, Whole, Native, NativeUneven]
+WAYS = [GlooTransport, AllReduceTransport, NcclTransport, NcclUnevenTransport]
 Cuts = list[int]
 
 
@@ -28,10 +28,10 @@ def shards_of(cuts: Cuts) -> list[Span]:
     return [Span(start, stop) for start, stop in pairwise(cuts)]
 
 
-def cuts_for(way: type[ShardWay], ranks: int) -> list[Cuts]:
+def cuts_for(way: type[ShardTransport], ranks: int) -> list[Cuts]:
     """Where flat buffers are cut: into equal shards, and at random where the way allows it."""
     equal = [[length * rank for rank in range(ranks + 1)] for length in (1, 7, 64)]
-    if way.equal_shards:
+    if way.needs_equal_shards:
         return equal
     draw = random.Random(ranks)
     anywhere = [[0, *sorted(draw.choices(range(50), k=ranks - 1)), 50] for _ in range(4)]
@@ -46,7 +46,7 @@ def contribution(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 @ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("way", WAYS)
-def test_averages_come_to_their_owners(ctx: RankContext, way: type[ShardWay]) -> None:
+def test_averages_come_to_their_owners(ctx: RankContext, way: type[ShardTransport]) -> None:
     made = way(Group(), Reduce())
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     for cuts, dtype in product(cuts_for(way, ctx.world_size), dtypes):
@@ -54,12 +54,12 @@ def test_averages_come_to_their_owners(ctx: RankContext, way: type[ShardWay]) ->
         given = flats[ctx.rank].clone()
         mine = shards_of(cuts)[ctx.rank]
         for into in (torch.full((mine.length,), 7.0, dtype=dtype), torch.full((mine.length,), 7.0)):
-            made.reduce(given, shards_of(cuts), into, 1 / ctx.world_size).wait()
-            if way is NativeUneven:  # gloo, which stands for NCCL here, makes sums in what it is given
+            made.reduce_scatter(given, shards_of(cuts), into, 1 / ctx.world_size).wait()
+            if way is NcclUnevenTransport:  # gloo, which stands for NCCL here, makes sums in what it is given
                 given = flats[ctx.rank].clone()
             assert_same(given, flats[ctx.rank], "what was given")
             expected = average(flats)[slice(*mine)].to(into.dtype)
-            if way is Pairwise:  # promises the order of ranks
+            if way is GlooTransport:  # promises the order of ranks
                 assert_same(into, expected)
             else:
                 torch.testing.assert_close(into, expected)
@@ -67,30 +67,30 @@ def test_averages_come_to_their_owners(ctx: RankContext, way: type[ShardWay]) ->
 
 @ranks(2, 3, 4)
 def test_native_calls_add_in_the_order_of_ranks_if_asked_to(ctx: RankContext) -> None:
-    made = Native(Group(), Reduce(fixed_order=True))
-    for cuts, dtype in product(cuts_for(Native, ctx.world_size), (torch.float32, torch.bfloat16)):
+    made = NcclTransport(Group(), Reduce(fixed_order=True))
+    for cuts, dtype in product(cuts_for(NcclTransport, ctx.world_size), (torch.float32, torch.bfloat16)):
         flats = [contribution(rank, cuts[-1], dtype) for rank in range(ctx.world_size)]
         mine = shards_of(cuts)[ctx.rank]
         into = torch.empty(mine.length, dtype=dtype)
-        made.reduce(flats[ctx.rank], shards_of(cuts), into, 1 / ctx.world_size).wait()
+        made.reduce_scatter(flats[ctx.rank], shards_of(cuts), into, 1 / ctx.world_size).wait()
         assert_same(into, average(flats)[slice(*mine)].to(dtype))
 
 
 @ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("way", WAYS)
-def test_shards_come_to_everyone(ctx: RankContext, way: type[ShardWay]) -> None:
+def test_shards_come_to_everyone(ctx: RankContext, way: type[ShardTransport]) -> None:
     made = way(Group(), Reduce())
     dtypes = (torch.float32, torch.bfloat16, torch.complex64)
     for cuts, dtype in product(cuts_for(way, ctx.world_size), dtypes):
         flat = torch.full((cuts[-1],), float(ctx.rank), dtype=dtype)
-        made.gather(flat, shards_of(cuts)).wait()
+        made.all_gather(flat, shards_of(cuts)).wait()
         owners = [rank for rank, shard in enumerate(shards_of(cuts)) for _ in range(shard.length)]
         assert_same(flat, torch.tensor(owners, dtype=torch.float32).to(dtype))
 
 
 @ranks(2, 3, 4)
 @pytest.mark.parametrize("way", WAYS)
-def test_several_under_way_at_once(ctx: RankContext, way: type[ShardWay]) -> None:
+def test_several_under_way_at_once(ctx: RankContext, way: type[ShardTransport]) -> None:
     """They may be finished later, and in any order."""
     made = way(Group(), Reduce())
     cuts = [100 * rank for rank in range(ctx.world_size + 1)]
@@ -100,15 +100,15 @@ def test_several_under_way_at_once(ctx: RankContext, way: type[ShardWay]) -> Non
     ]
     sums = [torch.empty(mine.length) for _ in flats]
     every = zip(flats, sums, strict=True)
-    arriving = [made.reduce(turn[ctx.rank].clone(), shards, into, 1 / ctx.world_size) for turn, into in every]
+    arriving = [made.reduce_scatter(turn[ctx.rank].clone(), shards, into, 1 / ctx.world_size) for turn, into in every]
     gathered = [torch.full((cuts[-1],), float(ctx.rank)) for _ in range(3)]
-    pending = [made.gather(flat, shards) for flat in gathered]
+    pending = [made.all_gather(flat, shards) for flat in gathered]
     for it in reversed(pending):
         it.wait()
     for turn, each, into in reversed(list(zip(flats, arriving, sums, strict=True))):
         each.wait()
         torch.testing.assert_close(into, average(turn)[slice(*mine)])
-        assert each.arrives(0)
+        assert each.is_ready(0)
     for flat in gathered:
         assert_same(flat, torch.arange(ctx.world_size).repeat_interleave(100).float())
 
@@ -121,32 +121,47 @@ def several_times(action: Callable[[], None]) -> None:
 
 @ranks(2)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_peer_that_is_gone_is_an_error(ctx: RankContext, way: type[ShardWay]) -> None:
+def test_a_peer_that_is_gone_is_an_error(ctx: RankContext, way: type[ShardTransport]) -> None:
     """Not a wait for ever."""
     made = way(Group(), Reduce())
     shards = shards_of([0, 50000, 100000])
     flat, into = torch.ones(100000), torch.empty(50000)
-    made.reduce(flat, shards, into, 1 / ctx.world_size).wait()
+    made.reduce_scatter(flat, shards, into, 1 / ctx.world_size).wait()
     dist.barrier()
     if ctx.rank == 1:
         dist.destroy_process_group()
         return
     with pytest.raises(RuntimeError, match=r"(?i)connection|peer|closed|reset|broken"):
-        several_times(lambda: made.reduce(flat, shards, into, 1 / ctx.world_size).wait())
+        several_times(lambda: made.reduce_scatter(flat, shards, into, 1 / ctx.world_size).wait())
     with pytest.raises(RuntimeError, match=r"(?i)connection|peer|closed|reset|broken"):
-        several_times(lambda: made.gather(flat, shards).wait())
+        several_times(lambda: made.all_gather(flat, shards).wait())
 
 
 @ranks(1, 2)
 def test_the_best_way(ctx: RankContext) -> None:
-    cpu = best_way(Group(), torch.device("cpu"), Reduce(), equal=True)
-    assert type(cpu) is (Pairwise if ctx.world_size > 1 else Whole)
-    assert type(best_way(Group(), torch.device("cuda"), Reduce(), equal=True)) is Whole
+    cpu = select_group_transport(Group(), torch.device("cpu"), Reduce(), has_equal_shards=True)
+    assert type(cpu) is (GlooTransport if ctx.world_size > 1 else AllReduceTransport)
+    assert (
+        type(select_group_transport(Group(), torch.device("cuda"), Reduce(), has_equal_shards=True))
+        is AllReduceTransport
+    )
     if ctx.world_size > 1:
         fake = dist.new_group(backend="fake")
         for device in ("cpu", "cuda"):
-            assert type(best_way(Group(fake), torch.device(device), Reduce(), equal=True)) is Native
-            assert type(best_way(Group(fake), torch.device(device), Reduce(), equal=False)) is NativeUneven
+            assert (
+                type(select_group_transport(Group(fake), torch.device(device), Reduce(), has_equal_shards=True))
+                is NcclTransport
+            )
+            assert (
+                type(select_group_transport(Group(fake), torch.device(device), Reduce(), has_equal_shards=False))
+                is NcclUnevenTransport
+            )
         both = dist.new_group(backend="cpu:gloo,cuda:fake")
-        assert type(best_way(Group(both), torch.device("cpu"), Reduce(), equal=True)) is Pairwise
-        assert type(best_way(Group(both), torch.device("cuda"), Reduce(), equal=True)) is Native
+        assert (
+            type(select_group_transport(Group(both), torch.device("cpu"), Reduce(), has_equal_shards=True))
+            is GlooTransport
+        )
+        assert (
+            type(select_group_transport(Group(both), torch.device("cuda"), Reduce(), has_equal_shards=True))
+            is NcclTransport
+        )

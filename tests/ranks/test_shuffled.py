@@ -32,26 +32,31 @@ from tests.support.fault_report import Count, keep_count
 from tests.support.oracles import ZERO1, ZERO2, all_equal, mlp, regression, seeded, values_of
 from tests.support.tiers import sampled
 from zeroshard import (
-    Drift,
-    NonFinite,
-    Rule,
-    SecondCopy,
+    ConsistencyCheck,
+    NonFiniteGrads,
+    ParamRule,
+    PeerCheckpoint,
     ShardedOptimizer,
     WholeParams,
     ZeroConfig,
     checkpoint,
-    everything_else,
-    matrices,
+    matrix_params,
+    remaining_params,
     shard,
 )
-from zeroshard.comm.pending import Pending
-from zeroshard.comm.ways import ByThread
-from zeroshard.runtime.param_sync import ShardSync
+from zeroshard.comm.pending import PendingWork
+from zeroshard.comm.ways import ThreadedWork
+from zeroshard.runtime.param_sync import ParamAllGather
 
 SEEDS = 20 if os.environ.get("ZEROSHARD_FAULTS") else 2
 STEPS = 4
-OVERLAP = replace(ZERO2, overlap_gather=True)
-LOOKING = replace(OVERLAP, second_copy=SecondCopy(every=1), drift=Drift(every=1), nonfinite=NonFinite("skip"))
+OVERLAP = replace(ZERO2, overlap_param_gather=True)
+LOOKING = replace(
+    OVERLAP,
+    peer_checkpoint=PeerCheckpoint(every=1),
+    consistency_check=ConsistencyCheck(every=1),
+    nonfinite=NonFiniteGrads("skip"),
+)
 
 CONFIGS = {"zero2": ZERO2, "zero1": ZERO1, "overlap": OVERLAP}
 few_configs = sampled("config", CONFIGS)
@@ -64,7 +69,10 @@ def adamw(config: ZeroConfig, **where: Any) -> Make:
 
 
 def by_rules(model: nn.Module) -> ShardedOptimizer:
-    rules = [Rule(matrices(), torch.optim.Muon, lr=0.02), Rule(everything_else, torch.optim.AdamW, lr=0.05)]
+    rules = [
+        ParamRule(matrix_params(), torch.optim.Muon, lr=0.02),
+        ParamRule(remaining_params, torch.optim.AdamW, lr=0.05),
+    ]
     return shard(model, rules, config=ZERO2)
 
 
@@ -74,8 +82,8 @@ WAYS: dict[str, Make] = {
     "one-bucket": adamw(ZeroConfig()),
     "overlap": adamw(OVERLAP),
     "whole": adamw(replace(ZERO2, partition=WholeParams())),
-    "hybrid": adamw(ZERO2, shard_within=2),
-    "hybrid-overlap": adamw(OVERLAP, shard_within=2),
+    "hybrid": adamw(ZERO2, shard_group_size=2),
+    "hybrid-overlap": adamw(OVERLAP, shard_group_size=2),
     "rules": by_rules,
     "copies": adamw(LOOKING),
 }
@@ -96,7 +104,7 @@ def trained(ctx: RankContext, make: Make, folder: Path | None = None) -> list[Te
         optimizer.zero_grad()
         if folder:
             saving = checkpoint.async_save(folder, step=number, model=model, optimizer=optimizer, keep=1)
-    optimizer.wait()
+    optimizer.wait_for_params()
     if folder:
         saving.wait()
         checkpoint.load(folder, model=model, optimizer=optimizer)
@@ -104,7 +112,7 @@ def trained(ctx: RankContext, make: Make, folder: Path | None = None) -> list[Te
 
 
 def state_of_all(optimizer: Any) -> list[Tensor]:
-    held = [entry for inner in optimizer.optims for entry in inner.state.values()]
+    held = [entry for inner in optimizer.inner_optimizers for entry in inner.state.values()]
     return [value.clone() for entry in held for value in entry.values() if isinstance(value, Tensor)]
 
 
@@ -146,7 +154,7 @@ def of_two_optimizers(config: ZeroConfig, second: Callable[..., Optimizer]) -> l
 
 def of_runs(*runs: ConcurrentRun) -> list[Tensor]:
     for run in runs:
-        run.zero.wait()
+        run.zero.wait_for_params()
     return [value for run in runs for value in (*values_of(run.model), *state_of_all(run.zero))]
 
 
@@ -191,24 +199,24 @@ def test_any_timing_beside_threads(ctx: RankContext, config: str) -> None:
 # ---- would one be found?
 
 
-def nobody_waits_for_sums(_: ByThread) -> None:
+def nobody_waits_for_sums(_: ThreadedWork) -> None:
     """They are read as they are."""
 
 
-def nobody_waits_for_params(sync: ShardSync, buckets: Iterable[int]) -> None:
+def nobody_waits_for_params(sync: ParamAllGather, buckets: Iterable[int]) -> None:
     """They are still on their way, and stay alive."""
-    RACING.extend(sync._under_way.pop(bucket) for bucket in list(buckets) if bucket in sync._under_way)
+    RACING.extend(sync._in_flight.pop(bucket) for bucket in list(buckets) if bucket in sync._in_flight)
 
 
-RACING: list[Pending] = []
+RACING: list[PendingWork] = []
 
 
 @pytest.mark.parametrize(
     ("owner", "careless", "threads"),
     [
-        (ByThread, nobody_waits_for_sums, 1),
-        (ShardSync, nobody_waits_for_params, 1),
-        (ShardSync, nobody_waits_for_params, 2),
+        (ThreadedWork, nobody_waits_for_sums, 1),
+        (ParamAllGather, nobody_waits_for_params, 1),
+        (ParamAllGather, nobody_waits_for_params, 2),
     ],
 )
 @ranks(4)
@@ -225,8 +233,8 @@ def test_a_race_would_be_found(
     for seed in range(20):
         with monkeypatch.context() as patch, shuffled(seed):
             patch.setattr(owner, "wait", careless)
-            if owner is ByThread:
-                patch.setattr(owner, "arrives", lambda *_: True)  # which a backward pass waits for as well
+            if owner is ThreadedWork:
+                patch.setattr(owner, "is_ready", lambda *_: True)  # which a backward pass waits for as well
             mine = make()
         for pending in RACING:
             pending.wait()

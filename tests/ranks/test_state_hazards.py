@@ -105,7 +105,11 @@ def test_a_new_snapshot_never_meets_the_old_one(ctx: RankContext) -> None:
     twins = Twins(Adam, lr=0.1)
     twins.train(1)
     twins.zero.consolidate_state_dict()
-    kept = [] if twins.zero._snapshot is None else list(twins.zero._snapshot.contents["state"].values())
+    kept = (
+        []
+        if twins.zero._consolidated_state is None
+        else list(twins.zero._consolidated_state.state_dict["state"].values())
+    )
     old = [weakref.ref(state["exp_avg"]) for state in kept]
     del kept
     found: list[bool] = []
@@ -114,9 +118,9 @@ def test_a_new_snapshot_never_meets_the_old_one(ctx: RankContext) -> None:
         found.extend(tensor() is not None for tensor in old)
         return receive(*args)
 
-    receive = exchange.receive
+    receive = exchange.receive_state
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, "receive", watching)
+        patch.setattr(exchange, "receive_state", watching)
         twins.zero.consolidate_state_dict()
     assert found == ([False] * 6 * (ctx.world_size - 1) if ctx.rank == 0 else [])
 

@@ -481,7 +481,7 @@ def test_adding_a_group_in_the_middle(ctx: RankContext) -> None:
             twins = Twins(optim.AdamW, model=growing, handed=first_part, zero_only=zero_only)
             early = [lr_scheduler.ExponentialLR(optimizer, 0.5) for _, optimizer in twins.sides]
             twins.train(2)
-            layout, loads = twins.zero.layout, twins.zero.layout.loads(trainable=True)
+            layout, loads = twins.zero.layout, twins.zero.layout.numel_per_rank(trainable=True)
             for model, optimizer in twins.sides:
                 optimizer.add_param_group({"params": model[1].parameters(), **options})
             twins.check()
@@ -489,7 +489,7 @@ def test_adding_a_group_in_the_middle(ctx: RankContext) -> None:
             added = list(twins.model.parameters())[6:]
             for size in sorted((param.numel() for param in added), reverse=True):
                 loads[loads.index(min(loads))] += size
-            assert twins.zero.layout.loads(trainable=True) == loads
+            assert twins.zero.layout.numel_per_rank(trainable=True) == loads
             late = [lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=9) for _, optimizer in twins.sides]
             for _ in range(2):
                 twins.train(1)

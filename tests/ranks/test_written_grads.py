@@ -57,7 +57,7 @@ def test_zero1_sends_what_was_clipped_before_it_was_reduced(ctx: RankContext) ->
             side.optimizer.zero_grad(set_to_none=False)
         twins.compare()
     twins.zero.step()
-    assert twins.zero._grad_sync._late == []
+    assert twins.zero._grad_reducer._unsent_params == []
 
 
 def exchange(model: nn.Module) -> None:
@@ -138,18 +138,18 @@ def test_local_passes_after_a_reduction_are_no_edits_under_ddp(ctx: RankContext)
                 torch.autograd.backward(last.square().sum())
             hooked.zero.step()
             hooked.zero.zero_grad()
-        hooked.zero.check_drift()
+        hooked.zero.check_consistency()
 
 
 @ranks(1, 2, 3)
 def test_what_nobody_wrote_travels_once_under_ddp(ctx: RankContext) -> None:
     for wrap in wraps():
         hooked = Hooked(**wrap)
-        engine: Any = hooked.zero.engine
+        engine: Any = hooked.zero._engine
         for clear in (True, False):
             torch.autograd.backward(regression(hooked.net, 0))
             hooked.zero.step()
-            assert engine.grads._late == []
+            assert engine.grads._unsent_params == []
             hooked.zero.zero_grad(set_to_none=clear)
 
 

@@ -25,15 +25,15 @@ from tests.recorded.values import digest, flatten
 from tests.support.optimizers import Keeper
 from tests.support.oracles import in_rank_order
 from zeroshard import (
+    CPUOffload,
     FlatShards,
-    Offload,
-    Rule,
+    ParamRule,
     WholeParams,
     ZeroConfig,
     ZeroRedundancyOptimizer,
     ddp_hooks,
-    everything_else,
-    matrices,
+    matrix_params,
+    remaining_params,
     shard,
 )
 
@@ -208,11 +208,13 @@ def sharded(
     optimizer: Any = AdamW,
     params: Callable[[nn.Module], Any] = lambda _: None,
     *,
-    shard_within: int | None = None,
+    shard_group_size: int | None = None,
     **options: Any,
 ) -> Callable[[nn.Module], Training]:
     def build(model: nn.Module) -> Training:
-        zero = shard(model, optimizer, params=params(model), shard_within=shard_within, config=config, **options)
+        zero = shard(
+            model, optimizer, params=params(model), shard_group_size=shard_group_size, config=config, **options
+        )
         return Training(model, model, zero, zero.no_sync)
 
     return build
@@ -225,7 +227,7 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 def dropped_in(
     connect: Callable[[DistributedDataParallel, ZeroRedundancyOptimizer], Any],
-    config: ZeroConfig = ZeroConfig(mixed_dtypes=True),  # noqa: B008 (frozen)
+    config: ZeroConfig = ZeroConfig(allow_mixed_dtypes=True),  # noqa: B008 (frozen)
     **options: Any,
 ) -> Callable[[nn.Module], Training]:
     """`connect` returns the communication hook of DDP."""
@@ -251,12 +253,12 @@ def overlap_interleaved(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimi
     return ddp_hooks.hook_with_zero_step_interleaved(in_rank_order, ddp, zero, shard_buckets=True)
 
 
-RULES = [Rule(matrices(exclude=("embed", "head")), Muon, **MUON), Rule(everything_else, AdamW, **ADAMW)]
+RULES = [ParamRule(matrix_params(exclude=("embed", "head")), Muon, **MUON), ParamRule(remaining_params, AdamW, **ADAMW)]
 MODES: dict[str, Mode] = {
     "stage 2": Mode(sharded(ZeroConfig(partition=SMALL_BUCKETS), **ADAMW)),
     "stage 1": Mode(sharded(ZeroConfig(partition=SMALL_BUCKETS, stage=1), params=two_groups, **ADAMW)),
-    "overlap_gather": Mode(sharded(ZeroConfig(partition=SMALL_BUCKETS, overlap_gather=True), **ADAMW)),
-    "hybrid": Mode(sharded(ZeroConfig(partition=SMALL_BUCKETS), shard_within=2, **ADAMW), (4,)),
+    "overlap_param_gather": Mode(sharded(ZeroConfig(partition=SMALL_BUCKETS, overlap_param_gather=True), **ADAMW)),
+    "hybrid": Mode(sharded(ZeroConfig(partition=SMALL_BUCKETS), shard_group_size=2, **ADAMW), (4,)),
     "whole params": Mode(sharded(ZeroConfig(partition=WholeParams()), **ADAMW)),
     "rules": Mode(sharded(ZeroConfig(), RULES), tolerance=2e-2),  # Muon computes in bfloat16
     "master weights": Mode(
@@ -268,13 +270,13 @@ MODES: dict[str, Mode] = {
         sharded(ZeroConfig(partition=SMALL_BUCKETS, reduce_dtype=torch.bfloat16), **ADAMW), tolerance=2e-2
     ),
     "offload": Mode(
-        sharded(ZeroConfig(partition=SMALL_BUCKETS, offload=Offload()), **ADAMW), around=host_memory_stands_for_a_gpu
+        sharded(ZeroConfig(partition=SMALL_BUCKETS, offload=CPUOffload()), **ADAMW), around=host_memory_stands_for_a_gpu
     ),
     "drop-in": Mode(dropped_in(average)),
     "drop-in, bucket view": Mode(dropped_in(average, parameters_as_bucket_view=True)),
-    "drop-in, flat": Mode(dropped_in(average, ZeroConfig(partition=SMALL_BUCKETS, mixed_dtypes=True))),
+    "drop-in, flat": Mode(dropped_in(average, ZeroConfig(partition=SMALL_BUCKETS, allow_mixed_dtypes=True))),
     "ddp_hook": Mode(
-        dropped_in(lambda _, zero: zero.ddp_hook(), ZeroConfig(partition=SMALL_BUCKETS, mixed_dtypes=True))
+        dropped_in(lambda _, zero: zero.ddp_hook(), ZeroConfig(partition=SMALL_BUCKETS, allow_mixed_dtypes=True))
     ),
     "overlap hook": Mode(dropped_in(overlap, overlap_with_ddp=True)),
     "overlap hook, interleaved": Mode(dropped_in(overlap_interleaved, overlap_with_ddp=True)),

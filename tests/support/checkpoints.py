@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from tests.support.oracles import assert_same
 from zeroshard import CheckpointError, FlatShards, WholeParams, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
-from zeroshard.state.trees import map_tensors, snapshot
+from zeroshard.state.trees import map_tensors, snapshot_to_host
 
 # ---- Models and optimizers that are saved
 
@@ -156,7 +156,7 @@ class TrainingRun:
     def save(self, path: Path, step: int = 2, *, behind: bool = False, **options: Any) -> Path:
         return save(path, step=step, behind=behind, **self.parts(), **options)
 
-    def load(self, path: Path, **options: Any) -> checkpoint.Loaded:
+    def load(self, path: Path, **options: Any) -> checkpoint.LoadResult:
         return checkpoint.load(path, **self.parts(), **options)
 
     def look(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class TrainingRun:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         scheduler = {key: value for key, value in self.scheduler.state_dict().items() if not callable(value)}
         parts = {"model": dict(self.model.state_dict()), "optimizer": found, "groups": groups, "scheduler": scheduler}
-        whole: dict[str, Any] = map_tensors(snapshot(parts), torch.Tensor.contiguous)
+        whole: dict[str, Any] = map_tensors(snapshot_to_host(parts), torch.Tensor.contiguous)
         return {**whole, "random": torch.get_rng_state()}
 
 

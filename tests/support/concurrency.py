@@ -72,7 +72,7 @@ class ConcurrentRun:
         self.compare()
 
     def compare(self) -> None:
-        self.zero.wait()
+        self.zero.wait_for_params()
         assert_same(self.model.state_dict(), self.plain_model.state_dict())
 
 

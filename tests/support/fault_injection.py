@@ -34,11 +34,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.pool import PRELOAD, connect_store, open_store
 from zeroshard import (
-    Drift,
+    ConsistencyCheck,
     FlatShards,
-    NonFinite,
+    NonFiniteGrads,
+    PeerCheckpoint,
     RankLostError,
-    SecondCopy,
     ZeroConfig,
     ZeroError,
     ZeroRedundancyOptimizer,
@@ -104,14 +104,14 @@ class Trap:
 
     def set(self) -> None:
         """Into the code that all ranks go through. The process is not used for anything else afterwards."""
-        self._before(assembly.Assembly, "engine", Place.CONSTRUCTOR)
-        self._before(slots.Slot, "_start", Place.REDUCTION)
-        self._before(param_sync.ShardSync, "start", Place.GATHER)
-        self._before(param_sync.ParamSync, "start", Place.GATHER)
-        self._before(exchange.Outbox, "send", Place.CONSOLIDATION)
+        self._before(assembly.EngineBuilder, "engine", Place.CONSTRUCTOR)
+        self._before(slots.GradBucket, "_start", Place.REDUCTION)
+        self._before(param_sync.ParamAllGather, "start", Place.GATHER)
+        self._before(param_sync.ParamBroadcast, "start", Place.GATHER)
+        self._before(exchange.StateSender, "send", Place.CONSOLIDATION)
         self._before(exchange, "receive", Place.CONSOLIDATION)
-        self._before(writing._Planner, "transform_object", Place.SAVE)
-        self._before(reading.Reading, "_read", Place.LOAD)
+        self._before(writing._SavePlanner, "transform_object", Place.SAVE)
+        self._before(reading.ReadPlan, "_read", Place.LOAD)
 
     def spring(self, place: Place) -> bool:
         """Whether the caller is to make a wrong shape."""
@@ -164,15 +164,15 @@ class Trap:
                     end.shutdown(socket.SHUT_RDWR)
 
 
-_SPOILED = (torch.Tensor, reading.Located, store.Shipment)
+_SPOILED = (torch.Tensor, reading.TensorLocation, store.BroadcastPlan)
 
 
 def _misshapen(value: Any) -> Any:
     """One element too few: of a tensor, of what a file has, of a parameter that another rank sends."""
-    if isinstance(value, reading.Located):
-        return value._replace(like=value.like[1:] if value.like.dim() else value.like.reshape(1))
-    if isinstance(value, store.Shipment):
-        parcel: Any = next(it for it in value.parcels if it.owner != dist.get_rank())
+    if isinstance(value, reading.TensorLocation):
+        return value._replace(tensor=value.tensor[1:] if value.tensor.dim() else value.tensor.reshape(1))
+    if isinstance(value, store.BroadcastPlan):
+        parcel: Any = next(it for it in value.messages if it.owner != dist.get_rank())
         parcel._params = [_misshapen(parcel._params[0].detach()), *parcel._params[1:]]
         return value
     return value.reshape(-1)[1:]
@@ -308,7 +308,7 @@ def _news(end: Connection[None, News]) -> list[News]:
 def _play(end: Connection[News, None], post: Post) -> None:
     def tell(what: str, step: int = 0, text: str = "", error: BaseException | None = None) -> None:
         text = text if error is None else f"{type(error).__name__}: {error}"
-        lost = error.gone + error.silent if isinstance(error, RankLostError) else ()
+        lost = error.exited + error.unresponsive if isinstance(error, RankLostError) else ()
         end.send(News(what, time.monotonic(), step, text, lost))
 
     store = _prepare(post)
@@ -437,14 +437,18 @@ def _digest(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> str:
     return f"{digests[0]}"
 
 
-LOOKING: dict[str, Any] = {"second_copy": SecondCopy(every=2), "drift": Drift(), "nonfinite": NonFinite("skip")}
+LOOKING: dict[str, Any] = {
+    "peer_checkpoint": PeerCheckpoint(every=2),
+    "consistency_check": ConsistencyCheck(),
+    "nonfinite": NonFiniteGrads("skip"),
+}
 """With all that looks, and copies, in between."""
 STORE_ON_RANK_0 = "store on rank 0"
 Made = tuple[Callable[[torch.Tensor], torch.Tensor], ZeroRedundancyOptimizer]
 
 
 def _sharded(model: nn.Module, optimizer_class: Any, **options: Any) -> Made:
-    ranks = {key: options.pop(key) for key in ("shard_within",) if key in options}
+    ranks = {key: options.pop(key) for key in ("shard_group_size",) if key in options}
     config = ZeroConfig(partition=FlatShards(bucket_bytes=256), **options)
     return model, shard(model, optimizer_class, lr=0.01, config=config, **ranks)
 
@@ -457,8 +461,8 @@ def _drop_in(model: nn.Module, optimizer_class: Any) -> Made:
 
 MODES: dict[str, Callable[[nn.Module, Any], Made]] = {
     "shard": _sharded,
-    "overlapped": lambda model, kind: _sharded(model, kind, overlap_gather=True, **LOOKING),
-    "hybrid": lambda model, kind: _sharded(model, kind, shard_within=2),
+    "overlapped": lambda model, kind: _sharded(model, kind, overlap_param_gather=True, **LOOKING),
+    "hybrid": lambda model, kind: _sharded(model, kind, shard_group_size=2),
     "drop-in": _drop_in,
     STORE_ON_RANK_0: _sharded,
 }

@@ -73,7 +73,7 @@ Each job trains, consolidates and saves in turn, in one of {len(MODES)} ways ({"
 the fault until the last of them had its error in hand: median and worst. A rank that is stopped can only be known by waiting: the timeout of the process group is {SHORT:g} s there, and {TIMEOUT:g} s in all other rows.
 A `RuntimeError` is torch's own, of DDP. Where the error was one for all ranks and connections are whole, the job goes on by itself, from the last checkpoint; else all processes are started again. Either way its end is
 compared with that of a job that nothing happened to: parameters and state have the same bits. What is slow is waited for; a wrong shape is that of a tensor.
-The way named overlapped has `Drift`, `NonFinite` and `SecondCopy` on top.
+The way named overlapped has `ConsistencyCheck`, `NonFiniteGrads` and `PeerCheckpoint` on top.
 
 | one rank | in | faults | what the others saw | until all knew, s | afterwards | lost |
 |---|---|---|---|---|---|---|

@@ -27,11 +27,11 @@ from tests.support.monitoring import Footprint, footprint
 from tests.support.oracles import average, from_all_ranks, in_rank_order
 from tests.support.pool import RankContext
 from zeroshard import (
-    Drift,
+    ConsistencyCheck,
     FlatShards,
-    NonFinite,
+    NonFiniteGrads,
+    PeerCheckpoint,
     RankFailedError,
-    SecondCopy,
     ZeroConfig,
     ZeroRedundancyOptimizer,
     broadcast_object,
@@ -242,16 +242,16 @@ class Sharded(Way):
 
 class Zero2(Sharded):
     name, sums = "zero2", "added"
-    config = ZeroConfig(partition=TINY, drift=Drift(every=3), nonfinite=NonFinite("raise"))
+    config = ZeroConfig(partition=TINY, consistency_check=ConsistencyCheck(every=3), nonfinite=NonFiniteGrads("raise"))
 
 
 class Zero1(Sharded):
     name, sums = "zero1", "once"
-    config = ZeroConfig(partition=TINY, stage=1, second_copy=SecondCopy(every=7))
+    config = ZeroConfig(partition=TINY, stage=1, peer_checkpoint=PeerCheckpoint(every=7))
 
 
 class Overlapped(Sharded):
-    name, sums, config, overlaps = "overlap", "added", ZeroConfig(partition=TINY, overlap_gather=True), True
+    name, sums, config, overlaps = "overlap", "added", ZeroConfig(partition=TINY, overlap_param_gather=True), True
 
 
 class DropIn(Way):
@@ -261,7 +261,7 @@ class DropIn(Way):
     bucket_view = True
 
     def begin(self, *, added: bool) -> None:
-        groups, config = groups_of(self.model, added=added), ZeroConfig(mixed_dtypes=True)
+        groups, config = groups_of(self.model, added=added), ZeroConfig(allow_mixed_dtypes=True)
         self.optimizer = ZeroRedundancyOptimizer(
             groups, torch.optim.AdamW, config=config, parameters_as_bucket_view=self.bucket_view, **ADAMW
         )
@@ -527,8 +527,8 @@ class LongRun:
 
     def _clear(self) -> None:
         self._way.optimizer.zero_grad()
-        if self._way.optimizer.copying is not None:
-            self._way.optimizer.copying.settle()
+        if self._way.optimizer._peer_checkpointer is not None:
+            self._way.optimizer._peer_checkpointer.wait()
         if self._oracle:
             self._oracle.optimizer.zero_grad()
 
@@ -549,7 +549,7 @@ class LongRun:
             extra={"position": self._position},
             keep=2,
         )
-        self._saving = saved if isinstance(saved, checkpoint.Saving) else None
+        self._saving = saved if isinstance(saved, checkpoint.SaveHandle) else None
         if self._oracle:
             self._oracle.save(self._saved)
 

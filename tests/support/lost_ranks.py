@@ -28,8 +28,8 @@ from tests.support.pool import PRELOAD, connect_store
 from zeroshard import (
     CheckpointError,
     FlatShards,
+    PeerCheckpoint,
     RankLostError,
-    SecondCopy,
     ShardedOptimizer,
     ZeroConfig,
     ZeroRedundancyOptimizer,
@@ -37,11 +37,11 @@ from zeroshard import (
     recovery,
     shard,
 )
-from zeroshard.comm.aside import Aside
+from zeroshard.comm.aside import BackgroundComm
 from zeroshard.comm.collectives import Comm
-from zeroshard.recovery import restore
-from zeroshard.second_copy import Copies, Copying
-from zeroshard.state.exchange import Outbox
+from zeroshard.recovery import restore_from_peers
+from zeroshard.second_copy import PeerCheckpointer, PeerSnapshots
+from zeroshard.state.exchange import StateSender
 from zeroshard.units import Rank
 
 # ---- Jobs that save one checkpoint after the other
@@ -219,9 +219,9 @@ class End(NamedTuple):
 
 FALLS: dict[str, tuple[Any, str]] = {
     "what ranks hold is compared": (recovery, "_survey"),
-    "shares are sent": (Outbox, "send"),
+    "shares are sent": (StateSender, "send"),
     "all that was rebuilt is taken over": (recovery, "_fill"),
-    "the next copy is made": (Copying, "take"),
+    "the next copy is made": (PeerCheckpointer, "take"),
 }
 """Moments in `restore` at which a process kills itself, and what it would have done then."""
 
@@ -330,9 +330,11 @@ class _Life:
     def __init__(self, end: Connection[News, Order | None], port: int, *, overlap: bool) -> None:
         self._end, self._port = end, port
         partition = FlatShards(bucket_bytes=400)
-        self._config = ZeroConfig(partition=partition, second_copy=SecondCopy(every=EVERY), overlap_gather=overlap)
+        self._config = ZeroConfig(
+            partition=partition, peer_checkpoint=PeerCheckpoint(every=EVERY), overlap_param_gather=overlap
+        )
         self._model = _model(os.getpid())
-        self._held: Copies | None = None
+        self._held: PeerSnapshots | None = None
         self._opened: list[str] = []
         self._listens = False
         sys.addaudithook(self._notice)
@@ -358,7 +360,7 @@ class _Life:
         if order.fall:
             self._prepare_to_fall(*FALLS[order.fall])
         step = self._begin(optimizer) if order.begin else self._restore(optimizer)
-        self._held = optimizer.second_copy
+        self._held = optimizer.peer_snapshots
         self._end.send(News("begun", step, opened=self._opened))
         for number in range(step, step + CHECKED):
             self._iterate(optimizer, number)
@@ -369,13 +371,13 @@ class _Life:
     def _begin(self, optimizer: ShardedOptimizer) -> int:
         for number in range(EVERY):
             self._iterate(optimizer, number)
-        assert optimizer.copying is not None
-        optimizer.copying.settle()
+        assert optimizer._peer_checkpointer is not None
+        optimizer._peer_checkpointer.wait()
         return EVERY
 
     def _restore(self, optimizer: ShardedOptimizer) -> int:
         self._opened, self._listens = [], True
-        step = restore(optimizer, self._held)
+        step = restore_from_peers(optimizer, self._held)
         self._listens = False
         return step
 
@@ -405,20 +407,20 @@ def _prepare(end: End, optimizer: ShardedOptimizer) -> None:
     """The process kills itself at that moment."""
 
     def is_due() -> bool:
-        return optimizer.engine.steps == end.step
+        return optimizer._engine.steps == end.step
 
-    send, tell = Outbox.send, Aside._tell
+    send, tell = StateSender.send, BackgroundComm._send_flag
 
-    def sends_a_part(self: Outbox, comm: Comm, to: Rank) -> None:
+    def sends_a_part(self: StateSender, comm: Comm, to: Rank) -> None:
         if is_due():
             comm.send(torch.tensor([1000]), to).wait()
             _die()
         send(self, comm, to)
 
-    def tells_no_one(self: Aside, flag: Tensor, rank: Rank) -> None:
+    def tells_no_one(self: BackgroundComm, flag: Tensor, rank: Rank) -> None:
         return _die() if is_due() else tell(self, flag, rank)
 
     if end.moment == "in the middle":
-        Outbox.send = sends_a_part  # type: ignore[method-assign]
+        StateSender.send = sends_a_part  # type: ignore[method-assign]
     else:
-        Aside._tell = tells_no_one  # type: ignore[method-assign]
+        BackgroundComm._send_flag = tells_no_one  # type: ignore[method-assign]

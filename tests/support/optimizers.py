@@ -368,19 +368,19 @@ def _unsafe(error: Exception) -> str:
 
 
 def _in_words(zero: ShardedOptimizer) -> str:
-    (partition,) = zero._assembly.division.partitions
+    (partition,) = zero._builder.partitioning.partitioners
     if not isinstance(partition, FlatShards):
         return "whole parameters"
-    grain = partition.grain
+    grain = partition.granularity
     assert grain is not None, "the self-test has found one"
-    if grain.is_fine:
+    if grain.is_elementwise:
         return "cut anywhere"
-    return f"cut at multiples of {grain.align}, into pieces of {grain.least} or more"
+    return f"cut at multiples of {grain.align}, into pieces of {grain.min_numel} or more"
 
 
 def _require_cuts(zero: ShardedOptimizer, partition: str) -> None:
     """What is cut is cut in fact, and what is not is not."""
-    pieces = [len(zero.layout.pieces_of_param(spec.index)) for spec in zero.layout.params]
+    pieces = [len(zero.layout.param_shards(spec.index)) for spec in zero.layout.params]
     assert (max(pieces) > 1) == partition.startswith("cut"), (pieces, partition)
 
 

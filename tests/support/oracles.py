@@ -31,13 +31,13 @@ from torch.optim.swa_utils import SWALR
 from tests.support.tiers import sampled
 from zeroshard import (
     FlatShards,
-    Rule,
+    ParamRule,
     ShardedOptimizer,
     WholeParams,
     ZeroConfig,
     ZeroRedundancyOptimizer,
-    everything_else,
-    matrices,
+    matrix_params,
+    remaining_params,
     shard,
 )
 from zeroshard.adapters.ddp import CommHook
@@ -403,7 +403,7 @@ ADAMW: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
 both_stages = sampled("config", [ZERO2, ZERO1], ids=["zero2", "zero1"])
 some_configs = sampled(
     "config",
-    [ZERO2, ZERO1, ZeroConfig(), replace(ZERO2, overlap_gather=True)],
+    [ZERO2, ZERO1, ZeroConfig(), replace(ZERO2, overlap_param_gather=True)],
     ids=["zero2", "zero1", "one-bucket", "overlap"],
 )
 
@@ -412,7 +412,7 @@ def all_configs() -> Iterator[ZeroConfig]:
     """Every stage, size of buckets and way back of parameters."""
     stages: list[Literal[1, 2]] = [2, 1]
     for stage, partition, overlap in product(stages, (TINY, FlatShards()), (False, True)):
-        yield ZeroConfig(partition=partition, stage=stage, overlap_gather=overlap)
+        yield ZeroConfig(partition=partition, stage=stage, overlap_param_gather=overlap)
 
 
 @dataclass(frozen=True)
@@ -492,7 +492,7 @@ class ShardTwins:
             for side in self.sides:
                 iteration(side, self.passes)
             self.passes += 1
-            if not self.config.overlap_gather:
+            if not self.config.overlap_param_gather:
                 self.compare()
         self.compare()
 
@@ -633,7 +633,7 @@ CONFIGS = (
     ZeroConfig(),
     ZeroConfig(partition=TINY),
     ZeroConfig(partition=TINY, stage=1),
-    ZeroConfig(partition=TINY, overlap_gather=True),
+    ZeroConfig(partition=TINY, overlap_param_gather=True),
     ZeroConfig(partition=WholeParams()),
 )
 
@@ -675,10 +675,10 @@ def hidden(name: str, param: Tensor) -> bool:
     return name.startswith("blocks.") and param.dim() == 2
 
 
-def rules(**muon: Any) -> list[Rule]:
+def rules(**muon: Any) -> list[ParamRule]:
     return [
-        Rule(matrices(exclude=("embed", "head")), Muon, **{**MUON, **muon}),
-        Rule(everything_else, AdamW, **RULES_ADAMW),
+        ParamRule(matrix_params(exclude=("embed", "head")), Muon, **{**MUON, **muon}),
+        ParamRule(remaining_params, AdamW, **RULES_ADAMW),
     ]
 
 
@@ -739,7 +739,7 @@ class RulesPair(Pair):
 
     def __init__(
         self,
-        given: Sequence[Rule] | None = None,
+        given: Sequence[ParamRule] | None = None,
         plain: Callable[[nn.Module], Several] = muon_and_adamw,
         *,
         make: Callable[[], nn.Module] = Words,
@@ -760,7 +760,7 @@ class RulesPair(Pair):
         self.ddp.register_comm_hook(None, in_rank_order)
 
     def check(self) -> None:
-        self.zero.wait()
+        self.zero.wait_for_params()
         super().check()
 
     def check_state(self) -> None:
@@ -793,7 +793,7 @@ def meshed(grid: Grid) -> dict[str, Any]:
 
 
 def within(grid: Grid) -> dict[str, Any]:
-    return {"shard_within": grid[1]}
+    return {"shard_group_size": grid[1]}
 
 
 @contextmanager

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from zeroshard.cli.app import main
-from zeroshard.cli.plan_options import Optimizer, Wish, config_of
-from zeroshard.doctor.checkup import Checkup, Measured
-from zeroshard.doctor.facts import Facts, Gpu
+from zeroshard.cli.plan_options import OptimizerChoice, PlanRequest, make_config
+from zeroshard.doctor.checkup import JobInfo, RankMeasurements
+from zeroshard.doctor.facts import GpuInfo, RankInfo
 from zeroshard.doctor.links import Link
-from zeroshard.doctor.measure import Timing
-from zeroshard.doctor.speed import Speed
-from zeroshard.doctor.trial import Trial
+from zeroshard.doctor.measure import CollectiveTiming
+from zeroshard.doctor.speed import RankSpeed
+from zeroshard.doctor.trial import TrialResult
 from zeroshard.planning.shapes import ModelShape, ParamShape
 from zeroshard.planning.usage import Network
 
@@ -52,12 +52,12 @@ def small_model(name: str = "small") -> ModelShape:
     return ModelShape(name, tuple(ParamShape(label, shape) for label, shape in shapes.items()), 24)
 
 
-def small_wish(name: str = "small", memory: int | None = 600_000) -> Wish:
-    config = config_of(second_copy=False, offload=False, bucket=None, reduce=None)
-    return Wish(small_model(name), [2, 4], config, memory, 1000, Network(1e9, 1e-5))
+def small_wish(name: str = "small", memory: int | None = 600_000) -> PlanRequest:
+    config = make_config(peer_checkpoint=False, offload=False, bucket=None, reduce=None)
+    return PlanRequest(small_model(name), [2, 4], config, memory, 1000, Network(1e9, 1e-5))
 
 
-ADAMW, SGD = Optimizer("AdamW"), Optimizer("SGD", {"momentum": 0.9})
+ADAMW, SGD = OptimizerChoice("AdamW"), OptimizerChoice("SGD", {"momentum": 0.9})
 
 
 def write_module(folder: Path) -> str:
@@ -114,7 +114,7 @@ GIB = 2**30
 VERBS = ("all-reduce", "reduce-scatter", "all-gather", "broadcast")
 
 
-def some_facts(rank: int, ranks_a_host: int = 8, **changes: Any) -> Facts:
+def some_facts(rank: int, ranks_a_host: int = 8, **changes: Any) -> RankInfo:
     """Of a healthy rank without a GPU."""
     values: dict[str, Any] = {
         "rank": rank,
@@ -132,38 +132,38 @@ def some_facts(rank: int, ranks_a_host: int = 8, **changes: Any) -> Facts:
         "environment": {"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": str(rank)},
         "settings": {"deterministic algorithms": "False"},
     }
-    return Facts(**{**values, **changes})
+    return RankInfo(**{**values, **changes})
 
 
-def some_gpu(number: int, free: int = 79 * GIB) -> Gpu:
-    return Gpu(number % 8, "a GPU", f"GPU-{number}", free, 80 * GIB)
+def some_gpu(number: int, free: int = 79 * GIB) -> GpuInfo:
+    return GpuInfo(number % 8, "a GPU", f"GPU-{number}", free, 80 * GIB)
 
 
-def some_measured(rank: int, **changes: Any) -> Measured:
+def some_measured(rank: int, **changes: Any) -> RankMeasurements:
     values: dict[str, Any] = {
         "link": Link(0.0001, 0.0002, 1e9) if rank else None,
-        "speed": Speed(1e12, 2e10),
-        "timings": tuple(Timing(verb, "a way", 1e-4, 1e-2, 16 * 2**20, 0.75) for verb in VERBS),
+        "speed": RankSpeed(1e12, 2e10),
+        "timings": tuple(CollectiveTiming(verb, "a way", 1e-4, 1e-2, 16 * 2**20, 0.75) for verb in VERBS),
         "agreement": 1e-4,
         "rates": None,
-        "trial": Trial(1.5, 0.5, 1e-16, "abc"),
+        "trial": TrialResult(1.5, 0.5, 1e-16, "abc"),
     }
-    return Measured(**{**values, **changes})
+    return RankMeasurements(**{**values, **changes})
 
 
-def some_job(ranks: int = 4, backend: str = "gloo", **facts: Any) -> Checkup:
+def some_job(ranks: int = 4, backend: str = "gloo", **facts: Any) -> JobInfo:
     """A healthy one."""
-    return Checkup(
+    return JobInfo(
         backend, [some_facts(rank, **facts) for rank in range(ranks)], [some_measured(rank) for rank in range(ranks)]
     )
 
 
-def with_facts(job: Checkup, rank: int, **changes: Any) -> Checkup:
-    return replace(job, facts=_changed(job.facts, rank, changes))
+def with_facts(job: JobInfo, rank: int, **changes: Any) -> JobInfo:
+    return replace(job, rank_infos=_changed(job.rank_infos, rank, changes))
 
 
-def with_measured(job: Checkup, rank: int, **changes: Any) -> Checkup:
-    return replace(job, measured=_changed(job.measured, rank, changes))
+def with_measured(job: JobInfo, rank: int, **changes: Any) -> JobInfo:
+    return replace(job, measurements=_changed(job.measurements, rank, changes))
 
 
 def _changed(values: Sequence[Any], rank: int, changes: dict[str, Any]) -> list[Any]:

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from tests.support.checkpoints import edit_metadata
 from zeroshard import CheckpointError, checkpoint
 from zeroshard.checkpoint import archive
-from zeroshard.checkpoint.archive import Archive
+from zeroshard.checkpoint.archive import CheckpointMetadata
 from zeroshard.checkpoint.chunks import check_chunks
-from zeroshard.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from zeroshard.checkpoint.outline import outline as outlined
+from zeroshard.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
+from zeroshard.checkpoint.outline import parse_tensor_header as outlined
 from zeroshard.checkpoint.progress import Progress
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -64,7 +64,7 @@ NAMED: dict[str, Any] = {
 }
 SHARED = (
     *(pathlib.PurePath, pathlib.Path, pathlib.PosixPath, *NAMED.values(), *metadata._MEM_FORMAT_ENCODING),
-    *(*archive._RECORDS, *archive._OURS.values()),
+    *(*archive._METADATA_CLASSES, *archive._ALLOWED_GLOBALS.values()),
 )
 
 
@@ -104,7 +104,7 @@ def test_metadata_change_no_class(directory: Path, where: str, slots: bool) -> N
     good = (directory / ".metadata").read_bytes()
     before_the_rest(directory / ".metadata", setting(where, "name", "other", slots=slots))
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
-        Archive(directory)
+        CheckpointMetadata(directory)
     (directory / ".metadata").write_bytes(good)
     all_of(directory)
 
@@ -115,7 +115,7 @@ def test_metadata_change_no_member_of_an_enum(directory: Path, slots: bool) -> N
     where = f"{metadata.__name__}\n_MEM_FORMAT_ENCODING"
     before_the_rest(directory / ".metadata", setting(where, "_name_", "x", slots=slots, called=b"(K\x00tR"))
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
-        Archive(directory)
+        CheckpointMetadata(directory)
 
 
 @pytest.mark.usefixtures("unchanged")
@@ -137,7 +137,7 @@ def test_no_way_out_past_the_check_of_names(directory: Path) -> None:
 def test_names_of_other_directories(directory: Path, name: Any) -> None:
     edit_metadata(directory, lambda it: spoil_place(it, relative_path=name))
     with pytest.raises(CheckpointError, match=r"\.metadata names a file outside its directory"):
-        Archive(directory)
+        CheckpointMetadata(directory)
 
 
 def in_zip(content: bytes, edit: Callable[[bytes], bytes]) -> io.BytesIO:
@@ -166,7 +166,7 @@ def test_data_change_no_class(where: str) -> None:
 
 def test_what_torch_writes_is_read_as_torch_reads_it(directory: Path) -> None:
     """All but the directory that it was written to."""
-    found, expected = Archive(directory).metadata, pickle.loads((directory / ".metadata").read_bytes())
+    found, expected = CheckpointMetadata(directory).dcp_metadata, pickle.loads((directory / ".metadata").read_bytes())
     assert found.storage_meta is not None
     expected.storage_meta.checkpoint_id = found.storage_meta.checkpoint_id
     assert found == expected
@@ -177,26 +177,26 @@ def test_what_torch_writes_is_read_as_torch_reads_it(directory: Path) -> None:
 
 
 def write_sums(directory: Path, sums: Any) -> Manifest | None:
-    said = json.loads(Manifest(1, 1, {}, 0.0, "").text())
-    (directory / MANIFEST).write_text(json.dumps({**said, "sums": sums}))
+    said = json.loads(Manifest(1, 1, {}, 0.0, "").to_json())
+    (directory / MANIFEST_FILE).write_text(json.dumps({**said, "sums": sums}))
     return read_manifest(directory)
 
 
 def check(directory: Path, sums: Any) -> None:
     manifest = write_sums(directory, sums)
     assert manifest is not None
-    manifest.check_sums(directory, slice(None), Progress("", False, 0))
+    manifest.verify_checksums(directory, slice(None), Progress("", False, 0))
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "../x", "..", "", "a\\b"])
 def test_sums_of_files_elsewhere(directory: Path, name: str) -> None:
-    with pytest.raises(CheckpointError, match=f"{MANIFEST} names a file outside its directory"):
+    with pytest.raises(CheckpointError, match=f"{MANIFEST_FILE} names a file outside its directory"):
         write_sums(directory, {name: 0})
 
 
 @pytest.mark.parametrize("sums", [None, [], {"a": "b"}, {"a": None}])
 def test_what_are_no_sums(directory: Path, sums: Any) -> None:
-    with pytest.raises(CheckpointError, match=f"{MANIFEST} cannot be read"):
+    with pytest.raises(CheckpointError, match=f"{MANIFEST_FILE} cannot be read"):
         write_sums(directory, sums)
 
 
@@ -213,9 +213,9 @@ def test_sums_of_what_is_no_file(directory: Path) -> None:
 def test_sums_that_leave_out_files(directory: Path, sums: dict[str, int]) -> None:
     manifest = write_sums(directory, sums)
     assert manifest is not None
-    with pytest.raises(CheckpointError, match=f"{MANIFEST} has no check sums of {DATA}"):
-        manifest.require_all(directory, Archive(directory).files())
-    Manifest(1, 1, {DATA: 0}, 0.0, "").require_all(directory, Archive(directory).files())
+    with pytest.raises(CheckpointError, match=f"{MANIFEST_FILE} has no check sums of {DATA}"):
+        manifest.check_covers(directory, CheckpointMetadata(directory).min_file_sizes())
+    Manifest(1, 1, {DATA: 0}, 0.0, "").check_covers(directory, CheckpointMetadata(directory).min_file_sizes())
 
 
 # ---- chunks
@@ -289,7 +289,7 @@ def spoil_place(it: Metadata, **fields: Any) -> None:
 def test_places_that_are_none(directory: Path, field: str, value: Any) -> None:
     edit_metadata(directory, lambda it: spoil_place(it, **{field: value}))
     with pytest.raises(CheckpointError, match=r"\.metadata contradicts itself: .* bytes from byte"):
-        Archive(directory)
+        CheckpointMetadata(directory)
 
 
 @pytest.mark.parametrize("size", [(1 << 38,), (1 << 40, 1 << 40)])
@@ -301,13 +301,13 @@ def test_more_than_was_written(directory: Path, size: tuple[int, ...]) -> None:
 
     edit_metadata(directory, spoil)
     with pytest.raises(CheckpointError, match=rf"\.metadata contradicts itself: a part of '{WEIGHT}' has \d+ bytes"):
-        Archive(directory)
+        CheckpointMetadata(directory)
 
 
 def test_a_tensor_that_is_nowhere(directory: Path) -> None:
     edit_metadata(directory, lambda it: it.storage_data.clear())
     with pytest.raises(CheckpointError, match=r"a part of 'model.\w+' is not in its files"):
-        Archive(directory)
+        CheckpointMetadata(directory)
 
 
 PROPERTIES: dict[str, Callable[[Metadata], object]] = {
@@ -325,4 +325,4 @@ PROPERTIES: dict[str, Callable[[Metadata], object]] = {
 def test_metadata_of_other_types(directory: Path, case: str) -> None:
     edit_metadata(directory, PROPERTIES[case])
     with pytest.raises(CheckpointError, match=r"\.metadata contradicts itself"):
-        Archive(directory)
+        CheckpointMetadata(directory)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from zeroshard.runtime.beginnings import begins_neutrally, first_state
-from zeroshard.runtime.inner import Recipe
+from zeroshard.runtime.beginnings import is_init_neutral, probe_initial_state
+from zeroshard.runtime.inner import OptimizerFactory
 
 SHAPES: list[tuple[int, ...]] = [(4, 3), (5, 2)]
 
@@ -29,8 +29,8 @@ def params(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape in SHAPES]
 
 
-def recipe(kind: type[Optimizer], given: list[Tensor], **options: Any) -> Recipe:
-    return Recipe(kind, [{"params": given}], True, options)
+def recipe(kind: type[Optimizer], given: list[Tensor], **options: Any) -> OptimizerFactory:
+    return OptimizerFactory(kind, [{"params": given}], True, options)
 
 
 def train(optimizer: Optimizer, given: list[Tensor], *, steps: int = 6, late: int = 0) -> None:
@@ -93,8 +93,8 @@ def test_made_early_it_changes_no_step_or_is_declined(
         lazy, early = params(dtype=dtype), params(dtype=dtype)
         made = recipe(kind, early, **options)
         runs = kind(lazy, **options), kind(early, **options)
-        if begins_neutrally(made):
-            runs[1].state.update(zip(early, first_state(made, runs[1].param_groups[0], early), strict=True))
+        if is_init_neutral(made):
+            runs[1].state.update(zip(early, probe_initial_state(made, runs[1].param_groups[0], early), strict=True))
         train(runs[0], lazy, late=late)
         train(runs[1], early, late=late)
         assert all(map(torch.equal, lazy, early))
@@ -102,12 +102,12 @@ def test_made_early_it_changes_no_step_or_is_declined(
 
 @pytest.mark.parametrize(("kind", "options"), DECLINED, ids=named)
 def test_what_begins_otherwise_is_declined(kind: type[Optimizer], options: dict[str, Any]) -> None:
-    assert not begins_neutrally(recipe(kind, params(), **options))
+    assert not is_init_neutral(recipe(kind, params(), **options))
 
 
 @pytest.mark.parametrize(("kind", "options"), BEGINNING, ids=named)
 def test_the_usual_ones_are_not(kind: type[Optimizer], options: dict[str, Any]) -> None:
-    assert begins_neutrally(recipe(kind, params(), **options))
+    assert is_init_neutral(recipe(kind, params(), **options))
 
 
 def test_asking_leaves_no_trace() -> None:
@@ -115,8 +115,8 @@ def test_asking_leaves_no_trace() -> None:
     before = [param.detach().clone() for param in given]
     numbers = torch.get_rng_state()
     made = recipe(optim.AdamW, given)
-    assert begins_neutrally(made)
-    state = first_state(made, {"params": given}, given)
+    assert is_init_neutral(made)
+    state = probe_initial_state(made, {"params": given}, given)
     assert all(map(torch.equal, given, before))
     assert all(param.grad is None for param in given)
     assert torch.equal(torch.get_rng_state(), numbers)

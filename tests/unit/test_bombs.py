@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from tests.support.checkpoints import edit_metadata
 from tests.support.tools import status_of
 from zeroshard import CheckpointError
-from zeroshard.checkpoint.archive import Archive
-from zeroshard.checkpoint.outline import outline
-from zeroshard.checkpoint.reading import read
-from zeroshard.checkpoint.showing import shown
-from zeroshard.state.codec import unpack
+from zeroshard.checkpoint.archive import CheckpointMetadata
+from zeroshard.checkpoint.outline import parse_tensor_header
+from zeroshard.checkpoint.reading import read_values
+from zeroshard.checkpoint.showing import safe_repr
+from zeroshard.state.codec import loads
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.timeout(60)]
 
@@ -59,7 +59,7 @@ def nested(depth: int) -> Any:
 def refuse_whole(directory: Path, content: bytes, match: str) -> None:
     (directory / ".metadata").write_bytes(content)
     with pytest.raises(CheckpointError, match=match):
-        Archive(directory)
+        CheckpointMetadata(directory)
     assert status_of("checkpoint", "inspect", directory) == 1
 
 
@@ -108,17 +108,17 @@ SPOILED: dict[str, Callable[[Metadata], object]] = {
 def test_errors_are_short(directory: Path, case: str) -> None:
     edit_metadata(directory, SPOILED[case])
     with pytest.raises(CheckpointError) as caught:
-        Archive(directory)
+        CheckpointMetadata(directory)
     assert len(str(caught.value)) < 1000 + len(str(directory))
 
 
 def test_what_is_shown() -> None:
-    assert shown((1, "a", torch.Size([2, 3]))) == "(1, 'a', (2, 3))"
-    assert (shown(None), shown(True), shown(-5), shown("x")) == ("None", "True", "-5", "'x'")
-    assert len(shown("x" * 10_000)) < 100
-    assert len(shown(nested(60))) < 2000
-    assert shown(1 << 100_000) == "a number of 100001 bits"
-    assert shown(Archive) == "a type"
+    assert safe_repr((1, "a", torch.Size([2, 3]))) == "(1, 'a', (2, 3))"
+    assert (safe_repr(None), safe_repr(True), safe_repr(-5), safe_repr("x")) == ("None", "True", "-5", "'x'")
+    assert len(safe_repr("x" * 10_000)) < 100
+    assert len(safe_repr(nested(60))) < 2000
+    assert safe_repr(1 << 100_000) == "a number of 100001 bits"
+    assert safe_repr(CheckpointMetadata) == "a type"
 
 
 def test_many_values_in_one_place(directory: Path) -> None:
@@ -132,7 +132,7 @@ def test_many_values_in_one_place(directory: Path) -> None:
 
     edit_metadata(directory, multiply)
     with pytest.raises(CheckpointError, match=r"contradicts itself: two values begin before byte \d+ of '__0_0"):
-        Archive(directory)
+        CheckpointMetadata(directory)
 
 
 def test_no_attribute_hides_the_places_from_the_check(directory: Path) -> None:
@@ -146,7 +146,7 @@ def test_no_attribute_hides_the_places_from_the_check(directory: Path) -> None:
 
     edit_metadata(directory, hide)
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
-        Archive(directory)
+        CheckpointMetadata(directory)
 
 
 def compressed(content: bytes) -> bytes:
@@ -173,8 +173,8 @@ def test_compressed_records() -> None:
     content = compressed(saved(torch.zeros(4 * MIB)))
     assert len(content) < MIB
     with pytest.raises(CheckpointError, match=r"its records take 1\d+ bytes, and it has \d+"):
-        unpack(content)
-    assert outline(io.BytesIO(content), torch.float32) is None
+        loads(content)
+    assert parse_tensor_header(io.BytesIO(content), torch.float32) is None
 
 
 @needs_sizes
@@ -189,7 +189,7 @@ def test_a_compressed_value_in_a_directory(directory: Path) -> None:
 
     edit_metadata(directory, point)
     with pytest.raises(CheckpointError, match=r"'note' in .* cannot be read: its records take"):
-        read(Archive(directory), {"note": None})
+        read_values(CheckpointMetadata(directory), {"note": None})
 
 
 def test_what_is_no_file_of_torch_save() -> None:
@@ -197,7 +197,7 @@ def test_what_is_no_file_of_torch_save() -> None:
     torch.save(torch.ones(3), old, _use_new_zipfile_serialization=False)
     for content in (b"", b"PK", old.getvalue(), pickle.dumps(3)):
         with pytest.raises(RuntimeError, match="PytorchStreamReader"):
-            unpack(content)
+            loads(content)
 
 
 @pytest.mark.parametrize(("shape", "stride"), [((30, 30), (1, 1)), ((4, 9), (3, 1)), ((5, 2, 2), (2, 1, 2))])
@@ -214,5 +214,5 @@ def test_elements_that_lie_on_each_other(tmp_path: Path, shape: tuple[int, ...],
         ),
     )
     target = torch.full(shape, -1.0)
-    read(Archive(tmp_path / "it"), {"it": target})
+    read_values(CheckpointMetadata(tmp_path / "it"), {"it": target})
     assert torch.equal(target, overlapping)

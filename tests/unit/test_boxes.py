@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.layout.boxes import Box, boxes
+from zeroshard.layout.boxes import Chunk, split_into_chunks
 from zeroshard.units import Span
 
 Dims = list[tuple[int, int]]
@@ -39,7 +39,7 @@ def extent_of(dims: Dims) -> int:
     return 1 + sum((size - 1) * step for size, step in dims) if all(size for size, _ in dims) else 0
 
 
-def inside(box: Box) -> list[tuple[int, ...]]:
+def inside(box: Chunk) -> list[tuple[int, ...]]:
     ranges = [range(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True)]
     return list(product(*ranges))
 
@@ -51,8 +51,8 @@ def expected(dims: Dims, span: Span) -> set[tuple[int, ...]]:
     return {index for index, place in places.items() if span.start <= place < span.stop}
 
 
-def found_in(dims: Dims, span: Span) -> list[Box]:
-    return boxes([size for size, _ in dims], [step for _, step in dims], span)
+def found_in(dims: Dims, span: Span) -> list[Chunk]:
+    return split_into_chunks([size for size, _ in dims], [step for _, step in dims], span)
 
 
 @given(cases())
@@ -81,13 +81,13 @@ def test_ranks_that_share_a_tensor_have_all_of_it(dims: Dims, cuts: list[int]) -
 @pytest.mark.parametrize(
     ("shape", "stride", "span", "found"),
     [
-        ((), (), Span(0, 1), [Box((), ())]),
+        ((), (), Span(0, 1), [Chunk((), ())]),
         ((), (), Span(0, 0), []),
         ((3, 0), (1, 1), Span(0, 0), []),
-        ((4, 5), (5, 1), Span(0, 20), [Box((0, 0), (4, 5))]),
-        ((4, 5), (5, 1), Span(7, 8), [Box((1, 2), (1, 1))]),
-        ((4, 5), (1, 4), Span(4, 12), [Box((0, 1), (4, 2))]),
+        ((4, 5), (5, 1), Span(0, 20), [Chunk((0, 0), (4, 5))]),
+        ((4, 5), (5, 1), Span(7, 8), [Chunk((1, 2), (1, 1))]),
+        ((4, 5), (1, 4), Span(4, 12), [Chunk((0, 1), (4, 2))]),
     ],
 )
-def test_plain_ones(shape: tuple[int, ...], stride: tuple[int, ...], span: Span, found: list[Box]) -> None:
-    assert boxes(shape, stride, span) == found
+def test_plain_ones(shape: tuple[int, ...], stride: tuple[int, ...], span: Span, found: list[Chunk]) -> None:
+    assert split_into_chunks(shape, stride, span) == found

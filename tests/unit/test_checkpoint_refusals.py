@@ -37,8 +37,8 @@ from tests.support.checkpoints import (
 from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
 from zeroshard import ConfigError, checkpoint, shard
-from zeroshard.checkpoint.manifest import MANIFEST, Manifest
-from zeroshard.state.codec import pack
+from zeroshard.checkpoint.manifest import MANIFEST_FILE, Manifest
+from zeroshard.state.codec import dumps
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 
@@ -99,9 +99,12 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "cut data": (lambda it: cut(it / DATA), f"{DATA} is truncated"),
     "one bit": (lambda it: flip(it / DATA), f"{DATA} is damaged"),
     "another's data": (exchange, f"{DATA} is damaged, or of another checkpoint"),
-    "cut manifest": (lambda it: cut(it / MANIFEST), f"{MANIFEST} cannot be read"),
-    "wrong manifest": (lambda it: (it / MANIFEST).write_text('{"format": 1, "step": []}'), f"{MANIFEST} cannot be"),
-    "later manifest": (lambda it: (it / MANIFEST).write_text('{"format": 2}'), "newer version"),
+    "cut manifest": (lambda it: cut(it / MANIFEST_FILE), f"{MANIFEST_FILE} cannot be read"),
+    "wrong manifest": (
+        lambda it: (it / MANIFEST_FILE).write_text('{"format": 1, "step": []}'),
+        f"{MANIFEST_FILE} cannot be",
+    ),
+    "later manifest": (lambda it: (it / MANIFEST_FILE).write_text('{"format": 2}'), "newer version"),
     "upwards": (lead_out("../x"), "outside its directory: '../x'"),
     "absolute": (lead_out("/etc/passwd"), "outside its directory: '/etc/passwd'"),
     "nowhere": (lead_out(".."), "outside its directory"),
@@ -141,7 +144,7 @@ FOREIGN_DAMAGES: dict[str, tuple[Damage, str]] = {
 def test_damaged_files_without_check_sums(tmp_path: Path, damage: str) -> None:
     """As others write them: torch notices less, and says it less clearly."""
     directory = TrainingRun().save(tmp_path)
-    on_rank_0((directory / MANIFEST).unlink)
+    on_rank_0((directory / MANIFEST_FILE).unlink)
     spoil, match = FOREIGN_DAMAGES[damage]
     on_rank_0(lambda: spoil(directory))
     other = TrainingRun(seed=5)
@@ -182,7 +185,7 @@ def test_data_run_no_code(tmp_path: Path, place: str) -> None:
 
 def as_bytes(value: Any, *, safely: bool = True) -> torch.Tensor:
     if safely:
-        return torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(dumps(value)), dtype=torch.uint8)
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
@@ -201,8 +204,8 @@ def test_packed_values_run_no_code(tmp_path: Path, place: str, kind: str) -> Non
     contents: dict[str, Any] = {"model": run.model.state_dict(), "scheduler": good}
     contents[place] = {"0": values[kind]} if place == "ranks" else values[kind]
     dcp_save(contents, checkpoint_id=tmp_path / "evil")
-    text = Manifest(1, 1, files_below(tmp_path / "evil"), 0.0, "").text()
-    on_rank_0(lambda: (tmp_path / "evil" / MANIFEST).write_text(text))
+    text = Manifest(1, 1, files_below(tmp_path / "evil"), 0.0, "").to_json()
+    on_rank_0(lambda: (tmp_path / "evil" / MANIFEST_FILE).write_text(text))
     if kind == "wrong" and place == "scheduler":
         return  # a scheduler takes any dict
     reason = {"evil": "GLOBAL posix.system", "noise": "", "wrong": ""}[kind]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroshard.runtime import checksums
-from zeroshard.runtime.checksums import SMALL, Checksums, odd_numbers
+from zeroshard.runtime.checksums import COALESCE_MAX_BYTES, Checksums, make_odd_weights
 
 DTYPES = [
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128),
@@ -32,16 +32,16 @@ def flip(tensor: torch.Tensor, bit: int) -> None:
 
 
 def total(*tensors: torch.Tensor) -> int:
-    return Checksums().total(tensors)
+    return Checksums().compute(tensors)
 
 
 def reference(data: bytes) -> int:
     """Of a run that is made at once, in plain numbers."""
     count, rest = divmod(len(data), 4)
     words = [*struct.unpack(f"<{count}i", data[: 4 * count]), *data[4 * count :]]
-    weights = odd_numbers(count + rest, torch.device("cpu")).tolist()
+    weights = make_odd_weights(count + rest, torch.device("cpu")).tolist()
     products = sum(word * weight for word, weight in zip(words, weights, strict=True))
-    first = odd_numbers(1, torch.device("cpu")).item()
+    first = make_odd_weights(1, torch.device("cpu")).item()
     modulo = int(products * first * first) % 2**64
     return modulo - 2**64 if modulo >= 2**63 else modulo
 
@@ -115,7 +115,7 @@ def test_regular_changes_do_not_cancel_out() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_sums_are_those_of_values_and_not_of_where_they_lie(dtype: torch.dtype) -> None:
     """Also where a tensor begins in the middle of a word."""
-    for numel in (7, SMALL // dtype.itemsize + 5):
+    for numel in (7, COALESCE_MAX_BYTES // dtype.itemsize + 5):
         tensor = drawn(numel, dtype)
         for offset in (1, 2, 3):
             moved = torch.zeros(numel + offset, dtype=dtype)[offset:]
@@ -124,8 +124,8 @@ def test_sums_are_those_of_values_and_not_of_where_they_lie(dtype: torch.dtype) 
 
 
 def test_other_orders_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(checksums.WORDS_AT_ONCE, "cpu", 512)
-    monkeypatch.setattr(checksums, "SMALL", 64)
+    monkeypatch.setitem(checksums.CHUNK_WORDS, "cpu", 512)
+    monkeypatch.setattr(checksums, "COALESCE_MAX_BYTES", 64)
     images = torch.randn(9, 8, 7, 6).to(memory_format=torch.channels_last)
     shapes = {
         "channels": images,
@@ -149,8 +149,8 @@ def test_other_orders_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_long_ones_are_cut_and_short_ones_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every bit at the seams counts, in any place."""
-    monkeypatch.setitem(checksums.WORDS_AT_ONCE, "cpu", 64)
-    monkeypatch.setattr(checksums, "SMALL", 100)
+    monkeypatch.setitem(checksums.CHUNK_WORDS, "cpu", 64)
+    monkeypatch.setattr(checksums, "COALESCE_MAX_BYTES", 100)
     tensors = [drawn(numel, torch.bfloat16, numel) for numel in (3, 5, 1000, 129, 50, 50, 50, 0, 7)]
     before = total(*tensors)
     for tensor in tensors:
@@ -164,8 +164,8 @@ def test_long_ones_are_cut_and_short_ones_put_together(monkeypatch: pytest.Monke
 def test_little_memory_is_taken() -> None:
     """A few MiB for words that are widened, whatever the size of a tensor."""
     sums = Checksums()
-    sums.total([torch.zeros(5_000_000)])
-    assert sum(it.nbytes for kept in (sums._weights, sums._wide) for it in kept.values()) <= 2 * 8 * (1 << 17)
+    sums.compute([torch.zeros(5_000_000)])
+    assert sum(it.nbytes for kept in (sums._weights, sums._int64_buffers) for it in kept.values()) <= 2 * 8 * (1 << 17)
 
 
 def test_nothing_and_nan() -> None:
@@ -178,7 +178,7 @@ def test_nothing_and_nan() -> None:
 
 
 def test_weights_are_odd_and_of_their_places_only() -> None:
-    numbers = odd_numbers(100_000, torch.device("cpu"))
+    numbers = make_odd_weights(100_000, torch.device("cpu"))
     assert (numbers % 2 == 1).all()
     assert len(set(numbers.tolist())) == 100_000
-    assert torch.equal(odd_numbers(10, torch.device("cpu")), numbers[:10])
+    assert torch.equal(make_odd_weights(10, torch.device("cpu")), numbers[:10])

@@ -150,12 +150,12 @@ def read_model(target: Path, kind: str, like: dict[str, torch.Tensor]) -> dict[s
 
 
 @every_kind
-@pytest.mark.parametrize("most", [16, 100, stored.MOST_BYTES])
+@pytest.mark.parametrize("most", [16, 100, stored.MAX_CHUNK_BYTES])
 @pytest.mark.parametrize("from_file", [True, False], ids=["file", "directory"])
 def test_every_tensor_in_pieces_of_any_size(
     tmp_path: Path, kind: str, most: int, from_file: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored, "MOST_BYTES", most)
+    monkeypatch.setattr(stored, "MAX_CHUNK_BYTES", most)
     model, source = all_kinds_of_tensors(), tmp_path / "source"
     if from_file:
         torch.save({"model": model}, source)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from zeroshard.errors import CheckpointError
-from zeroshard.state.codec import pack, take_out_tensors, unpack
-from zeroshard.state.trees import copy_mutable, dense_memory, map_tensors, snapshot
+from zeroshard.state.codec import dumps, extract_tensors, loads
+from zeroshard.state.trees import deepcopy_except_tensors, dense_flat_view, map_tensors, snapshot_to_host
 
 
 class Pair(NamedTuple):
@@ -82,7 +82,7 @@ def test_other_values_are_passed_on() -> None:
 
 def test_a_snapshot_does_not_change_later() -> None:
     given = tree() | {"custom": Custom([1])}
-    taken = snapshot(given)
+    taken = snapshot_to_host(given)
     for tensor in tensors_in(given):
         tensor.fill_(99)
     given["history"].append(1)
@@ -96,7 +96,7 @@ def test_a_snapshot_does_not_change_later() -> None:
 
 def test_a_snapshot_is_plain_memory_with_the_same_strides() -> None:
     param = torch.nn.Parameter(torch.arange(6.0).view(2, 3).t())
-    taken = snapshot({"a": param, "b": param[:1], "c": param * 2})
+    taken = snapshot_to_host({"a": param, "b": param[:1], "c": param * 2})
     assert all(not value.requires_grad and type(value) is torch.Tensor for value in taken.values())
     assert torch.equal(taken["a"], param)
     assert taken["a"].stride() == param.stride()
@@ -105,7 +105,7 @@ def test_a_snapshot_is_plain_memory_with_the_same_strides() -> None:
 
 def test_a_copy_of_all_but_tensors() -> None:
     given = tree() | {"custom": Custom([1])}
-    copied = copy_mutable(given)
+    copied = deepcopy_except_tensors(given)
     assert [id(tensor) for tensor in tensors_in(copied)] == [id(tensor) for tensor in tensors_in(given)]
     assert copied["custom"].value is not given["custom"].value
     assert copied["deep"][0] is not given["deep"][0]
@@ -141,7 +141,7 @@ GAPPED: dict[str, torch.Tensor] = {
 
 @pytest.mark.parametrize("tensor", DENSE.values(), ids=DENSE)
 def test_dense_memory_is_one_flat_alias(tensor: torch.Tensor) -> None:
-    flat = dense_memory(tensor)
+    flat = dense_flat_view(tensor)
     assert flat is not None
     assert (flat.shape, flat.data_ptr()) == ((tensor.numel(),), tensor.data_ptr())
     assert flat.is_contiguous()
@@ -152,11 +152,11 @@ def test_dense_memory_is_one_flat_alias(tensor: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("tensor", GAPPED.values(), ids=GAPPED)
 def test_memory_with_gaps_or_overlaps_is_not_dense(tensor: torch.Tensor) -> None:
-    assert dense_memory(tensor) is None
+    assert dense_flat_view(tensor) is None
 
 
 def test_tensors_are_taken_out_in_order() -> None:
-    skeleton, tensors = take_out_tensors(tree())
+    skeleton, tensors = extract_tensors(tree())
     assert [int(tensor[0]) for tensor in tensors] == list(range(7))
     assert same_types(skeleton, tree())
     assert all(stand_in.is_meta for stand_in in tensors_in(skeleton))
@@ -168,38 +168,38 @@ LAZY = {"conjugated": DENSE["complex"].conj(), "negated": DENSE["complex"].conj(
 @pytest.mark.parametrize("tensor", [*DENSE.values(), *GAPPED.values(), *LAZY.values()], ids=[*DENSE, *GAPPED, *LAZY])
 def test_stand_ins_describe_the_memory_that_is_sent(tensor: torch.Tensor) -> None:
     """A receiver that knows the stand-in alone puts the sent memory into the right places."""
-    (stand_in,), (sent,) = take_out_tensors([tensor])
+    (stand_in,), (sent,) = extract_tensors([tensor])
     received = torch.empty_strided(stand_in.shape, stand_in.stride(), dtype=stand_in.dtype)
-    target, memory = dense_memory(received), dense_memory(sent)
+    target, memory = dense_flat_view(received), dense_flat_view(sent)
     assert target is not None
     target.copy_(sent.contiguous().view(-1) if memory is None else memory)
     assert torch.equal(received, tensor)
-    if dense_memory(tensor) is not None:
+    if dense_flat_view(tensor) is not None:
         assert received.stride() == tensor.stride()
 
 
 @pytest.mark.parametrize("tensor", [*DENSE.values(), *GAPPED.values()], ids=[*DENSE, *GAPPED])
 def test_taking_out_copies_nothing(tensor: torch.Tensor) -> None:
-    assert take_out_tensors([tensor])[1][0].data_ptr() == tensor.data_ptr()
+    assert extract_tensors([tensor])[1][0].data_ptr() == tensor.data_ptr()
 
 
 @pytest.mark.parametrize("tensor", LAZY.values(), ids=LAZY)
 def test_lazy_views_are_resolved(tensor: torch.Tensor) -> None:
     assert tensor.is_conj() or tensor.is_neg()
-    (sent,) = take_out_tensors([tensor])[1]
+    (sent,) = extract_tensors([tensor])[1]
     assert (sent.is_conj(), sent.is_neg()) == (False, False)
 
 
 def test_parameters_are_sent_as_plain_tensors() -> None:
-    (stand_in,), (sent,) = take_out_tensors([torch.nn.Parameter(torch.ones(2))])
+    (stand_in,), (sent,) = extract_tensors([torch.nn.Parameter(torch.ones(2))])
     assert not sent.requires_grad
     assert type(stand_in) is type(sent) is torch.Tensor
 
 
 def test_tensors_without_plain_memory_stay_in_the_skeleton() -> None:
-    skeleton, tensors = take_out_tensors({"sparse": torch.eye(2).to_sparse(), "dense": torch.ones(1)})
+    skeleton, tensors = extract_tensors({"sparse": torch.eye(2).to_sparse(), "dense": torch.ones(1)})
     assert [tensor.shape for tensor in tensors] == [(1,)]
-    back = unpack(pack(skeleton))
+    back = loads(dumps(skeleton))
     assert torch.equal(back["sparse"].to_dense(), torch.eye(2))
     assert back["dense"].is_meta
 
@@ -207,16 +207,16 @@ def test_tensors_without_plain_memory_stay_in_the_skeleton() -> None:
 def test_bytes_are_read_back_as_they_were() -> None:
     plain = tree()
     del plain["pair"], plain["history"], plain["default"]
-    back = unpack(pack(plain))
+    back = loads(dumps(plain))
     assert same_types(back, plain)
     assert all(map(torch.equal, tensors_in(back), tensors_in(plain)))
 
 
 def test_a_skeleton_costs_nothing_for_its_tensors() -> None:
-    skeleton, _ = take_out_tensors({"small": torch.empty(1), "large": torch.empty(1 << 20)})
-    data = pack(skeleton)
+    skeleton, _ = extract_tensors({"small": torch.empty(1), "large": torch.empty(1 << 20)})
+    data = dumps(skeleton)
     assert len(data) < 4096
-    assert unpack(data)["large"].shape == (1 << 20,)
+    assert loads(data)["large"].shape == (1 << 20,)
 
 
 ran: list[str] = []
@@ -243,7 +243,7 @@ UNSAFE: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize(("value", "message"), UNSAFE.values(), ids=UNSAFE)
 def test_what_would_need_code_is_refused_by_the_sender(value: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
-        pack(value)
+        dumps(value)
     assert "torch.serialization.add_safe_globals" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not ran
@@ -253,10 +253,10 @@ def test_bytes_from_elsewhere_run_no_code() -> None:
     buffer = io.BytesIO()
     torch.save(Evil(), buffer)
     with pytest.raises(Exception, match="Weights only load failed"):
-        unpack(buffer.getvalue())
+        loads(buffer.getvalue())
     assert not ran
 
 
 def test_classes_that_the_user_allowed_are_sent() -> None:
     with torch.serialization.safe_globals([Custom]):
-        assert unpack(pack(Custom(5))).value == 5
+        assert loads(dumps(Custom(5))).value == 5

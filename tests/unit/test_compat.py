@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import AdamW
 
 from zeroshard.errors import CheckpointError
-from zeroshard.layout.specs import ParamSpec, read_specs
+from zeroshard.layout.specs import ParamSpec, make_param_specs
 from zeroshard.state import compat
-from zeroshard.state.compat import SavedState, describe_options, local_dict, write_groups
+from zeroshard.state.compat import SavedState, describe_options, extract_local_state_dict, pack_param_groups
 
 SHAPED = frozenset({"exp_avg", "exp_avg_sq"})
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
@@ -33,11 +33,11 @@ def stepped(*, named: bool = False, **options: Any) -> AdamW:
 
 
 def specs_of(optimizer: torch.optim.Optimizer) -> tuple[ParamSpec, ...]:
-    return read_specs(optimizer.param_groups)
+    return make_param_specs(optimizer.param_groups)
 
 
 def read(saved: Any, specs: tuple[ParamSpec, ...] | None = None) -> SavedState:
-    return compat.read(saved, specs_of(stepped()) if specs is None else specs, 2, lambda _: SHAPED)
+    return compat.parse_state_dict(saved, specs_of(stepped()) if specs is None else specs, 2, lambda _: SHAPED)
 
 
 def marks_of(saved: SavedState) -> list[Any]:
@@ -59,7 +59,7 @@ def renumbered(saved: dict[str, Any], ids: list[Any]) -> dict[str, Any]:
 def test_groups_are_written_as_torch_writes_them() -> None:
     for named in (True, False):
         optimizer = stepped(named=named, lr=torch.tensor(0.25), betas=(0.8, 0.9))
-        written, expected = write_groups(optimizer.param_groups), optimizer.state_dict()["param_groups"]
+        written, expected = pack_param_groups(optimizer.param_groups), optimizer.state_dict()["param_groups"]
         assert written == expected
         assert [list(group) for group in written] == [list(group) for group in expected]
         assert [type(group["lr"]) for group in written] == [torch.Tensor, float]
@@ -67,7 +67,7 @@ def test_groups_are_written_as_torch_writes_them() -> None:
 
 def test_written_groups_do_not_change_later() -> None:
     optimizer = stepped(named=True, lr=torch.tensor(0.25))
-    written = write_groups(optimizer.param_groups)
+    written = pack_param_groups(optimizer.param_groups)
     optimizer.param_groups[0]["lr"].fill_(9)
     optimizer.param_groups[0]["param_names"].clear()
     assert (written[0]["lr"].item(), written[0]["param_names"]) == (0.25, NAMES[:2])
@@ -77,7 +77,7 @@ def test_written_groups_do_not_change_later() -> None:
 def test_ids_are_matched_by_position(ids: list[Any]) -> None:
     saved = read(renumbered(marked(stepped().state_dict()), ids))
     assert marks_of(saved) == [0, 1, 2, 3]
-    assert saved.others == {}
+    assert saved.shared_state == {}
 
 
 ORDER = [1, 0, 3, 2]
@@ -131,29 +131,29 @@ def test_state_of_no_parameter_is_kept_apart() -> None:
     saved = stepped().state_dict()
     saved["state"]["calls"] = 5
     found = read(saved)
-    assert found.others == {"calls": 5}
-    assert local_dict(found, [[], []])["state"] == {"calls": 5}
+    assert found.shared_state == {"calls": 5}
+    assert extract_local_state_dict(found, [[], []])["state"] == {"calls": 5}
 
 
 def test_a_stale_number_falls_on_no_parameter() -> None:
     """A rank numbers its own parameters from 0, where the saved ids are others."""
     saved = renumbered(stepped().state_dict(), [10, 11, 12, 13])
     saved["state"][0] = saved["state"].pop(10)
-    assert local_dict(read(saved), [[0], [2]])["state"].keys() == {1}
+    assert extract_local_state_dict(read(saved), [[0], [2]])["state"].keys() == {1}
 
 
 def test_what_stands_beside_state_and_groups_is_handed_on() -> None:
     saved = stepped().state_dict() | {"version": 3}
-    local = local_dict(read(saved), [[0], []])
+    local = extract_local_state_dict(read(saved), [[0], []])
     assert (local["version"], sorted(local)) == (3, ["param_groups", "state", "version"])
 
 
 def test_a_rank_calls_its_parameters_by_their_own_names() -> None:
     named = stepped(named=True)
     for saved in (stepped().state_dict(), named.state_dict()):
-        groups = local_dict(read(saved, specs_of(named)), [[1], [2, 3]])["param_groups"]
+        groups = extract_local_state_dict(read(saved, specs_of(named)), [[1], [2, 3]])["param_groups"]
         assert [group["param_names"] for group in groups] == [["0.bias"], ["1.weight", "1.bias"]]
-    groups = local_dict(read(named.state_dict()), [[1], [2, 3]])["param_groups"]
+    groups = extract_local_state_dict(read(named.state_dict()), [[1], [2, 3]])["param_groups"]
     assert not any("param_names" in group for group in groups)
 
 
@@ -167,7 +167,7 @@ def test_an_empty_group_counts() -> None:
     optimizer = stepped()
     optimizer.add_param_group({"params": []})
     saved = optimizer.state_dict()
-    assert len(compat.read(saved, specs_of(optimizer), 3, lambda _: SHAPED).groups) == 3
+    assert len(compat.parse_state_dict(saved, specs_of(optimizer), 3, lambda _: SHAPED).groups) == 3
     with pytest.raises(CheckpointError, match="it has 3, this optimizer has 2"):
         read(saved)
 
@@ -233,7 +233,7 @@ def test_reading_leaves_the_dict_as_it_was() -> None:
     saved = stepped().state_dict()
     before = copy.deepcopy(saved)
     found = read(saved)
-    local = local_dict(found, [[1], [2, 3]])
+    local = extract_local_state_dict(found, [[1], [2, 3]])
     for group in (*found.groups, *local["param_groups"]):
         group.clear()
     assert saved["param_groups"] == before["param_groups"]
@@ -248,7 +248,7 @@ def test_a_rank_gets_its_part(split: list[list[int]]) -> None:
     whole = stepped(lr=0.125)
     params = [param for group in whole.param_groups for param in group["params"]]
     part = AdamW([{"params": [params[index] for index in indices]} for indices in split], lr=9.0)
-    part.load_state_dict(local_dict(read(whole.state_dict()), split))
+    part.load_state_dict(extract_local_state_dict(read(whole.state_dict()), split))
     assert [group["lr"] for group in part.param_groups] == [0.125, 0.5]
     assert len(part.state) == sum(map(len, split))
     for param, state in part.state.items():
@@ -257,7 +257,7 @@ def test_a_rank_gets_its_part(split: list[list[int]]) -> None:
 
 def test_facts_are_equal_for_equal_dicts() -> None:
     saved = stepped().state_dict()
-    assert read(saved).facts(is_part=False) == read(copy.deepcopy(saved)).facts(is_part=False)
+    assert read(saved).must_match(is_sharded=False) == read(copy.deepcopy(saved)).must_match(is_sharded=False)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,9 @@ def test_facts_are_equal_for_equal_dicts() -> None:
     ],
 )
 def test_facts_tell_dicts_apart(change: Callable[[dict[str, Any]], object]) -> None:
-    assert read(broken(change)).facts(is_part=False) != read(stepped().state_dict()).facts(is_part=False)
+    assert read(broken(change)).must_match(is_sharded=False) != read(stepped().state_dict()).must_match(
+        is_sharded=False
+    )
 
 
 class Opaque:

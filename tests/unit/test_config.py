@@ -28,12 +28,12 @@ class Tuned(Plain):
 def test_the_defaults_are_torchs_contract() -> None:
     config = ZeroConfig()
     assert (config.stage, config.partition, config.master_dtype) == (None, None, None)
-    assert (config.mixed_dtypes, config.overlap_gather) == (False, False)
+    assert (config.allow_mixed_dtypes, config.overlap_param_gather) == (False, False)
 
 
 def test_options_do_not_change_later() -> None:
     with pytest.raises(FrozenInstanceError):
-        ZeroConfig().mixed_dtypes = True  # type: ignore[misc]
+        ZeroConfig().allow_mixed_dtypes = True  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("partition", ["whole", WholeParams, 3])
@@ -44,8 +44,8 @@ def test_only_a_partitioner_is_one(partition: Any) -> None:
 
 @pytest.mark.parametrize("mixed", [None, 1, "yes"])
 def test_flags_are_true_or_false(mixed: Any) -> None:
-    with pytest.raises(ConfigError, match=r"ZeroConfig\(mixed_dtypes=...\) takes True or False"):
-        ZeroConfig(mixed_dtypes=mixed)
+    with pytest.raises(ConfigError, match=r"ZeroConfig\(allow_mixed_dtypes=...\) takes True or False"):
+        ZeroConfig(allow_mixed_dtypes=mixed)
 
 
 def test_descriptions_are_equal_for_equal_options() -> None:
@@ -56,7 +56,7 @@ def test_descriptions_are_equal_for_equal_options() -> None:
 def test_descriptions_tell_options_apart() -> None:
     options = [
         ZeroConfig(),
-        ZeroConfig(mixed_dtypes=True),
+        ZeroConfig(allow_mixed_dtypes=True),
         ZeroConfig(partition=Plain()),
         ZeroConfig(partition=Tuned(2)),
     ]

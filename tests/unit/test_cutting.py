@@ -14,10 +14,10 @@ from torch.optim import AdamW, Optimizer
 from tests.support.optimizers import Blocks
 from tests.unit import test_separable as own
 from tests.unit.test_separable import Own, norm, recipe
-from zeroshard.layout.grain import Grain
-from zeroshard.runtime.cutting import Cutting, how_to_cut
-from zeroshard.runtime.inner import Recipe
-from zeroshard.runtime.selftest import examine
+from zeroshard.layout.grain import ShardGranularity
+from zeroshard.runtime.cutting import SplitRule, probe_split_rule
+from zeroshard.runtime.inner import OptimizerFactory
+from zeroshard.runtime.selftest import probe_traits
 
 
 @pytest.fixture(autouse=True)
@@ -28,16 +28,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def grain_of(factory: Callable[..., Optimizer], **options: Any) -> Grain | None:
-    found = how_to_cut(recipe(factory, **options))
-    return None if found is None else found.grain
+def grain_of(factory: Callable[..., Optimizer], **options: Any) -> ShardGranularity | None:
+    found = probe_split_rule(recipe(factory, **options))
+    return None if found is None else found.granularity
 
 
 @pytest.mark.parametrize(
     ("block", "least"), [(64, 256), (128, 1024), (256, 256), (256, 4096), (2048, 4096), (4096, 4096)]
 )
 def test_of_blocks_the_finest_grain_that_is_right(block: int, least: int) -> None:
-    assert grain_of(Blocks, block=block, least=least) == Grain(block, least)
+    assert grain_of(Blocks, block=block, least=least) == ShardGranularity(block, least)
 
 
 def test_odd_blocks_and_longer_ones_are_left_whole() -> None:
@@ -47,7 +47,7 @@ def test_odd_blocks_and_longer_ones_are_left_whole() -> None:
 
 
 def test_element_wise_ones_may_be_cut_anywhere() -> None:
-    assert how_to_cut(recipe(AdamW)) == Cutting()
+    assert probe_split_rule(recipe(AdamW)) == SplitRule()
 
 
 class RootMeanSquare(Own):
@@ -69,7 +69,7 @@ class RootMeanSquare(Own):
     ],
 )
 def test_what_looks_at_the_whole_is_not_cut_at_any_grain(cls: type[Optimizer]) -> None:
-    assert how_to_cut(recipe(cls)) is None
+    assert probe_split_rule(recipe(cls)) is None
 
 
 class Greedy(Own):
@@ -84,17 +84,17 @@ class Greedy(Own):
 
 
 def test_one_that_needs_much_memory_for_flat_parameters_is_asked_with_small_ones() -> None:
-    assert how_to_cut(recipe(Greedy, [(4, 3)])) is None
+    assert probe_split_rule(recipe(Greedy, [(4, 3)])) is None
     assert Greedy.largest <= 128
 
 
 def test_the_coarsest_grain_of_all_groups_is_taken() -> None:
     sizes = [{"least": 1 << 30}, {"block": 128, "least": 2048}, {"block": 256, "least": 512}]
     groups: list[dict[str, Any]] = [{"params": [torch.nn.Parameter(torch.ones(4, 3))], **size} for size in sizes]
-    found = how_to_cut(Recipe(Blocks, groups, False, {}))
+    found = probe_split_rule(OptimizerFactory(Blocks, groups, False, {}))
     assert found is not None
-    assert found.grain == Grain(256, 2048)
-    assert how_to_cut(Recipe(Blocks, groups[:1], False, {})) == Cutting()
+    assert found.granularity == ShardGranularity(256, 2048)
+    assert probe_split_rule(OptimizerFactory(Blocks, groups[:1], False, {})) == SplitRule()
 
 
 class Doubly(Own):
@@ -122,11 +122,11 @@ class WithModes(Own):
 
 
 def test_what_gradients_it_needs() -> None:
-    assert examine(recipe(Own)).needs == ""
-    assert examine(recipe(torch.optim.SparseAdam)).needs == "sparse"
-    assert examine(recipe(Doubly)).needs == "graph"
-    assert examine(recipe(own.Unsteppable)).needs == ""
+    assert probe_traits(recipe(Own)).required_grads == ""
+    assert probe_traits(recipe(torch.optim.SparseAdam)).required_grads == "sparse"
+    assert probe_traits(recipe(Doubly)).required_grads == "graph"
+    assert probe_traits(recipe(own.Unsteppable)).required_grads == ""
 
 
 def test_one_that_has_modes_is_told_to_train() -> None:
-    assert how_to_cut(recipe(WithModes)) == Cutting()
+    assert probe_split_rule(recipe(WithModes)) == SplitRule()

@@ -14,29 +14,29 @@ import torch
 import zeroshard
 from tests.support.tools import GIB, some_facts, some_gpu, some_job, some_measured, with_facts, with_measured
 from zeroshard.doctor import command, facts, watch
-from zeroshard.doctor.advice import Situation, advise, situation
-from zeroshard.doctor.checkup import Checkup, Measured
-from zeroshard.doctor.facts import Facts
+from zeroshard.doctor.advice import NetworkProfile, profile_network, recommend_options
+from zeroshard.doctor.checkup import JobInfo, RankMeasurements
+from zeroshard.doctor.facts import RankInfo
 from zeroshard.doctor.findings import ERROR, NOTE, WARNING, Finding
-from zeroshard.doctor.judging import judge
+from zeroshard.doctor.judging import run_checks
 from zeroshard.doctor.links import Link
-from zeroshard.doctor.measure import Rates, Timing
-from zeroshard.doctor.places import backend_for, equal_nodes, hosts, nodes, shared_gpus
-from zeroshard.doctor.report import report_on
-from zeroshard.doctor.speed import Speed
-from zeroshard.doctor.trial import Trial
+from zeroshard.doctor.measure import CollectiveTiming, NodeBandwidths
+from zeroshard.doctor.places import choose_backend, find_shared_gpus, has_equal_nodes, ranks_by_host, ranks_by_node
+from zeroshard.doctor.report import make_report
+from zeroshard.doctor.speed import RankSpeed
+from zeroshard.doctor.trial import TrialResult
 
 HEALTHY = some_job()
 
 
-def only(job: Checkup) -> Finding:
-    (found,) = judge(job)
+def only(job: JobInfo) -> Finding:
+    (found,) = run_checks(job)
     return found
 
 
 def test_of_a_healthy_job_there_is_nothing_to_say() -> None:
-    assert judge(HEALTHY) == []
-    assert report_on(HEALTHY).status == 0
+    assert run_checks(HEALTHY) == []
+    assert make_report(HEALTHY).exit_status == 0
 
 
 # ---- differences
@@ -44,33 +44,33 @@ def test_of_a_healthy_job_there_is_nothing_to_say() -> None:
 
 @pytest.mark.parametrize(("name", "level"), [("torch", ERROR), ("zeroshard", ERROR), ("python", WARNING)])
 def test_another_version(name: str, level: str) -> None:
-    versions = {**HEALTHY.facts[0].versions, name: "9.9"}
+    versions = {**HEALTHY.rank_infos[0].versions, name: "9.9"}
     found = only(with_facts(HEALTHY, 2, versions=versions))
     assert (found.level, found.what) == (level, f"version of {name}")
-    assert found.found == f"rank 2: 9.9; ranks 0, 1, 3: {HEALTHY.facts[0].versions[name]}"
+    assert found.found == f"rank 2: 9.9; ranks 0, 1, 3: {HEALTHY.rank_infos[0].versions[name]}"
 
 
 def test_a_version_that_some_ranks_do_not_have() -> None:
-    found = only(with_facts(HEALTHY, 1, versions={**HEALTHY.facts[0].versions, "NCCL": "2.29"}))
+    found = only(with_facts(HEALTHY, 1, versions={**HEALTHY.rank_infos[0].versions, "NCCL": "2.29"}))
     assert (found.level, found.found) == (ERROR, "rank 1: 2.29; ranks 0, 2, 3: none")
 
 
 @pytest.mark.parametrize(("name", "level"), [("GLOO_X", WARNING), ("TORCH_X", WARNING), ("NCCL_ALGO", ERROR)])
 def test_another_environment(name: str, level: str) -> None:
-    found = only(with_facts(HEALTHY, 3, environment={**HEALTHY.facts[3].environment, name: "a b"}))
+    found = only(with_facts(HEALTHY, 3, environment={**HEALTHY.rank_infos[3].environment, name: "a b"}))
     assert (found.level, found.what) == (level, f"environment: {name}")
     assert found.found == "rank 3: 'a b'; ranks 0, 1, 2: not set"
     assert name in found.do
 
 
 def test_an_empty_variable_is_not_one_that_is_missing() -> None:
-    one = with_facts(HEALTHY, 0, environment={**HEALTHY.facts[0].environment, "NCCL_DEBUG": ""})
+    one = with_facts(HEALTHY, 0, environment={**HEALTHY.rank_infos[0].environment, "NCCL_DEBUG": ""})
     assert only(one).found == "rank 0: ''; ranks 1, 2, 3: not set"
 
 
 def test_gpus_that_are_visible_may_differ() -> None:
-    assert len({it.environment["CUDA_VISIBLE_DEVICES"] for it in HEALTHY.facts}) == 4
-    assert judge(HEALTHY) == []
+    assert len({it.environment["CUDA_VISIBLE_DEVICES"] for it in HEALTHY.rank_infos}) == 4
+    assert run_checks(HEALTHY) == []
 
 
 def test_another_setting() -> None:
@@ -79,7 +79,7 @@ def test_another_setting() -> None:
 
 
 def test_another_backend() -> None:
-    found = judge(with_facts(HEALTHY, 1, backend="gloo"))
+    found = run_checks(with_facts(HEALTHY, 1, backend="gloo"))
     assert [(it.level, it.what, it.found) for it in found] == [
         (ERROR, "--backend", "rank 1: gloo; ranks 0, 2, 3: none")
     ]
@@ -88,19 +88,19 @@ def test_another_backend() -> None:
 # ---- places and GPUs
 
 
-def with_gpus(*numbers: int | None, backend: str = "") -> list[Facts]:
+def with_gpus(*numbers: int | None, backend: str = "") -> list[RankInfo]:
     gpus = [None if number is None else some_gpu(number) for number in numbers]
     return [some_facts(rank, gpu=gpu, backend=backend) for rank, gpu in enumerate(gpus)]
 
 
 def test_hosts_and_nodes() -> None:
     ranks = [some_facts(rank, 2) for rank in range(4)]
-    assert hosts(ranks) == {"host0": [0, 1], "host1": [2, 3]}
-    assert nodes(ranks) == [[0, 1], [2, 3]]
-    assert equal_nodes(ranks)
-    assert nodes([replace(it, host="the same") for it in ranks]) == [[0, 1], [2, 3]]
-    assert nodes([replace(it, local_rank=-1) for it in ranks]) == [[0, 1], [2, 3]]
-    assert nodes([replace(it, local_rank=-1, host="the same") for it in ranks]) == [[0, 1, 2, 3]]
+    assert ranks_by_host(ranks) == {"host0": [0, 1], "host1": [2, 3]}
+    assert ranks_by_node(ranks) == [[0, 1], [2, 3]]
+    assert has_equal_nodes(ranks)
+    assert ranks_by_node([replace(it, host="the same") for it in ranks]) == [[0, 1], [2, 3]]
+    assert ranks_by_node([replace(it, local_rank=-1) for it in ranks]) == [[0, 1], [2, 3]]
+    assert ranks_by_node([replace(it, local_rank=-1, host="the same") for it in ranks]) == [[0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize(
@@ -114,42 +114,42 @@ def test_hosts_and_nodes() -> None:
     ],
     ids=["one host", "one rank a host", "unequal", "some do not take part", "not told"],
 )
-def test_nodes_in_which_nothing_can_be_shared(ranks: list[Facts]) -> None:
-    assert not equal_nodes(ranks)
+def test_nodes_in_which_nothing_can_be_shared(ranks: list[RankInfo]) -> None:
+    assert not has_equal_nodes(ranks)
 
 
 def test_the_backend() -> None:
-    assert backend_for(with_gpus(0, 1)) == "nccl"
-    assert backend_for(with_gpus(0, 1, backend="nccl")) == "nccl"
-    assert backend_for(with_gpus(0, 1, backend="gloo")) == "gloo"
-    assert backend_for(with_gpus(0, 0)) == "gloo"
-    assert backend_for(with_gpus(0, None)) == "gloo"
-    assert backend_for(with_gpus(None, None)) == "gloo"
-    assert backend_for([*with_gpus(0), replace(with_gpus(0, 1)[1], backend="gloo")]) == "gloo"
+    assert choose_backend(with_gpus(0, 1)) == "nccl"
+    assert choose_backend(with_gpus(0, 1, backend="nccl")) == "nccl"
+    assert choose_backend(with_gpus(0, 1, backend="gloo")) == "gloo"
+    assert choose_backend(with_gpus(0, 0)) == "gloo"
+    assert choose_backend(with_gpus(0, None)) == "gloo"
+    assert choose_backend(with_gpus(None, None)) == "gloo"
+    assert choose_backend([*with_gpus(0), replace(with_gpus(0, 1)[1], backend="gloo")]) == "gloo"
 
 
 @pytest.mark.parametrize(("backend", "level"), [("nccl", ERROR), ("", WARNING)])
 def test_two_ranks_on_one_gpu(backend: str, level: str) -> None:
     ranks = with_gpus(0, 1, 1, backend=backend)
-    assert shared_gpus(ranks) == {"host0 cuda:1": [1, 2]}
-    found = only(replace(some_job(3), facts=ranks))
+    assert find_shared_gpus(ranks) == {"host0 cuda:1": [1, 2]}
+    found = only(replace(some_job(3), rank_infos=ranks))
     assert (found.level, found.what) == (level, "GPU host0 cuda:1")
     assert found.found.startswith("ranks 1, 2 would all use it")
 
 
 def test_a_gpu_that_some_ranks_do_not_have() -> None:
-    found = only(replace(some_job(3), facts=with_gpus(0, None, 2)))
+    found = only(replace(some_job(3), rank_infos=with_gpus(0, None, 2)))
     assert (found.level, found.found) == (ERROR, "none for rank 1")
 
 
 def test_nccl_without_gpus() -> None:
-    found = only(replace(some_job(2), facts=with_gpus(None, None, backend="nccl")))
+    found = only(replace(some_job(2), rank_infos=with_gpus(None, None, backend="nccl")))
     assert (found.level, found.found) == (ERROR, "none for ranks 0, 1")
 
 
 def test_a_gpu_that_does_not_answer() -> None:
     ranks = with_gpus(0, None)
-    found = only(replace(some_job(2), facts=[ranks[0], replace(ranks[1], gpu_trouble="cuda:0: no")]))
+    found = only(replace(some_job(2), rank_infos=[ranks[0], replace(ranks[1], gpu_trouble="cuda:0: no")]))
     assert (found.level, found.what, found.found) == (ERROR, "GPU of rank 1", "cuda:0: no")
 
 
@@ -169,7 +169,7 @@ def test_a_rank_alone() -> None:
 def test_memory() -> None:
     gpu = replace(some_gpu(1), free=40 * GIB)
     ranks = [*with_gpus(0), replace(with_gpus(0, 1)[1], gpu=gpu)]
-    found = only(replace(some_job(2), facts=ranks))
+    found = only(replace(some_job(2), rank_infos=ranks))
     assert (found.level, found.found) == (WARNING, "40.0 of 80.0 GiB are free")
     assert found.what == "memory of the GPU of rank 1"
     found = only(some_job(host_free=GIB))
@@ -186,18 +186,18 @@ def test_threads() -> None:
     found = only(some_job(threads=1, cores=cores))
     assert (found.level, found.do) == (NOTE, "export OMP_NUM_THREADS=8")
     pinned = [some_facts(rank, cores=(rank,), threads=1) for rank in range(4)]
-    assert judge(replace(HEALTHY, facts=pinned)) == []
+    assert run_checks(replace(HEALTHY, rank_infos=pinned)) == []
 
 
 @pytest.mark.parametrize(("ahead", "give_or_take", "bad"), [(3.0, 0.1, True), (-3.0, 0.1, True), (3.0, 2.5, False)])
 def test_clocks(ahead: float, give_or_take: float, bad: bool) -> None:
-    found = judge(with_measured(HEALTHY, 2, link=Link(ahead, give_or_take, 1e9)))
+    found = run_checks(with_measured(HEALTHY, 2, link=Link(ahead, give_or_take, 1e9)))
     assert [(it.level, it.what) for it in found] == [(WARNING, "clock of rank 2 on host0")] * bad
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"speed": Speed(1e11, 2e10)}, {"speed": Speed(1e12, 2e9)}, {"link": Link(0.0, 0.0, 1e8)}],
+    [{"speed": RankSpeed(1e11, 2e10)}, {"speed": RankSpeed(1e12, 2e9)}, {"link": Link(0.0, 0.0, 1e8)}],
     ids=["products", "copies", "link"],
 )
 def test_a_slow_rank(changes: dict[str, Any]) -> None:
@@ -210,7 +210,7 @@ def test_links_to_other_hosts_are_compared_with_each_other() -> None:
     job = some_job(8, ranks_a_host=4)
     for rank in range(4, 8):
         job = with_measured(job, rank, link=Link(0.0, 0.0, 1e7))
-    assert judge(job) == []
+    assert run_checks(job) == []
     found = only(with_measured(job, 7, link=Link(0.0, 0.0, 1e6)))
     assert found.what == "rank 7 on host1 is slow: messages to rank 0 from ranks on other hosts"
 
@@ -222,19 +222,19 @@ def test_links_to_other_hosts_are_compared_with_each_other() -> None:
     ("changes", "found"),
     [
         ({"trial": None, "trouble": "OSError: no"}, "rank 1: OSError: no"),
-        ({"trial": Trial(1.5, 0.5, 1e-3, "abc")}, "rank 1: parameters differ by 0.001"),
-        ({"trial": Trial(1.5, 0.5, float("nan"), "abc")}, "rank 1: parameters differ by nan"),
-        ({"trial": Trial(1.5, 1.5, 0.0, "abc")}, "rank 1: the loss went from 1.5000 to 1.5000"),
-        ({"trial": Trial(1.5, float("nan"), 0.0, "abc")}, "rank 1: the loss went from 1.5000 to nan"),
-        ({"trial": Trial(1.5, 0.5, 0.0, "other")}, "ranks ended with 2 different sets of parameters"),
+        ({"trial": TrialResult(1.5, 0.5, 1e-3, "abc")}, "rank 1: parameters differ by 0.001"),
+        ({"trial": TrialResult(1.5, 0.5, float("nan"), "abc")}, "rank 1: parameters differ by nan"),
+        ({"trial": TrialResult(1.5, 1.5, 0.0, "abc")}, "rank 1: the loss went from 1.5000 to 1.5000"),
+        ({"trial": TrialResult(1.5, float("nan"), 0.0, "abc")}, "rank 1: the loss went from 1.5000 to nan"),
+        ({"trial": TrialResult(1.5, 0.5, 0.0, "other")}, "ranks ended with 2 different sets of parameters"),
     ],
 )
 def test_steps_that_are_not_right(changes: dict[str, Any], found: str) -> None:
     job = with_measured(HEALTHY, 1, **changes)
     assert only(job).level == ERROR
     assert only(job).found == found
-    assert report_on(job).status == 1
-    assert "not healthy (1 error, 0 warnings)" in report_on(job).as_text()
+    assert make_report(job).exit_status == 1
+    assert "not healthy (1 error, 0 warnings)" in make_report(job).as_text()
 
 
 # ---- advice
@@ -253,74 +253,76 @@ def made(call: str) -> tuple[zeroshard.ZeroConfig, str | None]:
             given.update(options)
 
     exec(call, {"zeroshard": Zeroshard(), "torch": torch, "model": "model"})
-    assert given.keys() - {"shard_within", "config"} == {"lr"}
-    return given.get("config", zeroshard.ZeroConfig()), given.get("shard_within")
+    assert given.keys() - {"shard_group_size", "config"} == {"lr"}
+    return given.get("config", zeroshard.ZeroConfig()), given.get("shard_group_size")
 
 
 def config(**changes: Any) -> zeroshard.ZeroConfig:
     return zeroshard.ZeroConfig(**changes)
 
 
-NET = Situation("nccl", 16, 2, latency=1e-4, rate=1e10)
+NET = NetworkProfile("nccl", 16, 2, latency_s=1e-4, bandwidth=1e10)
 
 
 @pytest.mark.parametrize(
     ("it", "mib", "overlap", "within"),
     [
-        (Situation("gloo", 1, 1, 1e-5, 1e12), None, False, None),
-        (Situation("gloo", 4, 1, 1e-3, 1e9), None, False, None),
-        (Situation("gloo", 4, 1, 5e-3, 1e9), 128, False, None),
-        (Situation("gloo", 4, 2, 1e-3, 1e8), None, True, None),
+        (NetworkProfile("gloo", 1, 1, 1e-5, 1e12), None, False, None),
+        (NetworkProfile("gloo", 4, 1, 1e-3, 1e9), None, False, None),
+        (NetworkProfile("gloo", 4, 1, 5e-3, 1e9), 128, False, None),
+        (NetworkProfile("gloo", 4, 2, 1e-3, 1e8), None, True, None),
         (NET, None, True, None),
-        (replace(NET, latency=1e-3), None, True, None),
-        (replace(NET, latency=2e-3), 512, True, None),
-        (replace(NET, latency=1.0), 512, True, None),
-        (replace(NET, within=1e11, between=1e10), None, True, "node"),
-        (replace(NET, within=1e10, between=1e10), None, True, None),
+        (replace(NET, latency_s=1e-3), None, True, None),
+        (replace(NET, latency_s=2e-3), 512, True, None),
+        (replace(NET, latency_s=1.0), 512, True, None),
+        (replace(NET, intra_node_bandwidth=1e11, inter_node_bandwidth=1e10), None, True, "node"),
+        (replace(NET, intra_node_bandwidth=1e10, inter_node_bandwidth=1e10), None, True, None),
     ],
 )
-def test_advice(it: Situation, mib: int | None, overlap: bool, within: str | None) -> None:
+def test_advice(it: NetworkProfile, mib: int | None, overlap: bool, within: str | None) -> None:
     """Only what differs from the defaults."""
-    advice = advise(it)
+    advice = recommend_options(it)
     partition = None if mib is None else zeroshard.FlatShards(bucket_bytes=mib * 2**20)
-    expected = config(partition=partition, overlap_gather=overlap)
+    expected = config(partition=partition, overlap_param_gather=overlap)
     assert made(advice.call) == (expected, within)
     assert eval(advice.config) == expected
     assert advice.reasons
 
 
 def test_what_decides_is_what_the_slowest_have_measured() -> None:
-    slow = tuple(Timing(verb, "a way", 1e-3, 1e-1, 16 * 2**20, 0.75) for verb in ("reduce-scatter", "all-gather"))
+    slow = tuple(
+        CollectiveTiming(verb, "a way", 1e-3, 1e-1, 16 * 2**20, 0.75) for verb in ("reduce-scatter", "all-gather")
+    )
     job = with_measured(HEALTHY, 2, timings=slow)
-    job = replace(job, measured=[replace(it, rates=Rates(2e9, 1e9)) for it in job.measured])
-    found = situation(job)
-    assert (found.latency, found.within, found.between) == (1e-3, 2e9, 1e9)
-    assert found.rate == pytest.approx(16 * 2**20 / 1e-1)
+    job = replace(job, measurements=[replace(it, rates=NodeBandwidths(2e9, 1e9)) for it in job.measurements])
+    found = profile_network(job)
+    assert (found.latency_s, found.intra_node_bandwidth, found.inter_node_bandwidth) == (1e-3, 2e9, 1e9)
+    assert found.bandwidth == pytest.approx(16 * 2**20 / 1e-1)
 
 
 # ---- reports
 
 
 def test_json_has_all_parts() -> None:
-    said = json.loads(json.dumps(report_on(HEALTHY).as_dict()))
+    said = json.loads(json.dumps(make_report(HEALTHY).as_dict()))
     assert said.keys() == {
         *("healthy", "backend", "world_size", "hosts", "findings", "advice", "collectives", "ranks"),
     }
     assert (said["healthy"], said["world_size"], said["hosts"]) == (True, 4, {"host0": [0, 1, 2, 3]})
     assert [it["verb"] for it in said["collectives"]] == ["all-reduce", "reduce-scatter", "all-gather", "broadcast"]
     assert said["ranks"][3]["link"]["rate"] == 1e9
-    assert eval(said["advice"]["config"]) == eval(report_on(HEALTHY).advice.config)
+    assert eval(said["advice"]["config"]) == eval(make_report(HEALTHY).advice.config)
 
 
 def test_json_knows_no_numbers_that_are_not_finite() -> None:
-    job = with_measured(HEALTHY, 1, trial=Trial(1.5, float("inf"), float("nan"), "abc"))
-    said = json.loads(json.dumps(report_on(job).as_dict(), allow_nan=False))
+    job = with_measured(HEALTHY, 1, trial=TrialResult(1.5, float("inf"), float("nan"), "abc"))
+    said = json.loads(json.dumps(make_report(job).as_dict(), allow_nan=False))
     assert said["ranks"][1]["trial"] == {"before": 1.5, "after": "inf", "difference": "nan", "digest": "abc"}
 
 
 def test_text_names_findings_and_ranks() -> None:
     job = some_job(20, ranks_a_host=20, environment={"NCCL_ALGO": "Ring"})
-    text = report_on(with_facts(job, 19, environment={"NCCL_ALGO": "Tree"})).as_text()
+    text = make_report(with_facts(job, 19, environment={"NCCL_ALGO": "Tree"})).as_text()
     assert "not healthy (1 error, 0 warnings); 20 ranks on 1 host, gloo" in text
     assert "error: environment: NCCL_ALGO: rank 19: 'Tree'; ranks 0, 1," in text
     assert "... and 4 ranks more: see --json" in text
@@ -328,11 +330,11 @@ def test_text_names_findings_and_ranks() -> None:
 
 
 def test_what_ranks_tell_each_other_comes_back_the_same() -> None:
-    mine, measured = some_facts(3, gpu=some_gpu(3)), some_measured(3, rates=Rates(1.0, 2.0))
-    assert Facts.told(json.loads(json.dumps(asdict(mine)))) == mine
-    assert Measured.told(json.loads(json.dumps(asdict(measured)))) == measured
+    mine, measured = some_facts(3, gpu=some_gpu(3)), some_measured(3, rates=NodeBandwidths(1.0, 2.0))
+    assert RankInfo.from_dict(json.loads(json.dumps(asdict(mine)))) == mine
+    assert RankMeasurements.from_dict(json.loads(json.dumps(asdict(measured)))) == measured
     alone = some_measured(0, trial=None, trouble="it")
-    assert Measured.told(json.loads(json.dumps(asdict(alone)))) == alone
+    assert RankMeasurements.from_dict(json.loads(json.dumps(asdict(alone)))) == alone
 
 
 # ---- the program
@@ -341,7 +343,7 @@ def test_what_ranks_tell_each_other_comes_back_the_same() -> None:
 def test_what_a_rank_knows_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "NCCL_DEBUG": "INFO", "SECRET": "x"}.items():
         monkeypatch.setenv(name, value)
-    found = facts.facts_of_this_rank(5, "gloo")
+    found = facts.collect_rank_info(5, "gloo")
     assert (found.rank, found.local_rank, found.local_size, found.backend, found.gpu) == (5, 1, 2, "gloo", None)
     assert found.versions.keys() >= {"python", "torch", "zeroshard"}
     assert found.versions["torch"] == torch.__version__
@@ -358,7 +360,7 @@ def test_a_gpu_that_fails_is_said_and_not_raised(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
-    assert facts._gpu(3) == (None, "cuda:1: CUDA error: out of order")
+    assert facts._probe_gpu(3) == (None, "cuda:1: CUDA error: out of order")
 
 
 @pytest.mark.parametrize(
@@ -394,8 +396,8 @@ def test_who_waits_too_long_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         ended.set()
 
     monkeypatch.setattr(os, "_exit", end)
-    with watch.Watch(0.01, "rank 1 of 2") as it:
-        it.at("measuring collectives")
+    with watch.Watchdog(0.01, "rank 1 of 2") as it:
+        it.set_phase("measuring collectives")
         assert ended.wait(60)
     assert codes == [1]
     assert (
@@ -405,9 +407,9 @@ def test_who_waits_too_long_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 def test_who_goes_on_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "_exit", lambda _: pytest.fail("ended"))
-    with watch.Watch(1000, "rank 0 of 2") as it:
+    with watch.Watchdog(1000, "rank 0 of 2") as it:
         for place in ("one", "another"):
-            it.at(place)
+            it.set_phase(place)
             (timer,) = [
                 thread
                 for thread in threading.enumerate()

@@ -30,12 +30,12 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.recorded.values import checkpoint_file
 from zeroshard import (
-    Rule,
+    ParamRule,
     ZeroConfig,
     ZeroRedundancyOptimizer,
     checkpoint,
-    everything_else,
-    matrices,
+    matrix_params,
+    remaining_params,
     shard,
 )
 
@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (path / leftover).mkdir()
     with a_single_rank():
         model = Net().to(torch.bfloat16)
-        rules = [Rule(matrices(), Muon), Rule(everything_else, AdamW)]
+        rules = [ParamRule(matrix_params(), Muon), ParamRule(remaining_params, AdamW)]
         optimizer = shard(model, rules, config=ZeroConfig(master_dtype=torch.float32))
         scheduler = ExponentialLR(optimizer, 0.5)
         torch.autograd.backward(model(torch.ones(2, 3, dtype=torch.bfloat16)).float().square().mean())
@@ -178,7 +178,7 @@ def test_recorded_checkpoints_have_the_same_names(tmp_path: Path) -> None:
 def test_state_dicts(single_rank: None) -> None:
     """The group key `optimizer`, master weights, names: with rules as without."""
     model = Net().to(torch.bfloat16)
-    rules = [Rule(matrices(), Muon), Rule(everything_else, AdamW)]
+    rules = [ParamRule(matrix_params(), Muon), ParamRule(remaining_params, AdamW)]
     sharded = shard(model, rules, config=ZeroConfig(master_dtype=torch.float32))
     torch.autograd.backward(model(torch.ones(2, 3, dtype=torch.bfloat16)).float().square().mean())
     sharded.step()

@@ -15,8 +15,8 @@ from tests.support.oracles import spec, specs
 from tests.unit.test_partition import GROUPS, WORLD_SIZES, Groups, steadily
 from zeroshard import ConfigError, FlatShards, ZeroConfig
 from zeroshard.layout.layout import Bucket, Layout
-from zeroshard.layout.partition import ALIGNMENT
-from zeroshard.layout.specs import ParamSpec, read_specs
+from zeroshard.layout.partition import ALIGNMENT_BYTES
+from zeroshard.layout.specs import ParamSpec, make_param_specs
 from zeroshard.units import MIB
 
 BUCKET_BYTES = st.sampled_from([1, 4, 40, 100, 333, 1000, 8 * MIB])
@@ -31,7 +31,7 @@ def kind(one: ParamSpec) -> tuple[bool, torch.dtype, torch.device]:
 
 
 def nbytes(one: ParamSpec) -> int:
-    return one.extent * one.dtype.itemsize
+    return one.storage_numel * one.dtype.itemsize
 
 
 def members(layout: Layout, bucket: Bucket) -> list[ParamSpec]:
@@ -42,16 +42,16 @@ def members(layout: Layout, bucket: Bucket) -> list[ParamSpec]:
 @steadily
 @given(GROUPS, WORLD_SIZES, BUCKET_BYTES)
 def test_every_element_has_one_owner_and_one_place(groups: Groups, world_size: int, bucket_bytes: int) -> None:
-    made = read_specs(groups)
+    made = make_param_specs(groups)
     layout = flat(made, world_size, bucket_bytes)
     owners: dict[int, Counter[int]] = defaultdict(Counter)
     places: Counter[tuple[int, int]] = Counter()
     for bucket in layout.buckets:
-        for piece in bucket.pieces:
+        for piece in bucket.param_shards:
             owners[piece.param].update(range(*piece.in_param))
             places.update((bucket.index, element) for element in range(*piece.in_bucket))
-            assert bucket.shards[piece.owner].holds(piece.in_bucket)
-    assert [owners[one.index] for one in made] == [Counter(range(one.extent)) for one in made]
+            assert bucket.shards[piece.owner].contains(piece.in_bucket)
+    assert [owners[one.index] for one in made] == [Counter(range(one.storage_numel)) for one in made]
     assert set(places.values()) <= {1}
 
 
@@ -59,9 +59,9 @@ def test_every_element_has_one_owner_and_one_place(groups: Groups, world_size: i
 @given(GROUPS, WORLD_SIZES, BUCKET_BYTES)
 def test_a_parameter_is_one_run_of_a_bucket(groups: Groups, world_size: int, bucket_bytes: int) -> None:
     """So that it can be a view of it, wherever it is cut."""
-    made = read_specs(groups)
+    made = make_param_specs(groups)
     layout = flat(made, world_size, bucket_bytes)
-    for pieces in map(layout.pieces_of_param, range(len(made))):
+    for pieces in map(layout.param_shards, range(len(made))):
         assert len({piece.bucket for piece in pieces}) == 1
         assert all(a.in_bucket.stop == b.in_bucket.start and a.owner < b.owner for a, b in pairwise(pieces))
 
@@ -69,7 +69,7 @@ def test_a_parameter_is_one_run_of_a_bucket(groups: Groups, world_size: int, buc
 @steadily
 @given(GROUPS, WORLD_SIZES, BUCKET_BYTES)
 def test_shards_are_equal(groups: Groups, world_size: int, bucket_bytes: int) -> None:
-    for bucket in flat(read_specs(groups), world_size, bucket_bytes).buckets:
+    for bucket in flat(make_param_specs(groups), world_size, bucket_bytes).buckets:
         length = bucket.numel // world_size
         assert list(bucket.shards) == [(rank * length, (rank + 1) * length) for rank in range(world_size)]
 
@@ -78,7 +78,7 @@ def test_shards_are_equal(groups: Groups, world_size: int, bucket_bytes: int) ->
 @given(GROUPS, WORLD_SIZES, BUCKET_BYTES)
 def test_buckets_follow_the_rule(groups: Groups, world_size: int, bucket_bytes: int) -> None:
     """Last parameter first, into the bucket of its kind if it still fits; the large ones are alone."""
-    made = read_specs(groups)
+    made = make_param_specs(groups)
     layout = flat(made, world_size, bucket_bytes)
     found = [members(layout, bucket) for bucket in layout.buckets]
     assert all(len({kind(one) for one in together}) == 1 for together in found)
@@ -97,7 +97,7 @@ def test_buckets_follow_the_rule(groups: Groups, world_size: int, bucket_bytes: 
 @steadily
 @given(GROUPS, WORLD_SIZES, BUCKET_BYTES)
 def test_frozen_buckets_come_last(groups: Groups, world_size: int, bucket_bytes: int) -> None:
-    layout = flat(read_specs(groups), world_size, bucket_bytes)
+    layout = flat(make_param_specs(groups), world_size, bucket_bytes)
     trains = [members(layout, bucket)[0].trainable for bucket in layout.buckets]
     assert trains == sorted(trains, reverse=True)
 
@@ -106,7 +106,7 @@ def test_frozen_buckets_come_last(groups: Groups, world_size: int, bucket_bytes:
 @given(GROUPS, WORLD_SIZES, BUCKET_BYTES)
 def test_groups_are_neighbours(groups: Groups, world_size: int, bucket_bytes: int) -> None:
     """A shard has at most one run of each group."""
-    layout = flat(read_specs(groups), world_size, bucket_bytes)
+    layout = flat(make_param_specs(groups), world_size, bucket_bytes)
     for bucket in layout.buckets:
         runs = [group for group, _ in groupby(one.group for one in members(layout, bucket))]
         assert len(set(runs)) == len(runs)
@@ -115,13 +115,13 @@ def test_groups_are_neighbours(groups: Groups, world_size: int, bucket_bytes: in
 @steadily
 @given(GROUPS, GROUPS, WORLD_SIZES, BUCKET_BYTES)
 def test_extending_moves_nothing(first: Groups, second: Groups, world_size: int, bucket_bytes: int) -> None:
-    made = read_specs([*first, *second])
+    made = make_param_specs([*first, *second])
     known = sum(len(group["params"]) for group in first)
     before = flat(made[:known], world_size, bucket_bytes)
     after = FlatShards(bucket_bytes).extend(before, made[known:])
     assert after.params == made
     assert after.buckets[: len(before.buckets)] == before.buckets
-    assert {piece.param for bucket in after.buckets[len(before.buckets) :] for piece in bucket.pieces} == set(
+    assert {piece.param for bucket in after.buckets[len(before.buckets) :] for piece in bucket.param_shards} == set(
         range(known, len(made))
     )
 
@@ -149,9 +149,9 @@ def test_the_fullest_rank_has_a_thousandth_above_the_ideal_at_most(world_size: i
     """A bucket cannot be divided finer than into whole elements, which matters where ranks own few of them."""
     for made in large_models():
         layout = FlatShards().extend(Layout.empty(world_size), made)
-        loads = layout.loads(trainable=True)
+        loads = layout.numel_per_rank(trainable=True)
         trained = [bucket for bucket in layout.buckets if layout.params[bucket.params[0]].trainable]
-        totals = [sum(piece.in_param.length for piece in bucket.pieces) for bucket in trained]
+        totals = [sum(piece.in_param.length for piece in bucket.param_shards) for bucket in trained]
         assert sum(totals) == sum(loads) > 960_000
         finest = sum(math.ceil(total / world_size) for total in totals)
         assert max(loads) <= max(1.001 * sum(loads) / world_size, finest), f"{len(made)} parameters, {sum(loads)}"
@@ -162,13 +162,13 @@ def test_the_fullest_rank_has_a_thousandth_above_the_ideal_at_most(world_size: i
 @example([500_000, 500_000, 1], 64)
 def test_nor_has_it_more_for_any_other_sizes(sizes: list[int], world_size: int) -> None:
     made = specs([*sizes, max(1, 1_000_001 - sum(sizes))])
-    loads = flat(made, world_size).loads(trainable=True)
+    loads = flat(made, world_size).numel_per_rank(trainable=True)
     assert max(loads) <= 1.001 * sum(loads) / world_size
 
 
 def test_gaps_in_a_parameter_are_not_counted_as_state() -> None:
     made = [spec(0, (1000, 1000), stride=(2000, 2)), spec(1, (5,))]
-    loads = flat(made, 4).loads(trainable=True)
+    loads = flat(made, 4).numel_per_rank(trainable=True)
     assert sum(loads) == pytest.approx(1_000_005, abs=4)
 
 
@@ -178,18 +178,18 @@ def test_gaps_in_a_parameter_are_not_counted_as_state() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex128])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 def test_what_is_large_is_aligned(dtype: torch.dtype, world_size: int) -> None:
-    large = 2048 * ALIGNMENT * world_size
+    large = 2048 * ALIGNMENT_BYTES * world_size
     made = [spec(i, (size,), dtype=dtype) for i, size in enumerate((large + 1, 3, large + 5, large))]
     (bucket,) = flat(made, world_size, bucket_bytes=1 << 40).buckets
-    starts = {room.param: room.span.start for room in bucket.rooms}
-    assert all(starts[index] * dtype.itemsize % ALIGNMENT == 0 for index in (0, 2, 3))
-    assert all(shard.start * dtype.itemsize % ALIGNMENT == 0 for shard in bucket.shards)
+    starts = {room.param: room.span.start for room in bucket.slots}
+    assert all(starts[index] * dtype.itemsize % ALIGNMENT_BYTES == 0 for index in (0, 2, 3))
+    assert all(shard.start * dtype.itemsize % ALIGNMENT_BYTES == 0 for shard in bucket.shards)
 
 
 def test_all_are_aligned_in_a_model_that_can_bear_it() -> None:
     """Also those in a small bucket of their own: a misaligned bias changes how some kernels add."""
     layout = flat(specs([700, 490_000, 700, 490_000, 700, 1, 700]), 2, bucket_bytes=2**20)
-    starts = [layout.pieces_of_param(index)[0].in_bucket.start * 4 % ALIGNMENT for index in range(7)]
+    starts = [layout.param_shards(index)[0].in_bucket.start * 4 % ALIGNMENT_BYTES for index in range(7)]
     assert len(layout.buckets) == 3
     assert starts == [0] * 7
 
@@ -204,14 +204,14 @@ def test_small_ones_are_not_spread_by_alignment() -> None:
 
 def test_more_ranks_than_elements() -> None:
     layout = flat(specs([3, 2]), 9)
-    assert layout.loads(trainable=True) == [1, 1, 1, 1, 1, 0, 0, 0, 0]
+    assert layout.numel_per_rank(trainable=True) == [1, 1, 1, 1, 1, 0, 0, 0, 0]
 
 
 def test_a_parameter_of_no_elements_has_one_empty_piece() -> None:
     for sizes in ([0], [0, 0], [4, 0], [0, 4], [5, 0, 3]):
         layout = flat(specs(sizes), 3)
         for index, size in enumerate(sizes):
-            pieces = layout.pieces_of_param(index)
+            pieces = layout.param_shards(index)
             assert sum(piece.in_param.length for piece in pieces) == size
             assert size or len(pieces) == 1
 

@@ -12,8 +12,8 @@ from torch import optim
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from zeroshard.runtime.fused import with_fused
-from zeroshard.runtime.inner import Recipe
+from zeroshard.runtime.fused import enable_fused
+from zeroshard.runtime.inner import OptimizerFactory
 
 
 def recipe(
@@ -23,16 +23,16 @@ def recipe(
     device: str = "cuda",
     dtype: torch.dtype = torch.float32,
     group: dict[str, Any] | None = None,
-) -> Recipe:
+) -> OptimizerFactory:
     """With parameters that have no memory, on a device that need not be there."""
     with FakeTensorMode():
         params = [torch.empty(shape, dtype=dtype, device=device) for shape in ((4, 3), (7,))]
-    return Recipe(factory, [{"params": params, **(group or {})}], group is None, defaults or {})
+    return OptimizerFactory(factory, [{"params": params, **(group or {})}], group is None, defaults or {})
 
 
-def fuses(given: Recipe) -> bool:
+def fuses(given: OptimizerFactory) -> bool:
     """Whether `fused=True` is added, and nothing else is changed."""
-    made = with_fused(given)
+    made = enable_fused(given)
     assert made is given or (made.defaults == {**given.defaults, "fused": True} and made.groups == given.groups)
     return made is not given
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR, Re
 
 from zeroshard import ConfigError
 from zeroshard.integrations import plain
-from zeroshard.integrations.plain import follow, scaler_like
+from zeroshard.integrations.plain import make_scaler, retarget_scheduler
 
 CLASSES = [
     *(torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW),
@@ -39,15 +39,15 @@ def test_a_missing_framework_is_told_with_what_to_install(monkeypatch: pytest.Mo
 def test_another_is_made_of_what_an_optimizer_was_made_with(optimizer_class: Any) -> None:
     given = {"lr": 0.125, "maximize": True} if optimizer_class is not torch.optim.Muon else {"nesterov": False}
     plainly, specially = optimizer_class(params()), optimizer_class(params(), **given)
-    assert plain._taken_over(plainly).value == {}, "and zeroshard.shard may choose"
-    taken = plain._taken_over(specially).value
+    assert plain._prepare_constructor_args(plainly).value == {}, "and zeroshard.shard may choose"
+    taken = plain._prepare_constructor_args(specially).value
     assert taken == given
     assert optimizer_class(params(), **taken).defaults == specially.defaults
 
 
 def test_rates_that_are_tensors_stay_so() -> None:
     rate = torch.tensor(0.5)
-    assert plain._taken_over(torch.optim.SGD(params(), lr=rate)).value == {"lr": rate}
+    assert plain._prepare_constructor_args(torch.optim.SGD(params(), lr=rate)).value == {"lr": rate}
 
 
 def test_groups_name_what_is_special_to_them() -> None:
@@ -59,7 +59,7 @@ def test_groups_name_what_is_special_to_them() -> None:
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.1)
     optimizer.param_groups[1]["lr"] = 0.3
-    first, second = plain._groups(model, optimizer)
+    first, second = plain._iter_named_groups(model, optimizer)
     assert first == {"params": [("weight", model.weight)], "weight_decay": 0.5, "mine": 1}
     assert second == {"params": [("bias", model.bias)], "lr": 0.3}
 
@@ -71,7 +71,7 @@ class Quiet(torch.optim.SGD):
 
 def test_what_an_optimizer_does_not_keep_is_asked_for() -> None:
     with pytest.raises(ConfigError, match=r"a Quiet does not say what it was made with as secret.*zeroshard\.shard"):
-        plain._taken_over(Quiet(params(), 1))
+        plain._prepare_constructor_args(Quiet(params(), 1))
 
 
 @pytest.mark.filterwarnings("error")
@@ -86,7 +86,7 @@ def test_schedulers_go_on_with_another_optimizer() -> None:
     moved, expected = made(gone), made(straight)
     other.param_groups[0].update({key: value for key, value in gone.param_groups[0].items() if key != "params"})
     for scheduler in moved:
-        follow(scheduler, gone, other)
+        retarget_scheduler(scheduler, gone, other)
     before = gone.param_groups[0]["lr"]
     for _ in range(5):
         for optimizer, (steady, plateau) in ((other, moved), (straight, expected)):
@@ -95,11 +95,11 @@ def test_schedulers_go_on_with_another_optimizer() -> None:
             plateau.step(1.0)
         assert other.param_groups[0]["lr"] == straight.param_groups[0]["lr"]
     assert gone.param_groups[0]["lr"] == before
-    follow(LambdaLR(straight, lambda _: 1.0), gone, other)
+    retarget_scheduler(LambdaLR(straight, lambda _: 1.0), gone, other)
     assert "step" in vars(other)
 
 
 def test_scalers_keep_their_settings() -> None:
     given = torch.amp.GradScaler("cpu", init_scale=8.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=7)
-    assert scaler_like(given, "cpu").state_dict() == given.state_dict()
-    assert not scaler_like(torch.amp.GradScaler("cpu", enabled=False), "cpu").is_enabled()
+    assert make_scaler(given, "cpu").state_dict() == given.state_dict()
+    assert not make_scaler(torch.amp.GradScaler("cpu", enabled=False), "cpu").is_enabled()

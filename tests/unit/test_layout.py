@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.support.oracles import spec
 from zeroshard.errors import LayoutError
-from zeroshard.layout.layout import Bucket, Layout, Room
-from zeroshard.layout.shards import DealtShards, EqualShards, Shards
+from zeroshard.layout.layout import Bucket, BucketSlot, Layout
+from zeroshard.layout.shards import EqualShards, Shards, WholeParamShards
 from zeroshard.units import Rank, Span
 
 CPU = torch.device("cpu")
@@ -23,11 +23,11 @@ PARAMS = (
     spec(3, (0, 5), dtype=torch.float64),
     spec(4, (3,), dtype=torch.float64),
 )
-ROOMS = (Room(0, Span(0, 4)), Room(1, Span(4, 10)), Room(2, Span(10, 14)))
+ROOMS = (BucketSlot(0, Span(0, 4)), BucketSlot(1, Span(4, 10)), BucketSlot(2, Span(10, 14)))
 
 
-def dealt(*spans: tuple[int, int, int], ranks: int = 2) -> DealtShards:
-    return DealtShards({Rank(rank): Span(start, stop) for rank, start, stop in spans}, ranks)
+def dealt(*spans: tuple[int, int, int], ranks: int = 2) -> WholeParamShards:
+    return WholeParamShards({Rank(rank): Span(start, stop) for rank, start, stop in spans}, ranks)
 
 
 def layout(device: str = "cpu") -> Layout:
@@ -40,7 +40,7 @@ def layout(device: str = "cpu") -> Layout:
     where = torch.device(device)
     params = tuple(replace(one, device=where) for one in PARAMS)
     cut = Bucket(0, torch.float32, where, 14, EqualShards(7, 2, 14), ROOMS)
-    rooms = (Room(4, Span(0, 3)), Room(3, Span(3, 3)))
+    rooms = (BucketSlot(4, Span(0, 3)), BucketSlot(3, Span(3, 3)))
     whole = Bucket(1, torch.float64, where, 4, dealt((0, 0, 3), (1, 3, 4)), rooms)
     return Layout(2, params, (cut, whole))
 
@@ -56,7 +56,7 @@ def with_bucket(number: int, **changes: Any) -> Callable[[], Layout]:
 
 
 def with_rooms(*rooms: tuple[int, int, int], bucket: int = 0) -> Callable[[], Layout]:
-    return with_bucket(bucket, rooms=tuple(Room(param, Span(start, stop)) for param, start, stop in rooms))
+    return with_bucket(bucket, slots=tuple(BucketSlot(param, Span(start, stop)) for param, start, stop in rooms))
 
 
 def with_params(*params: Any) -> Callable[[], Layout]:
@@ -116,8 +116,8 @@ def test_a_contradiction_is_refused(make: Callable[[], Layout], message: str) ->
 
 def test_who_owns_what() -> None:
     made = layout()
-    assert made.owned_by(Rank(0)) == (0, 1, 4)
-    assert made.owned_by(Rank(1)) == (1, 2, 3)
+    assert made.params_owned_by(Rank(0)) == (0, 1, 4)
+    assert made.params_owned_by(Rank(1)) == (1, 2, 3)
     assert [made.owner_of(param) for param in (0, 2, 3, 4)] == [0, 1, 1, 0]
     assert [made.bucket_of(param) for param in range(5)] == [0, 0, 0, 1, 1]
 
@@ -128,14 +128,14 @@ def test_a_divided_parameter_has_no_one_owner() -> None:
 
 
 def test_loads_count_elements_and_not_gaps() -> None:
-    assert layout().loads(trainable=True) == [7, 2]
-    assert layout().loads(trainable=False) == [3, 3]
+    assert layout().numel_per_rank(trainable=True) == [7, 2]
+    assert layout().numel_per_rank(trainable=False) == [3, 3]
 
 
 def test_pieces_of_a_parameter_are_in_the_order_of_its_elements() -> None:
-    pieces = layout().pieces_of_param(1)
+    pieces = layout().param_shards(1)
     assert [(it.in_param, it.in_bucket, it.owner) for it in pieces] == [((0, 3), (4, 7), 0), ((3, 6), (7, 10), 1)]
-    assert [len(layout().pieces_of_param(index)) for index in range(5)] == [1, 2, 1, 1, 1]
+    assert [len(layout().param_shards(index)) for index in range(5)] == [1, 2, 1, 1, 1]
 
 
 SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=12)
@@ -145,17 +145,19 @@ SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 @given(SIZES, st.integers(1, 7), st.integers(0, 3))
 def test_all_ways_to_ask_for_pieces_agree(sizes: list[int], ranks: int, padding: int) -> None:
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    rooms = tuple(Room(i, Span(end - size, end)) for i, (end, size) in enumerate(zip(ends, sizes, strict=True)))
+    rooms = tuple(BucketSlot(i, Span(end - size, end)) for i, (end, size) in enumerate(zip(ends, sizes, strict=True)))
     length = -(-ends[-1] // ranks) + padding
     bucket = Bucket(0, torch.float32, CPU, length * ranks, EqualShards(length, ranks, length * ranks), rooms)
     made = Layout(ranks, tuple(spec(i, (size,)) for i, size in enumerate(sizes)), (bucket,))
-    everyones = list(bucket.pieces)
-    assert sorted(piece for rank in range(ranks) for piece in bucket.pieces_of(Rank(rank))) == sorted(everyones)
-    assert [piece for index in range(len(sizes)) for piece in made.pieces_of_param(index)] == everyones
-    found = [made.piece_of(index, Rank(rank)) for index in range(len(sizes)) for rank in range(ranks)]
+    everyones = list(bucket.param_shards)
+    assert sorted(piece for rank in range(ranks) for piece in bucket.param_shards_of_rank(Rank(rank))) == sorted(
+        everyones
+    )
+    assert [piece for index in range(len(sizes)) for piece in made.param_shards(index)] == everyones
+    found = [made.param_shard(index, Rank(rank)) for index in range(len(sizes)) for rank in range(ranks)]
     assert [piece for piece in found if piece is not None] == everyones
     for index, size in enumerate(sizes):
-        pieces = made.pieces_of_param(index)
+        pieces = made.param_shards(index)
         assert [it for piece in pieces for it in range(*piece.in_param)] == list(range(size))
         assert size == 0 or all(piece.in_param.length for piece in pieces)
         assert size > 0 or len(pieces) == 1
@@ -163,7 +165,12 @@ def test_all_ways_to_ask_for_pieces_agree(sizes: list[int], ranks: int, padding:
 
 def test_the_empty_layout() -> None:
     empty = Layout.empty(3)
-    assert (empty.params, empty.buckets, empty.owned_by(Rank(2)), empty.loads(trainable=True)) == ((), (), (), [0] * 3)
+    assert (empty.params, empty.buckets, empty.params_owned_by(Rank(2)), empty.numel_per_rank(trainable=True)) == (
+        (),
+        (),
+        (),
+        [0] * 3,
+    )
 
 
 # ---- shards
@@ -173,7 +180,7 @@ def test_the_empty_layout() -> None:
 def test_every_place_lies_in_the_shard_of_its_holder(shards: Shards) -> None:
     spans = list(shards)
     assert len(shards) == len(spans) == 4
-    assert [spans[shards.holder(place)].holds(Span(place, place + 1)) for place in range(12)] == [True] * 12
+    assert [spans[shards.owner_at(place)].contains(Span(place, place + 1)) for place in range(12)] == [True] * 12
     assert [start for start, _ in spans[1:]] == [stop for _, stop in spans[:-1]]
     assert shards[1:3] == spans[1:3]
     with pytest.raises(IndexError):
@@ -183,12 +190,12 @@ def test_every_place_lies_in_the_shard_of_its_holder(shards: Shards) -> None:
 @pytest.mark.parametrize("shards", [EqualShards(3, 4, 12), dealt((1, 0, 5), (3, 5, 12), ranks=4)])
 @pytest.mark.parametrize("stop", [0, 4, 7, 12])
 def test_shards_of_a_bucket_that_ends_earlier(shards: Shards, stop: int) -> None:
-    assert list(shards.clipped(stop)) == [Span(min(a, stop), min(b, stop)) for a, b in shards]
+    assert list(shards.truncate(stop)) == [Span(min(a, stop), min(b, stop)) for a, b in shards]
 
 
 def test_shards_of_nothing() -> None:
     assert list(dealt(ranks=2)) == list(EqualShards(0, 2, 0)) == [Span(0, 0)] * 2
-    assert dealt(ranks=2).holder(0) == EqualShards(0, 2, 0).holder(0) == 0
+    assert dealt(ranks=2).owner_at(0) == EqualShards(0, 2, 0).owner_at(0) == 0
 
 
 # ---- digests
@@ -201,20 +208,20 @@ def test_the_digest_does_not_depend_on_device_numbers() -> None:
 
 def owned(first: int, second: int) -> Layout:
     """Two parameters in one bucket belong to these ranks."""
-    rooms = (Room(0, Span(0, 4)), Room(1, Span(4, 8)))
+    rooms = (BucketSlot(0, Span(0, 4)), BucketSlot(1, Span(4, 8)))
     bucket = Bucket(0, torch.float32, CPU, 8, dealt((first, 0, 4), (second, 4, 8), ranks=3), rooms)
     return Layout(3, (spec(0), spec(1)), (bucket,))
 
 
 def placed(start: int) -> Layout:
     """Parameter 2 lies here, in a shard with room to spare."""
-    rooms = (*ROOMS[:2], Room(2, Span(start, start + 4)))
-    return with_bucket(0, numel=16, shards=EqualShards(8, 2, 16), rooms=rooms)()
+    rooms = (*ROOMS[:2], BucketSlot(2, Span(start, start + 4)))
+    return with_bucket(0, numel=16, shards=EqualShards(8, 2, 16), slots=rooms)()
 
 
 def ordered(first: int, second: int) -> Layout:
     """Two parameters of one size change places."""
-    rooms = (Room(first, Span(0, 4)), Room(second, Span(4, 8)))
+    rooms = (BucketSlot(first, Span(0, 4)), BucketSlot(second, Span(4, 8)))
     return Layout(2, (spec(0), spec(1)), (Bucket(0, torch.float32, CPU, 8, EqualShards(4, 2, 8), rooms),))
 
 
@@ -226,7 +233,7 @@ def typed(dtype: torch.dtype) -> Layout:
 def cut(at: int) -> Layout:
     """One parameter, cut in another place."""
     shards = EqualShards(at, 4, 12)
-    return Layout(4, (spec(0, (8,)),), (Bucket(0, torch.float32, CPU, 12, shards, (Room(0, Span(0, 8)),)),))
+    return Layout(4, (spec(0, (8,)),), (Bucket(0, torch.float32, CPU, 12, shards, (BucketSlot(0, Span(0, 8)),)),))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.support.oracles import spec, specs
 from zeroshard.layout.layout import Bucket, Layout
 from zeroshard.layout.partition import FlatShards, WholeParams
 from zeroshard.layout.specs import ParamSpec
-from zeroshard.runtime.packing import AT_ONCE, KEPT_BUFFERS, Buffer, Packing, Pool
+from zeroshard.runtime.packing import FOREACH_BATCH_SIZE, MAX_IDLE_BUFFERS, BucketBuffer, BucketPacker, BufferPool
 from zeroshard.units import MIB, Span
 
 CPU = torch.device("cpu")
@@ -26,18 +26,18 @@ def bucket_of(params: Sequence[ParamSpec], ranks: int) -> tuple[Layout, Bucket]:
 
 def packing_of(
     params: Sequence[ParamSpec], ranks: int = 2, *, dtype: torch.dtype = torch.float32, padded: bool = False
-) -> Packing:
-    return Packing(*bucket_of(params, ranks), dtype, padded=padded)
+) -> BucketPacker:
+    return BucketPacker(*bucket_of(params, ranks), dtype, include_padding=padded)
 
 
-def buffer_for(packing: Packing, dtype: torch.dtype = torch.float32) -> Buffer:
-    return Buffer(torch.full((packing.numel,), GARBAGE, dtype=dtype))
+def buffer_for(packing: BucketPacker, dtype: torch.dtype = torch.float32) -> BucketBuffer:
+    return BucketBuffer(torch.full((packing.numel,), GARBAGE, dtype=dtype))
 
 
-def grads_for(packing: Packing) -> list[torch.Tensor | None]:
+def grads_for(packing: BucketPacker) -> list[torch.Tensor | None]:
     """Numbers that all differ, in the shapes and strides of the parameters."""
     grads: list[torch.Tensor | None] = []
-    for place in packing.places:
+    for place in packing.slots:
         values = torch.arange(place.spec.numel, dtype=torch.float32).add(100 * (place.param + 1))
         grad = torch.empty_strided(place.spec.shape, place.spec.stride)
         grads.append(grad.copy_(values.view(place.spec.shape)))
@@ -59,15 +59,15 @@ MIXED = [
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_every_gradient_comes_back_from_where_the_bucket_has_its_parameter(ranks: int, padded: bool) -> None:
     layout, bucket = bucket_of(MIXED, ranks)
-    packing = Packing(layout, bucket, torch.float32, padded=padded)
+    packing = BucketPacker(layout, bucket, torch.float32, include_padding=padded)
     grads = grads_for(packing)
     flat = packing.pack(grads, buffer_for(packing))
-    starts = {room.param: room.span.start for room in bucket.rooms}
-    for place, grad in zip(packing.places, grads, strict=True):
+    starts = {room.param: room.span.start for room in bucket.slots}
+    for place, grad in zip(packing.slots, grads, strict=True):
         assert place.span.start == starts[place.param]
         assert grad is not None
-        assert torch.equal(place.of(flat), grad)
-        assert place.of(flat).stride() == place.spec.stride
+        assert torch.equal(place.view_in(flat), grad)
+        assert place.view_in(flat).stride() == place.spec.stride
     assert GARBAGE not in flat.tolist()
 
 
@@ -76,7 +76,7 @@ def test_what_travels(ranks: int) -> None:
     """Everything but the padding at the end, unless shards must be equally long; slices cover it without overlap."""
     _, bucket = bucket_of(MIXED, ranks)
     bare, padded = packing_of(MIXED, ranks), packing_of(MIXED, ranks, padded=True)
-    assert bare.numel == max(place.span.stop for place in bare.places) <= padded.numel == bucket.numel
+    assert bare.numel == max(place.span.stop for place in bare.slots) <= padded.numel == bucket.numel
     assert list(padded.shards) == list(bucket.shards)
     for packing in (bare, padded):
         assert [packing.shards[0].start, *(shard.stop for shard in packing.shards)] == [
@@ -97,24 +97,24 @@ def test_what_is_missing_becomes_zeros() -> None:
     for lacking in range(3):
         given = [None if i == lacking else grad for i, grad in enumerate(grads)]
         flat = packing.pack(given, buffer_for(packing))
-        for place, grad in zip(packing.places, given, strict=True):
+        for place, grad in zip(packing.slots, given, strict=True):
             expected = torch.zeros(place.spec.shape) if grad is None else grad
-            assert torch.equal(place.of(flat), expected)
+            assert torch.equal(place.view_in(flat), expected)
     assert not packing.pack([None] * 3, buffer_for(packing)).any()
 
 
 def test_a_used_buffer_leaves_nothing_behind() -> None:
     """The views of one bucket are no use to another in the same buffer."""
     large, small = packing_of(specs([40, 30])), packing_of(specs([9, 4]))
-    other = Packing(*_second_bucket([40, 30], [9, 4]), torch.float32, padded=False)
-    buffer = Buffer(torch.full((large.numel,), GARBAGE))
+    other = BucketPacker(*_second_bucket([40, 30], [9, 4]), torch.float32, include_padding=False)
+    buffer = BucketBuffer(torch.full((large.numel,), GARBAGE))
     large.pack(grads_for(large), buffer)
     grads = grads_for(other)
     flat = other.pack(grads, buffer)
     assert flat.numel() == small.numel
-    for place, grad in zip(other.places, grads, strict=True):
+    for place, grad in zip(other.slots, grads, strict=True):
         assert grad is not None
-        assert torch.equal(place.of(flat), grad)
+        assert torch.equal(place.view_in(flat), grad)
 
 
 def _second_bucket(first: list[int], second: list[int]) -> tuple[Layout, Bucket]:
@@ -128,13 +128,13 @@ def test_sparse_gradients_become_dense() -> None:
     dense, vector = torch.zeros(4, 3), torch.ones(5)
     dense[2] = 7
     sparse = torch.sparse_coo_tensor(torch.tensor([[2, 2]]), torch.tensor([[3.0] * 3, [4.0] * 3]), (4, 3))
-    grads: list[torch.Tensor | None] = [sparse if place.param == 0 else vector for place in packing.places]
+    grads: list[torch.Tensor | None] = [sparse if place.param == 0 else vector for place in packing.slots]
     flat = packing.pack(grads, buffer_for(packing))
-    for place in packing.places:
-        assert torch.equal(place.of(flat), dense if place.param == 0 else vector)
-    packing.add(grads, buffer := Buffer(flat))
-    for place in packing.places:
-        assert torch.equal(place.of(buffer.flat), 2 * (dense if place.param == 0 else vector))
+    for place in packing.slots:
+        assert torch.equal(place.view_in(flat), dense if place.param == 0 else vector)
+    packing.add(grads, buffer := BucketBuffer(flat))
+    for place in packing.slots:
+        assert torch.equal(place.view_in(buffer.flat), 2 * (dense if place.param == 0 else vector))
 
 
 def test_adding_skips_what_is_missing() -> None:
@@ -146,17 +146,17 @@ def test_adding_skips_what_is_missing() -> None:
     packing.add([None, None], buffer)
     assert first is not None
     assert second is not None
-    assert torch.equal(packing.places[0].of(buffer.flat), 2 * first)
-    assert torch.equal(packing.places[1].of(buffer.flat), second)
+    assert torch.equal(packing.slots[0].view_in(buffer.flat), 2 * first)
+    assert torch.equal(packing.slots[1].view_in(buffer.flat), second)
 
 
 def test_another_dtype_on_the_wire_is_rounded_to() -> None:
     packing = packing_of(specs([5, 7]), dtype=torch.bfloat16)
-    grads = [torch.full((place.spec.numel,), 1 + 2**-12) for place in packing.places]
+    grads = [torch.full((place.spec.numel,), 1 + 2**-12) for place in packing.slots]
     flat = packing.pack(grads, buffer_for(packing, torch.bfloat16))
     assert flat.dtype == torch.bfloat16
-    for place in packing.places:
-        assert torch.equal(place.of(flat), torch.ones(place.spec.numel, dtype=torch.bfloat16))
+    for place in packing.slots:
+        assert torch.equal(place.view_in(flat), torch.ones(place.spec.numel, dtype=torch.bfloat16))
 
 
 class TestAsItLies:
@@ -166,7 +166,7 @@ class TestAsItLies:
     def test_the_gradient_itself(self, it: ParamSpec) -> None:
         packing = packing_of([it])
         (grad,) = grads_for(packing)
-        flat = packing.as_it_lies(grad)
+        flat = packing.zero_copy_view(grad)
         assert grad is not None
         assert flat is not None
         assert flat.data_ptr() == grad.data_ptr()
@@ -175,85 +175,85 @@ class TestAsItLies:
 
     def test_not_with_other_strides(self) -> None:
         packing = packing_of([spec(0, (6, 4))])
-        assert packing.as_it_lies(torch.ones(4, 6).t()) is None
-        assert packing.as_it_lies(torch.ones(6, 8)[:, :4]) is None
-        assert packing.as_it_lies(torch.ones(1, 1).expand(6, 4)) is None
+        assert packing.zero_copy_view(torch.ones(4, 6).t()) is None
+        assert packing.zero_copy_view(torch.ones(6, 8)[:, :4]) is None
+        assert packing.zero_copy_view(torch.ones(1, 1).expand(6, 4)) is None
 
     def test_not_another_dtype_or_layout(self) -> None:
         packing = packing_of([spec(0, (6, 4))])
-        assert packing.as_it_lies(torch.ones(6, 4, dtype=torch.float64)) is None
-        assert packing.as_it_lies(torch.ones(6, 4).to_sparse()) is None
-        assert packing_of([spec(0, (6, 4))], dtype=torch.bfloat16).as_it_lies(torch.ones(6, 4)) is None
+        assert packing.zero_copy_view(torch.ones(6, 4, dtype=torch.float64)) is None
+        assert packing.zero_copy_view(torch.ones(6, 4).to_sparse()) is None
+        assert packing_of([spec(0, (6, 4))], dtype=torch.bfloat16).zero_copy_view(torch.ones(6, 4)) is None
 
     def test_not_where_something_is_missing_or_in_between(self) -> None:
-        assert packing_of([spec(0, (6, 4))]).as_it_lies(None) is None
+        assert packing_of([spec(0, (6, 4))]).zero_copy_view(None) is None
         gaps = spec(0, (3, 3), stride=(5, 1))
-        assert packing_of([gaps]).as_it_lies(torch.empty_strided((3, 3), (5, 1))) is None
+        assert packing_of([gaps]).zero_copy_view(torch.empty_strided((3, 3), (5, 1))) is None
 
     def test_not_with_padding(self) -> None:
         packing = packing_of([spec(0, (7,))], ranks=4, padded=True)
         assert packing.numel > 7
-        assert packing.as_it_lies(torch.ones(7)) is None
+        assert packing.zero_copy_view(torch.ones(7)) is None
 
 
 def test_whole_parameters_are_packed_by_the_same_rules() -> None:
     layout = WholeParams().extend(Layout.empty(3), specs([5, 9, 2, 30]))
     (bucket,) = layout.buckets
-    packing = Packing(layout, bucket, torch.float32, padded=False)
+    packing = BucketPacker(layout, bucket, torch.float32, include_padding=False)
     grads = grads_for(packing)
     flat = packing.pack(grads, buffer_for(packing))
     assert [shard.start for shard in packing.shards] == [shard.start for shard in bucket.shards]
-    for place, grad in zip(packing.places, grads, strict=True):
+    for place, grad in zip(packing.slots, grads, strict=True):
         assert grad is not None
-        assert torch.equal(place.of(flat), grad)
-        assert any(Span(*shard).holds(place.span) for shard in packing.shards)
+        assert torch.equal(place.view_in(flat), grad)
+        assert any(Span(*shard).contains(place.span) for shard in packing.shards)
 
 
 class TestPool:
     def test_a_buffer_that_was_given_back_is_used_again(self) -> None:
-        pool = Pool(torch.float32, CPU)
-        pool.make_room(10)
-        first, second = pool.take(1), pool.take(1)
+        pool = BufferPool(torch.float32, CPU)
+        pool.reserve(10)
+        first, second = pool.acquire(1), pool.acquire(1)
         assert first is not second
-        pool.give_back(first)
-        assert pool.take(1) is first
+        pool.release(first)
+        assert pool.acquire(1) is first
 
     def test_buffers_fit_the_largest_bucket(self) -> None:
-        pool = Pool(torch.bfloat16, CPU)
-        pool.make_room(10)
-        pool.make_room(4)
-        outgrown = pool.take(1)
+        pool = BufferPool(torch.bfloat16, CPU)
+        pool.reserve(10)
+        pool.reserve(4)
+        outgrown = pool.acquire(1)
         assert outgrown.flat.numel() == 10
         assert outgrown.flat.dtype == torch.bfloat16
-        pool.make_room(20)
-        pool.give_back(outgrown)
-        assert pool.take(1).flat.numel() == 20
+        pool.reserve(20)
+        pool.release(outgrown)
+        assert pool.acquire(1).flat.numel() == 20
 
     def test_what_is_larger_than_that_is_made_and_dropped(self) -> None:
-        pool = Pool(torch.float32, CPU)
-        pool.make_room(10)
-        pool.give_back(pool.take(1))
-        huge = pool.take(100)
+        pool = BufferPool(torch.float32, CPU)
+        pool.reserve(10)
+        pool.release(pool.acquire(1))
+        huge = pool.acquire(100)
         assert huge.flat.numel() == 100
-        pool.give_back(huge)
-        assert [pool.take(1).flat.numel() for _ in range(3)] == [10, 10, 10]
+        pool.release(huge)
+        assert [pool.acquire(1).flat.numel() for _ in range(3)] == [10, 10, 10]
 
     def test_few_idle_buffers_are_kept(self) -> None:
-        pool = Pool(torch.float32, CPU)
-        pool.make_room(3)
-        taken = [pool.take(1) for _ in range(KEPT_BUFFERS + 2)]
+        pool = BufferPool(torch.float32, CPU)
+        pool.reserve(3)
+        taken = [pool.acquire(1) for _ in range(MAX_IDLE_BUFFERS + 2)]
         for buffer in taken:
-            pool.give_back(buffer)
-        again = [pool.take(1) for _ in taken]
-        assert sum(any(one is other for other in taken) for one in again) == KEPT_BUFFERS
+            pool.release(buffer)
+        again = [pool.acquire(1) for _ in taken]
+        assert sum(any(one is other for other in taken) for one in again) == MAX_IDLE_BUFFERS
 
 
 class TestShares:
     """Gradients may be multiplied while they are copied, and one by one before the others are there."""
 
-    def packing(self) -> Packing:
+    def packing(self) -> BucketPacker:
         layout, bucket = bucket_of(MIXED, 2)
-        return Packing(layout, bucket, torch.float32, padded=False, share=0.25)
+        return BucketPacker(layout, bucket, torch.float32, include_padding=False, scale=0.25)
 
     def test_each_way_in_multiplies_once(self) -> None:
         packing = self.packing()
@@ -265,7 +265,7 @@ class TestShares:
         for place in there:
             grad = grads[place]
             assert grad is not None
-            packing.put(place, grad, buffer)
+            packing.copy_in(place, grad, buffer)
         rest = [None if place in there else grad for place, grad in enumerate(grads)]
         assert torch.equal(packing.pack(rest, buffer, there), expected)
 
@@ -276,7 +276,7 @@ class TestShares:
         buffer = buffer_for(packing)
         for place, grad in enumerate(grads):
             assert grad is not None
-            packing.put(place, grad, buffer)
+            packing.copy_in(place, grad, buffer)
         assert torch.equal(packing.pack(grads, buffer, range(len(grads))), twice)
         packing.pack(grads, buffer)
         packing.add(grads, buffer)
@@ -285,16 +285,16 @@ class TestShares:
 
 def test_more_gradients_than_are_copied_at_once() -> None:
     """Some missing, some put in before, from an iterator that can be read once."""
-    packing = packing_of([spec(index, (3,)) for index in range(2 * AT_ONCE + 7)])
+    packing = packing_of([spec(index, (3,)) for index in range(2 * FOREACH_BATCH_SIZE + 7)])
     grads = grads_for(packing)
     buffer, missing, early = buffer_for(packing), set(range(0, len(grads), 5)), set(range(1, len(grads), 5))
     for place in early:
         grad = grads[place]
         assert grad is not None
-        packing.put(place, grad, buffer)
+        packing.copy_in(place, grad, buffer)
     given = (None if place in missing | early else grad for place, grad in enumerate(grads))
     packing.pack(given, buffer, early)
     packing.add(iter(grads), buffer)
-    for number, (home, grad) in enumerate(zip(packing.places, grads, strict=True)):
+    for number, (home, grad) in enumerate(zip(packing.slots, grads, strict=True)):
         assert grad is not None
-        assert torch.equal(home.of(buffer.flat), grad if number in missing else 2 * grad)
+        assert torch.equal(home.view_in(buffer.flat), grad if number in missing else 2 * grad)

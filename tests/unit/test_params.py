@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from zeroshard.errors import ConfigError
-from zeroshard.layout.specs import read_specs
-from zeroshard.params import check_specs, read_group, read_params
+from zeroshard.layout.specs import make_param_specs
+from zeroshard.params import check_specs, parse_group, parse_params
 
 MODEL = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
 A, B, C, D = MODEL.parameters()
@@ -38,7 +38,7 @@ ACCEPTED: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("form", ACCEPTED.values(), ids=ACCEPTED)
 def test_what_torch_takes_is_taken_alike(form: Callable[[], Any]) -> None:
     expected = torch.optim.SGD(form(), lr=1.0)
-    groups, plain = read_params(form())
+    groups, plain = parse_params(form())
     ours = torch.optim.SGD(groups, lr=1.0)
     assert plain == (not isinstance(next(iter(form())), dict))
     assert len(ours.param_groups) == len(expected.param_groups)
@@ -80,26 +80,26 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 @pytest.mark.parametrize(("form", "error", "message"), REFUSED.values(), ids=REFUSED)
 def test_the_rest_is_refused(form: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        read_params(form())
+        parse_params(form())
 
 
 def test_a_single_group_must_be_a_dict() -> None:
     with pytest.raises(TypeError, match="a param group must be a dict, not list"):
-        read_group([A])
+        parse_group([A])
 
 
 def test_what_was_given_stays_as_it_was() -> None:
     listed = [A, B]
     group = {"params": listed, "lr": 1.0}
     given_groups = [group]
-    made = read_params(given_groups).groups
+    made = parse_params(given_groups).groups
     made[0]["lr"] = 5.0
     made[0]["params"].append(C)
     made.append({})
     assert given_groups == [group]
     assert group == {"params": listed, "lr": 1.0}
     assert [id(param) for param in listed] == [id(A), id(B)]
-    flat = read_params(listed).groups[0]["params"]
+    flat = parse_params(listed).groups[0]["params"]
     flat.clear()
     assert len(listed) == 2
 
@@ -132,7 +132,7 @@ class Wrapper(torch.Tensor):
 
 def check(*params: torch.Tensor, mixed: bool = False, names: list[str] | None = None) -> None:
     group = {"params": list(params), "param_names": names}
-    check_specs(read_specs([group]), params, mixed_dtypes=mixed)
+    check_specs(make_param_specs([group]), params, allow_mixed_dtypes=mixed)
 
 
 GRID = torch.zeros(6, 6)
@@ -199,6 +199,8 @@ def test_two_parameters_over_the_same_memory_are_refused(params: list[torch.Tens
 
 def test_several_dtypes_must_be_asked_for() -> None:
     params = torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.float64)
-    with pytest.raises(ConfigError, match=r"parameter 0 is torch.float32, parameter 2 is torch.float64.*mixed_dtypes"):
+    with pytest.raises(
+        ConfigError, match=r"parameter 0 is torch.float32, parameter 2 is torch.float64.*allow_mixed_dtypes"
+    ):
         check(*params)
     check(*params, mixed=True)

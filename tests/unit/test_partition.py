@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.support.oracles import spec, specs
 from zeroshard.layout.layout import Layout
-from zeroshard.layout.partition import ALIGNMENT, AssignedOwners, WholeParams
-from zeroshard.layout.specs import ParamSpec, read_specs
+from zeroshard.layout.partition import ALIGNMENT_BYTES, AssignedOwners, WholeParams
+from zeroshard.layout.specs import ParamSpec, make_param_specs
 from zeroshard.units import Rank
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex128, torch.uint8]
@@ -78,34 +78,34 @@ def by_hand(made: Sequence[ParamSpec], world_size: int, fixed: Mapping[int, int]
 @steadily
 @given(GROUPS, WORLD_SIZES)
 def test_owners_follow_the_rule(groups: Groups, world_size: int) -> None:
-    made = read_specs(groups)
+    made = make_param_specs(groups)
     assert owners(whole(made, world_size)) == by_hand(made, world_size)
 
 
 @steadily
 @given(GROUPS, WORLD_SIZES)
 def test_every_parameter_has_one_place_of_its_own(groups: Groups, world_size: int) -> None:
-    made = read_specs(groups)
+    made = make_param_specs(groups)
     layout = whole(made, world_size)
-    pieces = [piece for bucket in layout.buckets for piece in bucket.pieces]
+    pieces = [piece for bucket in layout.buckets for piece in bucket.param_shards]
     assert Counter(piece.param for piece in pieces) == Counter(range(len(made)))
     for piece in pieces:
         one = made[piece.param]
-        assert piece.in_param == (0, one.extent)
-        assert piece.in_bucket.length == one.extent
-        assert piece.in_bucket.start * one.dtype.itemsize % ALIGNMENT == 0
+        assert piece.in_param == (0, one.storage_numel)
+        assert piece.in_bucket.length == one.storage_numel
+        assert piece.in_bucket.start * one.dtype.itemsize % ALIGNMENT_BYTES == 0
     for bucket in layout.buckets:
-        assert all(a.in_bucket.stop <= b.in_bucket.start for a, b in pairwise(bucket.pieces))
-        assert {made[piece.param].dtype for piece in bucket.pieces} == {bucket.dtype}
+        assert all(a.in_bucket.stop <= b.in_bucket.start for a, b in pairwise(bucket.param_shards))
+        assert {made[piece.param].dtype for piece in bucket.param_shards} == {bucket.dtype}
     assert [bucket.dtype for bucket in layout.buckets] == list(dict.fromkeys(one.dtype for one in made))
 
 
 @steadily
 @given(GROUPS, WORLD_SIZES)
 def test_trainable_parameters_form_one_run_in_each_shard(groups: Groups, world_size: int) -> None:
-    made = read_specs(groups)
+    made = make_param_specs(groups)
     for bucket in whole(made, world_size).buckets:
-        for _, pieces in groupby(bucket.pieces, key=lambda piece: piece.owner):
+        for _, pieces in groupby(bucket.param_shards, key=lambda piece: piece.owner):
             flags = [made[piece.param].trainable for piece in pieces]
             assert flags == sorted(flags, reverse=True)
 
@@ -113,10 +113,10 @@ def test_trainable_parameters_form_one_run_in_each_shard(groups: Groups, world_s
 @steadily
 @given(GROUPS, WORLD_SIZES)
 def test_no_rank_is_ahead_by_more_than_one_parameter(groups: Groups, world_size: int) -> None:
-    made = read_specs(groups)
+    made = make_param_specs(groups)
     layout = whole(made, world_size)
     for trainable in (True, False):
-        loads = layout.loads(trainable=trainable)
+        loads = layout.numel_per_rank(trainable=trainable)
         sizes = [one.numel for one in made if one.trainable == trainable]
         assert sum(loads) == sum(sizes)
         assert max(loads) - min(loads) <= max(sizes, default=0)
@@ -125,7 +125,7 @@ def test_no_rank_is_ahead_by_more_than_one_parameter(groups: Groups, world_size:
 @steadily
 @given(GROUPS, GROUPS, WORLD_SIZES)
 def test_extending_goes_on_with_the_loads_and_moves_nothing(first: Groups, second: Groups, world_size: int) -> None:
-    made = read_specs([*first, *second])
+    made = make_param_specs([*first, *second])
     known = sum(len(group["params"]) for group in first)
     before = whole(made[:known], world_size)
     after = WholeParams().extend(before, made[known:])
@@ -139,8 +139,8 @@ def test_extending_goes_on_with_the_loads_and_moves_nothing(first: Groups, secon
 def test_repeated_sizes_balance_exactly(world_size: int, trainable: bool) -> None:
     for sizes in ([9, 7, 5, 3] * world_size, sorted([9, 7, 5, 3] * world_size)):
         layout = whole(specs(sizes, trainable=trainable), world_size)
-        assert layout.loads(trainable=trainable) == [24] * world_size
-        assert layout.loads(trainable=not trainable) == [0] * world_size
+        assert layout.numel_per_rank(trainable=trainable) == [24] * world_size
+        assert layout.numel_per_rank(trainable=not trainable) == [0] * world_size
 
 
 def test_frozen_parameters_do_not_disturb_the_trainable_ones() -> None:
@@ -148,16 +148,19 @@ def test_frozen_parameters_do_not_disturb_the_trainable_ones() -> None:
     giant = spec(0, (1000,), trainable=False)
     small = specs([4, 4, 4, 4], first=1)
     layout = whole([giant, *small], 2)
-    assert layout.loads(trainable=True) == [8, 8]
+    assert layout.numel_per_rank(trainable=True) == [8, 8]
     assert owners(layout) == [0, 0, 1, 0, 1]
 
 
 def test_equal_frozen_loads_go_to_the_rank_with_fewest_trainable_elements() -> None:
     trained = whole(specs([9, 7, 5, 3, 9, 7, 5]), 2)
-    assert trained.loads(trainable=True) == [24, 21]
+    assert trained.numel_per_rank(trainable=True) == [24, 21]
     added = WholeParams().extend(trained, specs([3], first=7, group=1, trainable=False))
     assert added.owner_of(7) == 1
-    assert [sum(pair) for pair in zip(*(added.loads(trainable=it) for it in (True, False)), strict=True)] == [24, 24]
+    assert [sum(pair) for pair in zip(*(added.numel_per_rank(trainable=it) for it in (True, False)), strict=True)] == [
+        24,
+        24,
+    ]
     assert owners(WholeParams().extend(trained, specs([3, 2, 2], first=7, group=1, trainable=False)))[7:] == [1, 0, 0]
 
 
@@ -177,7 +180,7 @@ def test_ties_go_to_the_given_order_and_the_lowest_rank() -> None:
 
 def test_more_ranks_than_parameters() -> None:
     layout = whole(specs([3, 2]), 5)
-    assert [layout.owned_by(Rank(rank)) for rank in range(5)] == [(0,), (1,), (), (), ()]
+    assert [layout.params_owned_by(Rank(rank)) for rank in range(5)] == [(0,), (1,), (), (), ()]
     assert [shard.length for shard in layout.buckets[0].shards[2:]] == [0, 0, 0]
 
 

@@ -8,38 +8,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.layout.partners import keepers, wards
+from zeroshard.layout.partners import assign_peers, ranks_stored_on
 
 
 def test_one_rank_keeps_its_own() -> None:
-    assert keepers(["here"]) == [0]
-    assert wards([0], 0) == []
+    assert assign_peers(["here"]) == [0]
+    assert ranks_stored_on([0], 0) == []
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_within_one_domain_the_next_keeps_it(size: int) -> None:
-    assert keepers(["here"] * size) == [*range(1, size), 0]
+    assert assign_peers(["here"] * size) == [*range(1, size), 0]
 
 
 def test_equal_domains_are_one_apart() -> None:
-    assert keepers([0, 0, 1, 1]) == [2, 3, 0, 1]
-    assert keepers([0, 0, 1, 1, 2, 2]) == [2, 3, 4, 5, 0, 1]
+    assert assign_peers([0, 0, 1, 1]) == [2, 3, 0, 1]
+    assert assign_peers([0, 0, 1, 1, 2, 2]) == [2, 3, 4, 5, 0, 1]
 
 
 def test_ranks_of_a_domain_need_not_be_neighbours() -> None:
-    assert keepers(["a", "b", "a", "b"]) == [1, 0, 3, 2]
+    assert assign_peers(["a", "b", "a", "b"]) == [1, 0, 3, 2]
 
 
 def test_a_domain_of_more_than_half_is_shared_by_the_others() -> None:
-    found = keepers([0, 0, 0, 0, 0, 1, 1])
+    found = assign_peers([0, 0, 0, 0, 0, 1, 1])
     assert found == [5, 6, 5, 6, 5, 0, 1]
-    assert wards(found, 5) == [0, 2, 4]
-    assert wards(found, 4) == []
+    assert ranks_stored_on(found, 5) == [0, 2, 4]
+    assert ranks_stored_on(found, 4) == []
 
 
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=24))
 def test_elsewhere_and_evenly(domains: list[int]) -> None:
-    found = keepers(domains)
+    found = assign_peers(domains)
     counts, largest = Counter(found), max(Counter(domains).values())
     outside = len(domains) - largest
     for rank, keeper in enumerate(found):
@@ -47,4 +47,6 @@ def test_elsewhere_and_evenly(domains: list[int]) -> None:
         assert domains[keeper] != domains[rank] or len(set(domains)) == 1
     most = 1 if outside == 0 or largest <= outside else -(-largest // outside)
     assert max(counts.values()) == most
-    assert sorted(ward for rank in range(len(domains)) for ward in wards(found, rank)) == list(range(len(domains)))
+    assert sorted(ward for rank in range(len(domains)) for ward in ranks_stored_on(found, rank)) == list(
+        range(len(domains))
+    )

@@ -18,7 +18,7 @@ import pytest
 from tests.support.tools import ADAMW, EVIL, SGD, small_wish
 from zeroshard.cli import plan_page
 from zeroshard.planning.plan import Plan
-from zeroshard.planning.sources import freeze
+from zeroshard.planning.sources import freeze_params
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 if "ZEROSHARD_BROWSER" not in os.environ and BROWSER is None:
@@ -34,8 +34,8 @@ WORLDS = (1, 2, 4, 64, 1024)
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "plan.html"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_page, "WORLDS", WORLDS)
-        patch.setattr(plan_page, "USUAL", (ADAMW, SGD))
+        patch.setattr(plan_page, "PAGE_WORLD_SIZES", WORLDS)
+        patch.setattr(plan_page, "COMMON_OPTIMIZERS", (ADAMW, SGD))
         plan_page.write_page(small_wish(EVIL), ADAMW, "bf16+fp32", path)
     return path
 
@@ -78,15 +78,15 @@ def assert_shows(page: Any, plan: Plan, ranks: int) -> None:
     shown = table(page)
     assert list(shown) == [it.method for it in plan if it.ranks == ranks]
     for method, cells in shown.items():
-        it = plan.of(method, ranks)
+        it = plan.estimate_for(method, ranks)
         for field in ("parameters", "gradients", "state", "total", "buffers", "peak"):
-            assert cells[field] == f"{getattr(it.usage, field):,}", (method, field)
+            assert cells[field] == f"{getattr(it.memory, field):,}", (method, field)
         assert cells["sent"] == f"{it.traffic.sent:,}"
-        assert cells["balance"] == f"{it.balance:.2f}"
-        assert cells["phase"] == it.usage.peak_phase.replace(" the optimizer", "")
+        assert cells["balance"] == f"{it.state_imbalance:.2f}"
+        assert cells["phase"] == it.memory.peak_phase.replace(" the optimizer", "")
         assert cells["fits"] == ("yes" if plan.fits(it) else "no")
         titles = page.locator("#bars title").all_text_contents()
-        assert f"{method}, parameters: {it.usage.parameters:,} bytes" in titles
+        assert f"{method}, parameters: {it.memory.parameters:,} bytes" in titles
 
 
 def move(page: Any, world: int) -> None:
@@ -98,7 +98,7 @@ def test_it_begins_with_what_was_asked_for(page: Any) -> None:
     assert page.title() == f"{EVIL}: will it fit?"
     assert page.locator("#world-value").text_content() == "4 ranks"
     page.locator("#exact").check()
-    assert_shows(page, small_wish().planned(ADAMW, "bf16+fp32"), 4)
+    assert_shows(page, small_wish().make_plan(ADAMW, "bf16+fp32"), 4)
 
 
 def test_every_control_shows_pythons_numbers(page: Any) -> None:
@@ -108,7 +108,7 @@ def test_every_control_shows_pythons_numbers(page: Any) -> None:
         page.locator("#optimizer").select_option(label)
         for precision in ("fp32", "bf16", "bf16+fp32"):
             page.locator(f'#precisions input[value="{precision}"]').check()
-            plan = wish.planned(optimizer, precision, WORLDS)
+            plan = wish.make_plan(optimizer, precision, WORLDS)
             for world in (1, 64, 1024):
                 move(page, world)
                 assert_shows(page, plan, world)
@@ -116,12 +116,12 @@ def test_every_control_shows_pythons_numbers(page: Any) -> None:
 
 
 def test_memory_changes_what_fits(page: Any) -> None:
-    plan = small_wish().planned(ADAMW, "bf16+fp32", WORLDS)
+    plan = small_wish().make_plan(ADAMW, "bf16+fp32", WORLDS)
     for memory in (500_000, 700_000, 900_000):
         page.locator("#memory").fill(str(memory / 1e9))
         sentence = page.locator("#verdict").text_content()
         for method in {it.method for it in plan}:
-            fitting = [it.ranks for it in plan if it.method == method and it.usage.peak <= memory]
+            fitting = [it.ranks for it in plan if it.method == method and it.memory.peak <= memory]
             word = "never" if not fitting else "always" if fitting[0] == 1 else f"from {fitting[0]:,} ranks"
             assert f"{method} {word}" in sentence
     page.locator("#memory-slider").fill("96")
@@ -178,11 +178,13 @@ def test_it_fits_the_window(browser: Any, file: Path, name: str, width: int, sch
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_single_number_of_ranks_is_drawn(browser: Any, tmp_path: Path, frozen: bool) -> None:
     """Also of a model that sends nothing, since nothing in it trains."""
-    path, wish = tmp_path / "plan.html", replace(small_wish(), ranks=[96], shard_within=96)
+    path, wish = tmp_path / "plan.html", replace(small_wish(), ranks=[96], shard_group_size=96)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_page, "WORLDS", WORLDS[:3])
-        patch.setattr(plan_page, "USUAL", ())
-        plan_page.write_page(replace(wish, model=freeze(wish.model, ["*"] if frozen else [])), ADAMW, "fp32", path)
+        patch.setattr(plan_page, "PAGE_WORLD_SIZES", WORLDS[:3])
+        patch.setattr(plan_page, "COMMON_OPTIMIZERS", ())
+        plan_page.write_page(
+            replace(wish, model=freeze_params(wish.model, ["*"] if frozen else [])), ADAMW, "fp32", path
+        )
     page, wrong = browser.new_page(), []
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.goto(path.as_uri())

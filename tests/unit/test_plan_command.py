@@ -14,13 +14,20 @@ from rich.console import Console
 
 import zeroshard
 from tests.support.tools import ADAMW, small_model, small_wish, status_of, write_module
-from zeroshard.cli.plan_options import Optimizer, optimizer_class, options_in
-from zeroshard.cli.plan_quantities import bandwidth_in, bytes_in, in_bytes, in_seconds, ranks_in, seconds_in
-from zeroshard.cli.plan_table import show_plan
-from zeroshard.cli.plan_words import at_the_peak, what_fits
+from zeroshard.cli.plan_options import OptimizerChoice, parse_options, resolve_optimizer_class
+from zeroshard.cli.plan_quantities import (
+    format_bytes,
+    format_seconds,
+    parse_bandwidth,
+    parse_bytes,
+    parse_ranks,
+    parse_seconds,
+)
+from zeroshard.cli.plan_table import print_plan
+from zeroshard.cli.plan_words import breakdown_at_peak, format_min_ranks
 from zeroshard.errors import ConfigError
 from zeroshard.planning.plan import METHODS, Plan
-from zeroshard.planning.sources import model_shape
+from zeroshard.planning.sources import load_model_shape
 
 NAMES = [method.name for method in METHODS]
 
@@ -38,7 +45,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
 
 @pytest.fixture(scope="module")
 def planned() -> Plan:
-    return small_wish().planned(ADAMW, "bf16+fp32")
+    return small_wish().make_plan(ADAMW, "bf16+fp32")
 
 
 # ---- JSON
@@ -69,12 +76,12 @@ def test_json_is_what_plan_returns(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_rows_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, slow, row = write_module(tmp_path), ("--bandwidth", "1GB/s"), ("--shard-within", "8")
+    source, slow, row = write_module(tmp_path), ("--bandwidth", "1GB/s"), ("--shard-group-size", "8")
     one, rows, fast = (
         said(capsys, source, "--ranks", "8,64", *slow, *options)
         for options in ((), row, (*row, "--bandwidth-within", "100GB/s"))
     )
-    assert (one["shard_within"], rows["shard_within"]) == (None, 8)
+    assert (one["shard_group_size"], rows["shard_group_size"]) == (None, 8)
     for at in (2, 3):  # zeroshard on 8 ranks
         assert rows["estimates"][at] == one["estimates"][at]
         on_many = rows["estimates"][at + 5]
@@ -84,8 +91,8 @@ def test_rows_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert all(rows["estimates"][at] == one["estimates"][at] for at in (0, 1, 4, 5, 6, 9)), "others have no rows"
     assert status_of("plan", source, "--ranks", "64", *row) == 0
     assert "zeroshard in rows of 8 ranks" in capsys.readouterr().out
-    for wrong, told in (("7", "shard_within=7 does not divide 64 ranks"), ("0", "from 1 on, not 0")):
-        assert status_of("plan", source, "--ranks", "64", "--shard-within", wrong) == 2
+    for wrong, told in (("7", "shard_group_size=7 does not divide 64 ranks"), ("0", "from 1 on, not 0")):
+        assert status_of("plan", source, "--ranks", "64", "--shard-group-size", wrong) == 2
         assert told in capsys.readouterr().err
 
 
@@ -99,11 +106,11 @@ def test_the_case_of_the_zero_paper(capsys: pytest.CaptureFixture[str]) -> None:
 def test_options_reach_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_module(tmp_path)
     base = {row["method"]: row for row in said(capsys, source, "--ranks", "2")["estimates"]}
-    options = ("--reduce", "bf16", "--second-copy", "--offload", "--bucket", "64kB", "--frozen", "embed*")
+    options = ("--reduce", "bf16", "--peer-checkpoint", "--offload", "--bucket", "64kB", "--frozen", "embed*")
     found = {row["method"]: row for row in said(capsys, source, "--ranks", "2", *options)["estimates"]}
     assert found["DDP"]["gradients"] == base["DDP"]["gradients"] - 4 * 32_000
     assert found["zeroshard 2"]["state"] == 0 < found["zeroshard 2"]["host"]
-    assert found["zeroshard 2"]["second_copy_sent"] > 0 == base["zeroshard 2"]["second_copy_sent"]
+    assert found["zeroshard 2"]["peer_checkpoint_sent"] > 0 == base["zeroshard 2"]["peer_checkpoint_sent"]
     assert found["zeroshard 2"]["sent"] < found["DDP"]["sent"]
     small, large = (said(capsys, source, "--ranks", "2", "--bucket", it)["estimates"][3] for it in ("20kB", "1MB"))
     assert small["messages"] > large["messages"]
@@ -117,7 +124,7 @@ def test_a_pair_of_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_muon_alone_where_there_are_only_matrices() -> None:
-    rules = Optimizer("muon+adamw").made_for(model_shape("1M"))
+    rules = OptimizerChoice("muon+adamw").resolve(load_model_shape("1M"))
     assert [rule.optimizer_class for rule in rules] == [torch.optim.Muon]
 
 
@@ -126,7 +133,7 @@ def test_muon_alone_where_there_are_only_matrices() -> None:
 
 def shown(plan: Plan, width: int) -> str:
     console = Console(width=width, file=StringIO(), color_system=None)
-    show_plan(plan, console)
+    print_plan(plan, console)
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
 
@@ -157,7 +164,7 @@ def test_tables_have_room_for_every_word(planned: Plan, width: int) -> None:
     ):
         assert word in text
     assert ("█" in text) is (width == 160)
-    peaks = [f"{it.usage.peak / 1e6:.2f}" for it in planned]
+    peaks = [f"{it.memory.peak / 1e6:.2f}" for it in planned]
     rows = [line for line in text.splitlines() if line.startswith("   ") and line.strip()]
     assert len(rows) == len(peaks)
     assert all(peak in row for peak, row in zip(peaks, rows, strict=True))
@@ -174,7 +181,7 @@ def test_tables_of_large_numbers_with_all_columns(capsys: pytest.CaptureFixture[
         memory=80e9,
         activations=4321e9,
         config=zeroshard.ZeroConfig(
-            master_dtype=torch.float32, second_copy=zeroshard.SecondCopy(), offload=zeroshard.Offload()
+            master_dtype=torch.float32, peer_checkpoint=zeroshard.PeerCheckpoint(), offload=zeroshard.CPUOffload()
         ),
         network=wish.network,
     )
@@ -182,31 +189,32 @@ def test_tables_of_large_numbers_with_all_columns(capsys: pytest.CaptureFixture[
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
     assert "host" in text
-    assert f"for each a rank sends {in_bytes(large.of('zeroshard 2', 2048).copies)} on 2,048 ranks" in " ".join(
-        text.split()
+    assert (
+        f"for each a rank sends {format_bytes(large.estimate_for('zeroshard 2', 2048).peer_checkpoint_bytes)} on 2,048 ranks"
+        in " ".join(text.split())
     )
 
 
 def test_names_do_not_reach_the_terminal_as_commands() -> None:
-    plan = small_wish("[red]\x1b[2J").planned(ADAMW, None)
+    plan = small_wish("[red]\x1b[2J").make_plan(ADAMW, None)
     assert "[red]?[2J" in shown(plan, 100)
 
 
 def test_what_fits_in_a_sentence(planned: Plan) -> None:
     expected = {it.method: it.ranks for it in reversed(planned.estimates) if planned.fits(it)}
-    sentence = what_fits(planned)
+    sentence = format_min_ranks(planned)
     assert sentence is not None
     assert sentence.startswith("With 600 kB a rank, on 2 and 4 ranks: DDP ")
     for method in NAMES:
         least = expected.get(method)
         assert f"{method} {'never' if least is None else 'always' if least == 2 else 'from 4 ranks'}" in sentence
     assert len({*expected.values()}) + (len(expected) < len(NAMES)) > 1, "the memory should tell methods apart"
-    assert what_fits(small_wish(memory=None).planned(ADAMW, None)) is None
+    assert format_min_ranks(small_wish(memory=None).make_plan(ADAMW, None)) is None
 
 
 def test_parts_add_up_to_the_peak(planned: Plan) -> None:
     for row in planned.as_dict()["estimates"]:
-        parts = at_the_peak(row, row["peak_phase"])
+        parts = breakdown_at_peak(row, row["peak_phase"])
         assert sum(parts.values()) == row["peak"]
         assert min(parts.values()) >= 0
 
@@ -293,45 +301,54 @@ def test_a_spoiled_file_is_told_in_a_sentence(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_quantities() -> None:
-    assert (bytes_in("--memory", "80GB"), bytes_in("--memory", "80 GiB"), bytes_in("--memory", "1.5kb")) == (
+    assert (parse_bytes("--memory", "80GB"), parse_bytes("--memory", "80 GiB"), parse_bytes("--memory", "1.5kb")) == (
         80 * 10**9,
         80 * 2**30,
         1500,
     )
     for text in ("50GB/s", "50 GB", "400Gbit/s", "400Gbps", "400Gb/s", "400 gb/s", "400Gb"):
-        assert bandwidth_in("--bandwidth", text) == 50e9
-    assert seconds_in("--latency", "10us") == pytest.approx(1e-5)
-    assert (in_bytes(80e9), in_bytes(31_412_000_000), in_bytes(12), in_bytes(1.5e15)) == (
+        assert parse_bandwidth("--bandwidth", text) == 50e9
+    assert parse_seconds("--latency", "10us") == pytest.approx(1e-5)
+    assert (format_bytes(80e9), format_bytes(31_412_000_000), format_bytes(12), format_bytes(1.5e15)) == (
         "80 GB",
         "31.4 GB",
         "12 B",
         "1,500 TB",
     )
-    assert (in_seconds(0), in_seconds(0.0123), in_seconds(3e-6), in_seconds(12.0)) == ("0", "12.3 ms", "3 us", "12 s")
+    assert (format_seconds(0), format_seconds(0.0123), format_seconds(3e-6), format_seconds(12.0)) == (
+        "0",
+        "12.3 ms",
+        "3 us",
+        "12 s",
+    )
 
 
 def test_ranks() -> None:
-    assert ranks_in("8, 64,8") == [8, 64]
-    assert ranks_in("1-4096") == [2**it for it in range(13)]
-    assert ranks_in("3-20,96") == [4, 8, 16, 96]
+    assert parse_ranks("8, 64,8") == [8, 64]
+    assert parse_ranks("1-4096") == [2**it for it in range(13)]
+    assert parse_ranks("3-20,96") == [4, 8, 16, 96]
     for wrong in ("", "4-2", "1-", "-4", "99999999", "1.5", "9" * 30):
         with pytest.raises(ConfigError):
-            ranks_in(wrong)
+            parse_ranks(wrong)
 
 
 def test_options_are_literals() -> None:
-    assert options_in("lr=1e-3,betas=(0.9, 0.95),nesterov=True") == {"lr": 1e-3, "betas": (0.9, 0.95), "nesterov": True}
-    assert options_in(None) == options_in("") == {}
+    assert parse_options("lr=1e-3,betas=(0.9, 0.95),nesterov=True") == {
+        "lr": 1e-3,
+        "betas": (0.9, 0.95),
+        "nesterov": True,
+    }
+    assert parse_options(None) == parse_options("") == {}
     for wrong in ("1", "lr=lr", "**{}", "lr=1)+f(x=2", "lr==1", "lr=print(1)", "lr=1,lr=2", "(" * 500):
         with pytest.raises(ConfigError):
-            options_in(wrong)
+            parse_options(wrong)
 
 
 def test_classes_of_anywhere() -> None:
-    assert optimizer_class("SGD") is torch.optim.SGD
-    assert optimizer_class("torch.optim.adamw:AdamW") is torch.optim.AdamW
+    assert resolve_optimizer_class("SGD") is torch.optim.SGD
+    assert resolve_optimizer_class("torch.optim.adamw:AdamW") is torch.optim.AdamW
     with pytest.raises(ConfigError, match="such as AdamW"):
-        optimizer_class("adamw")
+        resolve_optimizer_class("adamw")
 
 
 @pytest.mark.parametrize("place", ["mine_of_a_test", "mine_of_a_test.py"])
@@ -361,7 +378,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"ranks": None}, ConfigError, "not None"),
     ({"network": "fast"}, TypeError, "takes a Network, not a str"),
     ({"config": {}}, TypeError, "takes a ZeroConfig, not a dict"),
-    ({"shard_within": "node"}, ConfigError, "not 'node'"),
+    ({"shard_group_size": "node"}, ConfigError, "not 'node'"),
 ]
 
 
@@ -385,10 +402,10 @@ def test_a_model_that_is_frozen_as_a_whole_is_balanced(capsys: pytest.CaptureFix
 def test_time_on_the_network_by_hand() -> None:
     """Each of 4 collectives takes log2 of 4,096 messages of 10 us; a gigabyte at a gigabyte a second takes one."""
     network = zeroshard.planning.Network(1e9, 1e-5)
-    assert network.seconds(1e9, 4, 4096) == pytest.approx(1 + 4 * 12 * 1e-5)
-    assert network.seconds(0, 1, 5) == pytest.approx(3e-5)
+    assert network.estimate_seconds(1e9, 4, 4096) == pytest.approx(1 + 4 * 12 * 1e-5)
+    assert network.estimate_seconds(0, 1, 5) == pytest.approx(3e-5)
     seconds = [
-        zeroshard.planning.plan(small_model(), torch.optim.AdamW, ranks=it).of("zeroshard 2", it)
+        zeroshard.planning.plan(small_model(), torch.optim.AdamW, ranks=it).estimate_for("zeroshard 2", it)
         for it in (2, 64, 4096)
     ]
     assert [it.traffic.seconds for it in seconds] == sorted(it.traffic.seconds for it in seconds)

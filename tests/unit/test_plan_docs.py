@@ -11,10 +11,10 @@ from rich.console import Console
 
 from tests.support.tools import status_of
 from zeroshard import ZeroConfig
-from zeroshard.cli.plan_table import show_plan
+from zeroshard.cli.plan_table import print_plan
 from zeroshard.planning import plan
 from zeroshard.planning.presets import PRESETS
-from zeroshard.planning.sources import model_shape
+from zeroshard.planning.sources import load_model_shape
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
 
@@ -35,9 +35,9 @@ def test_all_options_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch:
 def test_the_case_of_the_paper_is_shown_as_it_is_printed() -> None:
     command, printed = PAGE.split("## The case of the ZeRO paper")[1].split("```")[1:4:2]
     assert command == "console\nzeroshard plan 7.5B --optimizer Adam --precision bf16+fp32 --ranks 64\n"
-    model, config = model_shape("7.5B").cast(torch.bfloat16), ZeroConfig(master_dtype=torch.float32)
+    model, config = load_model_shape("7.5B").cast(torch.bfloat16), ZeroConfig(master_dtype=torch.float32)
     console = Console(width=95, file=StringIO(), color_system=None)
-    show_plan(plan(model, torch.optim.Adam, ranks=64, config=config), console)
+    print_plan(plan(model, torch.optim.Adam, ranks=64, config=config), console)
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert printed.removeprefix("text\n").splitlines() == lines[: len(printed.splitlines()) - 1]
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from zeroshard.planning.meter import Meter, Shape, _without_memory
-from zeroshard.runtime.inner import Recipe
+from zeroshard.planning.meter import StateMeter, TensorMeta, _measure_on_meta
+from zeroshard.runtime.inner import OptimizerFactory
 
-SHAPES: list[Shape] = [
+SHAPES: list[TensorMeta] = [
     (shape, torch.float32) for shape in ((40, 30), (30, 20), (30, 20), (40, 30), (40, 30), (16, 16), (30, 20), (8, 64))
 ]
 
@@ -26,9 +26,9 @@ SHAPES: list[Shape] = [
     ],
 )
 def test_moments_of_a_step(made: Any, options: dict[str, Any]) -> None:
-    recipe = Recipe(made, [{"params": [torch.zeros(4, 4)]}], True, options)
+    recipe = OptimizerFactory(made, [{"params": [torch.zeros(4, 4)]}], True, options)
     for shapes in (SHAPES, SHAPES[:1], SHAPES[1:3], SHAPES[::-1]):
-        taken = _without_memory(recipe, shapes)
+        taken = _measure_on_meta(recipe, shapes)
         assert taken is not None
-        assert Meter(recipe).temporaries(shapes) == taken.temporaries
-        assert taken.temporaries > 0 or made is torch.optim.SGD
+        assert StateMeter(recipe).temporary_bytes(shapes) == taken.temporary_bytes
+        assert taken.temporary_bytes > 0 or made is torch.optim.SGD

@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.tools import ADAMW, EVIL, SGD, Reader, embedded, small_wish, status_of, write_module
 from zeroshard.cli import plan_page
-from zeroshard.cli.plan_options import Optimizer
-from zeroshard.cli.plan_words import COLOURS
+from zeroshard.cli.plan_options import OptimizerChoice
+from zeroshard.cli.plan_words import MEMORY_COLOURS
 from zeroshard.errors import ConfigError
 from zeroshard.planning.plan import METHODS
 
@@ -21,9 +21,9 @@ WORLDS = (2, 4, 64)
 @pytest.fixture(scope="module")
 def page() -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_page, "WORLDS", WORLDS)
-        patch.setattr(plan_page, "PRECISIONS", ("fp32",))
-        return plan_page.page(small_wish(EVIL), SGD, "bf16+fp32")
+        patch.setattr(plan_page, "PAGE_WORLD_SIZES", WORLDS)
+        patch.setattr(plan_page, "PAGE_PRECISIONS", ("fp32",))
+        return plan_page.render_page(small_wish(EVIL), SGD, "bf16+fp32")
 
 
 def test_it_parses_and_needs_nothing_else(page: str) -> None:
@@ -61,14 +61,14 @@ def test_numbers_are_those_of_plan(page: str) -> None:
     assert data["methods"] == [it.name for it in METHODS]
     assert data["optimizers"] == ["SGD, momentum 0.9", "AdamW", "Muon + AdamW", "Adafactor"]
     assert data["precisions"] == ["bf16+fp32", "fp32"]
-    assert data["colours"] == COLOURS
+    assert data["colours"] == MEMORY_COLOURS
     for label, optimizer in (("SGD, momentum 0.9", SGD), ("AdamW", ADAMW)):
         for precision in ("fp32", "bf16+fp32"):
-            estimates = wish.planned(optimizer, precision, WORLDS).as_dict()["estimates"]
+            estimates = wish.make_plan(optimizer, precision, WORLDS).as_dict()["estimates"]
             rows = [dict(zip(data["fields"], row, strict=True)) for row in data["rows"][label][precision]]
             assert len(rows) == len(estimates) == len(WORLDS) * len(METHODS)
             for row, expected in zip(rows, estimates, strict=True):
-                same = {name: expected[name] for name in (*plan_page.FIELDS, "sent", "messages")}
+                same = {name: expected[name] for name in (*plan_page.PAGE_FIELDS, "sent", "messages")}
                 assert {name: row[name] for name in same} == same
                 assert row["seconds"] == pytest.approx(expected["seconds"], rel=1e-5)
                 assert row["balance"] == pytest.approx(expected["balance"], abs=1e-6)
@@ -79,29 +79,29 @@ def test_numbers_are_those_of_plan(page: str) -> None:
 
 @pytest.mark.parametrize(("row", "worlds"), [(None, [1, 2, 4, 64]), (3, [3, 6, 12]), (32, [32, 64]), (96, [96])])
 def test_numbers_of_ranks_are_whole_rows(monkeypatch: pytest.MonkeyPatch, row: int | None, worlds: list[int]) -> None:
-    monkeypatch.setattr(plan_page, "WORLDS", (1, 2, 4, 64))
-    monkeypatch.setattr(plan_page, "USUAL", ())
-    wish = replace(small_wish(), ranks=worlds[-1:], shard_within=row)
-    assert plan_page.numbers(wish, ADAMW, "fp32")["worlds"] == worlds
+    monkeypatch.setattr(plan_page, "PAGE_WORLD_SIZES", (1, 2, 4, 64))
+    monkeypatch.setattr(plan_page, "COMMON_OPTIMIZERS", ())
+    wish = replace(small_wish(), ranks=worlds[-1:], shard_group_size=row)
+    assert plan_page.collect_page_data(wish, ADAMW, "fp32")["worlds"] == worlds
 
 
 def test_what_cannot_be_planned_is_left_out_unless_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_page, "WORLDS", (2,))
-    monkeypatch.setattr(plan_page, "PRECISIONS", ())
-    monkeypatch.setattr(plan_page, "USUAL", (ADAMW, Optimizer("SparseAdam")))
-    data = plan_page.numbers(small_wish(), ADAMW, None)
+    monkeypatch.setattr(plan_page, "PAGE_WORLD_SIZES", (2,))
+    monkeypatch.setattr(plan_page, "PAGE_PRECISIONS", ())
+    monkeypatch.setattr(plan_page, "COMMON_OPTIMIZERS", (ADAMW, OptimizerChoice("SparseAdam")))
+    data = plan_page.collect_page_data(small_wish(), ADAMW, None)
     assert data["optimizers"] == ["AdamW"]
     assert data["precisions"][0] == "as the model is"
     with pytest.raises(ConfigError, match="SparseAdam"):
-        plan_page.numbers(small_wish(), Optimizer("SparseAdam"), None)
+        plan_page.collect_page_data(small_wish(), OptimizerChoice("SparseAdam"), None)
 
 
 def test_the_command_writes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan_page, "WORLDS", (1, 2))
-    monkeypatch.setattr(plan_page, "PRECISIONS", ())
-    monkeypatch.setattr(plan_page, "USUAL", (ADAMW,))
+    monkeypatch.setattr(plan_page, "PAGE_WORLD_SIZES", (1, 2))
+    monkeypatch.setattr(plan_page, "PAGE_PRECISIONS", ())
+    monkeypatch.setattr(plan_page, "COMMON_OPTIMIZERS", (ADAMW,))
     arguments = ("plan", write_module(tmp_path), "--ranks", "2,3", "--options", "lr=0.1", "--memory", "1MB", "--html")
     assert status_of(*arguments, tmp_path / "plan.html") == 0
     assert capsys.readouterr().err.endswith(f"Written: {tmp_path / 'plan.html'}\n")

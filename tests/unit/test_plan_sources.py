@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.planning.presets import PRESETS, preset
+from zeroshard.planning.presets import PRESETS, load_preset
 from zeroshard.planning.shapes import ModelShape
-from zeroshard.planning.sources import freeze, model_shape
+from zeroshard.planning.sources import freeze_params, load_model_shape
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -52,19 +52,19 @@ def shapes_of(model: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def test_presets_have_the_published_numbers_of_parameters() -> None:
-    assert {name: preset(name).elements for name in PRESETS} == PUBLISHED
+    assert {name: load_preset(name).numel for name in PRESETS} == PUBLISHED
 
 
 def test_presets_have_blocks_and_no_name_twice() -> None:
     for name in PRESETS:
-        found = preset(name)
+        found = load_preset(name)
         assert len(shapes_of(found)) == len(found.params)
         assert 10 <= len(found.blocks) <= 200
-    assert len(preset("gpt2-xl").blocks) == 1 + 48
+    assert len(load_preset("gpt2-xl").blocks) == 1 + 48
 
 
 def test_a_preset_by_its_name() -> None:
-    assert model_shape("GPT2") == preset("gpt2")
+    assert load_model_shape("GPT2") == load_preset("gpt2")
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_a_preset_by_its_name() -> None:
     [("7.5B", 7_500_000_000), ("124M", 124_000_000), ("12345", 12_345), ("1.5k", 1500), ("2T", 2 * 10**12)],
 )
 def test_a_number_is_so_many_parameters_in_equal_matrices(text: str, elements: int) -> None:
-    found = model_shape(text)
-    assert found.elements == elements
+    found = load_model_shape(text)
+    assert found.numel == elements
     matrices = [it.shape for it in found.params if len(it.shape) == 2]
     assert len(matrices) == 100
     assert len(set(matrices)) == 1
@@ -81,22 +81,22 @@ def test_a_number_is_so_many_parameters_in_equal_matrices(text: str, elements: i
 
 def test_a_name_that_is_nearly_right() -> None:
     with pytest.raises(ConfigError, match=r"did you mean llama-3-8b\?"):
-        model_shape("llama3-8b")
+        load_model_shape("llama3-8b")
 
 
 @pytest.mark.parametrize("text", ["7", "0", "99999999T", "no-such-model", "7.5X", "missing/config.json"])
 def test_what_names_no_model_is_an_error(text: str) -> None:
     with pytest.raises(ConfigError, match="expected"):
-        model_shape(text)
+        load_model_shape(text)
 
 
 def test_frozen_parameters() -> None:
-    found = freeze(model_shape("gpt2"), ("transformer.w?e.weight", "transformer.h.0"))
+    found = freeze_params(load_model_shape("gpt2"), ("transformer.w?e.weight", "transformer.h.0"))
     frozen = {it.name for it in found.params if not it.trainable}
     assert {"transformer.wte.weight", "transformer.wpe.weight", "transformer.h.0.ln_1.bias"} <= frozen
     assert len(frozen) == 2 + 12
     with pytest.raises(ConfigError, match=r"no parameter of gpt2 is named 'nothing'"):
-        freeze(model_shape("gpt2"), ("nothing",))
+        freeze_params(load_model_shape("gpt2"), ("nothing",))
 
 
 # ---- code
@@ -133,8 +133,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("place", ["models_of_a_test", "models_of_a_test.py", "./models_of_a_test.py"])
 def test_code_is_called_without_memory(here: Path, place: str) -> None:
-    found = model_shape(f"{place}:Large")
-    assert (found.name, found.elements, found.buffers) == ("Large", 10**12 + 10**6, 28)
+    found = load_model_shape(f"{place}:Large")
+    assert (found.name, found.numel, found.buffer_bytes) == ("Large", 10**12 + 10**6, 28)
     assert {it.dtype for it in found.params} == {torch.bfloat16}
     assert str(here) not in sys.path
 
@@ -158,7 +158,7 @@ def test_code_is_called_without_memory(here: Path, place: str) -> None:
 @pytest.mark.usefixtures("here")
 def test_code_that_makes_no_model(source: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        model_shape(source)
+        load_model_shape(source)
 
 
 def test_a_file_is_run_as_a_script_next_to_it_would_be(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_a_file_is_run_as_a_script_next_to_it_would_be(here: Path, monkeypatch: 
     )
     monkeypatch.setattr(sys, "argv", ["zeroshard", "plan", "--ranks", "8"])
     before = list(sys.path)
-    assert shapes_of(model_shape("sub/model.py:make")) == {"weight": (2, 3), "bias": (2,)}
+    assert shapes_of(load_model_shape("sub/model.py:make")) == {"weight": (2, 3), "bias": (2,)}
     assert (sys.path, sys.argv) == (before, ["zeroshard", "plan", "--ranks", "8"])
     assert "model" not in sys.modules
 
@@ -188,7 +188,7 @@ def test_a_file_is_run_as_a_script_next_to_it_would_be(here: Path, monkeypatch: 
 def test_what_fails_leaves_no_module_behind(here: Path) -> None:
     before = set(sys.modules)
     with pytest.raises(ConfigError):
-        model_shape("program_of_a_test.py:make")
+        load_model_shape("program_of_a_test.py:make")
     assert not {name for name in set(sys.modules) - before if "program_of_a_test" in name}
 
 
@@ -242,8 +242,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *fails: str) -> list[str]:
 def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_directory: bool) -> None:
     asked = pretend(monkeypatch)
     (tmp_path / "config.json").write_text('{"width": 5}')
-    found = model_shape(str(tmp_path if as_directory else tmp_path / "config.json"))
-    assert (found.name, found.elements, asked) == (tmp_path.name, 30, ["causal"])
+    found = load_model_shape(str(tmp_path if as_directory else tmp_path / "config.json"))
+    assert (found.name, found.numel, asked) == (tmp_path.name, 30, ["causal"])
 
 
 @pytest.mark.parametrize("name", ["Sorter", "Other", "AutoModel", "PreTrainedModel", "json", "NoSuchModel", None, 3])
@@ -251,7 +251,7 @@ def test_a_configuration_names_its_class(tmp_path: Path, monkeypatch: pytest.Mon
     """Which counts if it is a model of the package's own, for configurations of this kind."""
     asked = pretend(monkeypatch)
     (tmp_path / "config.json").write_text(json.dumps({"width": 5, "architectures": name and [name]}))
-    assert model_shape(str(tmp_path)).elements == 30
+    assert load_model_shape(str(tmp_path)).numel == 30
     assert asked == ["Sorter" if name == "Sorter" else "causal"]
 
 
@@ -261,7 +261,7 @@ def test_a_configuration_of_a_model_that_writes_no_text(
 ) -> None:
     asked = pretend(monkeypatch, first)
     (tmp_path / "config.json").write_text(json.dumps({"width": 5, "is_encoder_decoder": both}))
-    assert model_shape(str(tmp_path)).elements == 30
+    assert load_model_shape(str(tmp_path)).numel == 30
     assert asked == [first, "plain"]
 
 
@@ -269,22 +269,22 @@ def test_a_configuration_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     pretend(monkeypatch, "causal", "plain")
     (tmp_path / "config.json").write_text('{"width": 5}')
     with pytest.raises(ConfigError, match="describes no model"):
-        model_shape(str(tmp_path))
+        load_model_shape(str(tmp_path))
 
 
 def test_a_configuration_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="pip install transformers"):
-        model_shape(str(tmp_path))
+        load_model_shape(str(tmp_path))
 
 
 def test_an_empty_directory_and_another_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
-        model_shape(str(tmp_path))
+        load_model_shape(str(tmp_path))
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(ConfigError, match="no source of shapes"):
-        model_shape(str(tmp_path / "notes.txt"))
+        load_model_shape(str(tmp_path / "notes.txt"))
 
 
 # ---- safetensors
@@ -297,13 +297,13 @@ def test_a_file_of_safetensors(tmp_path: Path) -> None:
         "count": torch.zeros(6, dtype=torch.int64),
     }
     save_file(tensors, str(tmp_path / "it.safetensors"), {"format": "pt"})
-    found = model_shape(str(tmp_path / "it.safetensors"))
+    found = load_model_shape(str(tmp_path / "it.safetensors"))
     assert found.name == "it"
     assert sorted((it.name, it.shape, it.dtype) for it in found.params) == [
         ("a", (3, 4), torch.bfloat16),
         ("b", (), torch.float64),
     ]
-    assert found.buffers == 48
+    assert found.buffer_bytes == 48
 
 
 def index_of(folder: Path, listed: dict[str, Any]) -> Path:
@@ -315,31 +315,31 @@ def index_of(folder: Path, listed: dict[str, Any]) -> Path:
 def test_a_file_without_anything_that_trains(tmp_path: Path) -> None:
     save_file({"count": torch.zeros(6, dtype=torch.int64)}, str(tmp_path / "it.safetensors"))
     with pytest.raises(CheckpointError, match="nothing to train"):
-        model_shape(str(tmp_path / "it.safetensors"))
+        load_model_shape(str(tmp_path / "it.safetensors"))
 
 
 def test_an_index_and_its_files(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2)}, str(tmp_path / "1.safetensors"))
     save_file({"b": torch.zeros(3), "c": torch.zeros(4)}, str(tmp_path / "2.safetensors"))
     index = index_of(tmp_path, {"c": "2.safetensors", "a": "1.safetensors", "b": "2.safetensors"})
-    assert shapes_of(model_shape(str(index))) == {"c": (4,), "a": (2,), "b": (3,)}
-    assert shapes_of(model_shape(str(tmp_path))) == shapes_of(model_shape(str(index)))
+    assert shapes_of(load_model_shape(str(index))) == {"c": (4,), "a": (2,), "b": (3,)}
+    assert shapes_of(load_model_shape(str(tmp_path))) == shapes_of(load_model_shape(str(index)))
 
 
 @pytest.mark.parametrize("file", ["../1.safetensors", "/etc/passwd", "..", "", 3, None, "a\0b", "sub/1.safetensors"])
 def test_an_index_that_leads_elsewhere(tmp_path: Path, file: Any) -> None:
     with pytest.raises(CheckpointError, match=r"plain name of one next to it|not next to it"):
-        model_shape(str(index_of(tmp_path, {"a": file})))
+        load_model_shape(str(index_of(tmp_path, {"a": file})))
 
 
 def test_an_index_that_lies(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2)}, str(tmp_path / "1.safetensors"))
     with pytest.raises(CheckpointError, match=r"'b' is in 1\.safetensors, which has none"):
-        model_shape(str(index_of(tmp_path, {"b": "1.safetensors"})))
+        load_model_shape(str(index_of(tmp_path, {"b": "1.safetensors"})))
     with pytest.raises(CheckpointError, match="not next to it"):
-        model_shape(str(index_of(tmp_path, {"b": "2.safetensors"})))
+        load_model_shape(str(index_of(tmp_path, {"b": "2.safetensors"})))
     with pytest.raises(CheckpointError, match="weight_map"):
-        model_shape(str(index_of(tmp_path, {})))
+        load_model_shape(str(index_of(tmp_path, {})))
 
 
 def spoiled(header: Any, *, data: int = 16, length: int | None = None) -> bytes:
@@ -386,20 +386,20 @@ def test_hostile_headers_are_refused_in_a_short_sentence(tmp_path: Path, what: s
     path = tmp_path / "bad.safetensors"
     path.write_bytes(HOSTILE[what])
     with pytest.raises(CheckpointError) as caught:
-        model_shape(str(path))
+        load_model_shape(str(path))
     assert str(path) in str(caught.value)
     assert len(str(caught.value)) < len(str(path)) + 600
 
 
 def test_the_header_that_is_spoiled_above_is_good_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "good.safetensors").write_bytes(spoiled(entry()))
-    assert shapes_of(model_shape(str(tmp_path / "good.safetensors"))) == {"a": (4,)}
+    assert shapes_of(load_model_shape(str(tmp_path / "good.safetensors"))) == {"a": (4,)}
 
 
 def test_the_state_of_an_optimizer_in_the_same_file_is_no_parameter(tmp_path: Path) -> None:
     """As `zeroshard checkpoint convert` writes it."""
     shapes = {"model.weight": (4, 3), "optim.state.weight.exp_avg": (4, 3), "optim.state.weight.step": ()}
     save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "all.safetensors")
-    found = model_shape(str(tmp_path / "all.safetensors"))
+    found = load_model_shape(str(tmp_path / "all.safetensors"))
     assert [(it.name, it.shape) for it in found.params] == [("weight", (4, 3))]
-    assert found.buffers == 0
+    assert found.buffer_bytes == 0

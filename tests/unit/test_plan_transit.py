@@ -17,7 +17,7 @@ CODE = """if True:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from zeroshard import FlatShards, WholeParams, ZeroConfig, shard
     from zeroshard.planning import plan
-    from zeroshard.planning.meter import _Watch
+    from zeroshard.planning.meter import _MemoryTracker
 
     class Ones(torch.autograd.Function):
         @staticmethod
@@ -41,17 +41,17 @@ CODE = """if True:
             stage=stage, partition=partition, reduce_dtype=reduce_dtype, deterministic_reduce=fixed
         )
         model = torch.nn.ParameterList([torch.zeros(shape, dtype=getattr(torch, dtype)) for shape in shapes])
-        planned = plan(model, torch.optim.SGD, ranks=[8], config=config, lr=0.1, shard_within=within)
-        made = planned.of(f"zeroshard {stage}", 8)
-        optimizer = shard(model, torch.optim.SGD, config=config, lr=0.1, shard_within=within)
+        planned = plan(model, torch.optim.SGD, ranks=[8], config=config, lr=0.1, shard_group_size=within)
+        made = planned.estimate_for(f"zeroshard {stage}", 8)
+        optimizer = shard(model, torch.optim.SGD, config=config, lr=0.1, shard_group_size=within)
         loss = sum(Ones.apply(param) for param in model)
-        watch = _Watch()
+        watch = _MemoryTracker()
         with watch:
             loss.backward()
         optimizer.step()
         report = optimizer.report()
-        planned, sent = made.usage.in_backward + made.usage.gradients, sum(report.wire)
-        found.append((planned, watch.most, made.traffic.sent, sent))
+        planned, sent = made.memory.backward_overhead + made.memory.gradients, sum(report.comm_volume)
+        found.append((planned, watch.peak_bytes, made.traffic.sent, sent))
     print(json.dumps(found))
 """
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from zeroshard import ConfigError, Drift, NonFinite, ZeroConfig
-from zeroshard.config import refuse_policies
+from zeroshard import ConfigError, ConsistencyCheck, NonFiniteGrads, ZeroConfig
+from zeroshard.config import reject_config_options
 from zeroshard.policies import MasterWeights, Reduce, ZeroStage1, ZeroStage2, sum_dtype
 
 
@@ -91,9 +91,9 @@ def test_values() -> None:
         {"reduce_dtype": "bfloat16"},
         {"deterministic_reduce": 1},
         {"master_dtype": MasterWeights},
-        {"overlap_gather": 1},
-        {"sync_buffers": None},
-        {"drift": 100},
+        {"overlap_param_gather": 1},
+        {"broadcast_buffers": None},
+        {"consistency_check": 100},
         {"nonfinite": "skip"},
     ],
 )
@@ -112,16 +112,16 @@ def test_configs_describe_themselves_alike_on_all_ranks() -> None:
         {"stage": 2},
         {"stage": None},
         {"deterministic_reduce": True},
-        {"overlap_gather": True},
+        {"overlap_param_gather": True},
     ]
     others = {ZeroConfig(**{**options, **change}).describe() for change in changes}
     assert len({ZeroConfig(**options).describe(), *others}) == len(changes) + 1
 
 
 def test_an_unknown_option_names_the_closest_one() -> None:
-    message = "ZeroConfig() has no option 'overlap_gathr'; did you mean 'overlap_gather'?"
+    message = "ZeroConfig() has no option 'overlap_param_gathr'; did you mean 'overlap_param_gather'?"
     with pytest.raises(TypeError, match=re.escape(message)):
-        ZeroConfig(overlap_gathr=True)  # type: ignore[call-arg]
+        ZeroConfig(overlap_param_gathr=True)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"has no option 'zzz'; its options are stage, partition, "):
         replace(ZeroConfig(), zzz=1)  # type: ignore[call-arg]
 
@@ -132,59 +132,62 @@ def test_the_signature_shows_every_option() -> None:
 
 @pytest.mark.parametrize("every", [0, -1, 1.0, True, None, "100"])
 def test_drift_is_looked_for_every_so_many_steps(every: Any) -> None:
-    with pytest.raises(ConfigError, match=r"Drift\(every=\.\.\.\) takes a number of steps, 1 or more"):
-        Drift(every=every)
+    with pytest.raises(ConfigError, match=r"ConsistencyCheck\(every=\.\.\.\) takes a number of steps, 1 or more"):
+        ConsistencyCheck(every=every)
 
 
 @pytest.mark.parametrize("then", ["Skip", "", None, True, ["skip"]])
 def test_what_is_not_finite_has_three_consequences(then: Any) -> None:
-    with pytest.raises(ConfigError, match=r'NonFinite\(\.\.\.\) takes "skip", "raise" or "go on"'):
-        NonFinite(then)
+    with pytest.raises(ConfigError, match=r'NonFiniteGrads\(\.\.\.\) takes "skip", "raise" or "warn"'):
+        NonFiniteGrads(then)
 
 
 @pytest.mark.parametrize("most", [0, -3, 2.0, True, "2"])
 def test_the_most_steps_that_are_left_out_are_a_number(most: Any) -> None:
-    with pytest.raises(ConfigError, match=r"NonFinite\(most=\.\.\.\) takes a number of steps, 1 or more"):
-        NonFinite("skip", most=most)
+    with pytest.raises(ConfigError, match=r"NonFiniteGrads\(max_consecutive=\.\.\.\) takes a number of steps, 1 or more"):
+        NonFiniteGrads("skip", max_consecutive=most)
 
 
-@pytest.mark.parametrize("then", ["raise", "go on"])
+@pytest.mark.parametrize("then", ["raise", "warn"])
 def test_only_steps_that_are_left_out_have_a_most(then: Any) -> None:
-    with pytest.raises(ConfigError, match=r'NonFinite\(most=\.\.\.\) counts steps that are left out: .*"skip"'):
-        NonFinite(then, most=2)
+    with pytest.raises(ConfigError, match=r'NonFiniteGrads\(max_consecutive=\.\.\.\) counts steps that are left out: .*"skip"'):
+        NonFiniteGrads(then, max_consecutive=2)
 
 
 def test_looking_is_off_unless_asked_for() -> None:
-    assert (ZeroConfig().drift, ZeroConfig().nonfinite) == (None, None)
-    config = ZeroConfig(drift=Drift(every=3), nonfinite=NonFinite("skip", most=2))
-    assert {"ZeroConfig(drift=Drift(every=3))", "ZeroConfig(nonfinite=NonFinite(then='skip', most=2))"} <= set(
-        config.describe()
+    assert (ZeroConfig().consistency_check, ZeroConfig().nonfinite) == (None, None)
+    config = ZeroConfig(
+        consistency_check=ConsistencyCheck(every=3), nonfinite=NonFiniteGrads("skip", max_consecutive=2)
     )
+    assert {
+        "ZeroConfig(consistency_check=ConsistencyCheck(every=3))",
+        "ZeroConfig(nonfinite=NonFiniteGrads(action='skip', max_consecutive=2))",
+    } <= set(config.describe())
     with pytest.raises(FrozenInstanceError):
-        config.drift.every = 2  # type: ignore[misc, union-attr]
+        config.consistency_check.every = 2  # type: ignore[misc, union-attr]
 
 
-@pytest.mark.parametrize("policy", [Drift(), NonFinite("raise")])
+@pytest.mark.parametrize("policy", [ConsistencyCheck(), NonFiniteGrads("raise")])
 def test_they_are_no_options_of_an_optimizer_class(policy: Any) -> None:
     with pytest.raises(
         ConfigError, match=r"is not an option of an optimizer class: pass config=ZeroConfig\(it=\.\.\.\)"
     ):
-        refuse_policies(torch.optim.AdamW, {"it": policy})
+        reject_config_options(torch.optim.AdamW, {"it": policy})
 
 
 def test_what_is_given_beside_the_config_is_sent_there() -> None:
     with pytest.raises(
-        ConfigError, match=r"overlap_gather=True is not an option .* config=ZeroConfig\(overlap_gather="
+        ConfigError, match=r"overlap_param_gather=True is not an option .* config=ZeroConfig\(overlap_param_gather="
     ):
-        refuse_policies(torch.optim.AdamW, {"lr": 1e-3, "overlap_gather": True})
+        reject_config_options(torch.optim.AdamW, {"lr": 1e-3, "overlap_param_gather": True})
     with pytest.raises(ConfigError, match=r"stage=1 is not an option .* config=ZeroConfig\(stage="):
-        refuse_policies(torch.optim.AdamW, {"stage": 1})
+        reject_config_options(torch.optim.AdamW, {"stage": 1})
     with pytest.raises(ConfigError, match=r"master_dtype=torch.float32 is not .* config=ZeroConfig\(master_dtype="):
-        refuse_policies(torch.optim.AdamW, {"master_dtype": torch.float32})
+        reject_config_options(torch.optim.AdamW, {"master_dtype": torch.float32})
 
 
 def test_a_class_may_have_options_of_these_names() -> None:
     def makes(params: Any, offload: bool, **others: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=float(offload), **others)
 
-    refuse_policies(makes, {"offload": True, "stage": 1})
+    reject_config_options(makes, {"offload": True, "stage": 1})

@@ -16,40 +16,42 @@ from torch.optim import SGD, Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from zeroshard.runtime import probe_cache
-from zeroshard.runtime.inner import Recipe
+from zeroshard.runtime.inner import OptimizerFactory
 from zeroshard.runtime.probe_cache import memoize_probe
-from zeroshard.runtime.selftest import Traits, examine
+from zeroshard.runtime.selftest import OptimizerTraits, probe_traits
 
 
 @pytest.fixture(autouse=True)
 def _empty_cache() -> None:
-    probe_cache.clear()
+    probe_cache.clear_probe_cache()
 
 
 class Probe:
     """Counts how often it is asked."""
 
-    def __init__(self, answer: Callable[[Recipe], str] = lambda recipe: recipe.name) -> None:
+    def __init__(self, answer: Callable[[OptimizerFactory], str] = lambda recipe: recipe.name) -> None:
         self.calls = 0
         self._answer = answer
         self.ask = memoize_probe(on_failure="failed")(self._probe)
 
-    def _probe(self, recipe: Recipe) -> str:
+    def _probe(self, recipe: OptimizerFactory) -> str:
         self.calls += 1
         return self._answer(recipe)
 
-    def is_cached(self, recipe: Recipe) -> bool:
+    def is_cached(self, recipe: OptimizerFactory) -> bool:
         before = self.calls
         self.ask(recipe)
         return self.calls == before
 
 
-def recipe(factory: Callable[..., Optimizer] = SGD, *, group: dict[str, Any] | None = None, **defaults: Any) -> Recipe:
+def recipe(
+    factory: Callable[..., Optimizer] = SGD, *, group: dict[str, Any] | None = None, **defaults: Any
+) -> OptimizerFactory:
     group = {"params": [torch.nn.Parameter(torch.ones(2, 3))], **(group or {})}
-    return Recipe(factory, [group], False, {"lr": 0.1, **defaults})
+    return OptimizerFactory(factory, [group], False, {"lr": 0.1, **defaults})
 
 
-def with_param(param: torch.Tensor, **attributes: Any) -> Recipe:
+def with_param(param: torch.Tensor, **attributes: Any) -> OptimizerFactory:
     vars(param).update(attributes)
     return recipe(group={"params": [param]})
 
@@ -62,7 +64,7 @@ def test_equal_recipes_are_probed_once() -> None:
     assert probe.ask(recipe()) == "SGD"
 
 
-CHANGES: dict[str, Callable[[], Recipe]] = {
+CHANGES: dict[str, Callable[[], OptimizerFactory]] = {
     "class": lambda: recipe(torch.optim.Adam),
     "partial": lambda: recipe(partial(SGD, momentum=0.9)),
     "default": lambda: recipe(momentum=0.9),
@@ -73,8 +75,8 @@ CHANGES: dict[str, Callable[[], Recipe]] = {
     "group option": lambda: recipe(group={"lr": 0.2}),
     "group key": lambda: recipe(group={"name": "head"}),
     "names": lambda: recipe(group={"param_names": ["a"]}),
-    "two groups": lambda: Recipe(SGD, recipe().groups * 2, False, {"lr": 0.1}),
-    "plain": lambda: Recipe(SGD, recipe().groups, True, {"lr": 0.1}),
+    "two groups": lambda: OptimizerFactory(SGD, recipe().groups * 2, False, {"lr": 0.1}),
+    "plain": lambda: OptimizerFactory(SGD, recipe().groups, True, {"lr": 0.1}),
     "dims": lambda: with_param(torch.nn.Parameter(torch.ones(3))),
     "dtype": lambda: with_param(torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))),
     "device": lambda: with_param(torch.nn.Parameter(torch.ones(2, 3, device="meta"))),
@@ -218,7 +220,7 @@ def test_a_class_can_be_collected() -> None:
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
 
-    examine(recipe(Own))
+    probe_traits(recipe(Own))
     gone = weakref.ref(Own)
     del Own
     gc.collect()
@@ -228,7 +230,7 @@ def test_a_class_can_be_collected() -> None:
 def test_failures_are_not_kept() -> None:
     """Memory may have run out, on this rank and only now."""
 
-    def fail(_: Recipe) -> str:
+    def fail(_: OptimizerFactory) -> str:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     probe = Probe(fail)
@@ -242,8 +244,8 @@ def test_a_self_test_that_runs_out_of_memory_is_made_again(monkeypatch: pytest.M
 
     with monkeypatch.context() as patch:
         patch.setattr(SGD, "step", full)
-        assert examine(recipe(momentum=0.9)) == Traits()
-    assert examine(recipe(momentum=0.9)).param_shaped == {"momentum_buffer"}
+        assert probe_traits(recipe(momentum=0.9)) == OptimizerTraits()
+    assert probe_traits(recipe(momentum=0.9)).param_shaped_keys == {"momentum_buffer"}
 
 
 def test_old_answers_make_room() -> None:

@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from tests.unit.test_boxes import Dims, extent_of, strided
 from zeroshard import CheckpointError
 from zeroshard.checkpoint import reading
-from zeroshard.checkpoint.archive import Archive
-from zeroshard.checkpoint.outline import outline
+from zeroshard.checkpoint.archive import CheckpointMetadata
+from zeroshard.checkpoint.outline import parse_tensor_header
 from zeroshard.checkpoint.progress import Progress
-from zeroshard.checkpoint.reading import Reading, read
-from zeroshard.state.dcp import CutTensor
+from zeroshard.checkpoint.reading import ReadPlan, read_values
+from zeroshard.state.dcp import ShardTensor
 from zeroshard.units import Span
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -32,9 +32,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def ways(request: pytest.FixtureRequest) -> Iterator[None]:
     """Small pieces, so that a tensor takes several; places of tensors from the outline, and from torch."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "PIECE", 24)
+        patch.setattr(reading, "READ_CHUNK_BYTES", 24)
         if request.param == "asked":
-            patch.setattr(reading, "outline", lambda *_: None)
+            patch.setattr(reading, "parse_tensor_header", lambda *_: None)
         yield
 
 
@@ -68,20 +68,20 @@ def in_file(value: Any) -> io.BytesIO:
 def test_the_outline_is_what_torch_says(kind: str) -> None:
     """It fails where a version of torch writes tensors in another way: loading would become slow."""
     buffer = in_file(PLAIN[kind])
-    found = outline(buffer, PLAIN[kind].dtype)
+    found = parse_tensor_header(buffer, PLAIN[kind].dtype)
     assert found is not None
     buffer.seek(0)
     expected = torch.load(buffer, map_location="meta", weights_only=True)
-    assert (found.like.shape, found.like.stride()) == (expected.shape, expected.stride())
+    assert (found.meta_tensor.shape, found.meta_tensor.stride()) == (expected.shape, expected.stride())
     memory = expected.untyped_storage()._checkpoint_offset + expected.storage_offset() * expected.itemsize
-    assert found.start == memory
+    assert found.data_offset == memory
 
 
 @pytest.mark.parametrize("kind", [*OTHERS, "another dtype", "noise"])
 def test_what_has_no_outline(kind: str) -> None:
     buffer = in_file(OTHERS.get(kind, PLAIN["rows"])) if kind != "noise" else io.BytesIO(b"noise" * 100)
-    assert outline(buffer, torch.float64) is None
-    assert outline(buffer, torch.complex64) is None
+    assert parse_tensor_header(buffer, torch.float64) is None
+    assert parse_tensor_header(buffer, torch.complex64) is None
 
 
 def tensor_of(dims: Dims, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -89,9 +89,9 @@ def tensor_of(dims: Dims, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return memory.as_strided([size for size, _ in dims], [step for _, step in dims])
 
 
-def saved(tmp: Path, **values: Any) -> Archive:
+def saved(tmp: Path, **values: Any) -> CheckpointMetadata:
     dcp_save(values, checkpoint_id=tmp, no_dist=True)
-    return Archive(tmp)
+    return CheckpointMetadata(tmp)
 
 
 @st.composite
@@ -114,11 +114,11 @@ def test_any_cut_of_any_tensor(case: tuple[Dims, Dims, Span], dtype: torch.dtype
     source = tensor_of(theirs)
     whole = torch.zeros(extent_of(mine), dtype=dtype)
     local = whole[slice(*span)]
-    target = CutTensor(local, [size for size, _ in mine], [step for _, step in mine], span.start)
+    target = ShardTensor(local, [size for size, _ in mine], [step for _, step in mine], span.start)
     with tempfile.TemporaryDirectory() as folder:
-        read(saved(Path(folder), it=source), {"it": target})
+        read_values(saved(Path(folder), it=source), {"it": target})
     expected = torch.zeros_like(whole)
-    expected.as_strided(target.shape, target.steps).copy_(source)
+    expected.as_strided(target.shape, target.full_stride).copy_(source)
     assert torch.equal(local, expected[slice(*span)])
     outside = torch.cat([whole[: span.start], whole[span.stop :]])
     assert not outside.any(), "nothing beyond the part is touched"
@@ -129,45 +129,45 @@ def test_whole_tensors(dims: Dims, like_saved: bool) -> None:
     source = tensor_of(dims)
     target = torch.zeros_like(source) if like_saved else torch.zeros(source.shape, dtype=torch.float64)
     with tempfile.TemporaryDirectory() as folder:
-        read(saved(Path(folder), it=source), {"it": target})
+        read_values(saved(Path(folder), it=source), {"it": target})
     assert torch.equal(target, source.to(target.dtype))
 
 
 def test_what_lies_alike_is_read_without_memory_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = saved(tmp_path, rows=torch.randn(6, 8), turned=torch.randn(8, 6).t(), columns=torch.randn(6, 8))
-    monkeypatch.setattr(reading, "pieces", lambda *_: pytest.fail("read in pieces"))
+    monkeypatch.setattr(reading, "iter_chunks", lambda *_: pytest.fail("read in pieces"))
     targets = {"rows": torch.zeros(6, 8), "turned": torch.zeros(8, 6).t()}
-    found = read(archive, targets)
+    found = read_values(archive, targets)
     assert found["rows"] is targets["rows"]
     assert targets["rows"].all()
     assert targets["turned"].all()
     with pytest.raises(pytest.fail.Exception, match="in pieces"):
-        read(archive, {"columns": torch.zeros(8, 6).t()})
+        read_values(archive, {"columns": torch.zeros(8, 6).t()})
 
 
 def test_tensors_that_cannot_be_read_in_pieces(tmp_path: Path) -> None:
     archive = saved(tmp_path, it=torch.tensor([3.0]).expand(5))
     target = torch.zeros(5)
-    read(archive, {"it": target})
+    read_values(archive, {"it": target})
     assert target.tolist() == [3.0] * 5
 
 
 def test_other_values(tmp_path: Path) -> None:
     archive = saved(tmp_path, number=3, text="x", items={"a": [1, 2.5]})
-    targets = {entry.key: entry.room() for entry in archive.entries}
-    assert read(archive, targets) == {"number": 3, "text": "x", "items.a": [1, 2.5]}
+    targets = {entry.key: entry.allocate() for entry in archive.entries}
+    assert read_values(archive, targets) == {"number": 3, "text": "x", "items.a": [1, 2.5]}
 
 
 def test_a_file_that_goes_away_is_named(tmp_path: Path) -> None:
     archive = saved(tmp_path, it=torch.ones(3))
-    todo = Reading(archive, {"it": torch.zeros(3)})
+    todo = ReadPlan(archive, {"it": torch.zeros(3)})
     (file,) = tmp_path.glob("*.distcp")
     file.unlink()
     with pytest.raises(CheckpointError, match=f"{file} cannot be read: .*No such file"):
-        todo.run()
+        todo.execute()
     file.write_bytes(b"short")
     with pytest.raises(CheckpointError, match=f"{file} cannot be read: it is truncated"):
-        todo.run()
+        todo.execute()
 
 
 def test_a_tensor_of_another_shape_than_the_metadata_say(tmp_path: Path) -> None:
@@ -176,13 +176,13 @@ def test_a_tensor_of_another_shape_than_the_metadata_say(tmp_path: Path) -> None
     (file,), (source,) = (tuple(it.directory.glob("*.distcp")) for it in (archive, other))
     file.write_bytes(source.read_bytes())
     with pytest.raises(CheckpointError, match=f"'it' in {file} is not what the checkpoint's metadata say"):
-        Reading(archive, {"it": torch.zeros(3)})
+        ReadPlan(archive, {"it": torch.zeros(3)})
 
 
 def test_progress_counts_what_is_read(tmp_path: Path) -> None:
     archive = saved(tmp_path, a=torch.ones(3), b=torch.ones(5, 2))
     seen: list[tuple[int, int]] = []
-    Reading(archive, {"a": torch.zeros(3), "b": torch.zeros(5, 2)}).run(
+    ReadPlan(archive, {"a": torch.zeros(3), "b": torch.zeros(5, 2)}).execute(
         Progress("", lambda done, total: seen.append((done, total)), 0)
     )
     assert sorted(seen) == seen

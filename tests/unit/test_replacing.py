@@ -54,14 +54,16 @@ def test_torchs_names_are_ours_until_the_end(user: ModuleType) -> None:
         assert vars(user)["ZeRO"] is OURS[NAME]
         assert vars(user)["hook"] is OURS[HOOKS[0]]
         assert vars(user)["other"] is len
-        assert {"a_user_of_torchs.ZeRO", "a_user_of_torchs.hook", f"torch.distributed.optim.{NAME}"} <= {*done.places}
+        assert {"a_user_of_torchs.ZeRO", "a_user_of_torchs.hook", f"torch.distributed.optim.{NAME}"} <= {
+            *done.patched_names
+        }
     assert vars(user)["ZeRO"] is THEIRS[NAME]
     assert vars(user)["hook"] is THEIRS[HOOKS[0]]
-    assert done.places == ()
+    assert done.patched_names == ()
 
 
 def test_private_names_of_torchs_module_are_ours_too() -> None:
-    theirs = {name: vars(zero_redundancy_optimizer)[name] for name in compat.REPLACED}
+    theirs = {name: vars(zero_redundancy_optimizer)[name] for name in compat.PATCHED_NAMES}
     with zeroshard.replace_torch():
         assert all(vars(zero_redundancy_optimizer)[name] is getattr(compat, name) for name in theirs)
         assert not any(getattr(compat, name) is it for name, it in theirs.items())
@@ -87,7 +89,7 @@ def test_a_second_call_inside_replaces_only_what_is_new(user: ModuleType) -> Non
     with zeroshard.replace_torch():
         vars(user)["ZeRO"] = THEIRS[NAME]
         with zeroshard.replace_torch() as inner:
-            assert inner.places == ("a_user_of_torchs.ZeRO",)
+            assert inner.patched_names == ("a_user_of_torchs.ZeRO",)
             assert vars(user)["ZeRO"] is OURS[NAME]
         assert vars(user)["ZeRO"] is THEIRS[NAME]
         assert seen() == [OURS] * 3
@@ -124,7 +126,7 @@ def test_a_module_that_is_there_by_two_names(user: ModuleType, monkeypatch: pyte
     """As a script is after it has started processes: `__main__` and `__mp_main__`."""
     monkeypatch.setitem(sys.modules, "by_another_name", user)
     done = zeroshard.replace_torch()
-    assert done.places.count("a_user_of_torchs.ZeRO") == 1
+    assert done.patched_names.count("a_user_of_torchs.ZeRO") == 1
     assert done.undo() == ()
     assert vars(user)["ZeRO"] is THEIRS[NAME]
 
@@ -145,7 +147,7 @@ def test_modules_that_import_more_when_they_are_asked_are_not_asked(monkeypatch:
 
 
 def test_without_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
-    replacing._swaps.cache_clear()
+    replacing._make_patches.cache_clear()
     monkeypatch.setattr(dist, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match=r"needs torch\.distributed, which this build of torch does not have"):
         zeroshard.replace_torch()
@@ -171,6 +173,6 @@ def test_in_a_fresh_interpreter_it_gives_no_warning() -> None:
 
 def test_filters_of_warnings_stay_as_they_were() -> None:
     before = list(warnings.filters)
-    replacing._swaps.cache_clear()
+    replacing._make_patches.cache_clear()
     zeroshard.replace_torch().undo()
     assert warnings.filters == before

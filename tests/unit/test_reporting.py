@@ -7,19 +7,24 @@ import pytest
 import torch
 
 from zeroshard import ConfigError, FlatShards, WholeParams
-from zeroshard.labels import Label, Spent, Times
-from zeroshard.layout.balance import balance
+from zeroshard.labels import Phase, PhaseTime, StepTimes
+from zeroshard.layout.balance import compute_balance
 from zeroshard.layout.layout import Layout
 from zeroshard.layout.partition import Partitioner
 from zeroshard.layout.specs import ParamSpec
 from zeroshard.reporting import Report
-from zeroshard.reporting.text import in_bytes, in_seconds
-from zeroshard.reporting.values import Counters, Held, Wire
+from zeroshard.reporting.text import format_bytes, format_seconds
+from zeroshard.reporting.values import CommVolume, Counters, MemoryUse
 
 CPU = torch.device("cpu")
 NAME = "transformer.encoder.layers.{}.attention.projection.of.queries.and.keys.weight"
-TIMES = Times(
-    {Label.STEP: Spent(1, 1e-4, 0.0), Label.INNER_STEP: Spent(1, 3e-3, 0.0), Label.RECEIVE: Spent(9, 1e-3, 4e-3)}, 0.2
+TIMES = StepTimes(
+    {
+        Phase.STEP: PhaseTime(1, 1e-4, 0.0),
+        Phase.INNER_STEP: PhaseTime(1, 3e-3, 0.0),
+        Phase.RECEIVE_GRADS: PhaseTime(9, 1e-3, 4e-3),
+    },
+    0.2,
 )
 
 
@@ -27,20 +32,20 @@ def spec(index: int) -> ParamSpec:
     return ParamSpec(index, NAME.format(index), (100 + index, 64), (64, 1), torch.float32, CPU, 0, True)
 
 
-def report(ranks: int, params: int, partition: Partitioner, times: Times = TIMES) -> Report:
+def report(ranks: int, params: int, partition: Partitioner, times: StepTimes = TIMES) -> Report:
     layout = partition.extend(Layout.empty(ranks), tuple(map(spec, range(params))))
     return Report(
         rank=ranks - 1,
-        place=ranks - 1,
+        shard_rank=ranks - 1,
         world_size=ranks,
-        rows=1,
-        classes=("AdamW",),
+        num_replicas=1,
+        optimizer_classes=("AdamW",),
         config=("every rank updates a slice of every bucket", "a sentence that goes on " * 12),
-        settled=True,
-        balance=balance(layout, lambda it: it.numel),
+        is_layout_final=True,
+        balance=compute_balance(layout, lambda it: it.numel),
         state_bytes=(None, *[1 << 20] * (ranks - 1)),
-        memory=(Held("parameters", "cpu", 9 << 20), Held("state", "cuda", 5 << 30)),
-        wire=Wire(1 << 20, 1 << 19),
+        memory=(MemoryUse("parameters", "cpu", 9 << 20), MemoryUse("state", "cuda", 5 << 30)),
+        comm_volume=CommVolume(1 << 20, 1 << 19),
         times=times,
         counters=Counters(4),
         layout=layout,
@@ -49,7 +54,7 @@ def report(ranks: int, params: int, partition: Partitioner, times: Times = TIMES
 
 many = pytest.mark.parametrize(
     "made",
-    [report(2, 3, WholeParams()), report(64, 400, FlatShards(1 << 16)), report(1, 1, FlatShards(), Times())],
+    [report(2, 3, WholeParams()), report(64, 400, FlatShards(1 << 16)), report(1, 1, FlatShards(), StepTimes())],
     ids=["two", "many", "one"],
 )
 
@@ -87,21 +92,21 @@ def test_times_are_ordered_and_told_apart() -> None:
 
 
 def test_units() -> None:
-    assert [in_bytes(it) for it in (0, 1023, 1536, 5 << 20, 7 << 30)] == [
+    assert [format_bytes(it) for it in (0, 1023, 1536, 5 << 20, 7 << 30)] == [
         "0 B",
         "1023 B",
         "1.5 KiB",
         "5.0 MiB",
         "7.0 GiB",
     ]
-    assert [in_seconds(it) for it in (2.0, 0.0125, 3e-6)] == ["2.00 s", "12.50 ms", "3 us"]
+    assert [format_seconds(it) for it in (2.0, 0.0125, 3e-6)] == ["2.00 s", "12.50 ms", "3 us"]
 
 
 @many
 def test_pictures_are_drawn(made: Report, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for ending in ("png", "svg"):
-        path = made.picture(tmp_path / f"report.{ending}")
+        path = made.save_plot(tmp_path / f"report.{ending}")
         assert path.stat().st_size > 1000
     assert "<svg" in path.read_text(encoding="utf-8")
 
@@ -109,14 +114,14 @@ def test_pictures_are_drawn(made: Report, tmp_path: Path) -> None:
 def test_names_of_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     made = report(2, 3, WholeParams())
-    assert made.picture(tmp_path / "x") == tmp_path / "x.png"
+    assert made.save_plot(tmp_path / "x") == tmp_path / "x.png"
     assert (tmp_path / "x.png").stat().st_size > 1000
     with pytest.raises(ConfigError, match="could not be written"):
-        made.picture(tmp_path / "x.strange")
+        made.save_plot(tmp_path / "x.strange")
 
 
 def test_a_picture_without_matplotlib_says_which_extra(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)
         with pytest.raises(ConfigError, match=r"zeroshard\[plot\]"):
-            report(2, 3, WholeParams()).picture(tmp_path / "report.png")
+            report(2, 3, WholeParams()).save_plot(tmp_path / "report.png")

@@ -96,7 +96,7 @@ def test_exceptions_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     with pytest.raises(OSError, match="of the script") as raised:
-        running.main([str(script), "x"])
+        running.run_command([str(script), "x"])
     frames = traceback.extract_tb(raised.tb)[-2:]
     assert [(frame.filename, frame.lineno, frame.name) for frame in frames] == [
         (str(script), 3, "<module>"),
@@ -107,19 +107,19 @@ def test_exceptions_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("arguments", [[], ["-m"], ["--json", "script.py"]], ids=" ".join)
 def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert running.main(arguments) == 2
-    assert capsys.readouterr() == ("", running.USAGE)
+    assert running.run_command(arguments) == 2
+    assert capsys.readouterr() == ("", running.RUN_USAGE)
 
 
 @pytest.mark.parametrize("arguments", [["-h"], ["--help", "script.py"]], ids=" ".join)
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert running.main(arguments) == 0
-    assert capsys.readouterr() == (running.USAGE, "")
+    assert running.run_command(arguments) == 0
+    assert capsys.readouterr() == (running.RUN_USAGE, "")
 
 
 def test_a_script_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = str(tmp_path / "missing.py")
-    assert running.main([missing]) == 2
+    assert running.run_command([missing]) == 2
     assert capsys.readouterr() == ("", f"{missing} cannot be run: No such file or directory\n")
-    assert running.main([str(tmp_path)]) == 2
+    assert running.run_command([str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"{tmp_path} cannot be run: Is a directory: try {tmp_path / '__main__.py'}\n"

@@ -19,14 +19,14 @@ from tests.support.oracles import spec
 from tests.support.tiers import sampled
 from tests.unit.test_partition import GROUPS, WORLD_SIZES, Groups, steadily
 from zeroshard.comm import shards as comm_shards
-from zeroshard.comm.ways import filled
+from zeroshard.comm.ways import non_empty_shards
 from zeroshard.layout import layout as layouts
 from zeroshard.layout import partition, shards
-from zeroshard.layout.balance import balance
+from zeroshard.layout.balance import compute_balance
 from zeroshard.layout.layout import Layout
-from zeroshard.layout.partition import FlatShards, SideBySide, WholeParams
-from zeroshard.layout.shards import DealtShards, EqualShards, ListedShards
-from zeroshard.layout.specs import ParamSpec, read_specs
+from zeroshard.layout.partition import FlatShards, MixedPartitioner, WholeParams
+from zeroshard.layout.shards import EqualShards, ExplicitShards, WholeParamShards
+from zeroshard.layout.specs import ParamSpec, make_param_specs
 from zeroshard.units import Rank, Span
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -40,7 +40,7 @@ def costs(one: ParamSpec) -> float:
 PARTITIONS: dict[str, Any] = {
     "cut": FlatShards(4096),
     "dealt": WholeParams(),
-    "both": SideBySide({0: costs}, 4096),
+    "both": MixedPartitioner({0: costs}, 4096),
 }
 
 
@@ -58,13 +58,13 @@ class Counting:
 def made_for(kind: str, ranks: int) -> Counter[str]:
     """Objects that one rank makes to lay out 400 buckets of 2,000 parameters and find its own, by class."""
     given_ = [spec(i, (512 if i % 5 else 1024,), group=i % 2) for i in range(2000)]
-    spans, pieces = Counting(Span), Counting(layouts.Piece)
+    spans, pieces = Counting(Span), Counting(layouts.ParamShard)
     with pytest.MonkeyPatch.context() as patch:
         for module in (layouts, partition, shards):
             patch.setattr(module, "Span", spans)
-        patch.setattr(layouts, "Piece", pieces)
+        patch.setattr(layouts, "ParamShard", pieces)
         layout = PARTITIONS[kind].extend(Layout.empty(ranks), given_)
-        assert layout.owned_by(Rank(3))
+        assert layout.params_owned_by(Rank(3))
         assert layout.digest
         assert kind == "dealt" or len(layout.buckets) >= 400
     return Counter(spans=spans.count, pieces=pieces.count)
@@ -81,15 +81,15 @@ def test_no_more_is_made_for_more_ranks(kind: str) -> None:
 @sampled("kind", PARTITIONS)
 def test_loads_are_found_without_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = PARTITIONS[kind].extend(Layout.empty(MANY), [spec(i, (5000,), group=i % 2) for i in range(400)])
-    monkeypatch.setattr(layouts, "Piece", None)
+    monkeypatch.setattr(layouts, "ParamShard", None)
     assert sum(layout.loads(trainable=True)) == 400 * 5000
-    assert sum(balance(layout, costs).work) == pytest.approx(400 * 5000)
+    assert sum(compute_balance(layout, costs).cost_per_rank) == pytest.approx(400 * 5000)
 
 
 @steadily
 @given(GROUPS, WORLD_SIZES, st.sampled_from(list(PARTITIONS)), st.booleans())
 def test_loads_are_those_of_all_pieces(groups: Groups, world_size: int, kind: str, trainable: bool) -> None:
-    layout = PARTITIONS[kind].extend(Layout.empty(world_size), read_specs(groups))
+    layout = PARTITIONS[kind].extend(Layout.empty(world_size), make_param_specs(groups))
     expected = [0] * world_size
     for piece in (piece for bucket in layout.buckets for piece in bucket.pieces):
         one = layout.params[piece.param]
@@ -99,25 +99,25 @@ def test_loads_are_those_of_all_pieces(groups: Groups, world_size: int, kind: st
 
 
 def test_ranks_that_have_nothing_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    dealt = DealtShards({Rank(7): Span(0, 5), Rank(9): Span(5, 5), Rank(4000): Span(5, 8)}, MANY)
-    monkeypatch.delattr(ListedShards, "_of")
-    assert list(filled(dealt)) == [(7, Span(0, 5)), (4000, Span(5, 8))]
+    dealt = WholeParamShards({Rank(7): Span(0, 5), Rank(9): Span(5, 5), Rank(4000): Span(5, 8)}, MANY)
+    monkeypatch.delattr(ExplicitShards, "_span_of")
+    assert list(non_empty_shards(dealt)) == [(7, Span(0, 5)), (4000, Span(5, 8))]
 
 
 def test_shards_of_any_kind_tell_which_have_elements() -> None:
     equal = EqualShards(2, 4, 5)
     expected = [(0, Span(0, 2)), (1, Span(2, 4)), (2, Span(4, 5))]
-    assert list(filled(equal)) == list(filled(list(equal))) == expected
+    assert list(non_empty_shards(equal)) == list(non_empty_shards(list(equal))) == expected
 
 
-@pytest.mark.parametrize("ranks", [comm_shards.IN_TURN + 1, MANY])
+@pytest.mark.parametrize("ranks", [comm_shards.MAX_SEQUENTIAL_ADDS + 1, MANY])
 def test_slices_of_many_ranks_are_added_by_one_call(ranks: int) -> None:
     class Arrived:
         def wait(self) -> None:
             pass
 
     rows, into = torch.randn(ranks, 5).bfloat16(), torch.empty(5)
-    comm_shards._Rows(rows, Arrived(), into, 1 / ranks).wait()
+    comm_shards._BatchedSumWork(rows, Arrived(), into, 1 / ranks).wait()
     torch.testing.assert_close(into, rows.double().mean(0).float(), rtol=1e-4, atol=1e-6)
 
 
@@ -148,7 +148,7 @@ def main(kind: str, rank: int = 1234, steps: int = 3) -> None:
         sharded.step()
         sharded.zero_grad()
         reference()
-    mine = [piece for bucket in sharded.layout.buckets for piece in bucket.pieces_of(Rank(rank))]
+    mine = [piece for bucket in sharded.layout.buckets for piece in bucket.param_shards_of_rank(Rank(rank))]
     assert mine
     for param, in_param, *_ in mine:
         ours, theirs = (params[param].detach().view(-1)[slice(*in_param)] for params in (model, plain))
@@ -166,8 +166,8 @@ def optimizers(kind: str, model: torch.nn.ParameterList, plain: list[torch.nn.Pa
     if kind == "shard":
         return zeroshard.shard(model, torch.optim.AdamW), torch.optim.AdamW(plain).step, 1 / MANY
     rules = [
-        zeroshard.Rule(zeroshard.matrices(), torch.optim.SGD, partition=WholeParams(), momentum=0.9),
-        zeroshard.Rule(zeroshard.everything_else, torch.optim.AdamW),
+        zeroshard.ParamRule(zeroshard.matrix_params(), torch.optim.SGD, partition=WholeParams(), momentum=0.9),
+        zeroshard.ParamRule(zeroshard.remaining_params, torch.optim.AdamW),
     ]
     matrices = torch.optim.SGD([it for it in plain if it.dim() == 2], momentum=0.9)
     rest = torch.optim.AdamW([it for it in plain if it.dim() == 1])

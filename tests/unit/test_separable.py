@@ -14,8 +14,8 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zeroshard.runtime.cutting import how_to_cut
-from zeroshard.runtime.inner import Recipe
+from zeroshard.runtime.cutting import probe_split_rule
+from zeroshard.runtime.inner import OptimizerFactory
 
 Shapes = list[tuple[int, ...]]
 SHAPES: Shapes = [(4, 3), (7,), (2, 3, 2)]
@@ -30,17 +30,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def is_separable(made: Recipe) -> bool:
+def is_separable(made: OptimizerFactory) -> bool:
     """Whether parameters may be cut anywhere."""
-    found = how_to_cut(made)
-    return found is not None and found.grain.is_fine
+    found = probe_split_rule(made)
+    return found is not None and found.granularity.is_elementwise
 
 
 def recipe(
     factory: Callable[..., Optimizer], shapes: Shapes = SHAPES, dtype: torch.dtype = torch.float32, **defaults: Any
-) -> Recipe:
+) -> OptimizerFactory:
     params = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
-    return Recipe(factory, [{"params": params}], True, defaults)
+    return OptimizerFactory(factory, [{"params": params}], True, defaults)
 
 
 ELEMENTWISE: list[tuple[type[Optimizer], dict[str, Any]]] = [
@@ -298,10 +298,10 @@ def test_a_small_learning_rate_hides_nothing() -> None:
 
 
 def test_every_group_is_asked() -> None:
-    def grouped(**second: Any) -> Recipe:
+    def grouped(**second: Any) -> OptimizerFactory:
         groups: list[dict[str, Any]] = [{"params": [torch.nn.Parameter(torch.ones(shape))]} for shape in SHAPES]
         groups[1].update(second)
-        return Recipe(OptionalNorm, [*groups, {"params": []}], False, {})
+        return OptimizerFactory(OptionalNorm, [*groups, {"params": []}], False, {})
 
     assert is_separable(grouped())
     assert not is_separable(grouped(normalize=True))

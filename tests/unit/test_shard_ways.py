@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from zeroshard.comm.group import Alone
-from zeroshard.comm.pending import Pending, Together
-from zeroshard.comm.shards import Summed
-from zeroshard.comm.ways import add_in_order
+from zeroshard.comm.group import SingleRankGroup
+from zeroshard.comm.pending import PendingWork, WorkList
+from zeroshard.comm.shards import BackendSumWork
+from zeroshard.comm.ways import sum_in_rank_order
 
 
 class Arrived:
@@ -29,7 +29,7 @@ def test_several_works_are_done_when_all_are() -> None:
             waited.append(id(self))
 
     works = [Noting(), Noting(), Noting()]
-    Together(works).wait()
+    WorkList(works).wait()
     assert waited == list(map(id, works))
 
 
@@ -46,13 +46,13 @@ def test_one_that_fails_is_raised_when_all_are_over() -> None:
                 raise RuntimeError(self._text)
 
     with pytest.raises(RuntimeError, match="first"):
-        Together([Failing("first"), Failing("fine"), Failing("second")]).wait()
+        WorkList([Failing("first"), Failing("fine"), Failing("second")]).wait()
     assert waited == ["first", "fine", "second"]
 
 
 def test_what_has_arrived_is_let_go() -> None:
     tensor = torch.ones(3)
-    pending = Pending(Arrived(), tensor, nullcontext())
+    pending = PendingWork(Arrived(), tensor, nullcontext())
     assert any(value is tensor for value in vars(pending).values())
     pending.wait()
     pending.wait()
@@ -66,7 +66,7 @@ def test_slices_are_added_in_their_order(dtype: torch.dtype, into_dtype: torch.d
     values = [2.0**9, 1.0, -(2.0**9)]
     slices = [torch.full((4,), value).to(dtype) for value in values]
     into = torch.full((4,), 9.0).to(dtype if into_dtype is None or dtype.is_complex else into_dtype)
-    add_in_order(slices, into, 1 / 3)
+    sum_in_rank_order(slices, into, 1 / 3)
     exact = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     total = torch.zeros(4, dtype=exact)
     for part in slices:
@@ -78,10 +78,10 @@ def test_slices_are_added_in_their_order(dtype: torch.dtype, into_dtype: torch.d
 def test_sums_are_divided_once() -> None:
     total: Any = torch.tensor([3.0, 6.0])
     into = torch.zeros(2, dtype=torch.bfloat16)
-    Summed(total, Arrived(), into, 1 / 3, keep=total).wait()
+    BackendSumWork(total, Arrived(), into, 1 / 3, keep_alive=total).wait()
     assert into.tolist() == [1.0, 2.0]
 
 
 def test_a_process_alone_loses_nobody() -> None:
-    with pytest.raises(RuntimeError, match="its own"), Alone().line:
+    with pytest.raises(RuntimeError, match="its own"), SingleRankGroup().failure_detector:
         raise RuntimeError("something of its own")

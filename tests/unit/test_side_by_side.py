@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.oracles import spec
 from zeroshard import ConfigError
 from zeroshard.layout.layout import Layout
-from zeroshard.layout.partition import ALIGNMENT, SideBySide, deal
+from zeroshard.layout.partition import ALIGNMENT_BYTES, MixedPartitioner, assign_owners
 from zeroshard.layout.specs import ParamSpec
 from zeroshard.units import Rank
 
@@ -48,8 +48,8 @@ def cubes(one: ParamSpec) -> float:
     return 1.0 + one.numel * math.sqrt(one.numel)
 
 
-def partition(bucket_bytes: int | None = None) -> SideBySide:
-    return SideBySide(dict.fromkeys(WHOLE, cubes), bucket_bytes)
+def partition(bucket_bytes: int | None = None) -> MixedPartitioner:
+    return MixedPartitioner(dict.fromkeys(WHOLE, cubes), bucket_bytes)
 
 
 def made(specs: Sequence[ParamSpec], ranks: int, bucket_bytes: int | None = None) -> Layout:
@@ -64,12 +64,12 @@ def test_every_element_has_one_owner_and_whole_parameters_are_never_cut(
     layout = made(specs, ranks, size)
     spans: dict[int, list[tuple[int, int]]] = {one.index: [] for one in specs}
     for bucket in layout.buckets:
-        for piece in bucket.pieces:
+        for piece in bucket.param_shards:
             spans[piece.param].append((piece.in_param.start, piece.in_param.stop))
-            assert bucket.shards[piece.owner].holds(piece.in_bucket)
+            assert bucket.shards[piece.owner].contains(piece.in_bucket)
     for one in specs:
         ends = sorted(spans[one.index])
-        assert sum(stop - start for start, stop in ends) == one.extent
+        assert sum(stop - start for start, stop in ends) == one.storage_numel
         assert all(a[1] == b[0] for a, b in pairwise(ends))
         assert one.group in CUT or len(ends) == 1, "whole"
 
@@ -82,9 +82,9 @@ def test_whole_parameters_are_aligned_and_beside_others_of_their_kind(
     for bucket in made(specs, ranks, size).buckets:
         members = [specs[index] for index in bucket.params]
         assert len({(one.group in WHOLE, one.trainable, one.dtype, one.device) for one in members}) == 1
-        assert bucket.is_dealt == (members[0].group in WHOLE)
-        for room in bucket.rooms if bucket.is_dealt else ():
-            assert room.span.start * bucket.dtype.itemsize % ALIGNMENT == 0
+        assert bucket.has_whole_params == (members[0].group in WHOLE)
+        for room in bucket.slots if bucket.has_whole_params else ():
+            assert room.span.start * bucket.dtype.itemsize % ALIGNMENT_BYTES == 0
 
 
 @steadily
@@ -113,7 +113,7 @@ def _kind(one: ParamSpec) -> tuple[bool, bool, torch.dtype]:
 
 
 def nbytes(one: ParamSpec) -> int:
-    return one.extent * one.dtype.itemsize
+    return one.storage_numel * one.dtype.itemsize
 
 
 @steadily
@@ -152,7 +152,7 @@ def best(costs: tuple[int, ...], ranks: int) -> int:
 def test_dealing_largest_first_is_close_to_the_best_there_is(costs: list[int], ranks: int) -> None:
     """Graham's bound: at most 4/3 - 1/3N of it."""
     specs = [spec(index, (1,)) for index in range(len(costs))]
-    owners = deal(Layout.empty(ranks), specs, lambda one: costs[one.index])
+    owners = assign_owners(Layout.empty(ranks), specs, lambda one: costs[one.index])
     loads = [sum(costs[index] for index, owner in owners.items() if owner == rank) for rank in range(ranks)]
     assert max(loads) <= (4 / 3 - 1 / (3 * ranks)) * best(tuple(costs), ranks) + 1e-9
 
@@ -161,29 +161,29 @@ def test_many_equal_blocks_are_even() -> None:
     """As the matrices of a transformer: each rank has as many of each shape."""
     shapes = [(768, 2304), (768, 768), (768, 3072), (3072, 768)] * 12
     layout = made([spec(index, shape) for index, shape in enumerate(shapes)], 4)
-    held = [Counter(layout.params[i].shape for i in layout.owned_by(Rank(rank))) for rank in range(4)]
-    loads = [sum(cubes(layout.params[i]) for i in layout.owned_by(Rank(rank))) for rank in range(4)]
+    held = [Counter(layout.params[i].shape for i in layout.params_owned_by(Rank(rank))) for rank in range(4)]
+    loads = [sum(cubes(layout.params[i]) for i in layout.params_owned_by(Rank(rank))) for rank in range(4)]
     assert max(loads) <= 1.01 * sum(loads) / 4
     assert sum(held, Counter()) == Counter(shapes)
 
 
 def test_costs_decide_and_elements_do_not() -> None:
     specs = [spec(0, (2, 2)), spec(1, (50,)), spec(2, (50,))]
-    owners = deal(Layout.empty(2), specs, lambda one: 10 if one.index == 0 else 1)
+    owners = assign_owners(Layout.empty(2), specs, lambda one: 10 if one.index == 0 else 1)
     assert owners == {0: 0, 1: 1, 2: 1}
 
 
 @pytest.mark.parametrize("cost", [float("nan"), float("inf"), -1])
 def test_a_cost_that_is_none_is_refused(cost: float) -> None:
     with pytest.raises(ConfigError, match=r"the cost of parameter 0 \(w\) is .*: it must be a number of 0 or more"):
-        SideBySide({0: lambda _: cost}).extend(Layout.empty(2), [spec(0, name="w")])
+        MixedPartitioner({0: lambda _: cost}).extend(Layout.empty(2), [spec(0, name="w")])
 
 
 def test_costs_of_groups_are_their_own() -> None:
     """Two whole groups in different costs are dealt as one heap."""
     specs = [spec(0, group=0), spec(1, group=0), spec(2, group=2)]
     costs = {0: lambda _: 1.0, 2: lambda _: 2.0}
-    layout = SideBySide(costs).extend(Layout.empty(2), specs)
+    layout = MixedPartitioner(costs).extend(Layout.empty(2), specs)
     assert [layout.owner_of(index) for index in range(3)] == [1, 1, 0]
 
 
@@ -192,4 +192,4 @@ def test_gradients_that_come_first_fill_the_first_bucket() -> None:
     specs = [spec(index, (10,), group=index % 2) for index in range(8)]
     layout = made(specs, 2, 80)
     assert [sorted(bucket.params) for bucket in layout.buckets] == [[5, 7], [4, 6], [1, 3], [0, 2]]
-    assert [bucket.is_dealt for bucket in layout.buckets] == [False, True, False, True]
+    assert [bucket.has_whole_params for bucket in layout.buckets] == [False, True, False, True]

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.support.oracles import spec
-from zeroshard.layout.specs import ParamSpec, read_specs
+from zeroshard.layout.specs import ParamSpec, make_param_specs
 
 
 def read(param: torch.Tensor) -> ParamSpec:
-    (made,) = read_specs([{"params": [param]}])
+    (made,) = make_param_specs([{"params": [param]}])
     return made
 
 
@@ -32,7 +32,7 @@ SHAPES: dict[str, tuple[torch.Tensor, int, int]] = {
 def test_elements_and_the_memory_between_the_first_and_the_last(tensor: torch.Tensor, numel: int, extent: int) -> None:
     made = read(tensor)
     assert (made.shape, made.stride) == (tuple(tensor.shape), tensor.stride())
-    assert (made.numel, made.extent) == (numel, extent)
+    assert (made.numel, made.storage_numel) == (numel, extent)
 
 
 def test_parameters_are_numbered_over_all_groups() -> None:
@@ -41,14 +41,14 @@ def test_parameters_are_numbered_over_all_groups() -> None:
         {"params": []},
         {"params": [torch.empty(3, dtype=torch.bfloat16, requires_grad=True)]},
     ]
-    made = read_specs(groups)
+    made = make_param_specs(groups)
     assert [(s.index, s.name, s.group, s.trainable) for s in made] == [
         (0, "a", 0, False),
         (1, "b.weight", 0, False),
         (2, None, 2, True),
     ]
     assert made[2].dtype == torch.bfloat16
-    later = read_specs(groups[:1], first_index=7, first_group=3)
+    later = make_param_specs(groups[:1], first_index=7, first_group=3)
     assert [(s.index, s.group) for s in later] == [(7, 3), (8, 3)]
 
 

@@ -17,13 +17,13 @@ from tests.support.monitoring import allocated
 from zeroshard.errors import BindingError
 from zeroshard.layout.layout import Layout
 from zeroshard.layout.partition import FlatShards, WholeParams
-from zeroshard.layout.specs import read_specs
+from zeroshard.layout.specs import make_param_specs
 from zeroshard.runtime import store as module
-from zeroshard.runtime.store import FlatStore, InPlace, LooseStore, Packed, Store
+from zeroshard.runtime.store import FlatParamBuffers, InPlaceMessage, ParamStore, StagedMessage, UnflattenedParams
 
 RANKS = 3
-Kind = Callable[[], Store]
-STORES: list[Kind] = [LooseStore, FlatStore, partial(FlatStore, by_owner=True)]
+Kind = Callable[[], ParamStore]
+STORES: list[Kind] = [UnflattenedParams, FlatParamBuffers, partial(FlatParamBuffers, by_owner=True)]
 
 
 def filled(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -57,10 +57,10 @@ def make_params(seed: int = 0) -> list[torch.Tensor]:
 
 
 def layout_of(params: Sequence[torch.Tensor], world_size: int = RANKS) -> Layout:
-    return WholeParams().extend(Layout.empty(world_size), read_specs([{"params": params}]))
+    return WholeParams().extend(Layout.empty(world_size), make_param_specs([{"params": params}]))
 
 
-def bound(kind: Kind, params: Sequence[torch.Tensor]) -> Store:
+def bound(kind: Kind, params: Sequence[torch.Tensor]) -> ParamStore:
     made = kind()
     made.extend(layout_of(params), params)
     return made
@@ -69,8 +69,8 @@ def bound(kind: Kind, params: Sequence[torch.Tensor]) -> Store:
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits that a few hundred elements reach."""
-    monkeypatch.setattr(module, "ALONE_BYTES", 1024)
-    monkeypatch.setattr(module, "PARCEL_BYTES", 1536)
+    monkeypatch.setattr(module, "MIN_IN_PLACE_BYTES", 1024)
+    monkeypatch.setattr(module, "MESSAGE_BYTES", 1536)
     monkeypatch.setattr(module, "STAGING_BYTES", 6144)
 
 
@@ -85,7 +85,7 @@ def test_a_flat_store_keeps_what_the_user_sees(name: str) -> None:
     before, grad = param.detach().clone(), torch.zeros_like(param)
     stride, trainable, pointer = param.stride(), param.requires_grad, param.data_ptr()
     param.grad = grad if trainable else None
-    bound(FlatStore, params)
+    bound(FlatParamBuffers, params)
     assert torch.equal(param, before)
     assert (param.shape, param.stride(), param.dtype) == (before.shape, stride, before.dtype)
     assert (param.requires_grad, param.is_leaf) == (trainable, True)
@@ -95,9 +95,9 @@ def test_a_flat_store_keeps_what_the_user_sees(name: str) -> None:
 
 def test_parameters_of_a_dtype_lie_in_one_buffer_as_the_layout_says() -> None:
     params = make_params()
-    bound(FlatStore, params)
+    bound(FlatParamBuffers, params)
     for bucket in layout_of(params).buckets:
-        pieces = [piece for piece in bucket.pieces if params[piece.param].numel()]
+        pieces = [piece for piece in bucket.param_shards if params[piece.param].numel()]
         starts = {params[piece.param].data_ptr() - piece.in_bucket.start * bucket.dtype.itemsize for piece in pieces}
         assert len(starts) == 1
         assert starts.pop() % 64 == 0
@@ -106,9 +106,9 @@ def test_parameters_of_a_dtype_lie_in_one_buffer_as_the_layout_says() -> None:
 def test_each_parameter_has_a_storage_of_its_own() -> None:
     """Saving one parameter writes that one."""
     params = make_params()
-    bound(FlatStore, params)
-    for spec, param in zip(read_specs([{"params": params}]), params, strict=True):
-        assert param.untyped_storage().nbytes() == spec.extent * param.element_size()
+    bound(FlatParamBuffers, params)
+    for spec, param in zip(make_param_specs([{"params": params}]), params, strict=True):
+        assert param.untyped_storage().nbytes() == spec.storage_numel * param.element_size()
     buffer = io.BytesIO()
     torch.save(params[2], buffer)
     assert len(buffer.getvalue()) < 2500
@@ -116,10 +116,10 @@ def test_each_parameter_has_a_storage_of_its_own() -> None:
 
 def test_later_parameters_do_not_move_the_earlier_ones() -> None:
     first, second = make_params(), make_params(seed=50)
-    store = bound(FlatStore, first)
+    store = bound(FlatParamBuffers, first)
     pointers = [param.data_ptr() for param in first]
     values = [param.detach().clone() for param in second]
-    specs = read_specs([{"params": second}], first_index=len(first), first_group=1)
+    specs = make_param_specs([{"params": second}], first_index=len(first), first_group=1)
     store.extend(WholeParams().extend(layout_of(first), specs), second)
     assert [param.data_ptr() for param in first] == pointers
     assert all(map(torch.equal, second, values))
@@ -129,7 +129,7 @@ def test_later_parameters_do_not_move_the_earlier_ones() -> None:
 
 
 def in_buckets(params: Sequence[torch.Tensor], nbytes: int) -> Layout:
-    return FlatShards(bucket_bytes=nbytes).extend(Layout.empty(RANKS), read_specs([{"params": params}]))
+    return FlatShards(bucket_bytes=nbytes).extend(Layout.empty(RANKS), make_param_specs([{"params": params}]))
 
 
 def test_they_move_bucket_by_bucket_so_that_only_one_is_there_twice() -> None:
@@ -139,10 +139,10 @@ def test_they_move_bucket_by_bucket_so_that_only_one_is_there_twice() -> None:
     old = [ref(param.untyped_storage()) for param in params]
     left: list[int] = []
 
-    class Counting(FlatStore):
+    class Counting(FlatParamBuffers):
         def _make_buffer(self, *given: Any) -> None:
             left.append(sum(storage() is not None for storage in old))
-            super()._make_buffer(*given)
+            super()._allocate_buffers(*given)
 
     Counting().prepare(layout, params)
     assert left == [6, 4, 2]
@@ -155,11 +155,11 @@ def test_buffers_of_owners_are_filled_one_after_the_other() -> None:
     values = [param.detach().clone() for param in params]
     with allocated() as found:
         inside = [nn.Parameter(value.clone()) for value in values]
-        store = bound(partial(FlatStore, by_owner=True), inside)
+        store = bound(partial(FlatParamBuffers, by_owner=True), inside)
     padded = 4 * 112  # 64 bytes are the alignment
     assert found.peak <= 9 * 400 + 3 * padded + 400
     assert found.kept <= 9 * padded
-    assert isinstance(store, FlatStore)
+    assert isinstance(store, FlatParamBuffers)
     assert [buffer.numel() for buffer in store.buffers()] == [3 * 112] * RANKS
     assert all(not buffer.view(3, 112)[:, 100:].any() for buffer in store.buffers())
     assert all(map(torch.equal, inside, values))
@@ -171,17 +171,17 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 def test_those_that_are_not_taken_in_have_memory_of_their_own_again() -> None:
     first, second = make_params(), make_params(seed=50)
-    store = FlatStore()
+    store = FlatParamBuffers()
     layout = layout_of(first)
     store.prepare(layout, first)
     store.extend(layout, first)
     homes = [param.data_ptr() for param in first]
     values, strides = [it.detach().clone() for it in second], [it.stride() for it in second]
-    specs = read_specs([{"params": second}], first_index=len(first), first_group=1)
+    specs = make_param_specs([{"params": second}], first_index=len(first), first_group=1)
     grown = WholeParams().extend(layout, specs)
     store.prepare(grown, [*first, *second])
     buffers = [store.buffer(bucket) for bucket in range(len(grown.buckets))]  # alive, so that nobody gets their memory
-    store.take_back()
+    store.rollback()
     assert [param.data_ptr() for param in first] == homes
     assert all(map(torch.equal, second, values))
     assert [param.stride() for param in second] == strides
@@ -195,11 +195,11 @@ def test_what_cannot_be_moved_leaves_the_others_with_memory_of_their_own() -> No
     params = [nn.Parameter(filled(100, seed=seed)) for seed in range(4)]
     values = [param.detach().clone() for param in params]
     layout = in_buckets(params, 2 * 400)
-    store = FlatStore()
+    store = FlatParamBuffers()
     with pytest.raises(RuntimeError, match="must match"):
         store.prepare(layout, [nn.Parameter(filled(99)), *params[1:]])  # it comes last
     assert params[2].untyped_storage().data_ptr() != 0
-    store.take_back()
+    store.rollback()
     assert all(map(torch.equal, params, values))
     store.prepare(layout, params)
     store.extend(layout, params)
@@ -212,23 +212,23 @@ def test_what_cannot_be_moved_leaves_the_others_with_memory_of_their_own() -> No
 @pytest.mark.parametrize("change", [torch.clone, lambda t: t.clone().t().contiguous().t(), torch.zeros_like])
 def test_exchanged_memory_moves_home_with_its_values(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     params = make_params()
-    store = bound(FlatStore, params)
+    store = bound(FlatParamBuffers, params)
     param = params[0]
     home, stride = param.data_ptr(), param.stride()
     fresh = change(param.data + 1)
     param.data = fresh.clone(memory_format=torch.preserve_format)
     assert param.data_ptr() != home
-    store.refresh()
+    store.rebind_if_moved()
     assert (param.data_ptr(), param.stride()) == (home, stride)
     assert torch.equal(param, fresh)
 
 
 def test_parameters_that_changed_places_change_back_with_their_values() -> None:
     one, other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.full((4,), 2.0))
-    store = bound(FlatStore, [one, other])
+    store = bound(FlatParamBuffers, [one, other])
     homes = [one.data_ptr(), other.data_ptr()]
     one.data, other.data = other.data, one.data
-    store.refresh()
+    store.rebind_if_moved()
     assert [one.data_ptr(), other.data_ptr()] == homes
     assert (one.tolist(), other.tolist()) == ([2.0] * 4, [1.0] * 4)
 
@@ -238,13 +238,13 @@ def test_parcels_follow_exchanged_memory(kind: Kind) -> None:
     params = make_params()
     store = bound(kind, params)
     moving = bytes([1] * len(params))
-    store.shipment(moving)
+    store.plan_broadcast(moving)
     with torch.no_grad():
         params[2].data = params[2].data + 1
-        store.refresh()
-        for parcel in store.shipment(moving).parcels:
+        store.rebind_if_moved()
+        for parcel in store.plan_broadcast(moving).messages:
             parcel.pack()
-            parcel.wire.zero_()
+            parcel.payload.zero_()
             parcel.unpack()
     assert not any(param.any() for param in params)
 
@@ -254,10 +254,10 @@ def test_what_stayed_needs_no_new_parcels(kind: Kind) -> None:
     params = make_params()
     store = bound(kind, params)
     moving = bytes([1] * len(params))
-    shipment = store.shipment(moving)
+    shipment = store.plan_broadcast(moving)
     params[0].data.add_(1)
-    store.refresh()
-    assert store.shipment(moving) is shipment
+    store.rebind_if_moved()
+    assert store.plan_broadcast(moving) is shipment
 
 
 @pytest.mark.parametrize("kind", STORES)
@@ -276,7 +276,7 @@ def test_another_kind_of_parameter_is_refused(
     store = bound(kind, params)
     params[0].data = change(params[0].data)
     with pytest.raises(BindingError, match=rf"parameter 0 was torch.float32 on cpu with shape \(3, 5\).*{now}"):
-        store.refresh()
+        store.rebind_if_moved()
 
 
 # ---- parcels, between several ranks' stores in one process
@@ -296,27 +296,27 @@ class Ranks:
 
     def sizes(self, moving: bytes) -> list[list[tuple[int, int]]]:
         """Owner and bytes of each parcel, as each rank sees them."""
-        return [[(p.owner, p.wire.nbytes) for p in store.shipment(moving).parcels] for store in self.stores]
+        return [[(p.owner, p.payload.nbytes) for p in store.plan_broadcast(moving).messages] for store in self.stores]
 
     @torch.no_grad()
     def ship(self, moving: bytes) -> None:
         """Send as real ranks do, each parcel unpacked as late as the window allows."""
-        shipments = [store.shipment(moving) for store in self.stores]
-        waiting: deque[tuple[module.Parcel, ...]] = deque()
-        window = min(shipment.window for shipment in shipments)
-        for parcels in zip(*(shipment.parcels for shipment in shipments), strict=True):
+        shipments = [store.plan_broadcast(moving) for store in self.stores]
+        waiting: deque[tuple[module.BroadcastMessage, ...]] = deque()
+        window = min(shipment.max_in_flight for shipment in shipments)
+        for parcels in zip(*(shipment.messages for shipment in shipments), strict=True):
             if len(waiting) == window:
                 self._arrive(waiting.popleft())
             source = parcels[parcels[0].owner]
             source.pack()
             for parcel in parcels:
                 if parcel is not source:
-                    parcel.wire.copy_(source.wire)
+                    parcel.payload.copy_(source.payload)
             waiting.append(parcels)
         while waiting:
             self._arrive(waiting.popleft())
 
-    def _arrive(self, parcels: tuple[module.Parcel, ...]) -> None:
+    def _arrive(self, parcels: tuple[module.BroadcastMessage, ...]) -> None:
         for rank, parcel in enumerate(parcels):
             if rank != parcel.owner:
                 parcel.unpack()
@@ -350,7 +350,7 @@ def test_strides_of_one_rank_do_not_matter_to_the_others(kind: Kind) -> None:
     for param in ranks.params[1]:
         other = param.data.t().contiguous().t() if param.dim() == 2 else param.data.contiguous()
         param.data = other.clone(memory_format=torch.preserve_format)
-    ranks.stores[1].refresh()
+    ranks.stores[1].rebind_if_moved()
     for moving, sizes in expected.items():
         assert ranks.sizes(moving) == [sizes] * RANKS
     ranks.ship(ranks.everything)
@@ -367,7 +367,7 @@ def test_strides_may_change_in_place(kind: Kind) -> None:
     ranks.ship(moving)
     for param, store in zip(square, ranks.stores, strict=True):
         param.data = param.data.t()
-        store.refresh()
+        store.rebind_if_moved()
     expected = filled(4, 4, seed=77)
     square[ranks.layout.owner_of(index)].data.copy_(expected)
     ranks.ship(moving)
@@ -393,7 +393,7 @@ def test_a_remote_update_counts_as_a_change_in_place(kind: Kind) -> None:
 def test_owners_take_turns(kind: Kind) -> None:
     ranks = Ranks(kind)
     for moving in (ranks.everything, some(4)):
-        owners = [parcel.owner for parcel in ranks.stores[0].shipment(moving).parcels]
+        owners = [parcel.owner for parcel in ranks.stores[0].plan_broadcast(moving).messages]
         turns = [owners[:place].count(owner) for place, owner in enumerate(owners)]
         assert list(zip(turns, owners, strict=True)) == sorted(zip(turns, owners, strict=True))
 
@@ -401,41 +401,41 @@ def test_owners_take_turns(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", STORES)
 def test_nothing_to_move_needs_no_parcels(kind: Kind) -> None:
     ranks = Ranks(kind)
-    assert ranks.stores[0].shipment(bytes(len(FORMS))).parcels == []
+    assert ranks.stores[0].plan_broadcast(bytes(len(FORMS))).messages == []
     empty = bytes(name == "empty" for name in FORMS)
-    assert ranks.stores[0].shipment(empty).parcels == []
+    assert ranks.stores[0].plan_broadcast(empty).messages == []
 
 
 @pytest.mark.parametrize("kind", STORES)
 def test_a_bucket_travels_by_itself(kind: Kind) -> None:
     ranks = Ranks(kind)
     for number, bucket in enumerate(ranks.layout.buckets):
-        parcels = ranks.stores[0].bucket_shipment(number).parcels
-        owners = {piece.owner for piece in bucket.pieces if piece.in_param.length}
+        parcels = ranks.stores[0].plan_bucket_broadcast(number).messages
+        owners = {piece.owner for piece in bucket.param_shards if piece.in_param.length}
         assert {parcel.owner for parcel in parcels} == owners
-        assert {parcel.wire.dtype for parcel in parcels} == {bucket.dtype}
-        assert ranks.stores[0].bucket_shipment(number).parcels == parcels
+        assert {parcel.payload.dtype for parcel in parcels} == {bucket.dtype}
+        assert ranks.stores[0].plan_bucket_broadcast(number).messages == parcels
 
 
 def test_one_message_an_owner_and_dtype() -> None:
     """However many parameters there are."""
     params = [nn.Parameter(torch.zeros(10)) for _ in range(200)]
     for kind in STORES:
-        assert len(bound(kind, params).shipment(bytes([1] * 200)).parcels) == RANKS
+        assert len(bound(kind, params).plan_broadcast(bytes([1] * 200)).messages) == RANKS
 
 
 def test_a_flat_parcel_is_a_run_of_neighbours() -> None:
     """What does not move splits a run. One that is alone is the memory of its parameters; several are packed."""
     params = [nn.Parameter(torch.zeros(16)) for _ in range(9)]
-    store = bound(FlatStore, params)
+    store = bound(FlatParamBuffers, params)
     for moving in ([1] * 9, [1, 1, 1, 0, 1, 1, 1, 1, 0], [0, 1, 0] * 3):
-        parcels = store.shipment(bytes(moving)).parcels
+        parcels = store.plan_broadcast(bytes(moving)).messages
         owned = [[moving[i] for i in range(rank, 9, RANKS)] for rank in range(RANKS)]
         runs = [sum(flag for flag, _ in groupby(flags)) for flags in owned]
-        assert [runs[parcel.owner] > 1 for parcel in parcels] == [isinstance(it, Packed) for it in parcels]
+        assert [runs[parcel.owner] > 1 for parcel in parcels] == [isinstance(it, StagedMessage) for it in parcels]
         assert len(parcels) == sum(count > 0 for count in runs)
         for parcel in parcels:
-            parcel.wire.fill_(1)
+            parcel.payload.fill_(1)
             parcel.unpack()
         assert [int(param.detach().min()) for param in params] == list(moving)
         assert [int(param.detach().max()) for param in params] == list(moving)
@@ -447,13 +447,13 @@ def test_a_flat_parcel_is_a_run_of_neighbours() -> None:
 def test_large_parameters_travel_alone_and_small_ones_together() -> None:
     sizes = [100, 255, 256, 700, 90, 255, 3]
     params = [nn.Parameter(torch.zeros(size)) for size in sizes]
-    store = LooseStore()
+    store = UnflattenedParams()
     store.extend(layout_of(params, world_size=1), params)
-    parcels = store.shipment(bytes([1] * len(params))).parcels
-    alone = [parcel for parcel in parcels if isinstance(parcel, InPlace)]
-    packed = [parcel for parcel in parcels if isinstance(parcel, Packed)]
-    assert [parcel.wire.data_ptr() for parcel in alone] == [params[2].data_ptr(), params[3].data_ptr()]
-    assert [parcel.wire.numel() for parcel in packed] == [100 + 255, 90 + 255 + 3]  # 384 are the limit
+    parcels = store.plan_broadcast(bytes([1] * len(params))).messages
+    alone = [parcel for parcel in parcels if isinstance(parcel, InPlaceMessage)]
+    packed = [parcel for parcel in parcels if isinstance(parcel, StagedMessage)]
+    assert [parcel.payload.data_ptr() for parcel in alone] == [params[2].data_ptr(), params[3].data_ptr()]
+    assert [parcel.payload.numel() for parcel in packed] == [100 + 255, 90 + 255 + 3]  # 384 are the limit
 
 
 @pytest.mark.usefixtures("small_limits")
@@ -462,18 +462,18 @@ def test_staging_stays_within_its_bound(world_size: int) -> None:
     """Over all shipments that a store keeps, and whatever they are asked for in between."""
     params = [nn.Parameter(torch.zeros(1 + 7 * i % 250)) for i in range(60)]
     params += [nn.Parameter(torch.zeros(40, 30).t())]
-    store = LooseStore()
+    store = UnflattenedParams()
     store.extend(layout_of(params, world_size), params)
     rng = random.Random(0)
     wishes = [bytes(rng.random() < share for _ in params) for share in (0.1, 0.9, 0.3, 1.0)]
     for moving in (*wishes, *reversed(wishes)):
-        store.shipment(moving)
+        store.plan_broadcast(moving)
     storages: dict[int, int] = {}
     for moving in wishes:
-        shipment = store.shipment(moving)
-        staged = [parcel.wire for parcel in shipment.parcels if isinstance(parcel, Packed)]
+        shipment = store.plan_broadcast(moving)
+        staged = [parcel.payload for parcel in shipment.messages if isinstance(parcel, StagedMessage)]
         largest = max(wire.nbytes for wire in staged)
-        assert shipment.window == 1 or shipment.window * largest <= module.STAGING_BYTES
+        assert shipment.max_in_flight == 1 or shipment.max_in_flight * largest <= module.STAGING_BYTES
         storages |= {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in staged}
     assert sum(storages.values()) <= module.STAGING_BYTES
 
@@ -481,11 +481,11 @@ def test_staging_stays_within_its_bound(world_size: int) -> None:
 @pytest.mark.usefixtures("small_limits")
 def test_parcels_within_a_window_do_not_share_memory() -> None:
     params = [nn.Parameter(torch.zeros(200)) for _ in range(40)]
-    store = LooseStore()
+    store = UnflattenedParams()
     store.extend(layout_of(params, world_size=1), params)
-    shipment = store.shipment(bytes([1] * 40))
-    assert len(shipment.parcels) > shipment.window > 1
-    for first in range(len(shipment.parcels) - shipment.window + 1):
-        wires = [parcel.wire for parcel in shipment.parcels[first : first + shipment.window]]
+    shipment = store.plan_broadcast(bytes([1] * 40))
+    assert len(shipment.messages) > shipment.max_in_flight > 1
+    for first in range(len(shipment.messages) - shipment.max_in_flight + 1):
+        wires = [parcel.payload for parcel in shipment.messages[first : first + shipment.max_in_flight]]
         spans = sorted((wire.data_ptr(), wire.data_ptr() + wire.nbytes) for wire in wires)
         assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))

@@ -10,7 +10,7 @@ from zeroshard.units import Span, align_up
     [((2, 5), True), ((3, 4), True), ((2, 2), True), ((5, 5), True), ((1, 4), False), ((3, 6), False), ((4, 3), False)],
 )
 def test_a_span_holds_what_lies_inside_it(inner: tuple[int, int], held: bool) -> None:
-    assert Span(2, 5).holds(Span(*inner)) is held
+    assert Span(2, 5).contains(Span(*inner)) is held
 
 
 def test_the_length_of_a_span() -> None:

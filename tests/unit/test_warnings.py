@@ -11,21 +11,21 @@ from torch import nn
 from torch.optim import SGD
 
 from zeroshard import (
-    NonFinite,
-    Offload,
-    Rule,
-    SecondCopy,
+    CPUOffload,
+    NonFiniteGrads,
+    ParamRule,
+    PeerCheckpoint,
     ZeroConfig,
     ZeroRedundancyOptimizer,
-    everything_else,
-    matrices,
+    matrix_params,
+    remaining_params,
     shard,
 )
 
 
 def step_with_nan() -> None:
     model = nn.Linear(2, 2)
-    optimizer = shard(model, SGD, lr=0.1, config=ZeroConfig(nonfinite=NonFinite("skip")))
+    optimizer = shard(model, SGD, lr=0.1, config=ZeroConfig(nonfinite=NonFiniteGrads("skip")))
     (model(torch.ones(1, 2)).sum() * torch.nan).backward()
     optimizer.step()  # here
 
@@ -41,16 +41,16 @@ def step_the_plain_one() -> None:
 
 
 def exclude_nothing() -> None:
-    rules = [Rule(matrices(exclude=("head",)), SGD), Rule(everything_else, SGD)]
+    rules = [ParamRule(matrix_params(exclude=("head",)), SGD), ParamRule(remaining_params, SGD)]
     shard(nn.Linear(2, 2), rules)  # here
 
 
 def offload_nothing() -> None:
-    shard(nn.Linear(2, 2), SGD, config=ZeroConfig(offload=Offload()))  # here
+    shard(nn.Linear(2, 2), SGD, config=ZeroConfig(offload=CPUOffload()))  # here
 
 
 def copy_to_nobody() -> None:
-    shard(nn.Linear(2, 2), SGD, config=ZeroConfig(second_copy=SecondCopy()))  # here
+    shard(nn.Linear(2, 2), SGD, config=ZeroConfig(peer_checkpoint=PeerCheckpoint()))  # here
 
 
 def read_an_old_dict() -> None:
@@ -77,8 +77,8 @@ def load_other_names() -> None:
         (step_with_nan, "not finite"),
         (step_the_plain_one, "plain SGD has updated"),
         (exclude_nothing, "'head'"),
-        (offload_nothing, "Offload"),
-        (copy_to_nobody, "SecondCopy"),
+        (offload_nothing, "CPUOffload"),
+        (copy_to_nobody, "PeerCheckpoint"),
         (read_an_old_dict, "steps ago"),
         (load_other_names, "matching by position"),
     ],

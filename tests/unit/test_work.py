@@ -12,12 +12,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tests.support.oracles import spec
 from zeroshard import ConfigError
 from zeroshard.layout.specs import ParamSpec
-from zeroshard.runtime.inner import Recipe
-from zeroshard.runtime.work import PER_ELEMENT, CountedWork, MeasuredWork, by_elements, in_operations, seconds
+from zeroshard.runtime.inner import OptimizerFactory
+from zeroshard.runtime.work import (
+    FLOPS_PER_ELEMENT,
+    FlopCost,
+    MeasuredCost,
+    convert_cost_to_flops,
+    measure_step_seconds,
+    numel_cost,
+)
 
 
-def recipe(factory: Any, shape: tuple[int, ...] = (4, 3), **options: Any) -> Recipe:
-    return Recipe(factory, [{"params": [torch.nn.Parameter(torch.ones(shape))]}], True, options)
+def recipe(factory: Any, shape: tuple[int, ...] = (4, 3), **options: Any) -> OptimizerFactory:
+    return OptimizerFactory(factory, [{"params": [torch.nn.Parameter(torch.ones(shape))]}], True, options)
 
 
 def newton_schulz(rows: int, columns: int, steps: int) -> int:
@@ -29,21 +36,21 @@ def newton_schulz(rows: int, columns: int, steps: int) -> int:
 @pytest.mark.parametrize("shape", [(6, 8), (8, 6), (1, 5), (64, 64), (768, 3072), (50257, 768)])
 @pytest.mark.parametrize("steps", [1, 5, 7])
 def test_operations_of_muon_are_those_of_its_iteration(shape: tuple[int, int], steps: int) -> None:
-    found = CountedWork(recipe(Muon, ns_steps=steps))(spec(0, shape))
-    assert found == PER_ELEMENT * math.prod(shape) + newton_schulz(*shape, steps)
+    found = FlopCost(recipe(Muon, ns_steps=steps))(spec(0, shape))
+    assert found == FLOPS_PER_ELEMENT * math.prod(shape) + newton_schulz(*shape, steps)
 
 
 def test_precision_and_names_of_parameters_change_nothing() -> None:
-    named = Recipe(Muon, [{"params": [torch.ones(4, 3)], "param_names": ["weight"]}], True, {})
+    named = OptimizerFactory(Muon, [{"params": [torch.ones(4, 3)], "param_names": ["weight"]}], True, {})
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        assert CountedWork(named)(spec(0, (4, 3), dtype=dtype)) == CountedWork(recipe(Muon))(spec(0, (4, 3)))
+        assert FlopCost(named)(spec(0, (4, 3), dtype=dtype)) == FlopCost(recipe(Muon))(spec(0, (4, 3)))
 
 
 @pytest.mark.parametrize("factory", [SGD, AdamW, Adafactor])
 @pytest.mark.parametrize("shape", [(), (7,), (6, 8), (2, 3, 4), (0, 3)])
 def test_without_products_elements_count(factory: Any, shape: tuple[int, ...]) -> None:
     one = spec(0, shape)
-    assert CountedWork(recipe(factory, lr=0.1))(one) == by_elements(one) == PER_ELEMENT * math.prod(shape)
+    assert FlopCost(recipe(factory, lr=0.1))(one) == numel_cost(one) == FLOPS_PER_ELEMENT * math.prod(shape)
 
 
 class Shy(Optimizer):
@@ -63,8 +70,8 @@ class Shy(Optimizer):
 
 
 def test_one_that_cannot_be_asked_counts_by_elements() -> None:
-    work, before = CountedWork(recipe(Shy)), Shy.asked
-    assert work(spec(0, (4, 3))) == work(spec(1, (4, 3))) == by_elements(spec(0, (4, 3)))
+    work, before = FlopCost(recipe(Shy)), Shy.asked
+    assert work(spec(0, (4, 3))) == work(spec(1, (4, 3))) == numel_cost(spec(0, (4, 3)))
     assert Shy.asked == before + 1, "once for a shape"
 
 
@@ -78,8 +85,8 @@ def test_counting_draws_no_random_numbers_and_fires_no_hooks() -> None:
     hook = register_optimizer_step_post_hook(lambda *_: fired.append(1))
     try:
         state = torch.get_rng_state()
-        CountedWork(recipe(Noisy, lr=0.1))(spec(0, (4, 3)))
-        seconds(recipe(Noisy, lr=0.1), spec(0, (4, 3)))
+        FlopCost(recipe(Noisy, lr=0.1))(spec(0, (4, 3)))
+        measure_step_seconds(recipe(Noisy, lr=0.1), spec(0, (4, 3)))
         assert torch.equal(torch.get_rng_state(), state)
         assert not fired
     finally:
@@ -90,17 +97,17 @@ def test_a_cost_in_seconds_can_stand_beside_operations() -> None:
     """It divides what is counted for its parameters among them."""
     specs = [spec(0, (4,)), spec(1, (6,)), spec(2, (9,), trainable=False), spec(3, (100,), group=1)]
     own = {0: 1e-6, 1: 3e-6, 2: 5e-6}
-    cost = in_operations(lambda it: own[it.index], specs[:3], [by_elements, by_elements])
+    cost = convert_cost_to_flops(lambda it: own[it.index], specs[:3], [numel_cost, numel_cost])
     assert [cost(it) for it in specs[:2]] == pytest.approx([2500, 7500])
     assert cost(specs[2]) == pytest.approx(12500), "frozen ones keep their rate, and do not count"
 
 
 def test_a_cost_of_nothing_stays_that() -> None:
-    assert in_operations(lambda _: 0, [spec(0)], [by_elements])(spec(0)) == 0
+    assert convert_cost_to_flops(lambda _: 0, [spec(0)], [numel_cost])(spec(0)) == 0
 
 
-def measured(*shapes: tuple[int, ...]) -> MeasuredWork:
-    return MeasuredWork({(shape, torch.float32): 1.0 + number for number, shape in enumerate(shapes)})
+def measured(*shapes: tuple[int, ...]) -> MeasuredCost:
+    return MeasuredCost({(shape, torch.float32): 1.0 + number for number, shape in enumerate(shapes)})
 
 
 def test_what_was_measured_is_looked_up() -> None:
@@ -120,14 +127,14 @@ def test_steps_are_timed_on_tensors_of_that_shape() -> None:
             return super().step(closure)  # type: ignore[no-untyped-call]
 
     one = spec(0, (5, 3), dtype=torch.bfloat16)
-    assert seconds(recipe(Watched), one) > 0
+    assert measure_step_seconds(recipe(Watched), one) > 0
     assert set(seen) == {((5, 3), torch.bfloat16)}
     assert len(seen) > 3, "some to get warm, and a few more"
 
 
 def test_a_class_that_fails_is_not_timed() -> None:
     with pytest.raises(ValueError, match="2D"):
-        seconds(recipe(Muon), spec(0, (3,)))
+        measure_step_seconds(recipe(Muon), spec(0, (3,)))
 
 
 def test_specs_of_one_kind_are_counted_once() -> None:
@@ -138,7 +145,7 @@ def test_specs_of_one_kind_are_counted_once() -> None:
             next(counts)
             return super().step(closure)
 
-    work = CountedWork(recipe(Counting, lr=0.1))
+    work = FlopCost(recipe(Counting, lr=0.1))
     many: list[ParamSpec] = [spec(index, (3, 2)) for index in range(50)]
     assert len({work(it) for it in many}) == 1
     assert next(counts) <= 3

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import CheckpointError
-from zeroshard.state.codec import pack, take_out_tensors, unpack
-from zeroshard.state.dcp import CutTensor
-from zeroshard.state.trees import clone, snapshot
-from zeroshard.state.wrapped import insides, is_wrapped, joined, piece_of
+from zeroshard.state.codec import dumps, extract_tensors, loads
+from zeroshard.state.dcp import ShardTensor
+from zeroshard.state.trees import clone_tensor, snapshot_to_host
+from zeroshard.state.wrapped import concat_subclass_shards, inner_tensors, is_wrapper_subclass, slice_subclass
 
 SHAPE = (48, 256)
 CLASSES = ["OptimState8bit", "OptimState4bit", "OptimStateFp8"]
@@ -28,8 +28,8 @@ def quantized(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
 def same(found: Tensor, expected: Tensor) -> bool:
     assert (type(found), found.shape, found.dtype) == (type(expected), expected.shape, expected.dtype)
     return all(
-        torch.equal(it.view(torch.uint8), insides(found)[name].view(torch.uint8))
-        for name, it in insides(expected).items()
+        torch.equal(it.view(torch.uint8), inner_tensors(found)[name].view(torch.uint8))
+        for name, it in inner_tensors(expected).items()
     )
 
 
@@ -37,37 +37,37 @@ def same(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("name", CLASSES)
 def test_pieces_make_the_whole_again(name: str, dtype: torch.dtype) -> None:
     value, common = quantized(name, dtype), frozenset({"qmap"})
-    pieces = [piece_of(value, start, stop, common) for start, stop in [(0, 4096), (4096, 8448), (8448, 12288)]]
+    pieces = [slice_subclass(value, start, stop, common) for start, stop in [(0, 4096), (4096, 8448), (8448, 12288)]]
     assert [piece.shape for piece in pieces] == [(4096,), (4352,), (3840,)]
-    assert same(joined(pieces, SHAPE, common), value)
+    assert same(concat_subclass_shards(pieces, SHAPE, common), value)
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_copies_are_copies(name: str) -> None:
     value = quantized(name, torch.bfloat16)
-    for copied in (clone(value), snapshot(value)):
+    for copied in (clone_tensor(value), snapshot_to_host(value)):
         assert same(copied, value)
-        insides(copied)["scale"].zero_()
-        assert insides(value)["scale"].any()
+        inner_tensors(copied)["scale"].zero_()
+        assert inner_tensors(value)["scale"].any()
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_what_is_sent_first_is_small(name: str) -> None:
     """Structure, without the memory; and it is read back without running code."""
     value = quantized(name)
-    skeleton, tensors = take_out_tensors({"state": value})
-    assert [tuple(it.shape) for it in tensors] == [tuple(it.shape) for it in insides(value).values()]
-    read = unpack(pack(skeleton))["state"]
+    skeleton, tensors = extract_tensors({"state": value})
+    assert [tuple(it.shape) for it in tensors] == [tuple(it.shape) for it in inner_tensors(value).values()]
+    read = loads(dumps(skeleton))["state"]
     assert type(read) is type(value)
-    assert all(it.is_meta for it in insides(read).values())
+    assert all(it.is_meta for it in inner_tensors(read).values())
 
 
 def test_what_is_no_such_thing() -> None:
-    assert not is_wrapped(torch.ones(3))
-    assert not is_wrapped(CutTensor(torch.ones(3), (4,), (1,), 0))
-    assert not is_wrapped([1])
+    assert not is_wrapper_subclass(torch.ones(3))
+    assert not is_wrapper_subclass(ShardTensor(torch.ones(3), (4,), (1,), 0))
+    assert not is_wrapper_subclass([1])
 
 
 def test_a_piece_within_a_block_is_refused() -> None:
     with pytest.raises(CheckpointError, match="blocks of 256"):
-        piece_of(quantized("OptimState8bit"), 0, 4100, frozenset({"qmap"}))
+        slice_subclass(quantized("OptimState8bit"), 0, 4100, frozenset({"qmap"}))

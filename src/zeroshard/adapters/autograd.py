@@ -11,109 +11,109 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
-from ..runtime.grad_sync import GradSync
+from ..runtime.grad_sync import GradReducer
 from ..runtime.sharded_grad import drop_placeholder
-from .engine_events import NO_BACKWARD, at_end_of_backward, running_backward
+from .engine_events import NO_BACKWARD, current_backward_id, queue_after_backward
 
-_ALIVE: "weakref.WeakValueDictionary[int, GradHooks]" = weakref.WeakValueDictionary()
+_LIVE_HOOKS: "weakref.WeakValueDictionary[int, GradHooks]" = weakref.WeakValueDictionary()
 
 
 class GradHooks:
     """Hooks on parameters, which live as long as the `GradSync` that they tell."""
 
-    def __init__(self, sync: GradSync) -> None:
-        self._sync = sync
+    def __init__(self, reducer: GradReducer) -> None:
+        self._reducer = reducer
         self._params: Sequence[torch.Tensor] = ()
-        self._hooked = 0
+        self._num_hooked = 0
         self._frozen: dict[int, torch.Tensor] = {}
-        self._pass = NO_BACKWARD
-        self.is_replaced = False
+        self._backward_id = NO_BACKWARD
+        self.is_superseded = False
         """Another optimizer was made for some of the parameters since, and gets their gradients."""
-        _ALIVE[id(self)] = self
+        _LIVE_HOOKS[id(self)] = self
 
     def attach(self, params: Sequence[torch.Tensor]) -> None:
         """Hook all parameters that train and have no hook yet. `params` are all of them."""
-        waiting = {**self._frozen, **dict(enumerate(params[self._hooked :], self._hooked))}
-        self._params, self._hooked = params, len(params)
+        waiting = {**self._frozen, **dict(enumerate(params[self._num_hooked :], self._num_hooked))}
+        self._params, self._num_hooked = params, len(params)
         self._frozen = {index: param for index, param in waiting.items() if not param.requires_grad}
-        self._take_from_others(set(map(id, waiting.values())))
+        self._supersede_others(set(map(id, waiting.values())))
         for index in waiting.keys() - self._frozen.keys():
-            _remove_the_dead(waiting[index])
-            hook = partial(_tell, weakref.ref(self), index)
+            _remove_dead_hooks(waiting[index])
+            hook = partial(_post_accumulate_hook, weakref.ref(self), index)
             waiting[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            hook_accumulation(self._sync, index, waiting[index])
+            register_accumulation_hook(self._reducer, index, waiting[index])
 
-    def _take_from_others(self, mine: set[int]) -> None:
-        for other in _alive():
-            taken = other is not self and any(id(param) in mine for param in other._params)
-            other.is_replaced = other.is_replaced or taken
+    def _supersede_others(self, param_ids: set[int]) -> None:
+        for other in _get_live_hooks():
+            taken = other is not self and any(id(param) in param_ids for param in other._params)
+            other.is_superseded = other.is_superseded or taken
 
-    def ready(self, index: int) -> None:
-        if self.is_replaced:
+    def mark_ready(self, index: int) -> None:
+        if self.is_superseded:
             return
-        running = running_backward()
-        if running != self._pass:
-            self._pass = running
+        running = current_backward_id()
+        if running != self._backward_id:
+            self._backward_id = running
             # The end of a backward pass inside another one (checkpointing that is re-entrant) ends nothing.
-            if not _inside_custom_backward():
-                at_end_of_backward(self._end)
-        self._sync.ready(index)
+            if not _is_in_custom_backward():
+                queue_after_backward(self._finish_backward)
+        self._reducer.mark_ready(index)
 
-    def _end(self) -> None:
-        self._pass = NO_BACKWARD
-        self._sync.end_round()
+    def _finish_backward(self) -> None:
+        self._backward_id = NO_BACKWARD
+        self._reducer.finish_backward()
 
 
-def hook_accumulation(sync: GradSync, index: int, param: torch.Tensor) -> None:
+def register_accumulation_hook(reducer: GradReducer, index: int, param: torch.Tensor) -> None:
     """Tell `sync` before a backward pass adds to `param.grad`."""
-    if index in sync.accumulators:
+    if index in reducer.grad_accumulators:
         return
-    if not sync.has_placeholder(index):
+    if not reducer.has_placeholder(index):
         drop_placeholder(param)  # of an optimizer that this one supersedes
     # Hazard: a hook on the parameter would also run for torch.autograd.grad(), which accumulates nothing.
     accumulator = get_gradient_edge(param).node
-    accumulator.register_prehook(partial(_before_accumulation, weakref.ref(sync), index))
-    sync.accumulators[index] = accumulator
+    accumulator.register_prehook(partial(_accumulation_pre_hook, weakref.ref(reducer), index))
+    reducer.grad_accumulators[index] = accumulator
 
 
-def _before_accumulation(sync: "weakref.ref[GradSync]", index: int, _: Any) -> None:
-    alive = sync()
+def _accumulation_pre_hook(reducer_ref: "weakref.ref[GradReducer]", index: int, _: Any) -> None:
+    alive = reducer_ref()
     if alive is not None:
-        alive.before_accumulation(index, running_backward())
+        alive.prepare_accumulation(index, current_backward_id())
 
 
-def _alive() -> "list[GradHooks]":
+def _get_live_hooks() -> "list[GradHooks]":
     """Hazard: other threads may make optimizers meanwhile, so that what knows them must not be iterated over."""
-    found = (reference() for reference in _ALIVE.valuerefs())
+    found = (reference() for reference in _LIVE_HOOKS.valuerefs())
     return [hooks for hooks in found if hooks is not None]
 
 
-def hooked_params() -> set[int]:
+def hooked_param_ids() -> set[int]:
     """The ids of all parameters whose gradients are sent by hooks, whichever optimizer they belong to."""
-    return {id(param) for hooks in _alive() if not hooks.is_replaced for param in hooks._params}
+    return {id(param) for hooks in _get_live_hooks() if not hooks.is_superseded for param in hooks._params}
 
 
-def _remove_the_dead(param: torch.Tensor) -> None:
+def _remove_dead_hooks(param: torch.Tensor) -> None:
     """Hooks of optimizers that are gone: else they would pile up where one is made after the other."""
     known: Any = param._post_accumulate_grad_hooks or {}
     for key, hook in list(known.items()):
-        if isinstance(hook, partial) and hook.func is _tell and hook.args[0]() is None:
+        if isinstance(hook, partial) and hook.func is _post_accumulate_hook and hook.args[0]() is None:
             del known[key]
 
 
-def _tell(hooks: "weakref.ref[GradHooks]", index: int, _: torch.Tensor) -> None:
-    alive = hooks()
+def _post_accumulate_hook(hooks_ref: "weakref.ref[GradHooks]", index: int, _: torch.Tensor) -> None:
+    alive = hooks_ref()
     if alive is not None:
-        alive.ready(index)
+        alive.mark_ready(index)
 
 
-_CUSTOM_BACKWARD: CodeType = BackwardCFunction.apply.__code__
+_CUSTOM_BACKWARD_CODE: CodeType = BackwardCFunction.apply.__code__
 
 
-def _inside_custom_backward() -> bool:
+def _is_in_custom_backward() -> bool:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code is _CUSTOM_BACKWARD:
+        if frame.f_code is _CUSTOM_BACKWARD_CODE:
             return True
         frame = frame.f_back
     return False

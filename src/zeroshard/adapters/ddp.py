@@ -19,32 +19,32 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from ..comm.agreement import Proposal, Trouble, agreed, compare, raise_failure
+from ..comm.agreement import Failure, Prepared, exchange_status, prepare_all, raise_failure
 from ..comm.collectives import Comm
 from ..errors import ConfigError
-from ..labels import Label
+from ..labels import Phase
 from ..layout.layout import Layout
-from ..layout.partition import AssignedOwners, Partitioner, deal
-from ..layout.specs import read_specs
-from ..runtime.inner import Factory, ParamGroup
-from ..runtime.whole import WholeEngine
+from ..layout.partition import AssignedOwners, Partitioner, assign_owners
+from ..layout.specs import make_param_specs
+from ..runtime.inner import OptimizerConstructor, ParamGroup
+from ..runtime.whole import WholeParamEngine
 from ..units import Rank
-from .engine_events import NO_BACKWARD, at_end_of_backward, running_backward
-from .join import share_options
+from .engine_events import NO_BACKWARD, current_backward_id, queue_after_backward
+from .join import broadcast_options
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
-Grads = dict[torch.Tensor, torch.Tensor]
+GradsByParam = dict[torch.Tensor, torch.Tensor]
 
 
-class Arrival(NamedTuple):
+class ReducedBucket(NamedTuple):
     """A bucket that was handed over, and the promise of its reduced gradients."""
 
-    number: int
-    last: bool
+    bucket_index: int
+    is_last: bool
     params: list[torch.Tensor]
     future: torch.futures.Future[Any]
 
-    def wait(self) -> Grads:
+    def wait(self) -> GradsByParam:
         """The reduced gradients."""
         result = self.future.wait()
         reduced = result if isinstance(result, torch.Tensor) else result[0]
@@ -52,56 +52,64 @@ class Arrival(NamedTuple):
         return {param: grad.to(param.dtype) for param, grad in zip(self.params, grads, strict=True)}
 
 
-class Plan(NamedTuple):
+class OverlapPlan(NamedTuple):
     """What is known once DDP's buckets are settled."""
 
-    engine: WholeEngine
-    places: dict[int, int]
+    engine: WholeParamEngine
+    layout_bucket_of: dict[int, int]
     """Buckets of the layout, by DDP's number. DDP's buckets without any of our parameters are not among them."""
-    late: bool
+    should_defer_updates: bool
     """Which parameters have gradients is known only when DDP is done: in its buckets unused ones have zeros."""
 
 
-class Overlap:
+class DDPOverlap:
     """An optimizer that DDP drives: first it learns the buckets, then it steps with them.
 
     The optimizer owns it, and so `repartition`, a method of the optimizer, is referred to weakly.
     """
 
-    def __init__(self, comm: Comm, repartition: Callable[[Partitioner], WholeEngine], groups: list[ParamGroup]) -> None:
+    def __init__(
+        self, comm: Comm, repartition: Callable[[Partitioner], WholeParamEngine], groups: list[ParamGroup]
+    ) -> None:
         self._comm, self._repartition, self._groups = comm, WeakMethod(repartition), groups
-        self._index = {id(param): i for i, param in enumerate(_params(groups))}
-        self._trainable = [param.requires_grad for param in _params(groups)]
-        self._ddp: ref[DistributedDataParallel] | None = None
+        self._index_of_param = {id(param): i for i, param in enumerate(_iter_params(groups))}
+        self._trainable_mask = [param.requires_grad for param in _iter_params(groups)]
+        self._ddp_ref: ref[DistributedDataParallel] | None = None
         self.shard_buckets = False
         """A bucket may have several owners."""
-        self._seen_passes, self._backward = 0, NO_BACKWARD
+        self._num_warmup_passes, self._backward_id = 0, NO_BACKWARD
         self._buckets: list[list[int]] = []
-        self._plan: Plan | None = None
-        self._pass: _Pass | None = None
-        self._deferred: list[Callable[[], None]] = []
+        self._plan: OverlapPlan | None = None
+        self._backward_pass: _BackwardPass | None = None
+        self._deferred_actions: list[Callable[[], None]] = []
 
     @property
-    def settled(self) -> bool:
+    def is_initialized(self) -> bool:
         return self._plan is not None
 
     @property
     def buckets(self) -> list[list[int]]:
         """DDP's buckets as indices of our parameters, once they are settled."""
-        return self._buckets if self.settled else []
+        return self._buckets if self.is_initialized else []
 
-    def owner_in_turn(self, bucket: int) -> Rank:
+    def round_robin_owner(self, bucket_index: int) -> Rank:
         """The owner of a DDP bucket, unless its parameters are dealt out."""
-        return Rank(bucket % self._comm.group.size)
+        return Rank(bucket_index % self._comm.group.size)
 
     @property
     def warmup_passes(self) -> int:
         """Backward passes until DDP's buckets are settled."""
-        ddp = None if self._ddp is None else self._ddp()
+        ddp = None if self._ddp_ref is None else self._ddp_ref()
         return 3 if ddp is not None and ddp.static_graph else 2
 
-    def attach(
-        self, ddp: DistributedDataParallel, hook: CommHook, owner: object, *, shard_buckets: bool, eager: bool
+    def wrap_comm_hook(
+        self,
+        ddp: DistributedDataParallel,
+        hook: CommHook,
+        optimizer: object,
+        *,
+        shard_buckets: bool,
+        is_interleaved: bool,
     ) -> CommHook:
         """A communication hook for `ddp` that reduces by `hook`, then steps. It keeps `owner`, the optimizer, alive.
 
@@ -111,186 +119,198 @@ class Overlap:
         if dist.get_process_group_ranks(ddp.process_group) != ours:
             raise ConfigError(f"the optimizer is sharded over ranks {ours}, DDP has others: give both the same group")
         # Hazard: DDP's reducer, which is not Python's, holds the hook. A hook that holds DDP would never be freed.
-        self._ddp = found = ref(ddp)
+        self._ddp_ref = found = ref(ddp)
         self.shard_buckets = shard_buckets
 
         def reduce_and_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             future = hook(state, bucket)
             ddp = found()
             assert ddp is not None, "its hook is running"
-            arrival = Arrival(bucket.index(), bucket.is_last(), bucket.parameters(), future)
+            arrival = ReducedBucket(bucket.index(), bucket.is_last(), bucket.parameters(), future)
             if self._plan is None:
-                self._learn(ddp, arrival, shard_buckets, eager)
+                self._observe_bucket(ddp, arrival, shard_buckets, is_interleaved)
             else:
-                self._step(ddp, self._plan, arrival, eager)
+                self._step(ddp, self._plan, arrival, is_interleaved)
             return future
 
-        vars(reduce_and_step)["optimizer"] = owner  # which a script need not keep, since the hook makes all steps
+        vars(reduce_and_step)["optimizer"] = optimizer  # which a script need not keep, since the hook makes all steps
         return reduce_and_step
 
-    def check_trainable(self) -> None:
+    def check_trainable_unchanged(self) -> None:
         """DDP's buckets do not follow `requires_grad`, and so neither can we."""
-        if [param.requires_grad for param in _params(self._groups)] != self._trainable:
+        if [param.requires_grad for param in _iter_params(self._groups)] != self._trainable_mask:
             raise RuntimeError("requires_grad cannot be switched with overlap_with_ddp=True: DDP's buckets are fixed")
 
-    def shadow_step(self) -> None:
+    def run_deferred(self) -> None:
         """For a rank that ran out of inputs, once DDP has done its part: what could not be done in the hook."""
-        while self._deferred:
-            self._deferred.pop(0)()
+        while self._deferred_actions:
+            self._deferred_actions.pop(0)()
 
-    def _learn(self, ddp: DistributedDataParallel, arrival: Arrival, shard_buckets: bool, eager: bool) -> None:
-        backward = running_backward()
+    def _observe_bucket(
+        self, ddp: DistributedDataParallel, bucket: ReducedBucket, shard_buckets: bool, is_interleaved: bool
+    ) -> None:
+        backward = current_backward_id()
         # In the first pass of a static graph DDP numbers all buckets 0, and calls none the last.
-        if arrival.number == 0 and (backward == NO_BACKWARD or backward != self._backward):
-            self._backward = backward
-            self._seen_passes += 1
+        if bucket.bucket_index == 0 and (backward == NO_BACKWARD or backward != self._backward_id):
+            self._backward_id = backward
+            self._num_warmup_passes += 1
             self._buckets.clear()
-        self._buckets.append([self._index[id(p)] for p in arrival.params if id(p) in self._index])
-        if arrival.last and self._seen_passes >= self.warmup_passes:
+        self._buckets.append([self._index_of_param[id(p)] for p in bucket.params if id(p) in self._index_of_param])
+        if bucket.is_last and self._num_warmup_passes >= self.warmup_passes:
             trained = backward != NO_BACKWARD
-            self._after(ddp, lambda: self._settle(ddp, shard_buckets, eager, trained))
+            self._run_after_ddp(ddp, lambda: self._finalize_buckets(ddp, shard_buckets, is_interleaved, trained))
 
-    def _settle(self, ddp: DistributedDataParallel, shard_buckets: bool, eager: bool, trained: bool) -> None:
+    def _finalize_buckets(
+        self, ddp: DistributedDataParallel, shard_buckets: bool, is_interleaved: bool, has_inputs: bool
+    ) -> None:
         """Deal out the buckets. Raises on all ranks alike."""
         late = bool(ddp.find_unused_parameters)
         if ddp.static_graph:
-            used = self._comm.union(bytes(trained and param.grad is not None for param in _params(self._groups)))
-            late |= any(trains and not flag for trains, flag in zip(self._trainable, used, strict=True))
-        choices = f"shard_buckets={shard_buckets}, interleaved={eager}, late={late}"
-        self._plan = agreed(
+            used = self._comm.all_reduce_any(
+                bytes(has_inputs and param.grad is not None for param in _iter_params(self._groups))
+            )
+            late |= any(trains and not flag for trains, flag in zip(self._trainable_mask, used, strict=True))
+        choices = f"shard_buckets={shard_buckets}, interleaved={is_interleaved}, late={late}"
+        self._plan = prepare_all(
             self._comm,
             "settling on DDP's buckets",
-            lambda: self._propose(choices, shard_buckets=shard_buckets, late=late),
+            lambda: self._prepare_plan(choices, shard_buckets=shard_buckets, should_defer_updates=late),
         )
 
-    def _propose(self, choices: str, *, shard_buckets: bool, late: bool) -> Proposal[Plan]:
-        facts = [choices]
+    def _prepare_plan(self, settings: str, *, shard_buckets: bool, should_defer_updates: bool) -> Prepared[OverlapPlan]:
+        facts = [settings]
         facts += [f"parameters {members} are in DDP's bucket {i}" for i, members in enumerate(self._buckets)]
         bucket_of = {index: number for number, members in enumerate(self._buckets) for index in members}
-        missing = [i for i, trains in enumerate(self._trainable) if trains and i not in bucket_of]
+        missing = [i for i, trains in enumerate(self._trainable_mask) if trains and i not in bucket_of]
         if missing:
             raise ConfigError(f"parameters {missing[:8]} of the optimizer are not among those that DDP reduces")
-        owners = self._dealt(bucket_of) if shard_buckets else self._in_turns(bucket_of)
+        owners = self._assign_balanced(bucket_of) if shard_buckets else self._assign_round_robin(bucket_of)
         repartition = self._repartition()
         assert repartition is not None, "the hook keeps the optimizer alive"
         engine = repartition(AssignedOwners(owners, bucket_of))
         places = {bucket_of[index]: engine.layout.bucket_of(index) for index in bucket_of}
-        return Proposal(Plan(engine, places, late), [*facts, f"layout {engine.layout.digest}"])
+        return Prepared(OverlapPlan(engine, places, should_defer_updates), [*facts, f"layout {engine.layout.digest}"])
 
-    def _in_turns(self, bucket_of: dict[int, int]) -> dict[int, Rank]:
-        return {index: self.owner_in_turn(number) for index, number in bucket_of.items()}
+    def _assign_round_robin(self, bucket_of: dict[int, int]) -> dict[int, Rank]:
+        return {index: self.round_robin_owner(number) for index, number in bucket_of.items()}
 
-    def _dealt(self, bucket_of: dict[int, int]) -> dict[int, Rank]:
+    def _assign_balanced(self, bucket_of: dict[int, int]) -> dict[int, Rank]:
         """Whole parameters, bucket after bucket, each to the rank with the least so far."""
-        specs = read_specs(self._groups)
+        specs = make_param_specs(self._groups)
         members = [replace(specs[index], group=number) for index, number in bucket_of.items()]
-        return deal(Layout.empty(self._comm.group.size), members)
+        return assign_owners(Layout.empty(self._comm.group.size), members)
 
-    def _step(self, ddp: DistributedDataParallel, plan: Plan, arrival: Arrival, eager: bool) -> None:
-        trained, uneven = running_backward() != NO_BACKWARD, ddp._join_config.enable
-        if self._pass is None or arrival.number == 0:
+    def _step(
+        self, ddp: DistributedDataParallel, plan: OverlapPlan, bucket: ReducedBucket, is_interleaved: bool
+    ) -> None:
+        trained, uneven = current_backward_id() != NO_BACKWARD, ddp._join_config.enable
+        if self._backward_pass is None or bucket.bucket_index == 0:
             if uneven:
-                share_options(self._comm, self._groups, current=trained)
-            self._pass = _Pass(plan, self._groups, self._comm)
-            self._pass.guard(self.check_trainable)
-        running = self._pass
-        running.waiting.append(arrival)
-        if not plan.late and (arrival.last or eager):
-            running.update_arrived(but=0 if arrival.last else 1)
-        if arrival.last:
-            self._pass = None
-            late_end = partial(running.update_used, trained=trained, uneven=uneven)
-            self._after(ddp, late_end if plan.late else running.finish)
+                broadcast_options(self._comm, self._groups, is_current=trained)
+            self._backward_pass = _BackwardPass(plan, self._groups, self._comm)
+            self._backward_pass.run_unless_failed(self.check_trainable_unchanged)
+        running = self._backward_pass
+        running.pending_buckets.append(bucket)
+        if not plan.should_defer_updates and (bucket.is_last or is_interleaved):
+            running.update_pending(keep_newest=0 if bucket.is_last else 1)
+        if bucket.is_last:
+            self._backward_pass = None
+            late_end = partial(running.update_from_param_grads, has_inputs=trained, is_join_enabled=uneven)
+            self._run_after_ddp(ddp, late_end if plan.should_defer_updates else running.finish)
 
-    def _after(self, ddp: DistributedDataParallel, action: Callable[[], None]) -> None:
+    def _run_after_ddp(self, ddp: DistributedDataParallel, action: Callable[[], None]) -> None:
         """Run `action` when DDP is done with this pass, so that it may look at `param.grad`, and may raise."""
-        if running_backward() != NO_BACKWARD:
+        if current_backward_id() != NO_BACKWARD:
             # DDP queues its own end behind this hook.
-            at_end_of_backward(lambda: at_end_of_backward(action))
+            queue_after_backward(lambda: queue_after_backward(action))
         elif ddp.find_unused_parameters:
             # DDP will reduce its map of used parameters behind this hook.
-            self._deferred.append(action)
+            self._deferred_actions.append(action)
         else:
             action()
 
 
-class _Pass:
+class _BackwardPass:
     """One backward pass that updates. What fails is kept until its end: the other ranks wait for our buckets."""
 
-    def __init__(self, plan: Plan, groups: list[ParamGroup], comm: Comm) -> None:
-        self._engine, self._places = plan.engine, plan.places
+    def __init__(self, plan: OverlapPlan, groups: list[ParamGroup], comm: Comm) -> None:
+        self._engine, self._layout_bucket_of = plan.engine, plan.layout_bucket_of
         self._groups, self._comm = groups, comm
-        self._mine = {id(param): index for index, param in plan.engine.owned(comm.group.rank).items()}
-        self._updates = 0
-        self._put_counters_back = plan.engine.inner.counters()
-        self._failure: Exception | None = None
-        self.waiting: list[Arrival] = []
-        self.guard(plan.engine.store.refresh)
+        self._owned_index_of = {id(param): index for index, param in plan.engine.owned_params(comm.group.rank).items()}
+        self._num_updates = 0
+        self._restore_counters = plan.engine.inner.snapshot_counters()
+        self._error: Exception | None = None
+        self.pending_buckets: list[ReducedBucket] = []
+        self.run_unless_failed(plan.engine.param_store.rebind_if_moved)
 
-    def guard(self, action: Callable[[], object]) -> None:
+    def run_unless_failed(self, action: Callable[[], object]) -> None:
         """Run `action` unless something failed already."""
-        if self._failure is None:
+        if self._error is None:
             try:
                 action()
             except Exception as error:
-                self._failure = error
+                self._error = error
 
-    def update_arrived(self, *, but: int) -> None:
+    def update_pending(self, *, keep_newest: int) -> None:
         """Update all buckets that wait, but the newest few."""
-        while len(self.waiting) > but:
-            arrival = self.waiting.pop(0)
-            with self._comm.clock.part(Label.WAIT_DDP, arrival.number):
+        while len(self.pending_buckets) > keep_newest:
+            arrival = self.pending_buckets.pop(0)
+            with self._comm.profiler.phase(Phase.WAIT_DDP, arrival.bucket_index):
                 grads = arrival.wait()
-            self._update(arrival.number, self._of_mine(grads))
+            self._update(arrival.bucket_index, self._select_owned(grads))
 
-    def update_used(self, *, trained: bool, uneven: bool) -> None:
+    def update_from_param_grads(self, *, has_inputs: bool, is_join_enabled: bool) -> None:
         """Update all buckets with what DDP left in `param.grad`, and finish.
 
         `trained`: this rank had inputs. `uneven`: some rank may have had none, and so does not know what was used.
         """
-        used = bytes(trained and param.grad is not None for param in self._engine.params)
-        if uneven:
-            used = self._comm.union(used)
-        for arrival in self.waiting:
-            grads = {p: p.grad for p in arrival.params if p.grad is not None} if trained else arrival.wait()
-            mine = self._of_mine(grads)
-            self._update(arrival.number, {p: grad for p, grad in mine.items() if used[self._mine[id(p)]]})
+        used = bytes(has_inputs and param.grad is not None for param in self._engine.params)
+        if is_join_enabled:
+            used = self._comm.all_reduce_any(used)
+        for arrival in self.pending_buckets:
+            grads = {p: p.grad for p in arrival.params if p.grad is not None} if has_inputs else arrival.wait()
+            mine = self._select_owned(grads)
+            self._update(
+                arrival.bucket_index, {p: grad for p, grad in mine.items() if used[self._owned_index_of[id(p)]]}
+            )
         self.finish()
 
     def finish(self) -> None:
         """Wait for all parameters; raise what failed, on all ranks."""
-        if not self._updates:
-            self.guard(lambda: self._engine.update(self._groups, {}))
-        self._engine.sync.finish()
-        self.guard(lambda: self._engine.inner.pull(self._groups))
+        if not self._num_updates:
+            self.run_unless_failed(lambda: self._engine.update_params(self._groups, {}))
+        self._engine.param_sync.finish()
+        self.run_unless_failed(lambda: self._engine.inner.pull_options(self._groups))
         self._engine.steps += 1
         call = f"overlapped step {self._engine.steps}"
-        trouble = Trouble.NONE if self._failure is None else Trouble.FAILED
-        verdict = compare(self._comm, call, b"", trouble)
-        self._comm.clock.turn()
-        if verdict.trouble:
-            raise_failure(self._comm, call, self._failure)
+        trouble = Failure.NONE if self._error is None else Failure.FAILED
+        verdict = exchange_status(self._comm, call, b"", trouble)
+        self._comm.profiler.end_step()
+        if verdict.failure_level:
+            raise_failure(self._comm, call, self._error)
 
-    def _of_mine(self, grads: Grads) -> Grads:
-        return {param: grad for param, grad in grads.items() if id(param) in self._mine}
+    def _select_owned(self, grads: GradsByParam) -> GradsByParam:
+        return {param: grad for param, grad in grads.items() if id(param) in self._owned_index_of}
 
-    def _update(self, number: int, mine: Grads) -> None:
-        if mine:
-            if self._updates:
-                self._put_counters_back()  # all updates of a pass are one step
-            self._updates += 1
-            self.guard(lambda: self._engine.update(self._groups, mine))
-        if number in self._places:
-            self._engine.send_bucket(self._places[number])
+    def _update(self, bucket_index: int, owned_grads: GradsByParam) -> None:
+        if owned_grads:
+            if self._num_updates:
+                self._restore_counters()  # all updates of a pass are one step
+            self._num_updates += 1
+            self.run_unless_failed(lambda: self._engine.update_params(self._groups, owned_grads))
+        if bucket_index in self._layout_bucket_of:
+            self._engine.broadcast_bucket(self._layout_bucket_of[bucket_index])
 
 
-def plain_class(optimizer_class: Factory, *, overlap: bool) -> Factory:
+def resolve_optimizer_class(optimizer_class: OptimizerConstructor, *, overlap: bool) -> OptimizerConstructor:
     """The class to build. torch's functional optimizers stand for their plain twins, and only under overlap."""
     if not getattr(optimizer_class, "__module__", "").startswith("torch.distributed.optim."):
         return optimizer_class
     from torch.distributed.optim.utils import functional_optim_map
 
-    twins: dict[Factory, Factory] = {functional: plain for plain, functional in functional_optim_map.items()}
+    twins: dict[OptimizerConstructor, OptimizerConstructor] = {
+        functional: plain for plain, functional in functional_optim_map.items()
+    }
     if optimizer_class not in twins:
         return optimizer_class
     if not overlap:
@@ -298,7 +318,7 @@ def plain_class(optimizer_class: Factory, *, overlap: bool) -> Factory:
     return twins[optimizer_class]
 
 
-def _params(groups: list[ParamGroup]) -> Iterator[torch.Tensor]:
+def _iter_params(groups: list[ParamGroup]) -> Iterator[torch.Tensor]:
     return (param for group in groups for param in group["params"])
 
 
@@ -311,17 +331,17 @@ def split_bucket(bucket: torch.Tensor, params: Sequence[torch.Tensor]) -> list[t
         return [bucket]
     numbers = [2 if param.is_complex() and not bucket.is_complex() else 1 for param in params]
     parts = torch.split(bucket, [param.numel() * number for param, number in zip(params, numbers, strict=True)])
-    return [_shape_like(part, param) for part, param in zip(parts, params, strict=True)]
+    return [_view_as_param(part, param) for part, param in zip(parts, params, strict=True)]
 
 
-def _shape_like(part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+def _view_as_param(flat_grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """A stretch of DDP's bucket as a gradient. DDP keeps the strides of dense parameters; others are contiguous there.
     The bucket of complex parameters is real: real and imaginary parts take turns."""
-    if param.is_complex() and not part.is_complex():
-        pairs = part.view(-1, 2)
-        if part.dtype == torch.bfloat16:  # torch has no complex dtype for it
+    if param.is_complex() and not flat_grad.is_complex():
+        pairs = flat_grad.view(-1, 2)
+        if flat_grad.dtype == torch.bfloat16:  # torch has no complex dtype for it
             pairs = pairs.to(param.dtype.to_real())
-        part = torch.view_as_complex(pairs)
+        flat_grad = torch.view_as_complex(pairs)
     if not torch.ops.aten.is_non_overlapping_and_dense(param):
-        return part.view(param.shape)
-    return part.as_strided(param.shape, param.stride(), part.storage_offset())
+        return flat_grad.view(param.shape)
+    return flat_grad.as_strided(param.shape, param.stride(), flat_grad.storage_offset())

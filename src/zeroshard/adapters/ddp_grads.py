@@ -8,12 +8,12 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from ..errors import ConfigError
-from ..runtime.grad_sync import GradSync
+from ..runtime.grad_sync import GradReducer
 from .ddp import CommHook, split_bucket
-from .engine_events import NO_BACKWARD, at_end_of_backward, running_backward
+from .engine_events import NO_BACKWARD, current_backward_id, queue_after_backward
 
 
-def hand_over(sync: GradSync, params: Sequence[torch.Tensor]) -> CommHook:
+def make_comm_hook(reducer: GradReducer, params: Sequence[torch.Tensor]) -> CommHook:
     """A communication hook that hands gradients to `sync`, and to DDP what it gave. More `params` may be added."""
     index: dict[int, int] = {}
     handed: list[int] = []
@@ -29,11 +29,11 @@ def hand_over(sync: GradSync, params: Sequence[torch.Tensor]) -> CommHook:
                     "all parameters that DDP reduces, or freeze the others before DDP wraps the model."
                 )
             # Hazard: inside Join a rank without inputs is given zeros here, while old gradients are in `param.grad`.
-            sync.ready(index[id(param)], grad)
+            reducer.mark_ready(index[id(param)], grad)
             handed.append(index[id(param)])
         if bucket.is_last():
-            sync.end_round()
-            _when_ddp_is_done(partial(sync.note_handed_over, tuple(handed)))
+            reducer.finish_backward()
+            _queue_after_ddp_backward(partial(reducer.record_param_grads, tuple(handed)))
             handed.clear()
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
@@ -42,8 +42,8 @@ def hand_over(sync: GradSync, params: Sequence[torch.Tensor]) -> CommHook:
     return hook
 
 
-def _when_ddp_is_done(action: Callable[[], None]) -> None:
+def _queue_after_ddp_backward(action: Callable[[], None]) -> None:
     """Inside Join, on a rank without inputs, there is no backward pass, and `param.grad` is none of what was given."""
-    if running_backward() != NO_BACKWARD:
+    if current_backward_id() != NO_BACKWARD:
         # Hazard: DDP writes `param.grad` at the end of backward, which it queues after the last bucket's hook.
-        at_end_of_backward(lambda: at_end_of_backward(action))
+        queue_after_backward(lambda: queue_after_backward(action))

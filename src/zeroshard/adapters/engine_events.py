@@ -7,11 +7,11 @@ import torch
 NO_BACKWARD = -1
 
 
-def running_backward() -> int:
+def current_backward_id() -> int:
     """A number for the backward pass that runs in this thread."""
     return torch._C._current_graph_task_id()
 
 
-def at_end_of_backward(action: Callable[[], None]) -> None:
+def queue_after_backward(callback: Callable[[], None]) -> None:
     """Queue `action` behind all that is queued for the end of the running backward; it may raise there."""
-    torch.autograd.Variable._execution_engine.queue_callback(action)
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -16,37 +16,37 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
-from ..state.codec import pack, unpack
-from .archive import why
-from .naming import by_name, names_of
-from .optimizers import running
-from .owned import written
+from ..state.codec import dumps, loads
+from .archive import torch_reason
+from .naming import key_by_name, resolve_param_names
+from .optimizers import make_adapter
+from .owned import collect_model_state
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None))
 MODEL, OPTIM, SCHEDULER, RANKS = "model", "optim", "scheduler", "ranks"
 
 
-def collect(
+def build_state_dict(
     rank: int, model: torch.nn.Module | None, optimizer: Optimizer | None, scheduler: Any, extra: Any
 ) -> dict[str, Any]:
     """All of it, with the tensors themselves and not copies."""
-    contents: dict[str, Any] = {RANKS: {str(rank): packed({"random": random_states(), "extra": extra})}}
+    contents: dict[str, Any] = {RANKS: {str(rank): to_byte_tensor({"random": get_rng_states(), "extra": extra})}}
     if model is not None:
-        contents[MODEL] = written(rank, model, optimizer)
+        contents[MODEL] = collect_model_state(rank, model, optimizer)
     if optimizer is not None:
-        contents[OPTIM] = by_name(running(optimizer).part(), names_of(optimizer, model))
+        contents[OPTIM] = key_by_name(make_adapter(optimizer).local_state_dict(), resolve_param_names(optimizer, model))
     if scheduler is not None and rank == 0:
-        contents[SCHEDULER] = packed(scheduler.state_dict())
-    return {key: readable(value, key) for key, value in contents.items()}
+        contents[SCHEDULER] = to_byte_tensor(scheduler.state_dict())
+    return {key: ensure_loadable(value, key) for key, value in contents.items()}
 
 
-def readable(value: Any, where: str) -> Any:
+def ensure_loadable(value: Any, key_path: str) -> Any:
     """The value with numbers of numpy as plain ones. Raises if something in it could not be read back."""
     if isinstance(value, dict):
-        return {key: readable(it, f"{where}.{key}") for key, it in value.items()}
+        return {key: ensure_loadable(it, f"{key_path}.{key}") for key, it in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(readable(it, f"{where}.{number}") for number, it in enumerate(value))
-    if isinstance(value, torch.Tensor) or type(value) in _PLAIN:
+        return type(value)(ensure_loadable(it, f"{key_path}.{number}") for number, it in enumerate(value))
+    if isinstance(value, torch.Tensor) or type(value) in _PLAIN_TYPES:
         return value
     if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
         return value.item()
@@ -57,26 +57,26 @@ def readable(value: Any, where: str) -> Any:
         torch.load(buffer, weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            f"{where} is a {type(value).__qualname__}, which could not be read back: files are read without running "
+            f"{key_path} is a {type(value).__qualname__}, which could not be read back: files are read without running "
             "code. Use numbers, strings, tensors and plain containers, or allow the type with "
             "torch.serialization.add_safe_globals."
         ) from error
     return value
 
 
-def packed(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
+def to_byte_tensor(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(dumps(value)), dtype=torch.uint8)
 
 
-def unpacked(value: Any, key: str, directory: Path) -> Any:
+def from_byte_tensor(tensor: Any, key: str, directory: Path) -> Any:
     """What was packed, read from the entry `key`. Whatever bytes these are, no code is run."""
     try:
-        return unpack(bytes_of(value))
+        return loads(tensor_to_bytes(tensor))
     except Exception as error:
-        raise CheckpointError(f"'{key}' in {directory} cannot be read: {why(error)}") from error
+        raise CheckpointError(f"'{key}' in {directory} cannot be read: {torch_reason(error)}") from error
 
 
-def bytes_of(tensor: torch.Tensor) -> bytes:
+def tensor_to_bytes(tensor: torch.Tensor) -> bytes:
     """Without numpy, which torch can do without."""
     buffer = bytearray(tensor.numel())
     if buffer:
@@ -84,7 +84,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return bytes(buffer)
 
 
-def random_states() -> dict[str, Any]:
+def get_rng_states() -> dict[str, Any]:
     """Of this process. CUDA's are those of the present device, if it was used."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": list(random.getstate())}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -92,7 +92,7 @@ def random_states() -> dict[str, Any]:
     return states
 
 
-def check_random_states(states: dict[str, Any]) -> None:
+def check_rng_states(states: dict[str, Any]) -> None:
     """Raise if they could not be set."""
     torch.Generator().set_state(states["torch"])
     version, numbers, gauss = states["python"]
@@ -101,7 +101,7 @@ def check_random_states(states: dict[str, Any]) -> None:
         torch.Generator("cuda").set_state(states["cuda"])
 
 
-def set_random_states(states: dict[str, Any]) -> None:
+def set_rng_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))

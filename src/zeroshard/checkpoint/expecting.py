@@ -8,36 +8,38 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..runtime.beginnings import first_state
-from ..runtime.inner import Recipe
-from ..runtime.selftest import quietly
+from ..runtime.beginnings import probe_initial_state
+from ..runtime.inner import OptimizerFactory
+from ..runtime.selftest import isolated_probe
 
-_WAYS = ("foreach", "fused", "capturable", "differentiable")
+_IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 """Ways to do the same, which need memory."""
 
 
-def expected_state(optimizer: Optimizer, options: Mapping[str, Any], param: torch.Tensor) -> dict[Any, Any]:
+def probe_expected_state(optimizer: Optimizer, options: Mapping[str, Any], param: torch.Tensor) -> dict[Any, Any]:
     """What it keeps, as tensors of the right shapes; empty if it keeps nothing or cannot be asked."""
     probe = torch.empty(tuple(param.shape), dtype=param.dtype, device="meta")
-    plainly = {key: False if key in _WAYS else value for key, value in options.items() if key != "params"}
-    recipe = recipe_of(optimizer, plainly)
-    with quietly(recipe), suppress(Exception):
-        return first_state(recipe, plainly, [probe])[0]
+    plainly = {
+        key: False if key in _IMPLEMENTATION_OPTIONS else value for key, value in options.items() if key != "params"
+    }
+    recipe = make_factory(optimizer, plainly)
+    with isolated_probe(recipe), suppress(Exception):
+        return probe_initial_state(recipe, plainly, [probe])[0]
     return {}
 
 
-def knows(optimizer: Optimizer, options: Mapping[str, Any], param: torch.Tensor, key: str) -> bool:
+def can_use_state_key(optimizer: Optimizer, options: Mapping[str, Any], param: torch.Tensor, key: str) -> bool:
     """Whether a plain one would use that state of a parameter; also if it cannot be asked."""
-    expected = expected_state(optimizer, options, param)
+    expected = probe_expected_state(optimizer, options, param)
     return not expected or key in expected
 
 
-def recipe_of(optimizer: Optimizer, options: Mapping[str, Any]) -> Recipe:
+def make_factory(optimizer: Optimizer, options: Mapping[str, Any]) -> OptimizerFactory:
     """How to make another one of that class."""
-    return Recipe(type(optimizer), [], True, _needed(type(optimizer), options))
+    return OptimizerFactory(type(optimizer), [], True, _required_arguments(type(optimizer), options))
 
 
-def _needed(kind: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
+def _required_arguments(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments that have no default. The others are in the group."""
-    wanted = list(inspect.signature(kind).parameters.values())[1:]
+    wanted = list(inspect.signature(optimizer_class).parameters.values())[1:]
     return {it.name: options[it.name] for it in wanted if it.default is it.empty and it.name in options}

@@ -16,16 +16,16 @@ from uuid import uuid4
 
 from ..errors import CheckpointError
 
-_NAME = re.compile(r"step-([0-9]+)")
-_DIGITS = 9
-_MOST_LETTERS = 255
+_STEP_DIR_PATTERN = re.compile(r"step-([0-9]+)")
+_STEP_DIGITS = 9
+_MAX_NAME_LENGTH = 255
 """Of the name of a file."""
-_LATEST = "latest"
-_LOCK = ".lock"
-_WRITING, _LEAVING = ".writing-", ".leaving-"
+_LATEST_FILE = "latest"
+_LOCK_FILE = ".lock"
+_WRITING_PREFIX, _REMOVING_PREFIX = ".writing-", ".leaving-"
 
 
-class Folder:
+class CheckpointDir:
     """One process works on it at a time: rank 0."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -35,31 +35,31 @@ class Folder:
         """Of all checkpoints, oldest first."""
         if not self.path.is_dir():
             return []
-        names = (_NAME.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
+        names = (_STEP_DIR_PATTERN.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
         steps = {int(match[1]): match[0] for match in names if match}
-        return sorted(step for step, name in steps.items() if name == self.of_step(step).name)
+        return sorted(step for step, name in steps.items() if name == self.step_path(step).name)
 
-    def of_step(self, step: int) -> Path:
-        return self.path / f"step-{step:0{_DIGITS}d}"
+    def step_path(self, step: int) -> Path:
+        return self.path / f"step-{step:0{_STEP_DIGITS}d}"
 
     def latest(self) -> Path | None:
         """The newest checkpoint. What `latest` says counts if it is there: steps may have been counted anew."""
-        named = self.path / _LATEST
+        named = self.path / _LATEST_FILE
         names = named.read_text(encoding="utf-8", errors="replace").split() if named.is_file() else []
         for name in names:
-            if len(name) <= _MOST_LETTERS and _NAME.fullmatch(name) and (self.path / name).is_dir():
+            if len(name) <= _MAX_NAME_LENGTH and _STEP_DIR_PATTERN.fullmatch(name) and (self.path / name).is_dir():
                 return self.path / name
         steps = self.steps()
-        return self.of_step(steps[-1]) if steps else None
+        return self.step_path(steps[-1]) if steps else None
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Nobody else writes here meanwhile. The lock ends with the process that holds it."""
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError(f"{self.path} is a file: checkpoints need a folder. Give another path, or remove it.")
         self.path.mkdir(parents=True, exist_ok=True)
         # What a link leads to is not made, nor changed.
-        with open(os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "a") as lock:
+        with open(os.open(self.path / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -72,56 +72,56 @@ class Folder:
                 # Hazard: processes that were forked meanwhile have the file open, too, and would keep the lock.
                 fcntl.flock(lock, fcntl.LOCK_UN)
 
-    def begin(self, step: int) -> Path:
+    def create_staging_dir(self, step: int) -> Path:
         """A new directory to write a checkpoint to, hidden until it is published."""
-        if self.of_step(step).exists():
+        if self.step_path(step).exists():
             raise CheckpointError(
-                f"{self.of_step(step)} exists already. Give each job a folder of its own, go on from load()'s step, or "
+                f"{self.step_path(step)} exists already. Give each job a folder of its own, go on from load()'s step, or "
                 "remove what is not wanted any more."
             )
-        self._sweep()
-        directory = self.path / f"{_WRITING}{uuid4().hex}"
+        self._remove_leftovers()
+        directory = self.path / f"{_WRITING_PREFIX}{uuid4().hex}"
         directory.mkdir()
         return directory
 
     def publish(self, directory: Path, step: int) -> Path:
         """Make what was written visible, at once."""
-        final, before = self.of_step(step), self.latest()
-        sync(directory)
+        final, before = self.step_path(step), self.latest()
+        fsync_dir(directory)
         self._write_latest([final.name] if before is None else [final.name, before.name])
         directory.rename(final)
-        sync(self.path)
+        fsync_dir(self.path)
         return final
 
     def prune(self, keep: int | None) -> None:
         """Remove all but the newest `keep`, and never the latest."""
         latest, steps = self.latest(), self.steps()
         for step in steps[:-keep] if keep is not None else ():
-            if self.of_step(step) != latest:
-                self._remove(self.of_step(step))
+            if self.step_path(step) != latest:
+                self._remove(self.step_path(step))
 
-    def abandon(self, directory: Path) -> None:
+    def discard(self, directory: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
-    def _sweep(self) -> None:
+    def _remove_leftovers(self) -> None:
         """What crashes have left behind."""
         for entry in self.path.iterdir():
-            if entry.name.startswith((_WRITING, _LEAVING)):
+            if entry.name.startswith((_WRITING_PREFIX, _REMOVING_PREFIX)):
                 shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink()
 
     def _remove(self, directory: Path) -> None:
-        hidden = self.path / f"{_LEAVING}{uuid4().hex}"
+        hidden = self.path / f"{_REMOVING_PREFIX}{uuid4().hex}"
         directory.rename(hidden)  # so that nobody ever finds a part of it
         shutil.rmtree(hidden, ignore_errors=True)
 
     def _write_latest(self, names: Sequence[str]) -> None:
-        new = self.path / f"{_WRITING}{uuid4().hex}"
-        write(new, "\n".join(names) + "\n")
-        new.replace(self.path / _LATEST)
-        sync(self.path)
+        new = self.path / f"{_WRITING_PREFIX}{uuid4().hex}"
+        write_and_fsync(new, "\n".join(names) + "\n")
+        new.replace(self.path / _LATEST_FILE)
+        fsync_dir(self.path)
 
 
-def write(path: Path, text: str) -> None:
+def write_and_fsync(path: Path, text: str) -> None:
     """Onto the disk, not only to the system."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -129,7 +129,7 @@ def write(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def sync(directory: Path) -> None:
+def fsync_dir(directory: Path) -> None:
     """Names of files in a directory are on the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:

@@ -17,32 +17,32 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ..comm.agreement import Proposal, agreed
+from ..comm.agreement import Prepared, prepare_all
 from ..comm.collectives import Comm
 from ..errors import CheckpointError
-from ..labels import Label
-from ..notices import log, warn_user
-from .archive import Archive, is_archive
-from .changing import all_or_nothing, load_model, load_scheduler
-from .contents import OPTIM, RANKS, SCHEDULER, check_random_states, set_random_states, unpacked
-from .folder import Folder
+from ..labels import Phase
+from ..notices import log_rank, warn_at_caller
+from .archive import CheckpointMetadata, is_dcp_checkpoint
+from .changing import load_model, load_scheduler, transaction
+from .contents import OPTIM, RANKS, SCHEDULER, check_rng_states, from_byte_tensor, set_rng_states
+from .folder import CheckpointDir
 from .manifest import Manifest, read_manifest
-from .naming import names_of
-from .optimizers import running
-from .owned import choose_group, require_its_ranks
-from .progress import Progress, Report
-from .reading import Reading, read
-from .restoring import Restoring
-from .saved_optimizer import SavedOptimizer, groups_in
-from .saving import wait_for_earlier_saves
-from .together import check_given, on_first, told_alike
-from .weights import Weights
+from .naming import resolve_param_names
+from .optimizers import make_adapter
+from .owned import check_optimizer_ranks, choose_group
+from .progress import Progress, ProgressFn
+from .reading import ReadPlan, read_values
+from .restoring import OptimizerLoadPlan
+from .saved_optimizer import SavedOptimizer, param_group_entries
+from .saving import wait_for_pending_saves
+from .together import check_components, errors_as_checkpoint_error, run_on_rank0
+from .weights import ModelLoadPlan
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadResult:
     """What came back beside the model, the optimizer and the scheduler."""
 
     path: Path
@@ -63,9 +63,9 @@ def load(
     optimizer: Optimizer | None = None,
     scheduler: Any = None,
     strict: bool = True,
-    progress: bool | Report | None = None,
+    progress: bool | ProgressFn | None = None,
     process_group: dist.ProcessGroup | None = None,
-) -> Loaded:
+) -> LoadResult:
     """Load the latest checkpoint in the folder `path`, or the one in the directory `path`.
 
     Called on all ranks of `process_group`.
@@ -88,174 +88,180 @@ def load(
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     facts = [f"path {path}", f"strict={strict}"]
     facts += [f"{name} {'not ' if it is None else ''}given" for name, it in given.items()]
-    with told_alike(path):
-        agreed(comm, "checkpoint.load", lambda: _begun(comm, given, progress, facts))
-        directory = on_first(comm, "checkpoint.load: looking for it", lambda: find(Path(path)))
+    with errors_as_checkpoint_error(path):
+        prepare_all(comm, "checkpoint.load", lambda: _prepare_load(comm, given, progress, facts))
+        directory = run_on_rank0(comm, "checkpoint.load: looking for it", lambda: find_checkpoint(Path(path)))
         shown = Progress(f"loading {directory.name}", progress, comm.group.rank)
-        with no_garbage_collection():
-            loaded = _Loading(comm, directory, shown, strict=strict).run(model, optimizer, scheduler)
-        log(logging.DEBUG, comm.group.rank, "loaded %s, of which this rank read %d bytes", directory, shown.done)
+        with gc_paused():
+            loaded = _Loader(comm, directory, shown, strict=strict).run(model, optimizer, scheduler)
+        log_rank(
+            logging.DEBUG, comm.group.rank, "loaded %s, of which this rank read %d bytes", directory, shown.done_bytes
+        )
         return loaded
 
 
-def _begun(comm: Comm, given: dict[str, Any], progress: Any, facts: list[str]) -> Proposal[None]:
-    check_given(given, "load_state_dict", progress)
-    wait_for_earlier_saves()
-    require_its_ranks(given["optimizer"], comm.group, "checkpoint.load")
-    return Proposal(None, facts)
+def _prepare_load(comm: Comm, components: dict[str, Any], progress: Any, must_match: list[str]) -> Prepared[None]:
+    check_components(components, "load_state_dict", progress)
+    wait_for_pending_saves()
+    check_optimizer_ranks(components["optimizer"], comm.group, "checkpoint.load")
+    return Prepared(None, must_match)
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
     """The directory of the newest checkpoint in a folder, if there is one."""
-    return Folder(path).latest()
+    return CheckpointDir(path).latest()
 
 
-class _Prepared(NamedTuple):
+class _LoadPlan(NamedTuple):
     """What a rank has made of the small values, and what it wants of the large ones."""
 
-    by_rank: dict[int, Any]
-    scheduler: Any
-    restoring: Restoring | None
-    weights: Weights | None
-    state: Reading
-    values: Reading
+    per_rank: dict[int, Any]
+    scheduler_state: Any
+    optimizer_plan: OptimizerLoadPlan | None
+    model_plan: ModelLoadPlan | None
+    optimizer_reads: ReadPlan
+    model_reads: ReadPlan
     """Of the model."""
 
 
-class _Loading:
+class _Loader:
     def __init__(self, comm: Comm, directory: Path, progress: Progress, *, strict: bool) -> None:
         self._comm, self._directory, self._progress, self._strict = comm, directory, progress, strict
-        with comm.clock.part(Label.LOAD_LOOK):
-            self._archive, self._manifest = agreed(comm, "checkpoint.load", self._open)
-            agreed(comm, "checkpoint.load: check sums", self._check_sums)
+        with comm.profiler.phase(Phase.LOAD_VALIDATE):
+            self._metadata, self._manifest = prepare_all(comm, "checkpoint.load", self._open)
+            prepare_all(comm, "checkpoint.load: check sums", self._verify_checksums)
 
-    def run(self, model: torch.nn.Module | None, optimizer: Optimizer | None, scheduler: Any) -> Loaded:
-        with self._comm.clock.part(Label.LOAD_LOOK):
-            prepared = agreed(self._comm, "checkpoint.load", lambda: self._prepare(model, optimizer, scheduler))
-        with all_or_nothing() as undo:
-            if scheduler is not None and prepared.scheduler is not None:
-                self._all(lambda: load_scheduler(scheduler, prepared.scheduler, undo))
-            if prepared.restoring is not None and not prepared.restoring.running.in_place:
-                self._load_beside(prepared.restoring, self._read(prepared.state), undo)
-            if model is not None and prepared.weights is not None and not prepared.weights.in_place:
-                weights = prepared.weights.by_name(self._read(prepared.values))
-                self._all(lambda: load_model(model, weights, undo, strict=self._strict))
-                prepared.weights.renew_copies()
-            self._overwrite(prepared)
-        return self._finish(prepared.by_rank)
+    def run(self, model: torch.nn.Module | None, optimizer: Optimizer | None, scheduler: Any) -> LoadResult:
+        with self._comm.profiler.phase(Phase.LOAD_VALIDATE):
+            prepared = prepare_all(self._comm, "checkpoint.load", lambda: self._prepare(model, optimizer, scheduler))
+        with transaction() as undo:
+            if scheduler is not None and prepared.scheduler_state is not None:
+                self._run_on_all(lambda: load_scheduler(scheduler, prepared.scheduler_state, undo))
+            if prepared.optimizer_plan is not None and not prepared.optimizer_plan.adapter.can_load_in_place:
+                self._load_out_of_place(prepared.optimizer_plan, self._execute_reads(prepared.optimizer_reads), undo)
+            if model is not None and prepared.model_plan is not None and not prepared.model_plan.can_load_in_place:
+                weights = prepared.model_plan.build_state_dict(self._execute_reads(prepared.model_reads))
+                self._run_on_all(lambda: load_model(model, weights, undo, strict=self._strict))
+                prepared.model_plan.refresh_masters()
+            self._load_in_place(prepared)
+        return self._finish(prepared.per_rank)
 
-    def _load_beside(self, restoring: Restoring, values: dict[str, Any], undo: ExitStack) -> None:
-        state = self._all(lambda: restoring.state_dict(values))
-        before = self._all(restoring.running.for_undo)  # apart: who fails here must not miss a collective call
-        self._all(lambda: restoring.running.load(state, before, undo))
+    def _load_out_of_place(self, optimizer_plan: OptimizerLoadPlan, values: dict[str, Any], undo: ExitStack) -> None:
+        state = self._run_on_all(lambda: optimizer_plan.build_state_dict(values))
+        before = self._run_on_all(
+            optimizer_plan.adapter.snapshot
+        )  # apart: who fails here must not miss a collective call
+        self._run_on_all(lambda: optimizer_plan.adapter.load(state, before, undo))
 
-    def _overwrite(self, prepared: _Prepared) -> None:
-        with told_as_a_mixture(), ExitStack() as arriving:
-            if prepared.weights is not None and prepared.weights.in_place:
-                self._read(prepared.values)
-                arriving.callback(prepared.weights.spread())
-            restoring = prepared.restoring
-            if restoring is not None and restoring.running.in_place:
-                restoring.overwrite(lambda: self._read(prepared.state))
+    def _load_in_place(self, plan: _LoadPlan) -> None:
+        with errors_as_partial_load(), ExitStack() as arriving:
+            if plan.model_plan is not None and plan.model_plan.can_load_in_place:
+                self._execute_reads(plan.model_reads)
+                arriving.callback(plan.model_plan.broadcast_params())
+            restoring = plan.optimizer_plan
+            if restoring is not None and restoring.adapter.can_load_in_place:
+                restoring.load_in_place(lambda: self._execute_reads(plan.optimizer_reads))
 
-    def _open(self) -> Proposal[tuple[Archive, Manifest | None]]:
-        archive, manifest = Archive(self._directory), read_manifest(self._directory)
+    def _open(self) -> Prepared[tuple[CheckpointMetadata, Manifest | None]]:
+        archive, manifest = CheckpointMetadata(self._directory), read_manifest(self._directory)
         if self._comm.group.rank == 0:
             archive.check_files()
         if manifest is not None:
-            manifest.require_all(self._directory, archive.files())
-        return Proposal((archive, manifest), [f"{len(archive.entries)} entries in {self._directory}"])
+            manifest.check_covers(self._directory, archive.min_file_sizes())
+        return Prepared((archive, manifest), [f"{len(archive.entries)} entries in {self._directory}"])
 
-    def _check_sums(self) -> Proposal[None]:
+    def _verify_checksums(self) -> Prepared[None]:
         """Ranks look at files in turns."""
         if self._manifest is not None:
             share = slice(self._comm.group.rank, None, self._comm.group.size)
-            self._manifest.check_sums(self._directory, share, self._progress)
-        return Proposal(None)
+            self._manifest.verify_checksums(self._directory, share, self._progress)
+        return Prepared(None)
 
-    def _read(self, prepared: Reading) -> dict[str, Any]:
-        with self._comm.clock.part(Label.LOAD_READ):
-            return self._all(lambda: prepared.run(self._progress))
+    def _execute_reads(self, read_plan: ReadPlan) -> dict[str, Any]:
+        with self._comm.profiler.phase(Phase.LOAD_READ):
+            return self._run_on_all(lambda: read_plan.execute(self._progress))
 
-    def _all(self, action: Callable[[], T]) -> T:
+    def _run_on_all(self, action: Callable[[], T]) -> T:
         """What it returns, once it has succeeded on all ranks."""
-        return agreed(self._comm, "checkpoint.load", lambda: Proposal(action()))
+        return prepare_all(self._comm, "checkpoint.load", lambda: Prepared(action()))
 
     def _small_targets(self, optimizer: Optimizer | None, scheduler: Any) -> dict[str, Any]:
-        entries = [] if self._manifest is None else self._archive.below(RANKS)
+        entries = [] if self._manifest is None else self._metadata.under(RANKS)
         if optimizer is not None:
-            entries += groups_in(self._archive)
+            entries += param_group_entries(self._metadata)
         if scheduler is not None:
-            entries += self._archive.below(SCHEDULER)
-        return {entry.key: entry.room() for entry in entries}
+            entries += self._metadata.under(SCHEDULER)
+        return {entry.key: entry.allocate() for entry in entries}
 
     def _prepare(
         self, model: torch.nn.Module | None, optimizer: Optimizer | None, scheduler: Any
-    ) -> Proposal[_Prepared]:
-        small = read(self._archive, self._small_targets(optimizer, scheduler))
-        weights = None if model is None else Weights(self._archive, model, optimizer, strict=self._strict)
-        restoring = None if optimizer is None else self._restoring(small, model, optimizer)
-        schedule = None if scheduler is None else self._scheduler_state(small)
-        state = Reading(self._archive, {} if restoring is None else restoring.targets)
-        values = Reading(self._archive, {} if weights is None else weights.targets(restoring))
+    ) -> Prepared[_LoadPlan]:
+        small = read_values(self._metadata, self._small_targets(optimizer, scheduler))
+        weights = None if model is None else ModelLoadPlan(self._metadata, model, optimizer, strict=self._strict)
+        restoring = None if optimizer is None else self._plan_optimizer_load(small, model, optimizer)
+        schedule = None if scheduler is None else self._unpack_scheduler_state(small)
+        state = ReadPlan(self._metadata, {} if restoring is None else restoring.targets)
+        values = ReadPlan(self._metadata, {} if weights is None else weights.make_targets(restoring))
         if restoring is not None:
-            restoring.try_out(state.found)
-        ways = [part.in_place for part in (weights, restoring and restoring.running) if part]
+            restoring.validate(state.values)
+        ways = [part.can_load_in_place for part in (weights, restoring and restoring.adapter) if part]
         facts = [f"read {'in place' if in_place else 'beside'}" for in_place in ways]
-        return Proposal(_Prepared(self._by_rank(small), schedule, restoring, weights, state, values), facts)
+        return Prepared(_LoadPlan(self._unpack_per_rank(small), schedule, restoring, weights, state, values), facts)
 
-    def _restoring(
-        self, small: dict[str, Any], model: torch.nn.Module | None, optimizer: Optimizer
-    ) -> Restoring | None:
-        if not self._is_there(OPTIM, "optimizer"):
+    def _plan_optimizer_load(
+        self, small_values: dict[str, Any], model: torch.nn.Module | None, optimizer: Optimizer
+    ) -> OptimizerLoadPlan | None:
+        if not self._has_section(OPTIM, "optimizer"):
             return None
-        saved = SavedOptimizer(self._archive, small)
-        return Restoring(saved, running(optimizer), names_of(optimizer, model), strict=self._strict)
+        saved = SavedOptimizer(self._metadata, small_values)
+        return OptimizerLoadPlan(
+            saved, make_adapter(optimizer), resolve_param_names(optimizer, model), strict=self._strict
+        )
 
-    def _scheduler_state(self, small: dict[str, Any]) -> Any:
-        if not self._is_there(SCHEDULER, "scheduler"):
+    def _unpack_scheduler_state(self, small_values: dict[str, Any]) -> Any:
+        if not self._has_section(SCHEDULER, "scheduler"):
             return None
-        key = self._archive.below(SCHEDULER)[0].key
-        return unpacked(small[key], key, self._directory)
+        key = self._metadata.under(SCHEDULER)[0].key
+        return from_byte_tensor(small_values[key], key, self._directory)
 
-    def _is_there(self, part: str, what: str) -> bool:
-        found = bool(self._archive.below(part))
+    def _has_section(self, section: str, description: str) -> bool:
+        found = bool(self._metadata.under(section))
         if not found and self._strict:
-            raise CheckpointError(f"{self._directory} has no {what} in it. strict=False loads what there is.")
+            raise CheckpointError(f"{self._directory} has no {description} in it. strict=False loads what there is.")
         return found
 
-    def _by_rank(self, small: dict[str, Any]) -> dict[int, Any]:
+    def _unpack_per_rank(self, small_values: dict[str, Any]) -> dict[int, Any]:
         """What each rank has for itself; nothing if `save` did not write it."""
         if self._manifest is None:
             return {}
         found = {}
-        for entry in self._archive.below(RANKS):
-            part = unpacked(small[entry.key], entry.key, self._directory)
+        for entry in self._metadata.under(RANKS):
+            part = from_byte_tensor(small_values[entry.key], entry.key, self._directory)
             try:
-                check_random_states(part["random"])
+                check_rng_states(part["random"])
                 found[int(entry.path[1])] = {"random": part["random"], "extra": part["extra"]}
             except Exception as error:
                 raise CheckpointError(f"'{entry.key}' in {self._directory} cannot be read: {error!r}") from error
         return found
 
-    def _finish(self, by_rank: dict[int, Any]) -> Loaded:
+    def _finish(self, per_rank: dict[int, Any]) -> LoadResult:
         """Random states and `extra` belong to a rank: where there were other ranks they are nobody's."""
         rank, size = self._comm.group.rank, self._comm.group.size
-        extras = {number: part["extra"] for number, part in sorted(by_rank.items())}
+        extras = {number: part["extra"] for number, part in sorted(per_rank.items())}
         step, world = (self._manifest.step, self._manifest.world_size) if self._manifest else (None, None)
         if list(extras) == list(range(size)):
-            set_random_states(by_rank[rank]["random"])
-            return Loaded(self._directory, step, world, extras[rank], extras)
+            set_rng_states(per_rank[rank]["random"])
+            return LoadResult(self._directory, step, world, extras[rank], extras)
         if extras:
-            warn_user(
+            warn_at_caller(
                 f"{self._directory} was saved by {len(extras)} ranks and is loaded by {size}: random states stay "
                 "as they are, and what ranks gave as extra is in extra_by_rank"
             )
-        return Loaded(self._directory, step, world, None, extras)
+        return LoadResult(self._directory, step, world, None, extras)
 
 
 @contextmanager
-def told_as_a_mixture() -> Iterator[None]:
+def errors_as_partial_load() -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -265,7 +271,7 @@ def told_as_a_mixture() -> Iterator[None]:
 
 
 @contextmanager
-def no_garbage_collection() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Thousands of small objects come, and would have all that the process has looked through, each time for 0.2 s."""
     was_on = gc.isenabled()
     gc.disable()
@@ -276,16 +282,16 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def find(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
     if not path.is_dir():
         raise CheckpointError(
             f"{path} is a file: load it with torch.load(..., weights_only=True) and load_state_dict()"
         )
-    if is_archive(path):
+    if is_dcp_checkpoint(path):
         return path
-    found = Folder(path).latest()
+    found = CheckpointDir(path).latest()
     if found is None:
         raise CheckpointError(f"{path} has no checkpoint in it")
     return found

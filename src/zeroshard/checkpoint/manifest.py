@@ -14,13 +14,13 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from ..errors import CheckpointError
-from .archive import refuse_ways_out
+from .archive import reject_path_traversal
 from .progress import Progress
 
-MANIFEST = "zeroshard.json"
+MANIFEST_FILE = "zeroshard.json"
 
-_FORMAT = 1
-_PIECE = 1 << 18
+_FORMAT_VERSION = 1
+_CHECKSUM_CHUNK_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -35,27 +35,27 @@ class Manifest:
     time: float
     torch: str
 
-    def text(self) -> str:
-        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=2) + "\n"
+    def to_json(self) -> str:
+        return json.dumps({"format": _FORMAT_VERSION, **asdict(self)}, indent=2) + "\n"
 
-    def require_all(self, directory: Path, files: Iterable[str]) -> None:
+    def check_covers(self, directory: Path, files: Iterable[str]) -> None:
         """A file without a sum could be damaged, and nobody would know."""
         without = sorted(set(files) - self.sums.keys())
         if without:
             names = f"{', '.join(without[:3])}{' and others' if len(without) > 3 else ''}"
             raise CheckpointError(
-                f"{directory / MANIFEST} has no check sums of {names}, which the checkpoint needs: it is damaged, or "
+                f"{directory / MANIFEST_FILE} has no check sums of {names}, which the checkpoint needs: it is damaged, or "
                 "of another one. Restore it, or load another checkpoint. Without this file all is read unchecked."
             )
 
-    def check_sums(self, directory: Path, share: slice, progress: Progress) -> None:
+    def verify_checksums(self, directory: Path, file_slice: slice, progress: Progress) -> None:
         """A share of the files has the content that was written: ranks look at them in turns."""
-        names = sorted(self.sums)[share]
+        names = sorted(self.sums)[file_slice]
         for name in names:
-            _require_file(directory / name)
-        progress.expect(sum((directory / name).stat().st_size for name in names))
+            _check_regular_file(directory / name)
+        progress.add_expected(sum((directory / name).stat().st_size for name in names))
         for name in names:
-            if _sum_of(directory / name, progress) != self.sums[name]:
+            if _compute_checksum(directory / name, progress) != self.sums[name]:
                 raise CheckpointError(
                     f"{directory / name} is damaged, or of another checkpoint: its content is not what was written. "
                     "Restore it, or load another checkpoint."
@@ -64,15 +64,15 @@ class Manifest:
 
 def read_manifest(directory: Path) -> Manifest | None:
     """None if there is none: `save` did not write this directory."""
-    file = directory / MANIFEST
+    file = directory / MANIFEST_FILE
     if not file.is_file():
         return None
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        if found["format"] > _FORMAT:
+        if found["format"] > _FORMAT_VERSION:
             raise CheckpointError(f"{file} is of a newer version of this package (format {found['format']})")
         sums = {name: int(value) for name, value in found["sums"].items()}
-        refuse_ways_out(file, sums)
+        reject_path_traversal(file, sums)
         return Manifest(int(found["step"]), int(found["world_size"]), sums, float(found["time"]), str(found["torch"]))
     except CheckpointError:
         raise
@@ -80,45 +80,45 @@ def read_manifest(directory: Path) -> Manifest | None:
         raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
 
 
-class SummingFiles(FileSystem):
+class ChecksummingFileSystem(FileSystem):
     """Files whose check sums are taken as they are written, so that none is read again for it."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self.sums: dict[str, int] = {}
+        self.checksums: dict[str, int] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as stream:
-            summed = _Summed(stream, self._progress)
+            summed = _ChecksummingStream(stream, self._progress)
             try:
                 yield summed
             except RuntimeError:
                 if summed.failure is not None:  # torch says only that it could not go on
                     raise summed.failure from None
                 raise
-            self.sums[Path(path).name] = summed.sum
+            self.checksums[Path(path).name] = summed.checksum
 
     def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)
-        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+        self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
 
 
-class _Summed:
+class _ChecksummingStream:
     """A stream that is written from the beginning to the end."""
 
     def __init__(self, stream: Any, progress: Progress) -> None:
-        self._stream, self._progress, self.sum = stream, progress, 0
+        self._stream, self._progress, self.checksum = stream, progress, 0
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> Any:
-        self.sum = zlib.crc32(data, self.sum)
+        self.checksum = zlib.crc32(data, self.checksum)
         try:
             written = self._stream.write(data)
         except OSError as error:
             self.failure = error
             raise
-        self._progress.add(len(data))
+        self._progress.advance(len(data))
         return written
 
     def __getattr__(self, name: str) -> Any:
@@ -127,29 +127,29 @@ class _Summed:
         return getattr(self._stream, name)
 
 
-def _require_file(file: Path) -> None:
+def _check_regular_file(file: Path) -> None:
     # A pipe or a device may have no end.
     if not file.is_file():
         reason = "is no regular file" if file.exists() else "is missing: the checkpoint is incomplete"
         raise CheckpointError(f"{file} {reason}. Restore it, or load another checkpoint.")
 
 
-def _sum_of(file: Path, progress: Progress) -> int:
-    total, buffer = 0, memoryview(bytearray(_PIECE))
+def _compute_checksum(file: Path, progress: Progress) -> int:
+    total, buffer = 0, memoryview(bytearray(_CHECKSUM_CHUNK_BYTES))
     with file.open("rb", buffering=0) as stream:
         while count := stream.readinto(buffer):
             total = zlib.crc32(buffer[:count], total)
-            progress.add(count)
+            progress.advance(count)
     return total
 
 
-def said_by(found: Manifest | None) -> dict[str, Any]:
+def manifest_fields(manifest: Manifest | None) -> dict[str, Any]:
     """What a checkpoint says of itself beside the sums of its files; nothing if it is none of `save`."""
-    return {} if found is None else {key: value for key, value in asdict(found).items() if key != "sums"}
+    return {} if manifest is None else {key: value for key, value in asdict(manifest).items() if key != "sums"}
 
 
-def summed(said: Mapping[str, Any], directory: Path, progress: Progress) -> Manifest:
+def build_manifest(fields: Mapping[str, Any], directory: Path, progress: Progress) -> Manifest:
     """A manifest for files that were written anew, and not from the beginning to the end: they are read for it."""
     files = sorted(directory.iterdir())
-    progress.expect(sum(file.stat().st_size for file in files))
-    return Manifest(**{**said, "sums": {file.name: _sum_of(file, progress) for file in files}})
+    progress.add_expected(sum(file.stat().st_size for file in files))
+    return Manifest(**{**fields, "sums": {file.name: _compute_checksum(file, progress) for file in files}})

@@ -8,54 +8,59 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
 from ..comm.collectives import Comm
-from ..comm.group import Group, group_or_alone
+from ..comm.group import Group, resolve_group
 from ..errors import CheckpointError, ConfigError
 from ..runtime.step import Engine
-from ..state.trees import plain_tensors
-from .naming import listed
-from .optimizers import engine_of
+from ..state.trees import collect_plain_tensors
+from .naming import format_names
+from .optimizers import get_engine
 
 
-def written(rank: int, model: torch.nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+def collect_model_state(rank: int, model: torch.nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     """What a rank writes of a model: its parts of what is divided, and parameters that all have.
 
     Buffers, and what modules add, may differ between ranks: those of the first one count, as they do in training.
     """
-    owned = Owned(optimizer)
+    owned = ShardedParams(optimizer)
     found = get_model_state_dict(model)
     if rank:
-        params = {place_of(param) for param in model.parameters()}
-        found = {name: it for name, it in found.items() if place_of(it) in params or _is_divided(it)}
-    return {name: owned.engine.part(i) if (i := owned.find(it)) is not None else it for name, it in found.items()}
+        params = {storage_key(param) for param in model.parameters()}
+        found = {name: it for name, it in found.items() if storage_key(it) in params or _has_dtensor(it)}
+    return {
+        name: owned.engine.shard_tensor(i) if (i := owned.find_index(it)) is not None else it
+        for name, it in found.items()
+    }
 
 
-def _is_divided(value: Any) -> bool:
-    return any(hasattr(tensor, "to_local") for tensor in plain_tensors(value))
+def _has_dtensor(value: Any) -> bool:
+    return any(hasattr(tensor, "to_local") for tensor in collect_plain_tensors(value))
 
 
-class Owned:
+class ShardedParams:
     """Parameters found by where they lie: a model's dict has others over the same memory.
 
     Hazard: made before that dict is taken, since parameters whose memory was exchanged are moved back here.
     """
 
     def __init__(self, optimizer: Optimizer | None) -> None:
-        self._places: dict[Any, int] = {}
-        engine = engine_of(optimizer)
+        self._index_by_storage_key: dict[Any, int] = {}
+        engine = get_engine(optimizer)
         if engine is not None:
             self.engine: Engine = engine
-            self.engine.at_rest()
-            self._places = {place_of(param): index for index, param in enumerate(self.engine.params) if param.numel()}
+            self.engine.wait_until_idle()
+            self._index_by_storage_key = {
+                storage_key(param): index for index, param in enumerate(self.engine.params) if param.numel()
+            }
 
     def __bool__(self) -> bool:
-        return bool(self._places)
+        return bool(self._index_by_storage_key)
 
-    def find(self, value: Any) -> int | None:
+    def find_index(self, value: Any) -> int | None:
         """The number of a parameter in the optimizer."""
-        return self._places.get(place_of(value)) if self._places else None
+        return self._index_by_storage_key.get(storage_key(value)) if self._index_by_storage_key else None
 
 
-def place_of(value: Any) -> object:
+def storage_key(value: Any) -> object:
     """Where a tensor lies, the same for all that are over the same memory in the same way."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return None
@@ -65,22 +70,22 @@ def place_of(value: Any) -> object:
 
 def choose_group(process_group: dist.ProcessGroup | None, optimizer: Optimizer | None) -> Group:
     """The ranks that save or load together: the given ones, else those of a sharded optimizer, else all."""
-    engine = engine_of(optimizer)
+    engine = get_engine(optimizer)
     if process_group is None and engine is not None and dist.is_initialized():
-        own = engine.comm.everyone.group
+        own = engine.comm.data_parallel.group
         if own.size < dist.get_world_size():
             return own
     # Hazard: where the optimizer has all ranks in a group of its own, one that forgot it still meets the others here.
-    return group_or_alone(process_group)
+    return resolve_group(process_group)
 
 
-def require_its_ranks(optimizer: Optimizer | None, group: Group, call: str) -> None:
+def check_optimizer_ranks(optimizer: Optimizer | None, group: Group, call: str) -> None:
     """A part of the ranks has a part of the state, and would wait for the others."""
-    engine = engine_of(optimizer)
+    engine = get_engine(optimizer)
     if engine is None:
         return
     comm = engine.comm
-    members = comm.everyone.group.members
+    members = comm.data_parallel.group.members
     if sorted(members) != sorted(group.members):
         name = "process_group" if comm.replicas is None else "join_process_group"
         raise ConfigError(
@@ -89,19 +94,19 @@ def require_its_ranks(optimizer: Optimizer | None, group: Group, call: str) -> N
         )
 
 
-def require_equal_state(optimizer: Optimizer | None, comm: Comm) -> None:
+def check_state_on_all_owners(optimizer: Optimizer | None, comm: Comm) -> None:
     """Raise on all ranks if only some owners of a parameter have state of it, which files would have in part."""
-    engine = engine_of(optimizer)
+    engine = get_engine(optimizer)
     if engine is None or comm.group.size == 1:
         return
     state, count = engine.state(), len(engine.params)
     flags = bytearray(2 * count)
-    for index, param in engine.owned(engine.comm.group.rank).items():
+    for index, param in engine.owned_params(engine.comm.group.rank).items():
         flags[index if state.get(param) else count + index] = 1
-    both = comm.union(bytes(flags))
+    both = comm.all_reduce_any(bytes(flags))
     torn = [engine.layout.params[index].label for index in range(count) if both[index] and both[count + index]]
     if torn:
         raise CheckpointError(
-            f"some ranks have optimizer state of {listed(torn)}, and others that own a part of it have none, as after "
+            f"some ranks have optimizer state of {format_names(torn)}, and others that own a part of it have none, as after "
             "a step that failed on one rank. Load a checkpoint before you save one."
         )

@@ -15,73 +15,73 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ..comm.agreement import Proposal, agreed
+from ..comm.agreement import Prepared, prepare_all
 from ..comm.collectives import Comm
 from ..errors import ConfigError
-from ..labels import Label
-from ..notices import log, warn_user
-from .archive import Archive
-from .contents import collect
-from .folder import Folder, write
-from .manifest import MANIFEST, Manifest
-from .owned import choose_group, require_equal_state, require_its_ranks
-from .progress import Progress, Report
-from .staging import staged
-from .together import check_given, on_first, told_alike
-from .writing import write_parts
+from ..labels import Phase
+from ..notices import log_rank, warn_at_caller
+from .archive import CheckpointMetadata
+from .contents import build_state_dict
+from .folder import CheckpointDir, write_and_fsync
+from .manifest import MANIFEST_FILE, Manifest
+from .owned import check_optimizer_ranks, check_state_on_all_owners, choose_group
+from .progress import Progress, ProgressFn
+from .staging import copy_to_host
+from .together import check_components, errors_as_checkpoint_error, run_on_rank0
+from .writing import write_shards
 
-_under_way: list["Saving"] = []
+_pending_saves: list["SaveHandle"] = []
 """The last save in the background, to whatever folder: one at a time, so that their messages do not meet either."""
 
 
-class Saving:
+class SaveHandle:
     """A save in the background, which `async_save` returns."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._over = threading.Event()
+        self._finished = threading.Event()
         self._path: Path | None = None
         self._failure: BaseException | None = None
-        self._told = False
+        self._is_failure_reported = False
 
     def done(self) -> bool:
-        return self._over.is_set()
+        return self._finished.is_set()
 
     @property
     def progress(self) -> tuple[int, int]:
         """The bytes that this rank has written, and those that it writes in all, once that is known."""
-        return self._progress.done, self._progress.total
+        return self._progress.done_bytes, self._progress.total_bytes
 
     def wait(self) -> Path:
         """The directory of the checkpoint, once it is complete. Raises what failed, on all ranks."""
-        self._over.wait()
+        self._finished.wait()
         if self._failure is not None:
-            self._told = True
+            self._is_failure_reported = True
             raise self._failure
         assert self._path is not None
         return self._path
 
-    def settle(self) -> None:
+    def _wait_until_done(self) -> None:
         """It is over, in whatever way."""
-        self._over.wait()
+        self._finished.wait()
 
-    def make_way(self) -> None:
+    def _wait_and_raise_unreported(self) -> None:
         """For the next save. Raises what failed if nobody has heard of it."""
-        self._over.wait()
-        if not self._told:
+        self._finished.wait()
+        if not self._is_failure_reported:
             self.wait()
 
-    def run(self, write_it: Callable[[], Path]) -> None:
+    def _run(self, write_checkpoint: Callable[[], Path]) -> None:
         try:
-            self._path = write_it()
+            self._path = write_checkpoint()
         except BaseException as error:
             self._failure = error
-        self._over.set()
+        self._finished.set()
 
-    def run_behind(self, write_it: Callable[[], Path], rank: int) -> None:
-        self.run(write_it)
+    def _run_in_background(self, write_checkpoint: Callable[[], Path], rank: int) -> None:
+        self._run(write_checkpoint)
         if self._failure is not None:  # it may be the last thing that this process does
-            log(logging.ERROR, rank, "a checkpoint was not saved: %s", self._failure)
+            log_rank(logging.ERROR, rank, "a checkpoint was not saved: %s", self._failure)
 
 
 def save(
@@ -93,7 +93,7 @@ def save(
     scheduler: Any = None,
     extra: Any = None,
     keep: int | None = 3,
-    progress: bool | Report | None = None,
+    progress: bool | ProgressFn | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Save a checkpoint into the folder `path`. Called on all ranks of `process_group`; all succeed or all raise.
@@ -119,7 +119,7 @@ def save(
     """
     comm = Comm(choose_group(process_group, optimizer))
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    request = _Request(path, step, keep, given, extra, False, _shown(step, progress, comm))
+    request = _SaveRequest(path, step, keep, given, extra, False, _shown(step, progress, comm))
     return request.write(comm, request.collect(comm))
 
 
@@ -132,9 +132,9 @@ def async_save(
     scheduler: Any = None,
     extra: Any = None,
     keep: int | None = 3,
-    progress: bool | Report | None = None,
+    progress: bool | ProgressFn | None = None,
     process_group: dist.ProcessGroup | None = None,
-) -> Saving:
+) -> SaveHandle:
     """Copy a checkpoint to host memory and write it in the background, while training continues.
 
     Called on all ranks of `process_group`, with the arguments of `save`. The next save waits for this one. Wait for the
@@ -146,65 +146,65 @@ def async_save(
     """
     comm = Comm(choose_group(process_group, optimizer))
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    request = _Request(path, step, keep, given, extra, True, _shown(step, progress, comm))
+    request = _SaveRequest(path, step, keep, given, extra, True, _shown(step, progress, comm))
     return request.start(comm, request.collect(comm))
 
 
-def _shown(step: int, progress: bool | Report | None, comm: Comm) -> Progress:
+def _shown(step: int, progress: bool | ProgressFn | None, comm: Comm) -> Progress:
     return Progress(f"saving step {step}", progress, comm.group.rank)
 
 
 @dataclass(frozen=True)
-class _Request:
+class _SaveRequest:
     path: str | os.PathLike[str]
     step: int
     keep: int | None
-    given: dict[str, Any]
+    components: dict[str, Any]
     extra: Any
-    behind: bool
+    is_async: bool
     progress: Progress
 
     def collect(self, comm: Comm) -> dict[str, Any]:
         """What this rank saves, once all ranks agree."""
-        with told_alike(self.path), comm.clock.part(Label.SAVE_COLLECT):
-            contents = agreed(comm, "checkpoint.save", lambda: self._propose(comm))
-            require_equal_state(self.given["optimizer"], comm)
+        with errors_as_checkpoint_error(self.path), comm.profiler.phase(Phase.SAVE_COLLECT):
+            contents = prepare_all(comm, "checkpoint.save", lambda: self._propose(comm))
+            check_state_on_all_owners(self.components["optimizer"], comm)
         return contents
 
-    def _propose(self, comm: Comm) -> Proposal[dict[str, Any]]:
-        check_given(self.given, "state_dict", self.progress.show)
-        _finish_earlier()
-        _check(self.step, self.keep)
-        _require_numpy(comm)
+    def _propose(self, comm: Comm) -> Prepared[dict[str, Any]]:
+        check_components(self.components, "state_dict", self.progress.show)
+        _finish_pending_saves()
+        _check_step_and_keep(self.step, self.keep)
+        _check_numpy(comm)
         facts = [f"path {Path(self.path)}", f"step {self.step}", f"keep={self.keep}"]
-        facts.append(f"checkpoint.{'async_save' if self.behind else 'save'}")
-        facts += [f"{name} {'not ' if it is None else ''}given" for name, it in self.given.items()]
-        require_its_ranks(self.given["optimizer"], comm.group, "checkpoint.save")
-        contents = collect(comm.group.rank, **self.given, extra=self.extra)
-        return Proposal(staged(contents) if self.behind else contents, facts)
+        facts.append(f"checkpoint.{'async_save' if self.is_async else 'save'}")
+        facts += [f"{name} {'not ' if it is None else ''}given" for name, it in self.components.items()]
+        check_optimizer_ranks(self.components["optimizer"], comm.group, "checkpoint.save")
+        contents = build_state_dict(comm.group.rank, **self.components, extra=self.extra)
+        return Prepared(copy_to_host(contents) if self.is_async else contents, facts)
 
-    def start(self, comm: Comm, contents: dict[str, Any]) -> Saving:
-        saving = Saving(self.progress)
-        companion = Comm(comm.group.apart())
-        _under_way.append(saving)
-        job = (lambda: self.write(companion, contents), comm.group.rank)
-        threading.Thread(target=saving.run_behind, args=job, name="zeroshard-save", daemon=False).start()
+    def start(self, comm: Comm, state_dict: dict[str, Any]) -> SaveHandle:
+        saving = SaveHandle(self.progress)
+        companion = Comm(comm.group.dedicated_gloo_group())
+        _pending_saves.append(saving)
+        job = (lambda: self.write(companion, state_dict), comm.group.rank)
+        threading.Thread(target=saving._run_in_background, args=job, name="zeroshard-save", daemon=False).start()
         return saving
 
     def write(self, comm: Comm, contents: dict[str, Any]) -> Path:
-        folder = Folder(self.path)
-        with told_alike(folder.path), ExitStack() as held:
+        folder = CheckpointDir(self.path)
+        with errors_as_checkpoint_error(folder.path), ExitStack() as held:
 
             def begin() -> Path:
-                held.enter_context(folder.locked())
-                directory = folder.begin(self.step)
-                held.callback(folder.abandon, directory)  # does nothing once it is published
+                held.enter_context(folder.lock())
+                directory = folder.create_staging_dir(self.step)
+                held.callback(folder.discard, directory)  # does nothing once it is published
                 return directory
 
             def publish() -> Path:
                 manifest = Manifest(self.step, comm.group.size, sums, time.time(), torch.__version__)
-                write(directory / MANIFEST, manifest.text())
-                Archive(directory).check_files()  # one that cannot be loaded must not push others out
+                write_and_fsync(directory / MANIFEST_FILE, manifest.to_json())
+                CheckpointMetadata(directory).check_files()  # one that cannot be loaded must not push others out
                 final = folder.publish(directory, self.step)
                 prune()
                 return final
@@ -213,38 +213,42 @@ class _Request:
                 try:
                     folder.prune(self.keep)
                 except OSError as error:
-                    warn_user(f"older checkpoints in {folder.path} could not be removed: {error}")
+                    warn_at_caller(f"older checkpoints in {folder.path} could not be removed: {error}")
 
-            directory = on_first(comm, "checkpoint.save: beginning", begin)
-            with comm.clock.part(Label.SAVE_WRITE):
-                sums = write_parts(comm, directory, contents, self.progress)
-            with comm.clock.part(Label.SAVE_PUBLISH):
-                final = on_first(comm, "checkpoint.save: publishing", publish)
-            log(
-                logging.DEBUG, comm.group.rank, "saved %s, of which this rank wrote %d bytes", final, self.progress.done
+            directory = run_on_rank0(comm, "checkpoint.save: beginning", begin)
+            with comm.profiler.phase(Phase.SAVE_WRITE):
+                sums = write_shards(comm, directory, contents, self.progress)
+            with comm.profiler.phase(Phase.SAVE_PUBLISH):
+                final = run_on_rank0(comm, "checkpoint.save: publishing", publish)
+            log_rank(
+                logging.DEBUG,
+                comm.group.rank,
+                "saved %s, of which this rank wrote %d bytes",
+                final,
+                self.progress.done_bytes,
             )
             return final
 
 
-def _check(step: int, keep: int | None) -> None:
+def _check_step_and_keep(step: int, keep: int | None) -> None:
     if type(step) is not int or step < 0:
         raise ConfigError(f"step must be a number of steps, not {step!r}")
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ConfigError(f"keep must be at least 1, or None to keep all checkpoints, not {keep!r}")
 
 
-def _require_numpy(comm: Comm) -> None:
+def _check_numpy(comm: Comm) -> None:
     """By which torch's checkpoints exchange their plans. Without it a rank would fail while others wait for it."""
     if comm.group.size > 1 and find_spec("numpy") is None:
         raise ConfigError("saving on several ranks takes numpy, which torch.distributed.checkpoint uses: install it")
 
 
-def _finish_earlier() -> None:
-    while _under_way:
-        _under_way.pop().make_way()
+def _finish_pending_saves() -> None:
+    while _pending_saves:
+        _pending_saves.pop()._wait_and_raise_unreported()
 
 
-def wait_for_earlier_saves() -> None:
+def wait_for_pending_saves() -> None:
     """What was saved in the background is there, or has failed, which the next save tells."""
-    for saving in _under_way:
-        saving.settle()
+    for saving in _pending_saves:
+        saving._wait_until_done()

@@ -4,7 +4,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-_OPCODES = (
+_ALLOWED_OPCODES = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK),
     *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2),
     *(pickle.LONG1, pickle.LONG4, pickle.BINFLOAT, pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8),
@@ -16,25 +16,25 @@ _OPCODES = (
 )
 """What Python has written since protocol 2 for numbers, texts, plain containers and objects."""
 
-_DISPATCH: dict[int, Callable[..., None]] = vars(pickle._Unpickler)["dispatch"]
+_PICKLE_DISPATCH: dict[int, Callable[..., None]] = vars(pickle._Unpickler)["dispatch"]
 
 
-class Sealed(type):
+class FrozenType(type):
     # Pickle sets attributes of whatever it was handed, by its opcode BUILD: also of classes and functions, and of
     # objects that the process shares, like members of enums. They would stay changed for the whole process.
     def __setattr__(cls, name: str, value: Any) -> None:
         raise pickle.UnpicklingError(f"it changes '{name}' of {cls.__name__}")
 
 
-def sealed(make: Callable[..., Any]) -> type:
+def make_frozen_type(constructor: Callable[..., Any]) -> type:
     """In a file it is a class or a function; it makes what `make` returns, which must be a new object or unchangeable.
 
     Pickle makes objects by `__new__` alone, and takes them whatever they are.
     """
-    return Sealed("a sealed class", (), {"__slots__": (), "__new__": lambda _, *given: make(*given)})
+    return FrozenType("a sealed class", (), {"__slots__": (), "__new__": lambda _, *given: constructor(*given)})
 
 
-class Unpickler(pickle._Unpickler):
+class SafeUnpickler(pickle._Unpickler):
     """Knows the opcodes that are needed, and takes no more memory than its file has.
 
     Hazard: the one in C makes a list as long as the largest number that a file gives to a value, 64 GB for 10 bytes.
@@ -44,32 +44,36 @@ class Unpickler(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Callable[..., None]]]
     stack: list[Any]
 
-    def is_key(self, value: Any) -> bool:
+    def is_allowed_key(self, value: Any) -> bool:
         """Whether it may be the key of a dict."""
         return type(value) in (str, int)
 
     def load_setitem(self) -> None:
         self._check_keys(self.stack[-2:-1])
-        _DISPATCH[pickle.SETITEM[0]](self)
+        _PICKLE_DISPATCH[pickle.SETITEM[0]](self)
 
     def load_setitems(self) -> None:
         self._check_keys(self.stack[::2])
-        _DISPATCH[pickle.SETITEMS[0]](self)
+        _PICKLE_DISPATCH[pickle.SETITEMS[0]](self)
 
     def _check_keys(self, keys: list[Any]) -> None:
         for key in keys:
-            if type(key) is not str and not self.is_key(key):
+            if type(key) is not str and not self.is_allowed_key(key):
                 raise pickle.UnpicklingError(f"it has a {type(key).__name__} as a key")
 
 
-def _refuse(opcode: int) -> Callable[..., None]:
-    def refuse(_: Unpickler) -> None:
+def _reject_opcode(opcode: int) -> Callable[..., None]:
+    def reject(_: SafeUnpickler) -> None:
         raise pickle.UnpicklingError(f"it has the opcode {bytes([opcode])!r}, which nothing here needs")
 
-    return refuse
+    return reject
 
 
-Unpickler.dispatch = {
-    opcode: load if bytes([opcode]) in _OPCODES else _refuse(opcode) for opcode, load in _DISPATCH.items()
+SafeUnpickler.dispatch = {
+    opcode: load if bytes([opcode]) in _ALLOWED_OPCODES else _reject_opcode(opcode)
+    for opcode, load in _PICKLE_DISPATCH.items()
 }
-Unpickler.dispatch |= {pickle.SETITEM[0]: Unpickler.load_setitem, pickle.SETITEMS[0]: Unpickler.load_setitems}
+SafeUnpickler.dispatch |= {
+    pickle.SETITEM[0]: SafeUnpickler.load_setitem,
+    pickle.SETITEMS[0]: SafeUnpickler.load_setitems,
+}

@@ -4,7 +4,7 @@ from reprlib import Repr
 from typing import Any
 
 
-class _Short(Repr):
+class _SafeRepr(Repr):
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel, self.maxother, self.maxstring = 2, 80, 80
@@ -19,6 +19,6 @@ class _Short(Repr):
         return repr(x) if x.bit_length() < 256 else f"a number of {x.bit_length()} bits"
 
 
-def shown(value: Any) -> str:
+def safe_repr(value: Any) -> str:
     """Hazard: a tuple of tuples of tuples, each twice the same, is short in a file, and without end written out."""
-    return _Short().repr(value)
+    return _SafeRepr().repr(value)

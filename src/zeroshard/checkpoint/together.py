@@ -7,14 +7,14 @@ from typing import Any
 
 from torch.nn import Module
 
-from ..comm.agreement import Proposal, agreed
+from ..comm.agreement import Prepared, prepare_all
 from ..comm.collectives import Comm
 from ..errors import CheckpointError, ConfigError, RankFailedError, RankLostError, RankMismatchError
 from ..units import Rank
 
 
 @contextmanager
-def told_alike(path: object) -> Iterator[None]:
+def errors_as_checkpoint_error(path: object) -> Iterator[None]:
     """A job that catches it and falls back to something else must do so on all ranks."""
     try:
         yield
@@ -28,13 +28,17 @@ def told_alike(path: object) -> Iterator[None]:
         raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
 
 
-def check_given(given: Mapping[str, Any], method: str, progress: object) -> None:
+def check_components(components: Mapping[str, Any], method: str, progress: object) -> None:
     """Raise if a model, an optimizer, a scheduler or a display is none. `method`: of theirs that will be called."""
-    model, optimizer, scheduler = given["model"], given["optimizer"], given["scheduler"]
+    model, optimizer, scheduler = components["model"], components["optimizer"], components["scheduler"]
     odd = [
         (model, isinstance(model, Module), "model= must be a torch.nn.Module"),
-        (optimizer, _has(optimizer, "param_groups", method), f"optimizer= must have param_groups and {method}()"),
-        (scheduler, _has(scheduler, method), f"scheduler= must have {method}()"),
+        (
+            optimizer,
+            _has_attributes(optimizer, "param_groups", method),
+            f"optimizer= must have param_groups and {method}()",
+        ),
+        (scheduler, _has_attributes(scheduler, method), f"scheduler= must have {method}()"),
         (progress, isinstance(progress, bool) or callable(progress), "progress= must be True, False or a function"),
     ]
     for it, fits, text in odd:
@@ -42,14 +46,14 @@ def check_given(given: Mapping[str, Any], method: str, progress: object) -> None
             raise ConfigError(f"{text}, or be None; it is a {type(it).__name__}")
 
 
-def _has(it: object, *names: str) -> bool:
-    return all(hasattr(it, name) for name in names)
+def _has_attributes(obj: object, *names: str) -> bool:
+    return all(hasattr(obj, name) for name in names)
 
 
-def on_first(comm: Comm, call: str, action: Callable[[], Path], facts: Sequence[str] = ()) -> Path:
+def run_on_rank0(comm: Comm, call: str, action: Callable[[], Path], must_match: Sequence[str] = ()) -> Path:
     """What rank 0 makes of it, on all ranks; what fails there is raised on all."""
     mine = comm.group.rank == 0
-    made = agreed(comm, call, lambda: Proposal(action() if mine else Path(), facts))
+    made = prepare_all(comm, call, lambda: Prepared(action() if mine else Path(), must_match))
     if comm.group.size == 1:
         return made
     return Path(comm.broadcast_bytes(str(made).encode() if mine else None, Rank(0)).decode())

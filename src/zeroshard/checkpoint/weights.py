@@ -10,136 +10,152 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
-from .archive import Archive, Entry
-from .changing import is_empty, loads_its_own_way
+from .archive import CheckpointMetadata, Entry
+from .changing import has_custom_load, is_empty_container
 from .contents import MODEL
-from .naming import listed, refuse_other_names
-from .owned import Owned, place_of
-from .restoring import Restoring
+from .naming import format_names, raise_if_names_differ
+from .owned import ShardedParams, storage_key
+from .restoring import OptimizerLoadPlan
 
 
-class Weights:
+class ModelLoadPlan:
     """A running model, and where the values of a saved one belong."""
 
-    def __init__(self, archive: Archive, model: torch.nn.Module, optimizer: Optimizer | None, *, strict: bool) -> None:
+    def __init__(
+        self, metadata: CheckpointMetadata, model: torch.nn.Module, optimizer: Optimizer | None, *, strict: bool
+    ) -> None:
         """Raises if the saved model is another one."""
-        self._archive, self._model = archive, model
-        self._owned = Owned(optimizer)
-        self._mine = get_model_state_dict(model)
-        self._refuse_meta()
-        self.in_place = not loads_its_own_way(model) and self._is_the_models_memory()
+        self._metadata, self._model = metadata, model
+        self._sharded_params = ShardedParams(optimizer)
+        self._model_state = get_model_state_dict(model)
+        self._check_no_meta_tensors()
+        self.can_load_in_place = not has_custom_load(model) and self._can_write_through_state_dict()
         """Values are read to where they belong; else to new memory, for the model to load in its own way."""
         if strict:
-            self._require_the_same_names()
-        self._wanted = [entry for entry in self._entries() if entry.path[1] in self._mine]
-        for entry in self._wanted:
-            self._check_shape(entry, self._mine[entry.path[1]])
-        self._sources: dict[str, str] = {}
+            self._check_names()
+        self._entries_to_load = [entry for entry in self._model_entries() if entry.path[1] in self._model_state]
+        for entry in self._entries_to_load:
+            self._check_shape(entry, self._model_state[entry.path[1]])
+        self._source_keys: dict[str, str] = {}
         """What is read in the place of values that are less precise, by their keys."""
-        self._rounded: set[int] = set()
+        self._params_from_masters: set[int] = set()
         """Parameters of which only the more precise copy is read."""
-        self._renewed: set[int] = set()
+        self._masters_from_params: set[int] = set()
         """Parameters whose more precise copy is not in the checkpoint, and is made of them."""
 
-    def targets(self, restoring: Restoring | None) -> dict[str, Any]:
+    def make_targets(self, optimizer_plan: OptimizerLoadPlan | None) -> dict[str, Any]:
         """What to read, and where to, together with what an optimizer takes."""
-        return dict(self._target(entry, self._mine[entry.path[1]], restoring) for entry in self._wanted)
+        return dict(
+            self._make_target(entry, self._model_state[entry.path[1]], optimizer_plan)
+            for entry in self._entries_to_load
+        )
 
-    def by_name(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def build_state_dict(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """As the model has them, of values by keys of the archive, which takes containers apart."""
         found: dict[str, Any] = {}
-        for entry in self._wanted:
-            set_element(found, entry.path[1:], values[self._sources.get(entry.key, entry.key)])
+        for entry in self._entries_to_load:
+            set_element(found, entry.path[1:], values[self._source_keys.get(entry.key, entry.key)])
         return found
 
     @torch.no_grad()
-    def spread(self) -> Callable[[], None]:
+    def broadcast_params(self) -> Callable[[], None]:
         """Bring what was read in place to everyone; returns how to wait for that. On all ranks."""
-        tensors = [value for value in self._mine.values() if isinstance(value, torch.Tensor)]
+        tensors = [value for value in self._model_state.values() if isinstance(value, torch.Tensor)]
         increment_version([tensor for tensor in tensors if not tensor.is_inference()])
-        if not self._owned:
+        if not self._sharded_params:
             return lambda: None
-        for index in self._rounded:
-            copy = self._owned.engine.precise_part(index)
+        for index in self._params_from_masters:
+            copy = self._sharded_params.engine.master_shard_tensor(index)
             assert copy is not None
-            self._owned.engine.part(index).local.copy_(copy.local)
-        self.renew_copies()
-        return self._owned.engine.spread()
+            self._sharded_params.engine.shard_tensor(index).local.copy_(copy.local)
+        self.refresh_masters()
+        return self._sharded_params.engine.broadcast_params()
 
     @torch.no_grad()
-    def renew_copies(self) -> None:
+    def refresh_masters(self) -> None:
         """Nothing is left in them of what was there before."""
-        for index in self._renewed:
-            copy = self._owned.engine.precise_part(index)
+        for index in self._masters_from_params:
+            copy = self._sharded_params.engine.master_shard_tensor(index)
             assert copy is not None
-            copy.local.copy_(self._owned.engine.part(index).local)
+            copy.local.copy_(self._sharded_params.engine.shard_tensor(index).local)
 
-    def _refuse_meta(self) -> None:
-        empty = [name for name, value in self._mine.items() if isinstance(value, torch.Tensor) and value.is_meta]
+    def _check_no_meta_tensors(self) -> None:
+        empty = [name for name, value in self._model_state.items() if isinstance(value, torch.Tensor) and value.is_meta]
         if empty:
             raise CheckpointError(
-                f"the model has no memory for {listed(empty)}: call model.to_empty(device=...) before loading"
+                f"the model has no memory for {format_names(empty)}: call model.to_empty(device=...) before loading"
             )
 
-    def _entries(self) -> list[Entry]:
-        return [entry for entry in self._archive.below(MODEL) if entry.path[1:]]
+    def _model_entries(self) -> list[Entry]:
+        return [entry for entry in self._metadata.under(MODEL) if entry.path[1:]]
 
-    def _is_the_models_memory(self) -> bool:
-        own = {place_of(it) for it in (*self._model.parameters(), *self._model.buffers())}
-        return all(place_of(value) in own for value in self._mine.values())
+    def _can_write_through_state_dict(self) -> bool:
+        own = {storage_key(it) for it in (*self._model.parameters(), *self._model.buffers())}
+        return all(storage_key(value) in own for value in self._model_state.values())
 
-    def _require_the_same_names(self) -> None:
-        theirs = {str(entry.path[1]): None for entry in self._entries()}
-        missing = [name for name in self._mine if name not in theirs and not is_empty(self._mine[name])]
-        unexpected = [name for name in theirs if name not in self._mine]
-        refuse_other_names(f"{self._archive.directory} has another model", missing, unexpected)
+    def _check_names(self) -> None:
+        theirs = {str(entry.path[1]): None for entry in self._model_entries()}
+        missing = [
+            name for name in self._model_state if name not in theirs and not is_empty_container(self._model_state[name])
+        ]
+        unexpected = [name for name in theirs if name not in self._model_state]
+        raise_if_names_differ(f"{self._metadata.directory} has another model", missing, unexpected)
 
-    def _target(self, entry: Entry, mine: Any, restoring: Restoring | None) -> tuple[str, Any]:
-        if not isinstance(mine, torch.Tensor):
-            return entry.key, entry.room()
-        index = self._owned.find(mine)
-        if self.in_place and index is not None:
-            return self._part(entry, mine, index, restoring)
-        if index is not None and self._needs_copy(entry, mine, index, restoring):
-            self._renewed.add(index)
-        master = self._master(entry, mine, restoring)
-        if master is not None and entry.tensor is not None and entry.tensor.properties.dtype != mine.dtype:
-            self._sources[entry.key] = master.key
-        room = mine if self.in_place else torch.empty_like(mine, requires_grad=False)
-        return self._sources.get(entry.key, entry.key), room
+    def _make_target(self, entry: Entry, current: Any, optimizer_plan: OptimizerLoadPlan | None) -> tuple[str, Any]:
+        if not isinstance(current, torch.Tensor):
+            return entry.key, entry.allocate()
+        index = self._sharded_params.find_index(current)
+        if self.can_load_in_place and index is not None:
+            return self._make_shard_target(entry, current, index, optimizer_plan)
+        if index is not None and self._needs_master_refresh(entry, current, index, optimizer_plan):
+            self._masters_from_params.add(index)
+        master = self._find_master_entry(entry, current, optimizer_plan)
+        if master is not None and entry.tensor is not None and entry.tensor.properties.dtype != current.dtype:
+            self._source_keys[entry.key] = master.key
+        room = current if self.can_load_in_place else torch.empty_like(current, requires_grad=False)
+        return self._source_keys.get(entry.key, entry.key), room
 
-    def _part(
-        self, entry: Entry, mine: torch.Tensor, index: int, restoring: Restoring | None
+    def _make_shard_target(
+        self, entry: Entry, current: torch.Tensor, index: int, optimizer_plan: OptimizerLoadPlan | None
     ) -> tuple[str, torch.Tensor]:
         """This rank's part of a parameter, read from the most precise copy there is to the most precise one here."""
         assert entry.tensor is not None
-        engine = self._owned.engine
-        part, copy = engine.part(index), engine.precise_part(index)
-        saved = self._master(entry, mine, restoring)
+        engine = self._sharded_params.engine
+        part, copy = engine.shard_tensor(index), engine.master_shard_tensor(index)
+        saved = self._find_master_entry(entry, current, optimizer_plan)
         is_rounded = entry.tensor.properties.dtype != part.dtype
         if copy is not None and saved is None:
-            (self._rounded if is_rounded else self._renewed).add(index)
+            (self._params_from_masters if is_rounded else self._masters_from_params).add(index)
             return entry.key, copy if is_rounded else part
         return (saved.key, part) if copy is None and saved is not None and is_rounded else (entry.key, part)
 
-    def _needs_copy(self, entry: Entry, mine: torch.Tensor, index: int, restoring: Restoring | None) -> bool:
-        return self._owned.engine.precise_part(index) is not None and self._master(entry, mine, restoring) is None
+    def _needs_master_refresh(
+        self, entry: Entry, current: torch.Tensor, index: int, optimizer_plan: OptimizerLoadPlan | None
+    ) -> bool:
+        return (
+            self._sharded_params.engine.master_shard_tensor(index) is not None
+            and self._find_master_entry(entry, current, optimizer_plan) is None
+        )
 
-    def _master(self, entry: Entry, mine: torch.Tensor, restoring: Restoring | None) -> Entry | None:
+    def _find_master_entry(
+        self, entry: Entry, current: torch.Tensor, optimizer_plan: OptimizerLoadPlan | None
+    ) -> Entry | None:
         """The saved master weights, if they are more precise than what the saved model has itself."""
-        found = None if restoring is None else restoring.master(str(entry.path[1]), mine)
+        found = None if optimizer_plan is None else optimizer_plan.find_master_entry(str(entry.path[1]), current)
         if found is None or found.tensor is None or entry.tensor is None or found.tensor.size != entry.tensor.size:
             return None
         return found if found.tensor.properties.dtype.itemsize > entry.tensor.properties.dtype.itemsize else None
 
-    def _check_shape(self, entry: Entry, mine: Any) -> None:
-        if not isinstance(mine, torch.Tensor) and (entry.tensor is None or len(entry.path) > 2):
+    def _check_shape(self, entry: Entry, current: Any) -> None:
+        if not isinstance(current, torch.Tensor) and (entry.tensor is None or len(entry.path) > 2):
             return  # what a module adds to its dict may be of any form
         theirs = None if entry.tensor is None else tuple(entry.tensor.size)
-        if not isinstance(mine, torch.Tensor) or theirs != tuple(mine.shape):
-            here = f"shape {tuple(mine.shape)}" if isinstance(mine, torch.Tensor) else f"a {type(mine).__name__}"
+        if not isinstance(current, torch.Tensor) or theirs != tuple(current.shape):
+            here = (
+                f"shape {tuple(current.shape)}" if isinstance(current, torch.Tensor) else f"a {type(current).__name__}"
+            )
             raise CheckpointError(
-                f"'{entry.key}' in {self._archive.directory} has "
+                f"'{entry.key}' in {self._metadata.directory} has "
                 f"{'no shape' if theirs is None else f'shape {theirs}'}, but the model's has {here}: it is a "
                 "checkpoint of another model"
             )

@@ -15,12 +15,12 @@ from torch.utils.dlpack import from_dlpack
 
 from ..comm.collectives import Comm
 from ..errors import CheckpointError
-from .archive import ranks_for_dcp, reasons
-from .manifest import SummingFiles
+from .archive import dcp_group_kwargs, format_failures
+from .manifest import ChecksummingFileSystem
 from .progress import Progress
 
 
-class _Planner(DefaultSavePlanner):
+class _SavePlanner(DefaultSavePlanner):
     """DCP copies what is a part of a larger storage, and keeps the copies until all is written. Slices of buckets are
     such parts; as tensors of their own, over the same memory, they are written as they lie."""
 
@@ -30,7 +30,7 @@ class _Planner(DefaultSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         plan = super().finish_plan(new_plan)
-        self._progress.expect(sum(item.tensor_storage_size() or 0 for item in plan.items))
+        self._progress.add_expected(sum(item.tensor_storage_size() or 0 for item in plan.items))
         return plan
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
@@ -47,17 +47,19 @@ class _Planner(DefaultSavePlanner):
         return data
 
 
-def write_parts(comm: Comm, directory: Path, contents: dict[str, Any], progress: Progress) -> dict[str, int]:
+def write_shards(comm: Comm, directory: Path, state_dict: dict[str, Any], progress: Progress) -> dict[str, int]:
     """The check sums of all files, whichever rank has written them."""
-    files = SummingFiles(progress)
+    files = ChecksummingFileSystem(progress)
     writer = FileSystemWriter(str(directory), sync_files=True, single_file_per_rank=True)
     writer.fs = files
     try:
-        with comm.group.line, ranks_for_dcp(comm.group) as ranks:
-            save(contents, storage_writer=writer, planner=_Planner(progress), **ranks)
+        with comm.group.failure_detector, dcp_group_kwargs(comm.group) as ranks:
+            save(state_dict, storage_writer=writer, planner=_SavePlanner(progress), **ranks)
     except CheckpointException as error:
-        raise CheckpointError(f"the checkpoint could not be written to {directory.parent}: {reasons(error)}") from error
+        raise CheckpointError(
+            f"the checkpoint could not be written to {directory.parent}: {format_failures(error)}"
+        ) from error
     progress.finish()
-    mine = json.dumps(files.sums)
-    shares = [mine] if comm.group.size == 1 else comm.share(mine)
+    mine = json.dumps(files.checksums)
+    shares = [mine] if comm.group.size == 1 else comm.all_gather_text(mine)
     return {name: value for share in shares for name, value in json.loads(share).items()}

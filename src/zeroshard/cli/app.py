@@ -18,18 +18,18 @@ from .. import running
 from ..checkpoint.progress import Progress
 from ..doctor import command
 from ..errors import ZeroError
-from .describe import describe
-from .files import beside
-from .formats import FORMATS
+from .describe import describe_checkpoint
+from .files import atomic_output
+from .formats import FORMAT_WRITERS
 from .plan_command import plan
-from .show import printable, show
-from .sources import open_source, told_of, weights_of
+from .show import print_description, replace_unprintable
+from .sources import open_checkpoint, select_weights, wrap_errors_for
 
-_WIDTH = 160
+_TABLE_WIDTH = 160
 """Of tables that are not shown in a terminal."""
 
 
-class To(str, Enum):
+class TargetFormat(str, Enum):
     """The formats, as choices of an option."""
 
     torch = "torch"
@@ -48,7 +48,7 @@ app.add_typer(checkpoints, name="checkpoint")
 
 
 @app.callback()
-def every(
+def global_options(
     version: Annotated[bool, typer.Option("--version", help="Say which zeroshard this is.")] = False,
 ) -> None:
     """Plan memory and traffic; look at jobs and at checkpoints, convert these, run scripts."""
@@ -61,44 +61,48 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Say what is in a checkpoint. Only its metadata and the sizes of its files are read."""
-    with told_of(path):
-        description = describe(path)
+    with wrap_errors_for(path):
+        description = describe_checkpoint(path)
     if as_json:
-        typer.echo(json.dumps(description.as_json(), indent=2))
+        typer.echo(json.dumps(description.as_dict(), indent=2))
     else:
-        show(description, Console() if sys.stdout.isatty() else Console(width=_WIDTH))
+        print_description(description, Console() if sys.stdout.isatty() else Console(width=_TABLE_WIDTH))
 
 
 @checkpoints.command()
 def convert(
     source: Annotated[Path, typer.Argument(help="a folder of checkpoints, one checkpoint, or a file of torch.save")],
     target: Annotated[Path, typer.Argument(help="the file or directory to write, which must not exist")],
-    to: Annotated[To, typer.Option("--to", help="the format to write")],
+    to: Annotated[TargetFormat, typer.Option("--to", help="the format to write")],
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="the model alone, as model.load_state_dict takes it")
     ] = False,
 ) -> None:
     """Write a checkpoint in another format, a few MiB at a time. TARGET appears when it is complete."""
-    with beside(target) as hidden, _bar(to.value) as progress:
-        contents = open_source(source, progress)
+    with atomic_output(target) as hidden, _progress_bar(to.value) as progress:
+        contents = open_checkpoint(source, progress)
         if weights_only:
-            contents = weights_of(source, contents)
-        progress.expect(contents.nbytes)
-        with told_of(source, reading=False):
-            FORMATS[to.value](contents, hidden, progress)
+            contents = select_weights(source, contents)
+        progress.add_expected(contents.nbytes)
+        with wrap_errors_for(source, is_reading=False):
+            FORMAT_WRITERS[to.value](contents, hidden, progress)
 
 
-_ITS_OWN: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
+_PASSTHROUGH_SETTINGS: dict[str, Any] = {
+    "ignore_unknown_options": True,
+    "allow_extra_args": True,
+    "allow_interspersed_args": False,
+}
 """A command that reads its arguments itself."""
 
 
-@app.command(context_settings=_ITS_OWN, add_help_option=False)
+@app.command(context_settings=_PASSTHROUGH_SETTINGS, add_help_option=False)
 def run(context: typer.Context) -> None:
     """Run a script as python does, with zeroshard's classes in the place of torch's. See `run --help`."""
-    raise SystemExit(running.main(context.args))
+    raise SystemExit(running.run_command(context.args))
 
 
-@app.command(context_settings=_ITS_OWN, add_help_option=False)
+@app.command(context_settings=_PASSTHROUGH_SETTINGS, add_help_option=False)
 def doctor(context: typer.Context) -> None:
     """Look whether a job is fit for training: `torchrun ... -m zeroshard doctor`. See `doctor --help`."""
     raise SystemExit(command.main(context.args))
@@ -111,12 +115,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is as it should be
             app(args=None if arguments is None else list(arguments), prog_name="zeroshard")
     except (ZeroError, OSError) as error:
-        typer.echo(f"Error: {printable(str(error))}", err=True)
+        typer.echo(f"Error: {replace_unprintable(str(error))}", err=True)
         raise SystemExit(1) from None
 
 
 @contextmanager
-def _bar(label: str) -> Iterator[Progress]:
+def _progress_bar(label: str) -> Iterator[Progress]:
     """Shown at a terminal: the bytes that were checked and written."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console, last = Console(stderr=True), TimeRemainingColumn()

@@ -10,13 +10,13 @@ import torch
 from ..config import ZeroConfig
 from ..errors import ConfigError, ZeroError
 from ..layout.partition import FlatShards
-from ..planning.code import named
+from ..planning.code import import_object
 from ..planning.plan import Plan, plan
 from ..planning.shapes import ModelShape
 from ..planning.usage import Network
-from ..policies import Offload, SecondCopy
-from ..rules import Rule, everything_else, matrices
-from .plan_quantities import bandwidth_in, bytes_in, seconds_in
+from ..policies import CPUOffload, PeerCheckpoint
+from ..rules import ParamRule, matrix_params, remaining_params
+from .plan_quantities import parse_bandwidth, parse_bytes, parse_seconds
 
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "fp32": (torch.float32, None),
@@ -26,30 +26,32 @@ PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "fp16+fp32": (torch.float16, torch.float32),
 }
 """Dtypes of parameters, and of more precise copies of them."""
-REDUCED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PAIR = "muon+adamw"
-_NO_MATRICES = ("embed", "head", "wte", "wpe")
+REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MUON_ADAMW = "muon+adamw"
+_MUON_EXCLUDED_WORDS = ("embed", "head", "wte", "wpe")
 """Words in names of matrices that are not Muon's: embeddings and heads."""
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class OptimizerChoice:
     """A name of torch's, or of a class anywhere; `muon+adamw` are two, with rules."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.name.lower() == PAIR and self.options:
-            raise ConfigError(f"--options {self.options} belong to one class, and {PAIR} are two: give one, or none")
+        if self.name.lower() == MUON_ADAMW and self.options:
+            raise ConfigError(
+                f"--options {self.options} belong to one class, and {MUON_ADAMW} are two: give one, or none"
+            )
 
-    def made_for(self, model: ModelShape) -> Any:
+    def resolve(self, model: ModelShape) -> Any:
         """What `plan` takes."""
-        return _muon_and_adamw(model) if self.name.lower() == PAIR else optimizer_class(self.name)
+        return _muon_adamw_rules(model) if self.name.lower() == MUON_ADAMW else resolve_optimizer_class(self.name)
 
 
 @dataclass(frozen=True)
-class Wish:
+class PlanRequest:
     """All that `plan` is asked for, but the optimizer and the precision."""
 
     model: ModelShape
@@ -58,22 +60,22 @@ class Wish:
     memory: int | None
     activations: int
     network: Network
-    shard_within: int | None = None
+    shard_group_size: int | None = None
 
-    def planned(self, optimizer: Optimizer, precision: str | None, ranks: Sequence[int] | None = None) -> Plan:
+    def make_plan(self, optimizer: OptimizerChoice, precision: str | None, ranks: Sequence[int] | None = None) -> Plan:
         """`precision`: None leaves the model as it is."""
         model, config = self.model, self.config
         if precision is not None:
-            dtype, masters = _precision(precision)
+            dtype, masters = _parse_precision(precision)
             model, config = model.cast(dtype), replace(config, master_dtype=masters)
         asked: dict[str, Any] = {
             "ranks": ranks or self.ranks,
             "config": config,
             "memory": self.memory,
             "network": self.network,
-            "shard_within": self.shard_within,
+            "shard_group_size": self.shard_group_size,
         }
-        made = optimizer.made_for(model)
+        made = optimizer.resolve(model)
         try:
             return plan(model, made, activations=self.activations, **asked, **optimizer.options)
         except (ZeroError, TypeError):
@@ -84,21 +86,21 @@ class Wish:
             ) from error
 
 
-def optimizer_class(name: str) -> Any:
+def resolve_optimizer_class(name: str) -> Any:
     """`AdamW`, `package.module:Class` or `file.py:Class`."""
-    found = named(name, "a class of optimizers") if ":" in name else getattr(torch.optim, name, None)
+    found = import_object(name, "a class of optimizers") if ":" in name else getattr(torch.optim, name, None)
     if found is None:
         alike = [it for it in dir(torch.optim) if it.lower() == name.lower()]
         raise ConfigError(
             f"--optimizer {name!r} is no class of torch.optim, such as {(alike or ['AdamW'])[0]}. Expected one of "
-            f"these, {PAIR}, package.module:Class or file.py:Class"
+            f"these, {MUON_ADAMW}, package.module:Class or file.py:Class"
         )
     if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer) or found is torch.optim.Optimizer:
         raise ConfigError(f"--optimizer {name!r} is {found!r}: expected a class of optimizers, such as AdamW")
     return found
 
 
-def options_in(text: str | None) -> dict[str, Any]:
+def parse_options(text: str | None) -> dict[str, Any]:
     """Of `lr=1e-3,betas=(0.9,0.95)`. Values are literals: nothing is run."""
     if not text:
         return {}
@@ -116,36 +118,40 @@ def options_in(text: str | None) -> dict[str, Any]:
         ) from error
 
 
-def config_of(*, second_copy: bool, offload: bool, bucket: str | None, reduce: str | None) -> ZeroConfig:
-    if reduce is not None and reduce not in REDUCED:
-        raise ConfigError(f"--reduce {reduce!r}: expected one of {', '.join(REDUCED)}")
+def make_config(*, peer_checkpoint: bool, offload: bool, bucket: str | None, reduce: str | None) -> ZeroConfig:
+    if reduce is not None and reduce not in REDUCE_DTYPES:
+        raise ConfigError(f"--reduce {reduce!r}: expected one of {', '.join(REDUCE_DTYPES)}")
     return ZeroConfig(
-        partition=None if bucket is None else FlatShards(bucket_bytes=bytes_in("--bucket", bucket)),
-        reduce_dtype=REDUCED[reduce] if reduce else None,
-        offload=Offload() if offload else None,
-        second_copy=SecondCopy() if second_copy else None,
+        partition=None if bucket is None else FlatShards(bucket_bytes=parse_bytes("--bucket", bucket)),
+        reduce_dtype=REDUCE_DTYPES[reduce] if reduce else None,
+        offload=CPUOffload() if offload else None,
+        peer_checkpoint=PeerCheckpoint() if peer_checkpoint else None,
     )
 
 
-def network_of(bandwidth: str, latency: str, within: str | None) -> Network:
-    row = None if within is None else bandwidth_in("--bandwidth-within", within)
-    return Network(bandwidth_in("--bandwidth", bandwidth), seconds_in("--latency", latency), row)
+def make_network(bandwidth: str, latency: str, within: str | None) -> Network:
+    row = None if within is None else parse_bandwidth("--bandwidth-within", within)
+    return Network(parse_bandwidth("--bandwidth", bandwidth), parse_seconds("--latency", latency), row)
 
 
-def _precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:
+def _parse_precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:
     if name not in PRECISIONS:
         raise ConfigError(f"--precision {name!r}: expected one of {', '.join(PRECISIONS)}")
     return PRECISIONS[name]
 
 
-def _muon_and_adamw(model: ModelShape) -> list[Rule]:
+def _muon_adamw_rules(model: ModelShape) -> list[ParamRule]:
     """Words that are in no name are left out, since they would be warned of."""
-    words = [word for word in _NO_MATRICES if any(not matrices((word,))(it.name, it.stand_in()) for it in _flat(model))]
-    chosen = matrices(tuple(words))
-    takes = [chosen(it.name, it.stand_in()) for it in model.params]
-    rules = [Rule(chosen, torch.optim.Muon), Rule(everything_else, torch.optim.AdamW)]
+    words = [
+        word
+        for word in _MUON_EXCLUDED_WORDS
+        if any(not matrix_params((word,))(it.name, it.to_meta_param()) for it in _matrix_shapes(model))
+    ]
+    chosen = matrix_params(tuple(words))
+    takes = [chosen(it.name, it.to_meta_param()) for it in model.params]
+    rules = [ParamRule(chosen, torch.optim.Muon), ParamRule(remaining_params, torch.optim.AdamW)]
     return [rule for rule, taken in zip(rules, (any(takes), not all(takes)), strict=True) if taken]
 
 
-def _flat(model: ModelShape) -> list[Any]:
+def _matrix_shapes(model: ModelShape) -> list[Any]:
     return [it for it in model.params if len(it.shape) == 2]

@@ -8,49 +8,49 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.archive import Archive, Entry
-from ..checkpoint.contents import MODEL, OPTIM, RANKS, SCHEDULER, packed
-from ..checkpoint.loading import find
-from ..checkpoint.manifest import Manifest, read_manifest, said_by
+from ..checkpoint.archive import CheckpointMetadata, Entry
+from ..checkpoint.contents import MODEL, OPTIM, RANKS, SCHEDULER, to_byte_tensor
+from ..checkpoint.loading import find_checkpoint
+from ..checkpoint.manifest import Manifest, manifest_fields, read_manifest
 from ..checkpoint.progress import Progress
-from ..checkpoint.reading import read
-from ..checkpoint.saved_optimizer import GROUPS, STATE, SavedOptimizer, groups_in, put
-from ..checkpoint.showing import shown
+from ..checkpoint.reading import read_values
+from ..checkpoint.saved_optimizer import PARAM_GROUPS, STATE, SavedOptimizer, param_group_entries, set_nested
+from ..checkpoint.showing import safe_repr
 from ..errors import CheckpointError, ZeroError
 from ..state.compat import describe_options
-from .contents import MANIFEST, Contents, Leaf, Weights, flattened, is_packed
-from .stored import Held, held, in_archive
+from .contents import MANIFEST_KEY, CheckpointContents, Leaf, ModelWeights, flatten_leaves, is_serialized
+from .stored import InMemoryTensor, make_checkpoint_tensor, wrap_tensor
 
-_OPTIMIZERS = (OPTIM, "optimizer")
+_OPTIMIZER_KEYS = (OPTIM, "optimizer")
 
 
-def open_source(path: Path, progress: Progress) -> Contents:
+def open_checkpoint(path: Path, progress: Progress) -> CheckpointContents:
     """Of a directory with check sums all files are read once, so that no damage goes on to other formats unseen."""
-    with told_of(path):
-        return _from_file(path) if path.is_file() else _from_directory(find(path), progress)
+    with wrap_errors_for(path):
+        return _open_torch_file(path) if path.is_file() else _open_dcp_directory(find_checkpoint(path), progress)
 
 
-def weights_of(path: Path, contents: Contents) -> Weights:
+def select_weights(path: Path, contents: CheckpointContents) -> ModelWeights:
     """What `model.load_state_dict` takes. Raises if there is none of it."""
-    weights = Weights({place: leaf for place, leaf in contents.below(MODEL).items() if place})
+    weights = ModelWeights({place: leaf for place, leaf in contents.under(MODEL).items() if place})
     if not weights.leaves:
-        found = sorted({str(place[0]) for place in contents.leaves} | ({OPTIM} if contents.groups else set()))
+        found = sorted({str(place[0]) for place in contents.leaves} | ({OPTIM} if contents.param_groups else set()))
         raise CheckpointError(
             f"{path} has no weights: they are expected under '{MODEL}', where checkpoint.save(model=...) puts them, "
-            f"and there are {shown(found)}"
+            f"and there are {safe_repr(found)}"
         )
     return weights
 
 
 @contextmanager
-def told_of(path: Path, *, reading: bool = True) -> Iterator[None]:
+def wrap_errors_for(path: Path, *, is_reading: bool = True) -> Iterator[None]:
     """Whatever values are where others should be, it is said of the file. What a disk does to another is not."""
     try:
         yield
     except ZeroError:
         raise
     except OSError as error:
-        if not reading:
+        if not is_reading:
             raise
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except Exception as error:
@@ -60,64 +60,68 @@ def told_of(path: Path, *, reading: bool = True) -> Iterator[None]:
 # ---- directories
 
 
-def _from_directory(directory: Path, progress: Progress) -> Contents:
-    archive, manifest = open_archive(directory), read_manifest(directory)
+def _open_dcp_directory(directory: Path, progress: Progress) -> CheckpointContents:
+    archive, manifest = open_metadata(directory), read_manifest(directory)
     if manifest is not None:
-        manifest.check_sums(directory, slice(None), progress)
-    contents = Contents(manifest=said_by(manifest))
-    small = [entry for entry in archive.entries if entry.tensor is None or is_packed(entry.path)]
-    values = _read(archive, small)
+        manifest.verify_checksums(directory, slice(None), progress)
+    contents = CheckpointContents(manifest=manifest_fields(manifest))
+    small = [entry for entry in archive.entries if entry.tensor is None or is_serialized(entry.path)]
+    values = _read_entries(archive, small)
     for entry in archive.entries:
         if entry.path[0] == MODEL and len(entry.path) > 1:
-            contents.leaves[MODEL, ".".join(map(str, entry.path[1:]))] = _leaf(archive, entry, values)
-        elif not _is_optimizers(entry):
-            contents.leaves[entry.path] = _leaf(archive, entry, values)
-    if any(map(_is_optimizers, archive.entries)):
-        _take_saved_optimizer(archive, contents, values)
+            contents.leaves[MODEL, ".".join(map(str, entry.path[1:]))] = _make_leaf(archive, entry, values)
+        elif not _is_optimizer_entry(entry):
+            contents.leaves[entry.path] = _make_leaf(archive, entry, values)
+    if any(map(_is_optimizer_entry, archive.entries)):
+        _add_saved_optimizer(archive, contents, values)
     return contents
 
 
-def _take_saved_optimizer(archive: Archive, contents: Contents, values: Mapping[str, Any]) -> None:
-    small = {entry.key: entry.room() for entry in groups_in(archive)}
-    saved = SavedOptimizer(archive, read(archive, small))
-    contents.groups = _groups(archive, saved)
+def _add_saved_optimizer(metadata: CheckpointMetadata, contents: CheckpointContents, values: Mapping[str, Any]) -> None:
+    small = {entry.key: entry.allocate() for entry in param_group_entries(metadata)}
+    saved = SavedOptimizer(metadata, read_values(metadata, small))
+    contents.param_groups = _read_param_groups(metadata, saved)
     for name, state in saved.state.items():
         for keys, entry in state:
             path = (OPTIM, STATE, name, *keys)
-            contents.leaves[path] = _leaf(archive, entry, values)
+            contents.leaves[path] = _make_leaf(metadata, entry, values)
 
 
-def open_archive(directory: Path) -> Archive:
+def open_metadata(directory: Path) -> CheckpointMetadata:
     """A complete one, with entries in the order in which they were given to be saved."""
-    archive = Archive(directory)
+    archive = CheckpointMetadata(directory)
     archive.check_files()
-    places = {key: number for number, key in enumerate(archive.metadata.planner_data or ())}
+    places = {key: number for number, key in enumerate(archive.dcp_metadata.planner_data or ())}
     archive.entries.sort(key=lambda entry: places.get(entry.key, len(places)))
     return archive
 
 
-def _is_optimizers(entry: Entry) -> bool:
+def _is_optimizer_entry(entry: Entry) -> bool:
     """Torch has two ways to write state and groups, one with names that have dots."""
-    return len(entry.path) > 1 and entry.path[0] == OPTIM and str(entry.path[1]).split(".")[0] in (STATE, GROUPS)
+    return len(entry.path) > 1 and entry.path[0] == OPTIM and str(entry.path[1]).split(".")[0] in (STATE, PARAM_GROUPS)
 
 
-def _read(archive: Archive, entries: Iterable[Entry]) -> dict[str, Any]:
-    return read(archive, {entry.key: entry.room() for entry in entries})
+def _read_entries(metadata: CheckpointMetadata, entries: Iterable[Entry]) -> dict[str, Any]:
+    return read_values(metadata, {entry.key: entry.allocate() for entry in entries})
 
 
-def _leaf(archive: Archive, entry: Entry, values: Mapping[str, Any]) -> Leaf:
+def _make_leaf(metadata: CheckpointMetadata, entry: Entry, values: Mapping[str, Any]) -> Leaf:
     if entry.tensor is None:
         return values[entry.key]
-    return held(values[entry.key]) if entry.key in values else in_archive(archive, entry.key, entry.tensor)
+    return (
+        wrap_tensor(values[entry.key])
+        if entry.key in values
+        else make_checkpoint_tensor(metadata, entry.key, entry.tensor)
+    )
 
 
-def _groups(archive: Archive, saved: SavedOptimizer) -> list[dict[str, Any]]:
+def _read_param_groups(metadata: CheckpointMetadata, saved: SavedOptimizer) -> list[dict[str, Any]]:
     """As they were listed; in torch's flat form there is no list, and those with equal options make a group."""
-    listed = archive.below(OPTIM, GROUPS)
+    listed = metadata.under(OPTIM, PARAM_GROUPS)
     if listed:
-        values, by_number = _read(archive, listed), defaultdict[int, dict[str, Any]](dict)
+        values, by_number = _read_entries(metadata, listed), defaultdict[int, dict[str, Any]](dict)
         for entry in listed:
-            put(by_number[int(entry.path[2])], entry.path[3:], values[entry.key])
+            set_nested(by_number[int(entry.path[2])], entry.path[3:], values[entry.key])
         return [by_number[number] for number in sorted(by_number)]
     groups: dict[str, dict[str, Any]] = {}
     for name, options in saved.options.items():
@@ -128,40 +132,42 @@ def _groups(archive: Archive, saved: SavedOptimizer) -> list[dict[str, Any]]:
 # ---- files
 
 
-def _from_file(file: Path) -> Contents:
+def _open_torch_file(file: Path) -> CheckpointContents:
     if file.suffix == ".safetensors":
         raise CheckpointError(f"{file}: safetensors are written, but not read. Convert what it was made of.")
-    saved = _load(file)
-    if not isinstance(saved, dict) or not saved.keys() & {MODEL, *_OPTIMIZERS}:
+    saved = _torch_load(file)
+    if not isinstance(saved, dict) or not saved.keys() & {MODEL, *_OPTIMIZER_KEYS}:
         raise CheckpointError(f"{file} has neither a '{MODEL}' nor an '{OPTIM}': expected a dict with both")
-    _require_names(file, saved)
-    _require_names(file, saved.get(MODEL) or {})
-    contents = Contents(manifest=_manifest(saved.get(MANIFEST) or {}))
+    _check_names(file, saved)
+    _check_names(file, saved.get(MODEL) or {})
+    contents = CheckpointContents(manifest=_parse_manifest(saved.get(MANIFEST_KEY) or {}))
     for name, value in (saved.get(MODEL) or {}).items():
-        contents.leaves[MODEL, name] = held(value) if isinstance(value, torch.Tensor) else value
-    for key in _OPTIMIZERS:
-        if isinstance(saved.get(key), dict) and {STATE, GROUPS} <= saved[key].keys():
-            _take_optimizer(file, contents, saved[key])
+        contents.leaves[MODEL, name] = wrap_tensor(value) if isinstance(value, torch.Tensor) else value
+    for key in _OPTIMIZER_KEYS:
+        if isinstance(saved.get(key), dict) and {STATE, PARAM_GROUPS} <= saved[key].keys():
+            _add_optimizer(file, contents, saved[key])
     for key, value in saved.items():
-        if key not in (MODEL, MANIFEST, *_OPTIMIZERS):
-            contents.leaves.update(_repacked(key, value))
+        if key not in (MODEL, MANIFEST_KEY, *_OPTIMIZER_KEYS):
+            contents.leaves.update(_serialize_leaves(key, value))
     return contents
 
 
-def _manifest(said: dict[str, Any]) -> dict[str, Any]:
+def _parse_manifest(values: dict[str, Any]) -> dict[str, Any]:
     """Raises if it is none."""
-    if not said:
+    if not values:
         return {}
-    return said_by(Manifest(int(said["step"]), int(said["world_size"]), {}, float(said["time"]), str(said["torch"])))
+    return manifest_fields(
+        Manifest(int(values["step"]), int(values["world_size"]), {}, float(values["time"]), str(values["torch"]))
+    )
 
 
-def _require_names(file: Path, values: Iterable[Any]) -> None:
-    for name in values:
+def _check_names(file: Path, names: Iterable[Any]) -> None:
+    for name in names:
         if not isinstance(name, str):
-            raise CheckpointError(f"{file} has {shown(name)} where a name is expected")
+            raise CheckpointError(f"{file} has {safe_repr(name)} where a name is expected")
 
 
-def _load(file: Path) -> Any:
+def _torch_load(file: Path) -> Any:
     try:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
@@ -169,36 +175,36 @@ def _load(file: Path) -> Any:
         raise CheckpointError(f"{file} cannot be read as a file of torch.save: {reason}") from error
 
 
-def _take_optimizer(file: Path, contents: Contents, saved: Mapping[str, Any]) -> None:
-    _require_names(file, saved)
-    names = _names(file, contents, saved)
-    contents.groups = [
+def _add_optimizer(file: Path, contents: CheckpointContents, saved: Mapping[str, Any]) -> None:
+    _check_names(file, saved)
+    names = _param_names(file, contents, saved)
+    contents.param_groups = [
         {
             **{key: it for key, it in group.items() if key != "param_names"},
             "params": [names[it] for it in group["params"]],
         }
-        for group in saved[GROUPS]
+        for group in saved[PARAM_GROUPS]
     ]
     for number, state in saved[STATE].items():
-        contents.leaves.update(flattened((OPTIM, STATE, names.get(number, str(number))), state))
+        contents.leaves.update(flatten_leaves((OPTIM, STATE, names.get(number, str(number))), state))
     for key, value in saved.items():
-        if key not in (STATE, GROUPS):
-            contents.leaves.update(flattened((OPTIM, key), value))
+        if key not in (STATE, PARAM_GROUPS):
+            contents.leaves.update(flatten_leaves((OPTIM, key), value))
 
 
-def _names(file: Path, contents: Contents, saved: Mapping[str, Any]) -> dict[Any, str]:
+def _param_names(file: Path, contents: CheckpointContents, saved: Mapping[str, Any]) -> dict[Any, str]:
     """Of the parameters, by what the dict calls them: the groups' own, else the model's in its order."""
-    numbers = [number for group in saved[GROUPS] for number in group["params"]]
-    own = [name for group in saved[GROUPS] for name in group.get("param_names") or ()]
+    numbers = [number for group in saved[PARAM_GROUPS] for number in group["params"]]
+    own = [name for group in saved[PARAM_GROUPS] for name in group.get("param_names") or ()]
     if len(own) == len(numbers):
-        _require_names(file, own)
+        _check_names(file, own)
         return dict(zip(numbers, own, strict=True))
-    model = {name: leaf for (name,), leaf in contents.below(MODEL).items() if isinstance(leaf, Held)}
+    model = {name: leaf for (name,), leaf in contents.under(MODEL).items() if isinstance(leaf, InMemoryTensor)}
     if not model or not all(isinstance(number, int) for number in numbers):
         return {number: str(number) for number in numbers}
     guess = dict(zip(numbers, model, strict=False))
-    fits = all(_fits(model[name], saved[STATE].get(number, {})) for number, name in guess.items())
-    if len(saved[GROUPS]) > 1 or len(model) != len(numbers) or not fits:
+    fits = all(_state_shapes_match(model[name], saved[STATE].get(number, {})) for number, name in guess.items())
+    if len(saved[PARAM_GROUPS]) > 1 or len(model) != len(numbers) or not fits:
         raise CheckpointError(
             f"{file} does not say which parameters the optimizer's state belongs to, and they are not the model's in "
             "its order. Save it again with an optimizer that was made of model.named_parameters()."
@@ -206,17 +212,18 @@ def _names(file: Path, contents: Contents, saved: Mapping[str, Any]) -> dict[Any
     return guess
 
 
-def _fits(param: Held, state: Mapping[str, Any]) -> bool:
+def _state_shapes_match(param: InMemoryTensor, state: Mapping[str, Any]) -> bool:
     tensors = (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
     return all(tuple(value.shape) == param.shape for value in tensors)
 
 
-def _repacked(key: str, value: Any) -> dict[Any, Leaf]:
+def _serialize_leaves(key: str, value: Any) -> dict[Any, Leaf]:
     """What a checkpoint has in bytes is that again."""
     if key == SCHEDULER and not isinstance(value, torch.Tensor):
-        return {(SCHEDULER,): held(packed(value))}
+        return {(SCHEDULER,): wrap_tensor(to_byte_tensor(value))}
     if key == RANKS and isinstance(value, dict):
         return {
-            (RANKS, str(rank)): held(it if isinstance(it, torch.Tensor) else packed(it)) for rank, it in value.items()
+            (RANKS, str(rank)): wrap_tensor(it if isinstance(it, torch.Tensor) else to_byte_tensor(it))
+            for rank, it in value.items()
         }
-    return dict(flattened((key,), value))
+    return dict(flatten_leaves((key,), value))

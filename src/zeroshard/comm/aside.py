@@ -11,14 +11,14 @@ from ..units import Rank
 from .collectives import Comm
 from .group import Group
 
-FIRST_TAG = 1 << 24
+BACKGROUND_TAG_BASE = 1 << 24
 """Beyond what users and ways between ranks give their own messages."""
 
-_tags: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+_background_tags: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 """Those who talk aside do so in the same order on all ranks, and messages of one must not be taken for another's."""
 
 
-class Aside(Comm):
+class BackgroundComm(Comm):
     """`send` and `receive` of messages that meet no others. The other verbs are not for threads. Made on all ranks.
 
     They travel in `Group.control`: a process group of its own would have to be found by a name, which torch makes of
@@ -27,28 +27,28 @@ class Aside(Comm):
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
-        self.tag = next(_tags.setdefault(group.control, count(FIRST_TAG)))
+        self.tag = next(_background_tags.setdefault(group.cpu_group, count(BACKGROUND_TAG_BASE)))
 
-    def all_well(self, *, well: bool) -> bool:
+    def all_succeeded(self, *, succeeded: bool) -> bool:
         """Whether it is so on all ranks, which all call it. The first asks, and tells the others."""
-        flag = torch.tensor([well], dtype=torch.uint8, device="cpu")
+        flag = torch.tensor([succeeded], dtype=torch.uint8, device="cpu")
         if self.group.rank == 0:
-            return self._collected(flag)
+            return self._reduce_on_rank0(flag)
         self.send(flag, Rank(0)).wait()
         self.receive(flag, Rank(0)).wait()
         return bool(flag.item())
 
-    def _collected(self, flag: torch.Tensor) -> bool:
+    def _reduce_on_rank0(self, flag: torch.Tensor) -> bool:
         others = [Rank(rank) for rank in range(1, self.group.size)]
-        for call in (self._hear, self._tell):
+        for call in (self._receive_flag, self._send_flag):
             for rank in others:
                 call(flag, rank)
         return bool(flag.item())
 
-    def _hear(self, flag: torch.Tensor, rank: Rank) -> None:
+    def _receive_flag(self, flag: torch.Tensor, rank: Rank) -> None:
         heard = torch.zeros_like(flag)
         self.receive(heard, rank).wait()
         flag.mul_(heard)
 
-    def _tell(self, flag: torch.Tensor, rank: Rank) -> None:
+    def _send_flag(self, flag: torch.Tensor, rank: Rank) -> None:
         self.send(flag.clone(), rank).wait()

@@ -4,43 +4,45 @@ import torch
 
 from ..policies import Reduce
 from .collectives import Comm
-from .pairs import Pairwise
-from .replicas import Chained, Relayed
-from .shards import Native, Whole, best_way
-from .ways import ShardWay
+from .pairs import GlooTransport
+from .replicas import GlooHybridTransport, NcclHybridTransport
+from .shards import AllReduceTransport, NcclTransport, select_group_transport
+from .ways import ShardTransport
 
 
-class Ways:
+class TransportCache:
     """The best way for each kind of bucket. All ranks ask in the same order: each way has messages of its own."""
 
     def __init__(self, comm: Comm, reduce: Reduce) -> None:
         self._comm, self._reduce = comm, reduce
-        self._known: dict[tuple[torch.device, bool], ShardWay] = {}
+        self._transports: dict[tuple[torch.device, bool], ShardTransport] = {}
 
-    def of(self, device: torch.device, *, equal: bool) -> ShardWay:
+    def get(self, device: torch.device, *, has_equal_shards: bool) -> ShardTransport:
         """`equal`: all shards are equally long."""
-        kind = (device, equal)
-        if kind not in self._known:
-            self._known[kind] = way_of(self._comm, device, self._reduce, equal=equal)
-        return self._known[kind]
+        kind = (device, has_equal_shards)
+        if kind not in self._transports:
+            self._transports[kind] = select_transport(
+                self._comm, device, self._reduce, has_equal_shards=has_equal_shards
+            )
+        return self._transports[kind]
 
-    def kept(self) -> list[torch.Tensor]:
+    def cached_buffers(self) -> list[torch.Tensor]:
         """Memory that they keep for the next messages."""
-        return [tensor for way in self._known.values() for tensor in way.kept()]
+        return [tensor for way in self._transports.values() for tensor in way.cached_buffers()]
 
     @property
-    def eager(self) -> bool:
+    def can_overlap_backward(self) -> bool:
         """All of them are."""
-        return all(way.eager for way in self._known.values())
+        return all(way.can_overlap_backward for way in self._transports.values())
 
 
-def way_of(comm: Comm, device: torch.device, reduce: Reduce, *, equal: bool) -> ShardWay:
+def select_transport(comm: Comm, device: torch.device, reduce: Reduce, *, has_equal_shards: bool) -> ShardTransport:
     """`equal`: all shards are equally long."""
     if comm.replicas is None:
-        return best_way(comm.group, device, reduce, equal=equal)
-    plain = best_way(comm.everyone.group, device, reduce, equal=equal)
-    if isinstance(plain, Pairwise):
-        return Relayed(Pairwise(comm.group, reduce), Pairwise(comm.replicas, reduce))
-    if isinstance(plain, Native):
-        return Chained(type(plain)(comm.group, reduce), comm.replicas)
-    return Whole(comm.group, reduce, comm.everyone.group)
+        return select_group_transport(comm.group, device, reduce, has_equal_shards=has_equal_shards)
+    plain = select_group_transport(comm.data_parallel.group, device, reduce, has_equal_shards=has_equal_shards)
+    if isinstance(plain, GlooTransport):
+        return GlooHybridTransport(GlooTransport(comm.group, reduce), GlooTransport(comm.replicas, reduce))
+    if isinstance(plain, NcclTransport):
+        return NcclHybridTransport(type(plain)(comm.group, reduce), comm.replicas)
+    return AllReduceTransport(comm.group, reduce, comm.data_parallel.group)

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from ..errors import ConfigError
 from ..units import GlobalRank, Rank
-from .ending import end_in_order
-from .line import Line, line_of
+from .ending import install_exit_handlers
+from .line import FailureDetector, get_failure_detector
 
-_apart: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_dedicated_gloo_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """One for each process group that has something to do in the background."""
-_companions: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_cpu_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """One for each process group that carries no CPU tensors, however many optimizers use it."""
 
 
@@ -28,7 +28,7 @@ class Group:
             raise RuntimeError(
                 "the default process group is not initialized: call torch.distributed.init_process_group() first"
             )
-        end_in_order()
+        install_exit_handlers()
         chosen: Any = dist.group.WORLD if process_group is None else process_group
         self.global_rank = GlobalRank(dist.get_rank())
         if chosen is dist.GroupMember.NON_GROUP_MEMBER:
@@ -36,7 +36,7 @@ class Group:
         if not isinstance(chosen, dist.ProcessGroup):
             raise ConfigError(f"a process group is what torch.distributed.new_group() returns, not {chosen!r:.200}")
         self.process_group = chosen
-        self.line = line_of(chosen)
+        self.failure_detector = get_failure_detector(chosen)
         self.rank = Rank(dist.get_rank(chosen))
         self.size: int = self.process_group.size()
         members = [GlobalRank(member) for member in dist.get_process_group_ranks(self.process_group)]
@@ -55,21 +55,21 @@ class Group:
                 return mine
         raise ConfigError(f"global rank {rank!r:.200} is not a member of the process group of {self.members}")
 
-    def carries(self, device: torch.device) -> bool:
+    def supports_device(self, device: torch.device) -> bool:
         """Whether tensors on `device` can travel in this group."""
         return any(kind.type == device.type for kind in self.process_group._device_types)
 
     @cached_property
-    def control(self) -> dist.ProcessGroup:
+    def cpu_group(self) -> dist.ProcessGroup:
         """The same ranks, for small messages between hosts: a group that carries CPU tensors.
 
         A group that cannot (plain NCCL) gets a gloo companion, so that agreeing on something never
         waits for a GPU. First use is collective.
         """
-        if self.carries(torch.device("cpu")):
+        if self.supports_device(torch.device("cpu")):
             return self.process_group
-        companion = self._over_gloo(_companions)
-        self.line.add(companion)
+        companion = self._get_or_create_gloo_group(_cpu_groups)
+        self.failure_detector.add_group(companion)
         return companion
 
     @property
@@ -78,44 +78,46 @@ class Group:
         backend = self.process_group._get_backend(self.process_group._device_types[0])
         return getattr(getattr(backend, "options", None), "_timeout", None)
 
-    def share_line(self, everyone: "Group") -> None:
+    def attach_detector(self, data_parallel: "Group") -> None:
         """A rank that is lost here is lost for everyone."""
-        self.line = everyone.line
-        self.line.add(self.process_group)
+        self.failure_detector = data_parallel.failure_detector
+        self.failure_detector.add_group(self.process_group)
 
-    def apart(self) -> "Group":
+    def dedicated_gloo_group(self) -> "Group":
         """The same ranks with messages between hosts that meet no others: for threads. First use is collective."""
-        return Group(self._over_gloo(_apart))
+        return Group(self._get_or_create_gloo_group(_dedicated_gloo_groups))
 
-    def _over_gloo(self, known: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]) -> dist.ProcessGroup:
-        if self.process_group not in known:
-            with self.line:
+    def _get_or_create_gloo_group(
+        self, cache: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]
+    ) -> dist.ProcessGroup:
+        if self.process_group not in cache:
+            with self.failure_detector:
                 # Hazard: torch names a group that only its members make by how many groups a process is in already.
                 by_members = self.size < dist.get_world_size()
-                known[self.process_group] = dist.new_group(
+                cache[self.process_group] = dist.new_group(
                     self.members, self.timeout, backend="gloo", use_local_synchronization=by_members
                 )
-        return known[self.process_group]
+        return cache[self.process_group]
 
 
-class Alone(Group):
+class SingleRankGroup(Group):
     """One process that is part of no job."""
 
     def __init__(self) -> None:
         self.rank, self.size, self.global_rank = Rank(0), 1, GlobalRank(0)
-        self.line = Line()
+        self.failure_detector = FailureDetector()
         self._members = {Rank(0): GlobalRank(0)}
 
-    def apart(self) -> Group:
+    def dedicated_gloo_group(self) -> Group:
         return self
 
 
-def group_or_alone(process_group: dist.ProcessGroup | None) -> Group:
+def resolve_group(process_group: dist.ProcessGroup | None) -> Group:
     """For what also works where no process group was initialized."""
-    return Group(process_group) if dist.is_available() and dist.is_initialized() else Alone()
+    return Group(process_group) if dist.is_available() and dist.is_initialized() else SingleRankGroup()
 
 
-def begin_alone(timeout: timedelta | None = None) -> None:
+def init_single_rank(timeout: timedelta | None = None) -> None:
     """A job of this process alone, where nobody has begun one: sharding over one rank needs no others."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]

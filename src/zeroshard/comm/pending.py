@@ -12,24 +12,26 @@ class Waitable(Protocol):
     def wait(self) -> Any: ...
 
 
-class Pending:
+class PendingWork:
     """A message under way, and the tensor it reads or writes.
 
     Hazard: the tensor must stay alive, and its memory untouched, until `wait` has returned.
     """
 
-    def __init__(self, work: Waitable | None, tensor: torch.Tensor, line: AbstractContextManager[None]) -> None:
-        self._work, self._line = work, line
+    def __init__(
+        self, work: Waitable | None, tensor: torch.Tensor, failure_detector: AbstractContextManager[None]
+    ) -> None:
+        self._work, self._failure_detector = work, failure_detector
         self._tensor: torch.Tensor | None = tensor
 
     def wait(self) -> None:
         if self._work is not None:
-            with self._line:
+            with self._failure_detector:
                 self._work.wait()
         self._work = self._tensor = None
 
 
-class Together:
+class WorkList:
     """Several works as one. Also where one fails, all are over before that is raised: they use memory until then."""
 
     def __init__(self, works: Sequence[Waitable]) -> None:
@@ -46,21 +48,21 @@ class Together:
             raise failure
 
 
-class Window:
+class InFlightWindow:
     """At most `limit` messages under way; what comes after a message runs once it has arrived."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._queue: deque[tuple[Pending, Callable[[], object] | None]] = deque()
+        self._queue: deque[tuple[PendingWork, Callable[[], object] | None]] = deque()
 
-    def make_room(self) -> None:
+    def wait_for_capacity(self) -> None:
         """Wait until one more may start."""
         while len(self._queue) >= self._limit:
             self._finish_oldest()
 
-    def add(self, pending: Pending, then: Callable[[], object] | None = None) -> None:
-        self.make_room()
-        self._queue.append((pending, then))
+    def add(self, work: PendingWork, on_done: Callable[[], object] | None = None) -> None:
+        self.wait_for_capacity()
+        self._queue.append((work, on_done))
 
     def drain(self) -> None:
         while self._queue:

@@ -7,104 +7,104 @@ from typing import Any
 
 import torch
 
-from ..comm.collectives import Comm, encoded
+from ..comm.collectives import Comm, encode_text
 from ..comm.group import Group
-from ..comm.joining import over
+from ..comm.joining import with_backend
 from ..errors import RankLostError
 from ..units import MIB
-from .facts import Facts, facts_of_this_rank
-from .links import Link, link_to_first
-from .measure import Bench, Rates, Timing, rates_of_rows
-from .places import backend_for, equal_nodes
-from .speed import Speed, speed_of
-from .trial import Trial, try_steps
+from .facts import RankInfo, collect_rank_info
+from .links import Link, measure_link_to_rank0
+from .measure import CollectiveBenchmark, CollectiveTiming, NodeBandwidths, measure_node_bandwidths
+from .places import choose_backend, has_equal_nodes
+from .speed import RankSpeed, measure_speed
+from .trial import TrialResult, run_trial
 
-_MOST_ON_CPU, _MOST_ON_GPU = 16 * MIB, 256 * MIB
+_MAX_CPU_MESSAGE_BYTES, _MAX_GPU_MESSAGE_BYTES = 16 * MIB, 256 * MIB
 
 
 @dataclass(frozen=True)
-class Measured:
+class RankMeasurements:
     """By one rank. `trouble`: why the trial could not be made."""
 
     link: Link | None
-    speed: Speed
-    timings: tuple[Timing, ...]
+    speed: RankSpeed
+    timings: tuple[CollectiveTiming, ...]
     agreement: float
-    rates: Rates | None
-    trial: Trial | None
+    rates: NodeBandwidths | None
+    trial: TrialResult | None
     trouble: str = ""
 
     @classmethod
-    def told(cls, values: Mapping[str, Any]) -> "Measured":
+    def from_dict(cls, values: Mapping[str, Any]) -> "RankMeasurements":
         """From JSON."""
-        kinds = {"link": Link, "speed": Speed, "rates": Rates, "trial": Trial}
+        kinds = {"link": Link, "speed": RankSpeed, "rates": NodeBandwidths, "trial": TrialResult}
         parts = {name: values[name] and kind(**values[name]) for name, kind in kinds.items()}
-        timings = tuple(Timing(**it) for it in values["timings"])
+        timings = tuple(CollectiveTiming(**it) for it in values["timings"])
         return cls(**{**values, **parts, "timings": timings})
 
 
 @dataclass(frozen=True)
-class Checkup:
+class JobInfo:
     """Of a whole job: what each rank knows and has measured, over which backend."""
 
     backend: str
-    facts: Sequence[Facts]
-    measured: Sequence[Measured]
+    rank_infos: Sequence[RankInfo]
+    measurements: Sequence[RankMeasurements]
 
 
-def examine(group: Group, backend: str, at: Callable[[str], object]) -> Checkup:
+def collect_job_info(group: Group, backend: str, set_phase: Callable[[str], object]) -> JobInfo:
     """On all ranks. `backend`: the one that was asked for; `at` hears what is done next."""
     words = Comm(group)
-    at("telling each other of themselves")
-    mine = facts_of_this_rank(group.rank, backend)
-    facts = [Facts.told(it) for it in _shared(words, asdict(mine))]
-    chosen = backend_for(facts)
+    set_phase("telling each other of themselves")
+    mine = collect_rank_info(group.rank, backend)
+    facts = [RankInfo.from_dict(it) for it in _all_gather_json(words, asdict(mine))]
+    chosen = choose_backend(facts)
     device = torch.device("cpu") if mine.gpu is None or chosen != "nccl" else torch.device("cuda", mine.gpu.index)
-    with group.line.relied_on():
-        measured = _measure(group, chosen, device, facts, at)
-    at("telling each other what they have measured")
-    return Checkup(chosen, facts, [Measured.told(it) for it in _shared(words, asdict(measured))])
+    with group.failure_detector.abort_on_error():
+        measured = _measure_rank(group, chosen, device, facts, set_phase)
+    set_phase("telling each other what they have measured")
+    return JobInfo(chosen, facts, [RankMeasurements.from_dict(it) for it in _all_gather_json(words, asdict(measured))])
 
 
-def _measure(
-    group: Group, backend: str, device: torch.device, facts: Sequence[Facts], at: Callable[[str], object]
-) -> Measured:
-    at("comparing clocks with rank 0")
-    link = link_to_first(Comm(group))
+def _measure_rank(
+    group: Group, backend: str, device: torch.device, rank_infos: Sequence[RankInfo], set_phase: Callable[[str], object]
+) -> RankMeasurements:
+    set_phase("comparing clocks with rank 0")
+    link = measure_link_to_rank0(Comm(group))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    at("measuring how fast each rank is")
-    speed = speed_of(device)
-    at(f"making a group of all ranks over {backend}")
-    data = over(group, backend)
-    at("measuring collectives")
-    bench, most = Bench(Comm(data), device), _most_bytes(device, facts)
-    timings, agreement = bench.timings(most), bench.agreement()
-    at("measuring the ways within and between hosts")
-    rates = rates_of_rows(data, device, most) if equal_nodes(facts) else None
-    at("making a few sharded steps")
-    trial, trouble = _tried(data, device)
-    return Measured(link, speed, tuple(timings), agreement, rates, trial, trouble)
+    set_phase("measuring how fast each rank is")
+    speed = measure_speed(device)
+    set_phase(f"making a group of all ranks over {backend}")
+    data = with_backend(group, backend)
+    set_phase("measuring collectives")
+    bench, most = CollectiveBenchmark(Comm(data), device), _max_message_bytes(device, rank_infos)
+    timings, agreement = bench.measure_timings(most), bench.measure_consensus_seconds()
+    set_phase("measuring the ways within and between hosts")
+    rates = measure_node_bandwidths(data, device, most) if has_equal_nodes(rank_infos) else None
+    set_phase("making a few sharded steps")
+    trial, trouble = _run_trial_or_error(data, device)
+    return RankMeasurements(link, speed, tuple(timings), agreement, rates, trial, trouble)
 
 
-def _tried(data: Group, device: torch.device) -> tuple[Trial | None, str]:
+def _run_trial_or_error(group: Group, device: torch.device) -> tuple[TrialResult | None, str]:
     """What fails there fails on all ranks, unless one is lost."""
     try:
-        return try_steps(data, device), ""
+        return run_trial(group, device), ""
     except RankLostError:
         raise
     except Exception as error:
         return None, f"{type(error).__name__}: {error}"
 
 
-def _most_bytes(device: torch.device, facts: Sequence[Facts]) -> int:
+def _max_message_bytes(device: torch.device, rank_infos: Sequence[RankInfo]) -> int:
     """Of a message: the same on all ranks, and a small part of what is free."""
     if device.type == "cpu":
-        return _MOST_ON_CPU
-    return max(min(_MOST_ON_GPU, *(it.gpu.free // 16 for it in facts if it.gpu)), MIB)
+        return _MAX_CPU_MESSAGE_BYTES
+    return max(min(_MAX_GPU_MESSAGE_BYTES, *(it.gpu.free // 16 for it in rank_infos if it.gpu)), MIB)
 
 
-def _shared(comm: Comm, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
-    text = json.dumps(mine)
-    most = comm.maximum([len(encoded(text))])[0]
-    return [json.loads(it) for it in comm.share(text, most=most)]
+def _all_gather_json(comm: Comm, local: Mapping[str, Any]) -> list[dict[str, Any]]:
+    text = json.dumps(local)
+    most = comm.all_reduce_max([len(encode_text(text))])[0]
+    return [json.loads(it) for it in comm.all_gather_text(text, max_bytes=most)]

@@ -13,12 +13,12 @@ from torch.cuda import nccl
 
 from .. import __version__
 
-_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "CUBLAS_", "NVIDIA_TF32_")
-_NAMES = ("CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES")
+_VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "CUBLAS_", "NVIDIA_TF32_")
+_VARIABLE_NAMES = ("CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuInfo:
     """The one that a rank would use."""
 
     index: int
@@ -30,7 +30,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankInfo:
     """Of one rank. Memory in bytes."""
 
     rank: int
@@ -40,7 +40,7 @@ class Facts:
     backend: str
     """The one that was asked for, or nothing."""
     versions: Mapping[str, str]
-    gpu: Gpu | None
+    gpu: GpuInfo | None
     gpu_trouble: str
     """Why it could not be looked at."""
     host_free: int
@@ -52,42 +52,42 @@ class Facts:
     settings: Mapping[str, str]
 
     @classmethod
-    def told(cls, values: Mapping[str, Any]) -> "Facts":
+    def from_dict(cls, values: Mapping[str, Any]) -> "RankInfo":
         """From JSON."""
-        gpu = values["gpu"] and Gpu(**values["gpu"])
+        gpu = values["gpu"] and GpuInfo(**values["gpu"])
         return cls(**{**values, "gpu": gpu, "cores": tuple(values["cores"])})
 
 
-def facts_of_this_rank(rank: int, backend: str) -> Facts:
+def collect_rank_info(rank: int, backend: str) -> RankInfo:
     """`backend`: what was asked for. Fails on no rank alone: what cannot be found out is said instead."""
-    local_rank, local_size = (_number(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    gpu, trouble = (None, "") if backend == "gloo" else _gpu(local_rank if local_rank >= 0 else rank)
-    free, total = _host_memory()
-    return Facts(
+    local_rank, local_size = (_int_from_env(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    gpu, trouble = (None, "") if backend == "gloo" else _probe_gpu(local_rank if local_rank >= 0 else rank)
+    free, total = _read_host_memory()
+    return RankInfo(
         rank=rank,
         host=socket.gethostname(),
         local_rank=local_rank,
         local_size=local_size,
         backend=backend,
-        versions=_versions(),
+        versions=_collect_versions(),
         gpu=gpu,
         gpu_trouble=trouble,
         host_free=free,
         host_total=total,
-        cores=_cores(),
+        cores=_available_cores(),
         threads=torch.get_num_threads(),
-        environment=_environment(),
-        settings=_settings(),
+        environment=_collect_environment(),
+        settings=_collect_torch_settings(),
     )
 
 
-def _number(name: str) -> int:
+def _int_from_env(name: str) -> int:
     """-1 where it is not set."""
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else -1
 
 
-def _versions() -> dict[str, str]:
+def _collect_versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": str(torch.__version__), "zeroshard": __version__}
     if torch.version.cuda:
         found["CUDA"] = torch.version.cuda
@@ -96,19 +96,19 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _gpu(place: int) -> tuple[Gpu | None, str]:
+def _probe_gpu(local_rank: int) -> tuple[GpuInfo | None, str]:
     if not torch.cuda.is_available():
         return None, ""
-    index = place % torch.cuda.device_count()
+    index = local_rank % torch.cuda.device_count()
     try:
         free, total = torch.cuda.mem_get_info(index)
         properties = torch.cuda.get_device_properties(index)
-        return Gpu(index, properties.name, str(properties.uuid), free, total), ""
+        return GpuInfo(index, properties.name, str(properties.uuid), free, total), ""
     except (RuntimeError, AssertionError) as error:
         return None, f"cuda:{index}: {error}".partition("\n")[0]
 
 
-def _host_memory() -> tuple[int, int]:
+def _read_host_memory() -> tuple[int, int]:
     """Free and total; zeros where the system does not tell."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
@@ -118,18 +118,18 @@ def _host_memory() -> tuple[int, int]:
         return 0, 0
 
 
-def _cores() -> tuple[int, ...]:
+def _available_cores() -> tuple[int, ...]:
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
-def _environment() -> dict[str, str]:
-    chosen = (name for name in os.environ if name.startswith(_PREFIXES) or name in _NAMES)
+def _collect_environment() -> dict[str, str]:
+    chosen = (name for name in os.environ if name.startswith(_VARIABLE_PREFIXES) or name in _VARIABLE_NAMES)
     return {name: os.environ[name] for name in sorted(chosen)}
 
 
-def _settings() -> dict[str, str]:
+def _collect_torch_settings() -> dict[str, str]:
     """Those of torch that change what it computes."""
     return {
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),

@@ -5,33 +5,39 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
-from ..units import name_ranks
-from .agreeing import differences
-from .checkup import Checkup
-from .facts import Facts
+from ..units import format_ranks
+from .agreeing import check_same_across_ranks
+from .checkup import JobInfo
+from .facts import RankInfo
 from .findings import ERROR, NOTE, WARNING, Finding
-from .places import hosts, nodes, shared_gpus
+from .places import find_shared_gpus, ranks_by_host, ranks_by_node
 
-_CLOCKS_APART = 1.0
+_MAX_CLOCK_SKEW_S = 1.0
 """Seconds."""
-_GPU_FREE, _HOST_FREE = 0.75, 0.1
-_SLOW = 2.5
+_MIN_GPU_FREE_FRACTION, _MIN_HOST_FREE_FRACTION = 0.75, 0.1
+_SLOW_RANK_FACTOR = 2.5
 """Times slower than the median."""
-_SAME = 1e-9
+_MAX_PARAM_DIFFERENCE = 1e-9
 """Of float64: sums are made in another order."""
-_ORDER = {ERROR: 0, WARNING: 1, NOTE: 2}
+_LEVEL_ORDER = {ERROR: 0, WARNING: 1, NOTE: 2}
 
 
-def judge(checkup: Checkup) -> list[Finding]:
+def run_checks(job: JobInfo) -> list[Finding]:
     """The worst first."""
-    facts = checkup.facts
-    found = [*differences(facts), *_gpus(checkup), *_places(facts), *_memory(facts), *_threads(facts)]
-    found += [*_clocks(checkup), *_slow_ranks(checkup), *_trial(checkup)]
-    return sorted(found, key=lambda finding: _ORDER[finding.level])
+    facts = job.rank_infos
+    found = [
+        *check_same_across_ranks(facts),
+        *_check_gpus(job),
+        *_check_placement(facts),
+        *_check_memory(facts),
+        *_check_threads(facts),
+    ]
+    found += [*_check_clocks(job), *_check_slow_ranks(job), *_check_trial(job)]
+    return sorted(found, key=lambda finding: _LEVEL_ORDER[finding.level])
 
 
-def _gpus(checkup: Checkup) -> Iterator[Finding]:
-    facts = checkup.facts
+def _check_gpus(job: JobInfo) -> Iterator[Finding]:
+    facts = job.rank_infos
     for it in facts:
         if it.gpu_trouble:
             yield Finding(
@@ -42,11 +48,11 @@ def _gpus(checkup: Checkup) -> Iterator[Finding]:
                 "look at nvidia-smi and the driver there, or leave that host out",
             )
     asked = any(it.backend == "nccl" for it in facts)
-    for gpu, ranks in shared_gpus(facts).items():
+    for gpu, ranks in find_shared_gpus(facts).items():
         yield Finding(
             ERROR if asked else WARNING,
             f"GPU {gpu}",
-            f"{name_ranks(ranks)} would all use it; measured was gloo on the CPU",
+            f"{format_ranks(ranks)} would all use it; measured was gloo on the CPU",
             "a GPU of its own for each rank: NCCL refuses others",
             "start as many ranks on a host as it has GPUs, or use the backend gloo",
         )
@@ -55,14 +61,14 @@ def _gpus(checkup: Checkup) -> Iterator[Finding]:
         yield Finding(
             ERROR,
             "GPUs",
-            f"none for {name_ranks(without)}",
+            f"none for {format_ranks(without)}",
             "a GPU for each rank" if asked else "a GPU for each rank, or for none",
             "look at CUDA_VISIBLE_DEVICES, the driver and the build of torch there, or use --backend gloo",
         )
 
 
-def _places(facts: Sequence[Facts]) -> Iterator[Finding]:
-    if len(facts) == 1:
+def _check_placement(rank_infos: Sequence[RankInfo]) -> Iterator[Finding]:
+    if len(rank_infos) == 1:
         yield Finding(
             NOTE,
             "ranks",
@@ -70,44 +76,44 @@ def _places(facts: Sequence[Facts]) -> Iterator[Finding]:
             "several, for something to be shared",
             "start it as you start training: torchrun ... -m zeroshard doctor",
         )
-    sizes = sorted({len(node) for node in nodes(facts)})
+    sizes = sorted({len(node) for node in ranks_by_node(rank_infos)})
     if len(sizes) > 1:
         yield Finding(
             WARNING,
             "ranks a node",
             f"from {sizes[0]} to {sizes[-1]}",
             "as many on each",
-            'start as many on each if you want shard_within="node"',
+            'start as many on each if you want shard_group_size="node"',
         )
 
 
-def _memory(facts: Sequence[Facts]) -> Iterator[Finding]:
-    for it in facts:
-        if it.gpu is not None and it.gpu.free < _GPU_FREE * it.gpu.total:
+def _check_memory(rank_infos: Sequence[RankInfo]) -> Iterator[Finding]:
+    for it in rank_infos:
+        if it.gpu is not None and it.gpu.free < _MIN_GPU_FREE_FRACTION * it.gpu.total:
             yield Finding(
                 WARNING,
                 f"memory of the GPU of rank {it.rank}",
                 f"{it.gpu.free / 2**30:.1f} of {it.gpu.total / 2**30:.1f} GiB are free",
-                f"at least {_GPU_FREE:.0%} before training starts",
+                f"at least {_MIN_GPU_FREE_FRACTION:.0%} before training starts",
                 "look with nvidia-smi who else uses it",
             )
-    for host, ranks in hosts(facts).items():
-        it = facts[ranks[0]]
-        if it.host_free < _HOST_FREE * it.host_total:
+    for host, ranks in ranks_by_host(rank_infos).items():
+        it = rank_infos[ranks[0]]
+        if it.host_free < _MIN_HOST_FREE_FRACTION * it.host_total:
             yield Finding(
                 WARNING,
                 f"memory of host {host}",
                 f"{it.host_free / 2**30:.1f} of {it.host_total / 2**30:.1f} GiB are free",
-                f"at least {_HOST_FREE:.0%}",
+                f"at least {_MIN_HOST_FREE_FRACTION:.0%}",
                 "end what else runs there",
             )
 
 
-def _threads(facts: Sequence[Facts]) -> Iterator[Finding]:
-    for host, ranks in hosts(facts).items():
-        cores = len({core for rank in ranks for core in facts[rank].cores})
-        threads, each = [facts[rank].threads for rank in ranks], max(cores // len(ranks), 1)
-        found = f"{sum(threads)} of {name_ranks(ranks)} on {cores} cores"
+def _check_threads(rank_infos: Sequence[RankInfo]) -> Iterator[Finding]:
+    for host, ranks in ranks_by_host(rank_infos).items():
+        cores = len({core for rank in ranks for core in rank_infos[rank].cores})
+        threads, each = [rank_infos[rank].threads for rank in ranks], max(cores // len(ranks), 1)
+        found = f"{sum(threads)} of {format_ranks(ranks)} on {cores} cores"
         do = f"export OMP_NUM_THREADS={each}"
         if sum(threads) > cores:
             do = do if max(threads) > each else "start fewer ranks there"
@@ -116,23 +122,23 @@ def _threads(facts: Sequence[Facts]) -> Iterator[Finding]:
             yield Finding(NOTE, f"threads on {host}", found, f"up to {each} a rank, for work on the CPU", do)
 
 
-def _clocks(checkup: Checkup) -> Iterator[Finding]:
-    for it, measured in zip(checkup.facts, checkup.measured, strict=True):
+def _check_clocks(job: JobInfo) -> Iterator[Finding]:
+    for it, measured in zip(job.rank_infos, job.measurements, strict=True):
         link = measured.link
-        if link is not None and abs(link.ahead) - link.give_or_take > _CLOCKS_APART:
+        if link is not None and abs(link.ahead) - link.give_or_take > _MAX_CLOCK_SKEW_S:
             yield Finding(
                 WARNING,
                 f"clock of rank {it.rank} on {it.host}",
                 f"{link.ahead:+.3f} s from that of rank 0 (± {link.give_or_take:.4f} s)",
-                f"less than {_CLOCKS_APART:g} s, or logs of ranks cannot be compared",
+                f"less than {_MAX_CLOCK_SKEW_S:g} s, or logs of ranks cannot be compared",
                 "let the hosts take their time from one server (chrony, ntpd)",
             )
 
 
-def _slow_ranks(checkup: Checkup) -> Iterator[Finding]:
+def _check_slow_ranks(job: JobInfo) -> Iterator[Finding]:
     """Compared with others of their kind: those as far from rank 0."""
-    first, kinds = checkup.facts[0].host, defaultdict[str, dict[int, float]](dict)
-    for it, measured in zip(checkup.facts, checkup.measured, strict=True):
+    first, kinds = job.rank_infos[0].host, defaultdict[str, dict[int, float]](dict)
+    for it, measured in zip(job.rank_infos, job.measurements, strict=True):
         kinds["matrix products"][it.rank] = measured.speed.product
         kinds["copies in memory"][it.rank] = measured.speed.copy
         if measured.link is not None:
@@ -141,17 +147,17 @@ def _slow_ranks(checkup: Checkup) -> Iterator[Finding]:
     for what, rates in kinds.items():
         usual = median(rates.values())
         for rank, rate in rates.items():
-            if rate * _SLOW < usual:
+            if rate * _SLOW_RANK_FACTOR < usual:
                 yield Finding(
                     WARNING,
-                    f"rank {rank} on {checkup.facts[rank].host} is slow: {what}",
+                    f"rank {rank} on {job.rank_infos[rank].host} is slow: {what}",
                     f"{rate / 1e9:.2f} G/s",
                     f"about the median of all, {usual / 1e9:.2f} G/s",
                     "look what else runs there, and run this again: all ranks wait for the slowest",
                 )
 
 
-def _trial(checkup: Checkup) -> Iterator[Finding]:
+def _check_trial(job: JobInfo) -> Iterator[Finding]:
     wrong = Finding(
         ERROR,
         "sharded steps",
@@ -159,14 +165,14 @@ def _trial(checkup: Checkup) -> Iterator[Finding]:
         "those of the unsharded optimizer, the same on all ranks",
         "do not train here: send the output of --json with a report",
     )
-    for rank, measured in enumerate(checkup.measured):
+    for rank, measured in enumerate(job.measurements):
         trial = measured.trial
         if trial is None:
             yield replace(wrong, found=f"rank {rank}: {measured.trouble}")
-        elif not trial.difference <= _SAME:
+        elif not trial.difference <= _MAX_PARAM_DIFFERENCE:
             yield replace(wrong, found=f"rank {rank}: parameters differ by {trial.difference:.3g}")
         elif not trial.after < trial.before:
             yield replace(wrong, found=f"rank {rank}: the loss went from {trial.before:.4f} to {trial.after:.4f}")
-    digests = {it.trial.digest for it in checkup.measured if it.trial is not None}
+    digests = {it.trial.digest for it in job.measurements if it.trial is not None}
     if len(digests) > 1:
         yield replace(wrong, found=f"ranks ended with {len(digests)} different sets of parameters")

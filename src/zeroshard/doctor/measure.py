@@ -8,24 +8,24 @@ from typing import NamedTuple
 
 import torch
 
-from ..comm.choice import way_of
+from ..comm.choice import select_transport
 from ..comm.collectives import Comm
 from ..comm.group import Group
-from ..comm.rows import NODE, comm_of
+from ..comm.rows import NODE, make_comm
 from ..layout.shards import EqualShards
 from ..policies import Reduce
 from ..units import MIB, Rank
-from .speed import timed
+from .speed import time_call
 
-_SECONDS = 0.3
+_MEASUREMENT_BUDGET_S = 0.3
 """That one measurement may take."""
-_LONG_ENOUGH = 0.02
+_MIN_MESSAGE_S = 0.02
 """Seconds of a message whose latency no longer counts."""
-_FEWEST, _MOST = 3, 15
+_MIN_REPEATS, _MAX_REPEATS = 3, 15
 
 
 @dataclass(frozen=True)
-class Timing:
+class CollectiveTiming:
     """Of one verb: seconds of a tiny message, and of one of `nbytes`, of which the part `crossing` reaches a rank."""
 
     verb: str
@@ -42,96 +42,103 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Rates:
+class NodeBandwidths:
     """Bytes a second of an all-gather: among the ranks of a host, and among those of one place on all hosts."""
 
     within: float
     between: float
 
 
-class _Verb(NamedTuple):
+class _Collective(NamedTuple):
     name: str
-    way: str
-    crossing: float
+    transport: str
+    received_fraction: float
     call: Callable[[torch.Tensor], object]
 
 
-class Bench:
+class CollectiveBenchmark:
     """Measures verbs of a group on tensors that lie on a device. All ranks make the same calls."""
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
-        self._comm, self._device, self._ranks = comm, device, comm.group.size
-        self._way = way_of(comm, device, Reduce(), equal=True)
+        self._comm, self._device, self._world_size = comm, device, comm.group.size
+        self._transport = select_transport(comm, device, Reduce(), has_equal_shards=True)
 
-    def timings(self, most: int) -> list[Timing]:
+    def measure_timings(self, max_bytes: int) -> list[CollectiveTiming]:
         """Of all verbs, with messages of no more than `most` bytes."""
-        verbs, nbytes = self._verbs(), self.fitting(most)
-        return [self._timing(verb, nbytes) for verb in verbs]
+        verbs, nbytes = self._collectives(), self.choose_message_bytes(max_bytes)
+        return [self._time_collective(verb, nbytes) for verb in verbs]
 
-    def agreement(self) -> float:
+    def measure_consensus_seconds(self) -> float:
         """Seconds that ranks take to agree on something."""
-        return self._seconds(lambda: self._comm.maximum([0]))
+        return self._measure_seconds(lambda: self._comm.all_reduce_max([0]))
 
-    def fitting(self, most: int) -> int:
+    def choose_message_bytes(self, max_bytes: int) -> int:
         """Bytes of a message that takes long enough to be measured."""
         nbytes = MIB // 4
-        while nbytes * 4 <= most:
-            flat = self._flat(nbytes)
-            if self._pilot(partial(self._gather, flat)) >= _LONG_ENOUGH:
+        while nbytes * 4 <= max_bytes:
+            flat = self._make_flat_tensor(nbytes)
+            if self._measure_pilot_seconds(partial(self._all_gather, flat)) >= _MIN_MESSAGE_S:
                 break
             nbytes *= 4
         return nbytes
 
-    def rate_of_gather(self, nbytes: int) -> float:
-        flat, share = self._flat(nbytes), (self._ranks - 1) / self._ranks
-        return nbytes * share / max(self._seconds(lambda: self._gather(flat)), 1e-9)
+    def measure_all_gather_bandwidth(self, nbytes: int) -> float:
+        flat, share = self._make_flat_tensor(nbytes), (self._world_size - 1) / self._world_size
+        return nbytes * share / max(self._measure_seconds(lambda: self._all_gather(flat)), 1e-9)
 
-    def _verbs(self) -> list[_Verb]:
-        share, way = (self._ranks - 1) / self._ranks, type(self._way).__name__
+    def _collectives(self) -> list[_Collective]:
+        share, way = (self._world_size - 1) / self._world_size, type(self._transport).__name__
         return [
-            _Verb("all-reduce", "native", 2 * share, self._comm.sum_of),
-            _Verb("reduce-scatter", way, share, self._reduce),
-            _Verb("all-gather", way, share, self._gather),
-            _Verb("broadcast", "native", 1.0 if self._ranks > 1 else 0.0, self._broadcast),
+            _Collective("all-reduce", "native", 2 * share, self._comm.all_reduce_sum_),
+            _Collective("reduce-scatter", way, share, self._reduce_scatter),
+            _Collective("all-gather", way, share, self._all_gather),
+            _Collective("broadcast", "native", 1.0 if self._world_size > 1 else 0.0, self._broadcast),
         ]
 
-    def _reduce(self, flat: torch.Tensor) -> None:
-        into = torch.empty_like(flat[: flat.numel() // self._ranks])
-        self._way.reduce(flat, self._shards(flat), into, 1 / self._ranks).wait()
+    def _reduce_scatter(self, flat: torch.Tensor) -> None:
+        into = torch.empty_like(flat[: flat.numel() // self._world_size])
+        self._transport.reduce_scatter(flat, self._equal_shards(flat), into, 1 / self._world_size).wait()
 
-    def _gather(self, flat: torch.Tensor) -> None:
-        self._way.gather(flat, self._shards(flat)).wait()
+    def _all_gather(self, flat: torch.Tensor) -> None:
+        self._transport.all_gather(flat, self._equal_shards(flat)).wait()
 
     def _broadcast(self, flat: torch.Tensor) -> None:
         self._comm.broadcast(flat, Rank(0)).wait()
 
-    def _shards(self, flat: torch.Tensor) -> EqualShards:
-        return EqualShards(flat.numel() // self._ranks, self._ranks, flat.numel())
+    def _equal_shards(self, flat: torch.Tensor) -> EqualShards:
+        return EqualShards(flat.numel() // self._world_size, self._world_size, flat.numel())
 
-    def _flat(self, nbytes: int) -> torch.Tensor:
+    def _make_flat_tensor(self, nbytes: int) -> torch.Tensor:
         """About so many: a slice of equal length for each rank."""
-        each = max(nbytes // 4 // self._ranks, 1)
-        return torch.zeros(each * self._ranks, dtype=torch.float32, device=self._device)
+        each = max(nbytes // 4 // self._world_size, 1)
+        return torch.zeros(each * self._world_size, dtype=torch.float32, device=self._device)
 
-    def _timing(self, verb: _Verb, nbytes: int) -> Timing:
-        tiny, flat = self._flat(4), self._flat(nbytes)
+    def _time_collective(self, collective: _Collective, nbytes: int) -> CollectiveTiming:
+        tiny, flat = self._make_flat_tensor(4), self._make_flat_tensor(nbytes)
         # The quickest of tiny messages: what holds up others is another process, and no latency.
-        small, large = self._seconds(lambda: verb.call(tiny), min), self._seconds(lambda: verb.call(flat))
-        return Timing(verb.name, verb.way, small, large, flat.nbytes, verb.crossing)
+        small, large = (
+            self._measure_seconds(lambda: collective.call(tiny), min),
+            self._measure_seconds(lambda: collective.call(flat)),
+        )
+        return CollectiveTiming(
+            collective.name, collective.transport, small, large, flat.nbytes, collective.received_fraction
+        )
 
-    def _seconds(self, call: Callable[[], object], of: Callable[[list[float]], float] = median) -> float:
-        repeats = int(_SECONDS / max(self._pilot(call), 1e-6))
-        return timed(call, self._device, min(max(repeats, _FEWEST), _MOST), of)
+    def _measure_seconds(self, call: Callable[[], object], summarize: Callable[[list[float]], float] = median) -> float:
+        repeats = int(_MEASUREMENT_BUDGET_S / max(self._measure_pilot_seconds(call), 1e-6))
+        return time_call(call, self._device, min(max(repeats, _MIN_REPEATS), _MAX_REPEATS), summarize)
 
-    def _pilot(self, call: Callable[[], object]) -> float:
+    def _measure_pilot_seconds(self, call: Callable[[], object]) -> float:
         """Seconds on the slowest rank, so that all do the same afterwards."""
-        return self._comm.maximum([int(timed(call, self._device, _FEWEST) * 1e9)])[0] / 1e9
+        return self._comm.all_reduce_max([int(time_call(call, self._device, _MIN_REPEATS) * 1e9)])[0] / 1e9
 
 
-def rates_of_rows(group: Group, device: torch.device, most: int) -> Rates:
+def measure_node_bandwidths(group: Group, device: torch.device, max_bytes: int) -> NodeBandwidths:
     """On all ranks, where there are several on each of several hosts."""
-    comm = comm_of(group.process_group, None, NODE)
+    comm = make_comm(group.process_group, None, NODE)
     assert comm.replicas is not None, "there are several hosts"
-    row, column = (Bench(Comm(it), device) for it in (comm.group, comm.replicas))
-    nbytes = comm.everyone.maximum([row.fitting(most), column.fitting(most)])
-    return Rates(row.rate_of_gather(nbytes[0]), column.rate_of_gather(nbytes[1]))
+    row, column = (CollectiveBenchmark(Comm(it), device) for it in (comm.group, comm.replicas))
+    nbytes = comm.data_parallel.all_reduce_max(
+        [row.choose_message_bytes(max_bytes), column.choose_message_bytes(max_bytes)]
+    )
+    return NodeBandwidths(row.measure_all_gather_bandwidth(nbytes[0]), column.measure_all_gather_bandwidth(nbytes[1]))

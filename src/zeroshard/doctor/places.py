@@ -3,37 +3,37 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
-from .facts import Facts
+from .facts import RankInfo
 
 
-def hosts(facts: Sequence[Facts]) -> dict[str, list[int]]:
+def ranks_by_host(rank_infos: Sequence[RankInfo]) -> dict[str, list[int]]:
     """The ranks of each host, by its name."""
     found: dict[str, list[int]] = defaultdict(list)
-    for it in facts:
+    for it in rank_infos:
         found[it.host].append(it.rank)
     return dict(found)
 
 
-def nodes(facts: Sequence[Facts]) -> list[list[int]]:
+def ranks_by_node(rank_infos: Sequence[RankInfo]) -> list[list[int]]:
     """Ranks that one torchrun has started, which numbers them one after the other; else those of a host."""
     found: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for it in facts:
+    for it in rank_infos:
         found[it.host, it.rank - it.local_rank if it.local_rank >= 0 else -1].append(it.rank)
     return list(found.values())
 
 
-def equal_nodes(facts: Sequence[Facts]) -> bool:
+def has_equal_nodes(rank_infos: Sequence[RankInfo]) -> bool:
     """Whether state can be shared within each of several nodes: all have as many ranks, and more than one."""
-    found = nodes(facts)
-    sizes, stated = set(map(len, found)), {it.local_size for it in facts}
-    starts = all(it.local_rank >= 0 for it in facts)
+    found = ranks_by_node(rank_infos)
+    sizes, stated = set(map(len, found)), {it.local_size for it in rank_infos}
+    starts = all(it.local_rank >= 0 for it in rank_infos)
     return starts and len(found) > 1 and len(sizes) == 1 and sizes == stated and sizes != {1}
 
 
-def shared_gpus(facts: Sequence[Facts]) -> dict[str, list[int]]:
+def find_shared_gpus(rank_infos: Sequence[RankInfo]) -> dict[str, list[int]]:
     """GPUs that several ranks would use, by name, with these ranks."""
-    users: dict[str, list[Facts]] = defaultdict(list)
-    for it in facts:
+    users: dict[str, list[RankInfo]] = defaultdict(list)
+    for it in rank_infos:
         if it.gpu is not None:
             users[it.gpu.identity].append(it)
     return {
@@ -43,7 +43,7 @@ def shared_gpus(facts: Sequence[Facts]) -> dict[str, list[int]]:
     }
 
 
-def backend_for(facts: Sequence[Facts]) -> str:
+def choose_backend(rank_infos: Sequence[RankInfo]) -> str:
     """NCCL where every rank has a GPU of its own and nobody has asked for gloo. The same on all ranks."""
-    own = all(it.gpu is not None for it in facts) and not shared_gpus(facts)
-    return "nccl" if own and all(it.backend in ("", "nccl") for it in facts) else "gloo"
+    own = all(it.gpu is not None for it in rank_infos) and not find_shared_gpus(rank_infos)
+    return "nccl" if own and all(it.backend in ("", "nccl") for it in rank_infos) else "gloo"

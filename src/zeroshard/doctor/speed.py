@@ -9,30 +9,30 @@ import torch
 
 from ..units import MIB
 
-_REPEATS = 5
+_SPEED_REPEATS = 5
 
 
 @dataclass(frozen=True)
-class Speed:
+class RankSpeed:
     """Of one rank: operations of a matrix product, and bytes that a copy reads and writes, a second."""
 
     product: float
     copy: float
 
 
-def speed_of(device: torch.device) -> Speed:
+def measure_speed(device: torch.device) -> RankSpeed:
     """All ranks measure at the same time, as they would work."""
     size, nbytes = (512, 32 * MIB) if device.type == "cpu" else (4096, 256 * MIB)
     matrix = torch.ones(size, size, dtype=torch.float32, device=device)
     product, source = torch.empty_like(matrix), torch.zeros(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    multiply = timed(lambda: torch.mm(matrix, matrix, out=product), device, _REPEATS)
-    copy = timed(lambda: target.copy_(source), device, _REPEATS)
-    return Speed(2 * size**3 / multiply, 2 * nbytes / copy)
+    multiply = time_call(lambda: torch.mm(matrix, matrix, out=product), device, _SPEED_REPEATS)
+    copy = time_call(lambda: target.copy_(source), device, _SPEED_REPEATS)
+    return RankSpeed(2 * size**3 / multiply, 2 * nbytes / copy)
 
 
-def timed(
-    call: Callable[[], object], device: torch.device, repeats: int, of: Callable[[list[float]], float] = median
+def time_call(
+    call: Callable[[], object], device: torch.device, repeats: int, summarize: Callable[[list[float]], float] = median
 ) -> float:
     """Seconds: the median, or what `of` makes of them, after one that does not count."""
     times = []
@@ -42,4 +42,4 @@ def timed(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
-    return of(times[1:])
+    return summarize(times[1:])

@@ -11,13 +11,13 @@ from torch import nn
 from ..comm.group import Group
 from ..sharded import shard
 
-STEPS = 4
-_ROWS, _WIDTH = 4, 8
-_OPTIONS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.01}
+TRIAL_STEPS = 4
+_TRIAL_ROWS, _TRIAL_WIDTH = 4, 8
+_TRIAL_OPTIONS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.01}
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialResult:
     """What a rank has seen.
 
     before, after: the loss over the data of all ranks.
@@ -31,30 +31,32 @@ class Trial:
     digest: str
 
 
-def try_steps(group: Group, device: torch.device) -> Trial:
+def run_trial(group: Group, device: torch.device) -> TrialResult:
     """On all ranks of the group."""
-    data, model = _data(group.size).to(device), _model().to(device)
-    plain_model, mine = copy.deepcopy(model), data.view(group.size, _ROWS, _WIDTH)[group.rank]
-    sharded = shard(model, torch.optim.AdamW, process_group=group.process_group, **_OPTIONS)
-    plain = torch.optim.AdamW(plain_model.parameters(), **_OPTIONS)
-    before = _loss(model, data).item()
-    for _ in range(STEPS):
-        _step(model, sharded, mine)
-        _step(plain_model, plain, data)
+    data, model = _make_trial_data(group.size).to(device), _make_trial_model().to(device)
+    plain_model, mine = copy.deepcopy(model), data.view(group.size, _TRIAL_ROWS, _TRIAL_WIDTH)[group.rank]
+    sharded = shard(model, torch.optim.AdamW, process_group=group.process_group, **_TRIAL_OPTIONS)
+    plain = torch.optim.AdamW(plain_model.parameters(), **_TRIAL_OPTIONS)
+    before = _trial_loss(model, data).item()
+    for _ in range(TRIAL_STEPS):
+        _trial_step(model, sharded, mine)
+        _trial_step(plain_model, plain, data)
     pairs = zip(model.parameters(), plain_model.parameters(), strict=True)
     difference = max((ours - theirs).abs().max().item() for ours, theirs in pairs)
-    return Trial(before, _loss(model, data).item(), difference, _digest(model))
+    return TrialResult(before, _trial_loss(model, data).item(), difference, _digest_params(model))
 
 
-def _data(ranks: int) -> torch.Tensor:
+def _make_trial_data(world_size: int) -> torch.Tensor:
     draw = torch.Generator().manual_seed(0)
-    return torch.randn(ranks * _ROWS, _WIDTH, dtype=torch.float64, generator=draw, device="cpu")
+    return torch.randn(world_size * _TRIAL_ROWS, _TRIAL_WIDTH, dtype=torch.float64, generator=draw, device="cpu")
 
 
-def _model() -> nn.Module:
+def _make_trial_model() -> nn.Module:
     """The same on all ranks; no random numbers are drawn that others count on."""
     empty: dict[str, Any] = {"dtype": torch.float64, "device": "meta"}
-    model = nn.Sequential(nn.Linear(_WIDTH, 16, **empty), nn.Tanh(), nn.Linear(16, 1, **empty)).to_empty(device="cpu")
+    model = nn.Sequential(nn.Linear(_TRIAL_WIDTH, 16, **empty), nn.Tanh(), nn.Linear(16, 1, **empty)).to_empty(
+        device="cpu"
+    )
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for param in model.parameters():
@@ -62,16 +64,16 @@ def _model() -> nn.Module:
     return model
 
 
-def _loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    return nn.functional.mse_loss(model(rows), rows.square().mean(1, keepdim=True))
+def _trial_loss(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(inputs), inputs.square().mean(1, keepdim=True))
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> None:
-    torch.autograd.backward(_loss(model, rows))
+def _trial_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> None:
+    torch.autograd.backward(_trial_loss(model, inputs))
     optimizer.step()
     optimizer.zero_grad()
 
 
-def _digest(model: nn.Module) -> str:
+def _digest_params(model: nn.Module) -> str:
     flat = torch.cat([param.detach().reshape(-1) for param in model.parameters()]).cpu()
     return hashlib.sha256(repr(flat.tolist()).encode()).hexdigest()[:16]

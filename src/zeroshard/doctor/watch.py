@@ -6,36 +6,38 @@ import threading
 from types import TracebackType
 
 
-class Watch:
+class Watchdog:
     """As a context it ends the process when one thing takes longer than `seconds`.
 
     Hazard: a rank that waits for a GPU cannot be interrupted in any other way.
     """
 
-    def __init__(self, seconds: float, who: str) -> None:
-        self._seconds, self._who = seconds, who
+    def __init__(self, timeout_s: float, process_name: str) -> None:
+        self._timeout_s, self._process_name = timeout_s, process_name
         self._timer: threading.Timer | None = None
 
-    def at(self, place: str) -> None:
+    def set_phase(self, phase: str) -> None:
         """Something new begins."""
-        self._stop()
-        self._timer = threading.Timer(self._seconds, self._give_up, (place,))
+        self._cancel_timer()
+        self._timer = threading.Timer(self._timeout_s, self._abort, (phase,))
         self._timer.daemon = True
         self._timer.start()
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "Watchdog":
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop()
+        self._cancel_timer()
 
-    def _stop(self) -> None:
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _give_up(self, place: str) -> None:
-        sys.stderr.write(f"zeroshard doctor: {self._who} gives up {place}, after {self._seconds:g} seconds\n")
+    def _abort(self, phase: str) -> None:
+        sys.stderr.write(
+            f"zeroshard doctor: {self._process_name} gives up {phase}, after {self._timeout_s:g} seconds\n"
+        )
         sys.stderr.flush()
         os._exit(1)

@@ -17,18 +17,32 @@ except ImportError as error:
     raise ImportError("zeroshard.integrations.accelerate needs Accelerate: pip install 'accelerate>=1.13'") from error
 
 from ..checkpoint import load
-from ..comm.rows import Within
+from ..comm.rows import ShardGroupSize
 from ..config import ZeroConfig
 from ..errors import CheckpointError, ConfigError
 from ..scaler import GradScaler
 from ..sharded import ShardedOptimizer
-from .plain import first_rank_sees, follow, of_first_rank, save_into, scaled_outside, scaler_like, sharded
+from .plain import (
+    broadcast_from_rank0,
+    check_on_rank0,
+    let_scaler_skip_steps,
+    make_scaler,
+    retarget_scheduler,
+    shard_optimizer,
+    write_checkpoint,
+)
 
-FOLDER = "zeroshard"
+SHARD_DIR_NAME = "zeroshard"
 """Of a checkpoint: what all ranks have written."""
-_MARK = {"saved in": FOLDER}
+_PLACEHOLDER_STATE = {"saved in": SHARD_DIR_NAME}
 """What a file says that would else have the optimizer's state."""
-_OTHER_WAYS = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "parallelism_config")
+_CONFLICTING_PLUGINS = (
+    "fsdp_plugin",
+    "deepspeed_plugin",
+    "deepspeed_plugins",
+    "megatron_lm_plugin",
+    "parallelism_config",
+)
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
@@ -36,33 +50,35 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     optimizer: ShardedOptimizer
 
-    def __init__(self, optimizer: ShardedOptimizer, model: torch.nn.Module, replaced: Optimizer, scaler: Any) -> None:
+    def __init__(
+        self, optimizer: ShardedOptimizer, model: torch.nn.Module, original_optimizer: Optimizer, scaler: Any
+    ) -> None:
         super().__init__(optimizer, device_placement=False, scaler=scaler)
-        self.model, self.replaced = model, replaced
-        self._is_apart = False
-        scaled_outside(optimizer)
+        self.model, self.original_optimizer = model, original_optimizer
+        self._has_shard_dir = False
+        let_scaler_skip_steps(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(_MARK)
+        return dict(_PLACEHOLDER_STATE)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict != _MARK:
+        if state_dict != _PLACEHOLDER_STATE:
             super().load_state_dict(state_dict)
-        elif not self._is_apart:  # else it is loaded by all ranks, each its part
+        elif not self._has_shard_dir:  # else it is loaded by all ranks, each its part
             raise CheckpointError(
-                f"this has no state in it, but says that all ranks have saved theirs in a folder {FOLDER} beside it: "
+                f"this has no state in it, but says that all ranks have saved theirs in a folder {SHARD_DIR_NAME} beside it: "
                 "load the whole checkpoint as it was saved, or take optimizer.optimizer.full_state_dict()"
             )
 
-    def finds(self, folder: Path, file: Path) -> bool:
+    def detect_shard_dir(self, directory: Path, file: Path) -> bool:
         """Whether the ranks have saved the state in `folder`, or it is all in `file`. Called on all ranks."""
-        self._is_apart = first_rank_sees(folder.is_dir)
-        if not self._is_apart and first_rank_sees(lambda: _has_mark(file)):
+        self._has_shard_dir = check_on_rank0(directory.is_dir)
+        if not self._has_shard_dir and check_on_rank0(lambda: _is_placeholder_file(file)):
             raise CheckpointError(
-                f"{folder} is missing, into which all ranks have saved the optimizer's state: {file.name} says only "
+                f"{directory} is missing, into which all ranks have saved the optimizer's state: {file.name} says only "
                 "that it is there. Copy the checkpoint with all of its folders, or go on from another one."
             )
-        return self._is_apart
+        return self._has_shard_dir
 
 
 class Accelerator(accelerate.Accelerator):
@@ -70,7 +86,7 @@ class Accelerator(accelerate.Accelerator):
 
     Args:
         config: how to shard.
-        shard_within: "node" or a number of ranks that share the state, as for `zeroshard.shard`.
+        shard_group_size: "node" or a number of ranks that share the state, as for `zeroshard.shard`.
     """
 
     scaler: Any
@@ -79,17 +95,21 @@ class Accelerator(accelerate.Accelerator):
     _optimizers: list[PreparedOptimizer]
 
     def __init__(
-        self, *args: Any, config: ZeroConfig | None = None, shard_within: Within | None = None, **options: Any
+        self,
+        *args: Any,
+        config: ZeroConfig | None = None,
+        shard_group_size: ShardGroupSize | None = None,
+        **options: Any,
     ) -> None:
-        others = [name for name in _OTHER_WAYS if options.get(name) is not None]
+        others = [name for name in _CONFLICTING_PLUGINS if options.get(name) is not None]
         if others:
             raise ConfigError(f"zeroshard shards the optimizer itself: leave out {', '.join(others)}")
         super().__init__(*args, **options)
         if self.ddp_handler is not None:
             raise ConfigError("zeroshard averages gradients without DDP: leave out DistributedDataParallelKwargs")
-        self.begin_sharding(config, shard_within)
+        self.enable_sharding(config, shard_group_size)
 
-    def begin_sharding(self, config: ZeroConfig | None, shard_within: Within | None) -> None:
+    def enable_sharding(self, config: ZeroConfig | None, shard_group_size: ShardGroupSize | None) -> None:
         kind = str(self.distributed_type).rpartition(".")[2]
         if kind != "NO" and not kind.startswith("MULTI_"):
             raise ConfigError(f"zeroshard shards the optimizer itself: leave out the plugin or option for {kind}")
@@ -99,9 +119,9 @@ class Accelerator(accelerate.Accelerator):
                 f"{started} processes were started, and Accelerate sees {self.num_processes}: on CPUs tell it so, with "
                 "Accelerator(cpu=True)"
             )
-        self._where = {"config": config, "shard_within": shard_within}
+        self._shard_options = {"config": config, "shard_group_size": shard_group_size}
         if self.scaler is not None and not isinstance(self.scaler, GradScaler):
-            self.scaler = scaler_like(self.scaler, self.device.type)
+            self.scaler = make_scaler(self.scaler, self.device.type)
         self.register_save_state_pre_hook(self._save_shards)
         self.register_load_state_pre_hook(self._load_shards)
 
@@ -138,8 +158,10 @@ class Accelerator(accelerate.Accelerator):
                 raise ConfigError("the optimizer was prepared by an Accelerator of Accelerate's own")
             made = optimizer
         else:
-            model = self._model_of(optimizer)
-            made = PreparedOptimizer(sharded(model, optimizer, self._where), model, optimizer, self.scaler)
+            model = self._find_model(optimizer)
+            made = PreparedOptimizer(
+                shard_optimizer(model, optimizer, self._shard_options), model, optimizer, self.scaler
+            )
             made._is_accelerate_prepared = True
         if made not in self._optimizers:
             self._optimizers.append(made)
@@ -147,10 +169,10 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         for prepared in self._optimizers:
-            follow(scheduler, prepared.replaced, prepared.optimizer)
+            retarget_scheduler(scheduler, prepared.original_optimizer, prepared.optimizer)
         return super().prepare_scheduler(scheduler)
 
-    def _model_of(self, optimizer: Optimizer) -> torch.nn.Module:
+    def _find_model(self, optimizer: Optimizer) -> torch.nn.Module:
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
         models: list[torch.nn.Module] = [self.unwrap_model(it, keep_torch_compile=False) for it in self._models]
         found = [model for model in models if params & {id(param) for param in model.parameters()}]
@@ -159,14 +181,14 @@ class Accelerator(accelerate.Accelerator):
                 f"the parameters of the {type(optimizer).__name__} belong to {len(found)} of the {len(models)} models "
                 "that were prepared: prepare the one model that it trains in the same call, or before"
             )
-        if self._of(found[0]):
+        if self._find_optimizers(found[0]):
             raise ConfigError(
                 f"the {type(found[0]).__name__} has an optimizer already. For several classes in one prepare "
-                "zeroshard.shard(model, [Rule(...), Rule(...)])."
+                "zeroshard.shard(model, [ParamRule(...), ParamRule(...)])."
             )
         return found[0]
 
-    def _of(self, model: torch.nn.Module) -> list[PreparedOptimizer]:
+    def _find_optimizers(self, model: torch.nn.Module) -> list[PreparedOptimizer]:
         """The optimizer that trains a model, if one does."""
         bare = self.unwrap_model(model, keep_torch_compile=False)
         return [it for it in self._optimizers if it.model is bare]
@@ -176,7 +198,7 @@ class Accelerator(accelerate.Accelerator):
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         super().backward(loss, **options)
         for model in self._models:
-            if not self._of(model) and any(param.grad is not None for param in model.parameters()):
+            if not self._find_optimizers(model) and any(param.grad is not None for param in model.parameters()):
                 raise ConfigError(
                     f"nobody averages the gradients of the {type(model).__name__}: prepare its optimizer, too"
                 )
@@ -184,31 +206,31 @@ class Accelerator(accelerate.Accelerator):
     @contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
         with ExitStack() as stack:
-            for prepared in self._of(model):
+            for prepared in self._find_optimizers(model):
                 stack.enter_context(prepared.optimizer.no_sync())
             yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        params = _listed(parameters)
-        optimizer = self._clipped(params)
+        params = _as_list(parameters)
+        optimizer = self._find_optimizer_to_clip(params)
         if optimizer is None:
             return super().clip_grad_norm_(params, max_norm, norm_type)
         self.unscale_gradients(optimizer)
         return optimizer.clip_grad_norm_(max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        params = _listed(parameters)
-        optimizer = self._clipped(params)
+        params = _as_list(parameters)
+        optimizer = self._find_optimizer_to_clip(params)
         if optimizer is None:
             super().clip_grad_value_(params, clip_value)
             return
         self.unscale_gradients(optimizer)
         optimizer.clip_grad_value_(clip_value)
 
-    def _clipped(self, params: list[torch.Tensor]) -> ShardedOptimizer | None:
+    def _find_optimizer_to_clip(self, params: list[torch.Tensor]) -> ShardedOptimizer | None:
         """The optimizer that has gradients of these parameters; None if they are in `param.grad`."""
         given = {id(param) for param in params}
-        theirs = [(it.optimizer, {id(param) for param in it.optimizer.engine.params}) for it in self._optimizers]
+        theirs = [(it.optimizer, {id(param) for param in it.optimizer._engine.params}) for it in self._optimizers]
         found = [(optimizer, owned) for optimizer, owned in theirs if given & owned]
         if not found:
             return None
@@ -223,28 +245,28 @@ class Accelerator(accelerate.Accelerator):
 
     def load_state(self, *args: Any, **options: Any) -> None:
         super().load_state(*args, **options)
-        self.step = of_first_rank(self.step)  # only ranks that had been there when it was saved know it
+        self.step = broadcast_from_rank0(self.step)  # only ranks that had been there when it was saved know it
 
     def _save_shards(self, models: list[torch.nn.Module], weights: list[Any], output_dir: str) -> None:
         for number, prepared in enumerate(self._optimizers):
-            save_into(Path(output_dir) / f"{FOLDER}_{number}", prepared.model, prepared.optimizer)
-        weights[:] = [it for model, it in zip(models, weights, strict=True) if not self._of(model)]
+            write_checkpoint(Path(output_dir) / f"{SHARD_DIR_NAME}_{number}", prepared.model, prepared.optimizer)
+        weights[:] = [it for model, it in zip(models, weights, strict=True) if not self._find_optimizers(model)]
 
     def _load_shards(self, models: list[torch.nn.Module], input_dir: str) -> None:
         for number, prepared in enumerate(self._optimizers):
-            folder = Path(input_dir) / f"{FOLDER}_{number}"
+            folder = Path(input_dir) / f"{SHARD_DIR_NAME}_{number}"
             file = Path(input_dir) / f"{OPTIMIZER_NAME}{f'_{number}' if number else ''}.bin"
-            if prepared.finds(folder, file):  # else it is a checkpoint of Accelerate's own
+            if prepared.detect_shard_dir(folder, file):  # else it is a checkpoint of Accelerate's own
                 load(folder, model=prepared.model, optimizer=prepared.optimizer)
-                models[:] = [model for model in models if prepared not in self._of(model)]
+                models[:] = [model for model in models if prepared not in self._find_optimizers(model)]
 
 
-def _has_mark(file: Path) -> bool:
+def _is_placeholder_file(file: Path) -> bool:
     with suppress(Exception):  # what cannot be read is not ours, and is told by who reads it next
-        return bool(torch.load(file, map_location="cpu", weights_only=True, mmap=True) == _MARK)
+        return bool(torch.load(file, map_location="cpu", weights_only=True, mmap=True) == _PLACEHOLDER_STATE)
     return False
 
 
-def _listed(parameters: Any) -> list[torch.Tensor]:
+def _as_list(parameters: Any) -> list[torch.Tensor]:
     given: Iterable[torch.Tensor] = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     return list(given)

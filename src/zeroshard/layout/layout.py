@@ -23,20 +23,20 @@ import torch
 
 from ..errors import LayoutError
 from ..units import Rank, Span
-from .shards import DealtShards, EqualShards, Shards
+from .shards import EqualShards, Shards, WholeParamShards
 from .specs import ParamSpec
 
 T = TypeVar("T", int, float)
 
 
-class Room(NamedTuple):
+class BucketSlot(NamedTuple):
     """Where a parameter lies in its bucket: all elements of its memory, gaps that its strides leave included."""
 
     param: int
     span: Span
 
 
-class Piece(NamedTuple):
+class ParamShard(NamedTuple):
     """What a rank owns of a parameter.
 
     `in_param` counts the elements of the parameter's memory; `in_bucket` is as long.
@@ -58,48 +58,48 @@ class Bucket:
     device: torch.device
     numel: int
     shards: Shards
-    rooms: tuple[Room, ...]
+    slots: tuple[BucketSlot, ...]
 
     @property
     def has_equal_shards(self) -> bool:
         return isinstance(self.shards, EqualShards)
 
     @property
-    def is_dealt(self) -> bool:
+    def has_whole_params(self) -> bool:
         """Each parameter belongs to one rank."""
-        return isinstance(self.shards, DealtShards)
+        return isinstance(self.shards, WholeParamShards)
 
     @cached_property
     def params(self) -> list[int]:
-        return [room.param for room in self.rooms]
+        return [room.param for room in self.slots]
 
     @cached_property
     def digest(self) -> bytes:
         """Equal for buckets with the same rooms and shards, on whichever device number."""
-        numbers = array("q", [self.numel, len(self.rooms)])
-        for param, span in self.rooms:
+        numbers = array("q", [self.numel, len(self.slots)])
+        for param, span in self.slots:
             numbers.extend((param, *span))
         kind = f"{self.dtype}@{self.device.type} {self.shards}"
         return hashlib.blake2b(numbers.tobytes() + kind.encode(), digest_size=16).digest()
 
     @property
-    def pieces(self) -> Iterator[Piece]:
+    def param_shards(self) -> Iterator[ParamShard]:
         """Those of all ranks, in the order of their memory."""
-        for room in self.rooms:
-            yield from self.pieces_in(room)
+        for room in self.slots:
+            yield from self.param_shards_in_slot(room)
 
-    def pieces_in(self, room: Room) -> Iterator[Piece]:
+    def param_shards_in_slot(self, slot: BucketSlot) -> Iterator[ParamShard]:
         """What ranks own of one parameter."""
-        last = self.shards.holder(max(room.span.stop - 1, room.span.start))
-        for rank in range(self.shards.holder(room.span.start), last + 1):
-            piece = self.piece(room, Rank(rank))
+        last = self.shards.owner_at(max(slot.span.stop - 1, slot.span.start))
+        for rank in range(self.shards.owner_at(slot.span.start), last + 1):
+            piece = self.param_shard(slot, Rank(rank))
             if piece is not None:
                 yield piece
 
-    def shares(self, room: Room) -> Iterator[tuple[range, int]]:
+    def numel_by_rank_range(self, slot: BucketSlot) -> Iterator[tuple[range, int]]:
         """Ranks that own as many elements of one parameter, and how many: the first, the last, those between."""
-        start, stop = room.span
-        first, last = self.shards.holder(start), self.shards.holder(max(stop - 1, start))
+        start, stop = slot.span
+        first, last = self.shards.owner_at(start), self.shards.owner_at(max(stop - 1, start))
         if first == last:
             yield range(first, first + 1), stop - start
             return
@@ -107,26 +107,26 @@ class Bucket:
         yield range(first + 1, last), self.shards[first + 1].length
         yield range(last, last + 1), stop - self.shards[last].start
 
-    def pieces_of(self, rank: Rank) -> Iterator[Piece]:
+    def param_shards_of_rank(self, rank: Rank) -> Iterator[ParamShard]:
         """What one rank owns."""
         shard = self.shards[rank]
-        first = bisect_left(self.rooms, shard.start, key=lambda room: room.span.stop)
-        for room in islice(self.rooms, first, None):
+        first = bisect_left(self.slots, shard.start, key=lambda room: room.span.stop)
+        for room in islice(self.slots, first, None):
             if room.span.start > shard.stop:
                 return
-            piece = self.piece(room, rank)
+            piece = self.param_shard(room, rank)
             if piece is not None:
                 yield piece
 
-    def piece(self, room: Room, rank: Rank) -> Piece | None:
+    def param_shard(self, slot: BucketSlot, rank: Rank) -> ParamShard | None:
         """What a rank owns of a parameter. One without elements belongs to the rank in whose shard it lies."""
-        shard, (start, stop) = self.shards[rank], room.span
+        shard, (start, stop) = self.shards[rank], slot.span
         mine = Span(max(start, shard.start), min(stop, shard.stop))
-        if not (mine.length > 0 or (start == stop and self.shards.holder(start) == rank)):
+        if not (mine.length > 0 or (start == stop and self.shards.owner_at(start) == rank)):
             return None
         if start == stop:
-            mine = room.span
-        return Piece(room.param, Span(mine.start - start, mine.stop - start), self.index, mine, rank)
+            mine = slot.span
+        return ParamShard(slot.param, Span(mine.start - start, mine.stop - start), self.index, mine, rank)
 
 
 @dataclass(frozen=True)
@@ -140,61 +140,63 @@ class Layout:
     """The layout that this one extends. Its parameters and buckets come first and are not checked again."""
 
     def __post_init__(self, base: "Layout | None") -> None:
-        for problem in self._problems(base):
+        for problem in self._find_problems(base):
             raise LayoutError(f"inconsistent layout: {problem}")
         # Reuse what is known of the base, so that adding a group costs as much as the group, not as the model.
         if base is not None and "_chained_digest" in vars(base):
-            vars(self)["_chained_digest"] = _chain(base._chained_digest, self.buckets[len(base.buckets) :])
-        if base is not None and "_dealt" in vars(base):
-            vars(self)["_dealt"] = self._deal_out(base._dealt, self.buckets[len(base.buckets) :])
+            vars(self)["_chained_digest"] = _extend_digest(base._chained_digest, self.buckets[len(base.buckets) :])
+        if base is not None and "_whole_param_numel" in vars(base):
+            vars(self)["_whole_param_numel"] = self._add_whole_param_numel(
+                base._whole_param_numel, self.buckets[len(base.buckets) :]
+            )
 
     @staticmethod
     def empty(world_size: int) -> "Layout":
         return Layout(world_size, (), ())
 
-    def owned_by(self, rank: Rank, *, first_bucket: int = 0) -> tuple[int, ...]:
+    def params_owned_by(self, rank: Rank, *, first_bucket: int = 0) -> tuple[int, ...]:
         """Parameters that `rank` owns whole or in part, in order, from bucket `first_bucket` on."""
         buckets = islice(self.buckets, first_bucket, None)
-        return tuple(sorted(piece.param for bucket in buckets for piece in bucket.pieces_of(rank)))
+        return tuple(sorted(piece.param for bucket in buckets for piece in bucket.param_shards_of_rank(rank)))
 
     def bucket_of(self, param: int) -> int:
-        return self._homes[param][0]
+        return self._locations[param][0]
 
-    def trains(self, bucket: int) -> bool:
+    def has_trainable_params(self, bucket: int) -> bool:
         """Whether some parameter of a bucket is trained."""
         return any(self.params[param].trainable for param in self.buckets[bucket].params)
 
-    def name_bucket(self, index: int, contents: str) -> str:
+    def describe_bucket(self, index: int, contents: str) -> str:
         """What is under way, in words: `contents` of a bucket."""
         first, *others = (self.params[param].label for param in self.buckets[index].params)
         more = f" and {len(others)} more" if others else ""
         return f"{contents} of bucket {index} of {len(self.buckets)} ({first}{more})"
 
-    def pieces_of_param(self, param: int) -> tuple[Piece, ...]:
+    def param_shards(self, param: int) -> tuple[ParamShard, ...]:
         """In the order of its elements."""
-        bucket, room = self._homes[param]
-        return tuple(self.buckets[bucket].pieces_in(room))
+        bucket, room = self._locations[param]
+        return tuple(self.buckets[bucket].param_shards_in_slot(room))
 
-    def piece_of(self, param: int, rank: Rank) -> Piece | None:
+    def param_shard(self, param: int, rank: Rank) -> ParamShard | None:
         """What a rank owns of a parameter."""
-        bucket, room = self._homes[param]
-        return self.buckets[bucket].piece(room, rank)
+        bucket, room = self._locations[param]
+        return self.buckets[bucket].param_shard(room, rank)
 
     def owner_of(self, param: int) -> Rank:
         """The one rank that owns all of a parameter."""
-        (piece,) = self.pieces_of_param(param)
+        (piece,) = self.param_shards(param)
         return piece.owner
 
-    def loads(self, *, trainable: bool) -> list[int]:
+    def numel_per_rank(self, *, trainable: bool) -> list[int]:
         """Elements owned by each rank, of the trainable or of the frozen parameters."""
 
-        def load(spec: ParamSpec, elements: int) -> int:
-            counts = spec.trainable == trainable and spec.extent
-            return elements * spec.numel // spec.extent if counts else 0  # gaps do not count
+        def count(spec: ParamSpec, numel: int) -> int:
+            counts = spec.trainable == trainable and spec.storage_numel
+            return numel * spec.numel // spec.storage_numel if counts else 0  # gaps do not count
 
-        return self.tally(load)
+        return self.sum_per_rank(count)
 
-    def tally(self, worth: Callable[[ParamSpec, int], T]) -> list[T]:
+    def sum_per_rank(self, value_of: Callable[[ParamSpec, int], T]) -> list[T]:
         """What each rank's elements are worth, given what so many elements of a parameter are.
 
         Ranks are not looked at one by one where many own as much of a parameter.
@@ -202,9 +204,9 @@ class Layout:
         sums: list[Any] = [0] * self.world_size
         rises: list[Any] = [0] * (self.world_size + 1)
         for bucket in self.buckets:
-            for room in bucket.rooms:
-                for ranks, elements in bucket.shares(room):
-                    value = worth(self.params[room.param], elements)
+            for room in bucket.slots:
+                for ranks, elements in bucket.numel_by_rank_range(room):
+                    value = value_of(self.params[room.param], elements)
                     if len(ranks) == 1:
                         sums[ranks[0]] += value
                     else:
@@ -219,30 +221,32 @@ class Layout:
 
     @cached_property
     def _chained_digest(self) -> bytes:
-        return _chain(self.world_size.to_bytes(8, "big"), self.buckets)
+        return _extend_digest(self.world_size.to_bytes(8, "big"), self.buckets)
 
-    def dealt(self, *, trainable: bool) -> list[float]:
+    def whole_param_numel_per_rank(self, *, trainable: bool) -> list[float]:
         """Elements of whole parameters that each rank was dealt, of the trainable or of the frozen ones."""
-        return list(self._dealt[trainable])
+        return list(self._whole_param_numel[trainable])
 
     @cached_property
-    def _dealt(self) -> tuple[list[int], list[int]]:
+    def _whole_param_numel(self) -> tuple[list[int], list[int]]:
         """Of the frozen, of the trainable parameters."""
-        return self._deal_out(([0] * self.world_size, [0] * self.world_size), self.buckets)
+        return self._add_whole_param_numel(([0] * self.world_size, [0] * self.world_size), self.buckets)
 
-    def _deal_out(self, loads: tuple[list[int], list[int]], buckets: Sequence[Bucket]) -> tuple[list[int], list[int]]:
-        frozen, trainable = map(list, loads)
+    def _add_whole_param_numel(
+        self, numel_per_rank: tuple[list[int], list[int]], buckets: Sequence[Bucket]
+    ) -> tuple[list[int], list[int]]:
+        frozen, trainable = map(list, numel_per_rank)
         for bucket in buckets:
-            for param, span in bucket.rooms if bucket.is_dealt else ():
+            for param, span in bucket.slots if bucket.has_whole_params else ():
                 spec = self.params[param]
-                (trainable if spec.trainable else frozen)[bucket.shards.holder(span.start)] += spec.numel
+                (trainable if spec.trainable else frozen)[bucket.shards.owner_at(span.start)] += spec.numel
         return frozen, trainable
 
     @cached_property
-    def _homes(self) -> dict[int, tuple[int, Room]]:
-        return {room.param: (bucket.index, room) for bucket in self.buckets for room in bucket.rooms}
+    def _locations(self) -> dict[int, tuple[int, BucketSlot]]:
+        return {room.param: (bucket.index, room) for bucket in self.buckets for room in bucket.slots}
 
-    def _problems(self, base: "Layout | None") -> Iterator[str]:
+    def _find_problems(self, base: "Layout | None") -> Iterator[str]:
         """What contradicts itself. Only the first is sure to be right: each check relies on the ones before."""
         params, buckets = (0, 0) if base is None else (len(base.params), len(base.buckets))
         if (
@@ -261,38 +265,38 @@ class Layout:
         for index, bucket in enumerate(self.buckets[buckets:], buckets):
             if bucket.index != index:
                 yield f"bucket {bucket.index} stands at place {index}"
-            yield from self._misplaced_shards(bucket)
-            yield from self._misplaced_rooms(bucket, placed)
+            yield from self._find_shard_problems(bucket)
+            yield from self._find_slot_problems(bucket, placed)
         if 0 in placed:
             yield f"{self.params[placed.index(0)].label} has no room"
 
-    def _misplaced_shards(self, bucket: Bucket) -> Iterator[str]:
+    def _find_shard_problems(self, bucket: Bucket) -> Iterator[str]:
         if len(bucket.shards) != self.world_size:
             yield f"bucket {bucket.index} has {len(bucket.shards)} shards for {self.world_size} ranks"
-        for problem in bucket.shards.problems(bucket.numel):
+        for problem in bucket.shards.find_problems(bucket.numel):
             yield f"the shards of bucket {bucket.index} {problem}"
 
-    def _misplaced_rooms(self, bucket: Bucket, placed: bytearray) -> Iterator[str]:
+    def _find_slot_problems(self, bucket: Bucket, has_slot: bytearray) -> Iterator[str]:
         """`placed`: a flag for each parameter that has a room."""
         end = 0
-        for param, span in bucket.rooms:
+        for param, span in bucket.slots:
             if not 0 <= param < len(self.params):
                 yield f"there is no parameter {param}"
             spec = self.params[param]
-            if placed[param]:
+            if has_slot[param]:
                 yield f"{spec.label} has two rooms"
-            if span.length != spec.extent:
-                yield f"{spec.label} has {spec.extent} elements and a room for {span.length}"
+            if span.length != spec.storage_numel:
+                yield f"{spec.label} has {spec.storage_numel} elements and a room for {span.length}"
             if not end <= span.start <= span.stop <= bucket.numel:
                 yield f"{spec.label} does not fit its place in bucket {bucket.index}"
-            if bucket.is_dealt and not bucket.shards[bucket.shards.holder(span.start)].holds(span):
+            if bucket.has_whole_params and not bucket.shards[bucket.shards.owner_at(span.start)].contains(span):
                 yield f"{spec.label} does not fit one shard of bucket {bucket.index}"
             if spec.dtype != bucket.dtype or spec.device != bucket.device:
                 yield f"{spec.label} is {spec.dtype} on {spec.device} in a bucket of {bucket.dtype} on {bucket.device}"
-            end, placed[param] = span.stop, 1
+            end, has_slot[param] = span.stop, 1
 
 
-def _chain(digest: bytes, buckets: Sequence[Bucket]) -> bytes:
+def _extend_digest(digest: bytes, buckets: Sequence[Bucket]) -> bytes:
     """The digest of a layout with more buckets."""
     for bucket in buckets:
         digest = hashlib.blake2b(digest + bucket.digest, digest_size=16).digest()

@@ -13,16 +13,16 @@ import torch
 
 from ..errors import ConfigError
 from ..units import MIB, Rank, Span, align_up
-from .grain import Grain
-from .layout import Bucket, Layout, Room
-from .shards import DealtShards, EqualShards, SnappedShards
+from .grain import ShardGranularity
+from .layout import Bucket, BucketSlot, Layout
+from .shards import AlignedShards, EqualShards, WholeParamShards
 from .specs import ParamSpec
 
-ALIGNMENT = 64
+ALIGNMENT_BYTES = 64
 """Bytes: where a parameter starts in a bucket, for vector loads and cache lines."""
 
 
-Alignment = Callable[[int, int], bool]
+AlignmentPolicy = Callable[[int, int], bool]
 """Whether so much padding in front of a parameter of so many elements shall align it."""
 
 
@@ -34,7 +34,7 @@ class Partitioner(Protocol):
         ...
 
 
-Cost = Callable[[ParamSpec], float]
+CostFn = Callable[[ParamSpec], float]
 """What it takes its owner to update a parameter, in any unit."""
 
 
@@ -50,7 +50,7 @@ class WholeParams:
         tensors of that shape. `ZeroRedundancyOptimizer` goes by elements, and group after group, as torch's class.
     """
 
-    cost: Cost | None = None
+    cost: CostFn | None = None
 
     def __post_init__(self) -> None:
         if self.cost is not None and not callable(self.cost):
@@ -62,7 +62,7 @@ class WholeParams:
         return f"{type(self).__name__}({'' if self.cost is None else f'cost={name}'})"
 
     def extend(self, layout: Layout, specs: Sequence[ParamSpec]) -> Layout:
-        return place(layout, specs, deal(layout, specs, self.cost))
+        return place_params(layout, specs, assign_owners(layout, specs, self.cost))
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class AssignedOwners:
     def extend(self, layout: Layout, specs: Sequence[ParamSpec]) -> Layout:
         rest = [spec for spec in specs if spec.index not in self.owners]
         named = sorted((spec for spec in specs if spec.index in self.owners), key=self._bucket_of)
-        owners = deal(layout, specs, fixed=self.owners)
-        return place(layout, [*named, *rest], owners, bucket_of=self._bucket_of)
+        owners = assign_owners(layout, specs, fixed_owners=self.owners)
+        return place_params(layout, [*named, *rest], owners, bucket_of=self._bucket_of)
 
     def _bucket_of(self, spec: ParamSpec) -> int:
         return self.buckets.get(spec.index, -1)
@@ -103,10 +103,10 @@ class FlatShards:
 
     bucket_bytes: int | None = None
     align: int | None = None
-    least: int | None = None
+    min_numel: int | None = None
 
     def __post_init__(self) -> None:
-        for name, unit in (("bucket_bytes", "bytes"), ("align", "elements"), ("least", "elements")):
+        for name, unit in (("bucket_bytes", "bytes"), ("align", "elements"), ("min_numel", "elements")):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"FlatShards({name}=...) takes a number of {unit}, not {value!r}")
@@ -116,57 +116,65 @@ class FlatShards:
         return f"FlatShards({', '.join(f'{name}={value}' for name, value in given if value is not None)})"
 
     @property
-    def grain(self) -> Grain | None:
+    def granularity(self) -> ShardGranularity | None:
         """Where parameters are cut, unless that is left to the self-test."""
-        if self.align is None and self.least is None:
+        if self.align is None and self.min_numel is None:
             return None
-        return Grain(self.align or 1, self.least or self.align or 1)
+        return ShardGranularity(self.align or 1, self.min_numel or self.align or 1)
 
     def extend(self, layout: Layout, specs: Sequence[ParamSpec]) -> Layout:
-        grain = self.grain or Grain()
-        return SideBySide({}, self.bucket_bytes, {spec.group: grain for spec in specs}).extend(layout, specs)
+        grain = self.granularity or ShardGranularity()
+        return MixedPartitioner({}, self.bucket_bytes, {spec.group: grain for spec in specs}).extend(layout, specs)
 
 
 @dataclass(frozen=True)
-class SideBySide:
+class MixedPartitioner:
     """Parameters of some groups stay whole, the others are cut, all in buckets in the order of `FlatShards`."""
 
-    costs: Mapping[int, Cost]
+    costs: Mapping[int, CostFn]
     """Of the groups that stay whole."""
     bucket_bytes: int | None = None
-    grains: Mapping[int, Grain] = field(default_factory=dict)
+    granularities: Mapping[int, ShardGranularity] = field(default_factory=dict)
     """Of the groups that are cut, unless anywhere."""
 
     def extend(self, layout: Layout, specs: Sequence[ParamSpec]) -> Layout:
-        members = sorted(self._fill(specs, layout.world_size), key=lambda bucket: not bucket[0].trainable)
+        members = sorted(self._group_into_buckets(specs, layout.world_size), key=lambda bucket: not bucket[0].trainable)
         first, ranks = len(layout.buckets), layout.world_size
-        whole = [spec for spec in specs if self._is_whole(spec)]
-        owners = deal(layout, whole, lambda spec: self.costs[spec.group](spec))
-        worth = _alignment([spec for spec in specs if not self._is_whole(spec)], ranks)
+        whole = [spec for spec in specs if self._is_whole_param(spec)]
+        owners = assign_owners(layout, whole, lambda spec: self.costs[spec.group](spec))
+        worth = _choose_alignment([spec for spec in specs if not self._is_whole_param(spec)], ranks)
         made = [
-            _bucket(i, bucket, owners, ranks) if self._is_whole(bucket[0]) else self._cut(i, bucket, ranks, worth)
+            _make_whole_param_bucket(i, bucket, owners, ranks)
+            if self._is_whole_param(bucket[0])
+            else self._make_flat_bucket(i, bucket, ranks, worth)
             for i, bucket in enumerate(members, first)
         ]
-        return _grown(layout, specs, made)
+        return _append_buckets(layout, specs, made)
 
-    def _is_whole(self, spec: ParamSpec) -> bool:
+    def _is_whole_param(self, spec: ParamSpec) -> bool:
         return spec.group in self.costs
 
-    def _grain(self, spec: ParamSpec) -> Grain:
-        return self.grains.get(spec.group, Grain())
+    def _granularity_of(self, spec: ParamSpec) -> ShardGranularity:
+        return self.granularities.get(spec.group, ShardGranularity())
 
-    def _cut(self, index: int, specs: Sequence[ParamSpec], ranks: int, worth: Alignment) -> Bucket:
-        rooms, grain = tuple(_rooms(specs, worth)), self._grain(specs[0])
-        shards = _equal(rooms, specs[0], ranks) if grain.is_fine else _snapped(rooms, specs, ranks, grain)
-        return Bucket(index, specs[0].dtype, specs[0].device, shards[ranks - 1].stop, shards, rooms)
+    def _make_flat_bucket(
+        self, index: int, specs: Sequence[ParamSpec], world_size: int, should_align: AlignmentPolicy
+    ) -> Bucket:
+        rooms, grain = tuple(_assign_slots(specs, should_align)), self._granularity_of(specs[0])
+        shards = (
+            _make_equal_shards(rooms, specs[0], world_size)
+            if grain.is_elementwise
+            else _make_aligned_shards(rooms, specs, world_size, grain)
+        )
+        return Bucket(index, specs[0].dtype, specs[0].device, shards[world_size - 1].stop, shards, rooms)
 
-    def _fill(self, specs: Sequence[ParamSpec], world_size: int) -> Iterator[list[ParamSpec]]:
+    def _group_into_buckets(self, specs: Sequence[ParamSpec], world_size: int) -> Iterator[list[ParamSpec]]:
         """Buckets in the order in which they are full."""
         filling: dict[Hashable, list[ParamSpec]] = defaultdict(list)
         room: dict[Hashable, int] = {}
         for spec in reversed(specs):
-            kind = (self._is_whole(spec), self._grain(spec), spec.trainable, spec.dtype, spec.device)
-            nbytes = spec.extent * spec.dtype.itemsize
+            kind = (self._is_whole_param(spec), self._granularity_of(spec), spec.trainable, spec.dtype, spec.device)
+            nbytes = spec.storage_numel * spec.dtype.itemsize
             size = self.bucket_bytes or default_bucket_bytes(spec.device, world_size)
             if nbytes >= size:
                 yield [spec]
@@ -178,60 +186,66 @@ class SideBySide:
         yield from (bucket for bucket in filling.values() if bucket)
 
 
-def deal(
-    layout: Layout, specs: Sequence[ParamSpec], cost: Cost | None = None, fixed: Mapping[int, Rank] | None = None
+def assign_owners(
+    layout: Layout,
+    specs: Sequence[ParamSpec],
+    cost: CostFn | None = None,
+    fixed_owners: Mapping[int, Rank] | None = None,
 ) -> dict[int, Rank]:
     """An owner for each new parameter; the loads of `layout` run on. Without a cost, group after group by size.
 
     `fixed`: owners of some of them, by index, that are not to be changed.
     """
-    price = checked(cost) if cost else (lambda spec: spec.numel)
-    owners = dict(fixed or {})
+    price = validate_cost(cost) if cost else (lambda spec: spec.numel)
+    owners = dict(fixed_owners or {})
     trainable, frozen = (
-        _loads(layout, price, trainable=trains) if cost else layout.dealt(trainable=trains) for trains in (True, False)
+        _assigned_cost_per_rank(layout, price, trainable=trains)
+        if cost
+        else layout.whole_param_numel_per_rank(trainable=trains)
+        for trains in (True, False)
     )
     for spec in specs:
         if spec.index in owners:
             (trainable if spec.trainable else frozen)[owners[spec.index]] += price(spec)
-    tally = _Tally(trainable)
+    tally = _LoadBalancer(trainable)
     open_specs = [spec for spec in specs if spec.index not in owners]
     for _, batch in groupby(open_specs, key=lambda spec: cost or spec.group):
         members = sorted(batch, key=lambda spec: -price(spec))
         for spec in (spec for spec in members if spec.trainable):
-            owners[spec.index] = tally.give(price(spec))
+            owners[spec.index] = tally.assign(price(spec))
         if all(spec.trainable for spec in members):
             continue  # the tally below costs as much as there are ranks
         # Only now are the trainable loads of this batch known, which decide between equal frozen loads.
-        frozen_tally = _Tally(frozen, ties=trainable)
+        frozen_tally = _LoadBalancer(frozen, tie_breakers=trainable)
         for spec in (spec for spec in members if not spec.trainable):
-            owners[spec.index] = frozen_tally.give(price(spec))
+            owners[spec.index] = frozen_tally.assign(price(spec))
     return owners
 
 
-def checked(cost: Cost) -> Cost:
+def validate_cost(cost: CostFn) -> CostFn:
     """The same, which refuses to be no number."""
 
-    def price(spec: ParamSpec) -> float:
+    def validated_cost(spec: ParamSpec) -> float:
         found = cost(spec)
         if not 0 <= found < math.inf:
             raise ConfigError(f"the cost of {spec.label} is {found!r}: it must be a number of 0 or more")
         return found
 
-    return price
+    return validated_cost
 
 
-def _loads(layout: Layout, price: Cost, *, trainable: bool) -> list[float]:
+def _assigned_cost_per_rank(layout: Layout, cost: CostFn, *, trainable: bool) -> list[float]:
     """What each rank has been dealt. Slices of buckets are equal on all ranks, and do not count."""
     loads: list[float] = [0] * layout.world_size
     for bucket in layout.buckets:
-        for room in bucket.rooms if bucket.is_dealt else ():
+        for room in bucket.slots if bucket.has_whole_params else ():
             spec = layout.params[room.param]
             if spec.trainable == trainable:
-                loads[bucket.shards.holder(room.span.start)] += price(spec)
+                loads[bucket.shards.owner_at(room.span.start)] += cost(spec)
     return loads
 
 
-def place(
+def place_params(
     layout: Layout,
     specs: Sequence[ParamSpec],
     owners: Mapping[int, Rank],
@@ -243,32 +257,37 @@ def place(
     for spec in specs:
         kinds[bucket_of(spec), spec.dtype, spec.device].append(spec)
     first = len(layout.buckets)
-    buckets = [_bucket(index, kind, owners, layout.world_size) for index, kind in enumerate(kinds.values(), first)]
-    return _grown(layout, specs, buckets)
+    buckets = [
+        _make_whole_param_bucket(index, kind, owners, layout.world_size)
+        for index, kind in enumerate(kinds.values(), first)
+    ]
+    return _append_buckets(layout, specs, buckets)
 
 
-def _grown(layout: Layout, specs: Sequence[ParamSpec], buckets: Sequence[Bucket]) -> Layout:
+def _append_buckets(layout: Layout, specs: Sequence[ParamSpec], buckets: Sequence[Bucket]) -> Layout:
     params = (*layout.params, *sorted(specs, key=lambda spec: spec.index))
     return Layout(layout.world_size, params, (*layout.buckets, *buckets), base=layout)
 
 
-def _bucket(index: int, specs: Sequence[ParamSpec], owners: Mapping[int, Rank], world_size: int) -> Bucket:
-    step = _step(specs[0])
+def _make_whole_param_bucket(
+    index: int, specs: Sequence[ParamSpec], owners: Mapping[int, Rank], world_size: int
+) -> Bucket:
+    step = _alignment_numel(specs[0])
     queues: dict[Rank, list[ParamSpec]] = defaultdict(list)
     for spec in specs:
         queues[owners[spec.index]].append(spec)
     shards: dict[Rank, Span] = {}
-    rooms: list[Room] = []
+    rooms: list[BucketSlot] = []
     end = 0
     for rank in sorted(queues):
         start = end
         # Frozen ones last: what travels is then one run.
         for spec in sorted(queues[rank], key=lambda spec: not spec.trainable):
-            room = Span(end, end + spec.extent)
-            rooms.append(Room(spec.index, room))
+            room = Span(end, end + spec.storage_numel)
+            rooms.append(BucketSlot(spec.index, room))
             end = align_up(max(room.stop, end + 1), step)  # also one without elements has a place, and so an owner
         shards[rank] = Span(start, end)
-    return Bucket(index, specs[0].dtype, specs[0].device, end, DealtShards(shards, world_size), tuple(rooms))
+    return Bucket(index, specs[0].dtype, specs[0].device, end, WholeParamShards(shards, world_size), tuple(rooms))
 
 
 def default_bucket_bytes(device: torch.device, world_size: int) -> int:
@@ -277,75 +296,81 @@ def default_bucket_bytes(device: torch.device, world_size: int) -> int:
     return size if world_size > 1 else 8 * size
 
 
-def _equal(rooms: Sequence[Room], like: ParamSpec, world_size: int) -> EqualShards:
+def _make_equal_shards(slots: Sequence[BucketSlot], like: ParamSpec, world_size: int) -> EqualShards:
     """Aligned as parameters are, if that costs next to nothing."""
-    least = -(-rooms[-1].span.stop // world_size)
-    shard = align_up(least, _step(like))
-    shard = shard if _is_cheap(shard - least, least) else least
+    least = -(-slots[-1].span.stop // world_size)
+    shard = align_up(least, _alignment_numel(like))
+    shard = shard if _is_negligible_padding(shard - least, least) else least
     return EqualShards(shard, world_size, shard * world_size)
 
 
-def _snapped(rooms: Sequence[Room], specs: Sequence[ParamSpec], world_size: int, grain: Grain) -> SnappedShards:
+def _make_aligned_shards(
+    slots: Sequence[BucketSlot], specs: Sequence[ParamSpec], world_size: int, granularity: ShardGranularity
+) -> AlignedShards:
     """Each ends at the nearest place to that of an equal one where a parameter ends, or may be cut."""
-    by_index, numel = {spec.index: spec for spec in specs}, rooms[-1].span.stop
+    by_index, numel = {spec.index: spec for spec in specs}, slots[-1].span.stop
     spans: dict[Rank, Span] = {}
     start = 0
     for rank in range(world_size):
         equal = (rank + 1) * numel // world_size
-        param, (first, _) = rooms[max(0, bisect_right(rooms, equal, key=lambda room: room.span.start) - 1)]
-        inside = min(equal - first, by_index[param].extent)
-        stop = numel if rank == world_size - 1 else first + grain.nearest(inside, by_index[param], numel // world_size)
+        param, (first, _) = slots[max(0, bisect_right(slots, equal, key=lambda room: room.span.start) - 1)]
+        inside = min(equal - first, by_index[param].storage_numel)
+        stop = (
+            numel
+            if rank == world_size - 1
+            else first + granularity.nearest_boundary(inside, by_index[param], numel // world_size)
+        )
         if stop > start:
             spans[Rank(rank)] = Span(start, stop)
             start = stop
-    return SnappedShards(spans, world_size)
+    return AlignedShards(spans, world_size)
 
 
-def _rooms(specs: Sequence[ParamSpec], worth: Alignment) -> Iterator[Room]:
+def _assign_slots(specs: Sequence[ParamSpec], should_align: AlignmentPolicy) -> Iterator[BucketSlot]:
     """Parameters one behind the other; those of one group are neighbours, so that a shard has few runs of one group."""
-    end, step = 0, _step(specs[0])
+    end, step = 0, _alignment_numel(specs[0])
     # Those that leave the next one aligned come first.
-    for spec in sorted(specs, key=lambda spec: (spec.group, spec.extent % step != 0)):
+    for spec in sorted(specs, key=lambda spec: (spec.group, spec.storage_numel % step != 0)):
         aligned = align_up(end, step)
-        start = aligned if worth(aligned - end, spec.extent) else end
-        end = start + spec.extent
-        yield Room(spec.index, Span(start, end))
+        start = aligned if should_align(aligned - end, spec.storage_numel) else end
+        end = start + spec.storage_numel
+        yield BucketSlot(spec.index, Span(start, end))
 
 
-def _alignment(specs: Sequence[ParamSpec], world_size: int) -> Alignment:
+def _choose_alignment(specs: Sequence[ParamSpec], world_size: int) -> AlignmentPolicy:
     """All parameters are aligned where that costs next to nothing: kernels are slower on what is not aligned, and some
     then add in another order. Else those large enough to bear it, unless shards are so short that an element counts.
     What is trained decides, since it has state.
     """
     trained = [spec for spec in specs if spec.trainable] or specs
-    elements = sum(spec.extent for spec in trained)
-    if not _is_cheap(world_size, elements):
+    elements = sum(spec.storage_numel for spec in trained)
+    if not _is_negligible_padding(world_size, elements):
         return lambda _, __: False
-    padding = sum(align_up(spec.extent, _step(spec)) - spec.extent for spec in trained)
-    return (lambda _, __: True) if _is_cheap(padding + world_size, elements) else _is_cheap
+    padding = sum(align_up(spec.storage_numel, _alignment_numel(spec)) - spec.storage_numel for spec in trained)
+    return (lambda _, __: True) if _is_negligible_padding(padding + world_size, elements) else _is_negligible_padding
 
 
-def _step(spec: ParamSpec) -> int:
+def _alignment_numel(spec: ParamSpec) -> int:
     """Elements from one aligned place to the next."""
-    return max(1, ALIGNMENT // spec.dtype.itemsize)
+    return max(1, ALIGNMENT_BYTES // spec.dtype.itemsize)
 
 
-def _is_cheap(padding: int, elements: int) -> bool:
+def _is_negligible_padding(padding: int, numel: int) -> bool:
     """Parameters and shards may be aligned for half a thousandth each."""
-    return 2048 * padding <= elements
+    return 2048 * padding <= numel
 
 
-class _Tally:
+class _LoadBalancer:
     """Who has the least so far; equal loads are decided by the smaller of `ties`, then by the lower rank."""
 
-    def __init__(self, loads: list[float], ties: Sequence[float] | None = None) -> None:
+    def __init__(self, loads: list[float], tie_breakers: Sequence[float] | None = None) -> None:
         """`loads` is kept up to date."""
         self._loads = loads
-        ties = [0] * len(loads) if ties is None else ties
-        self._heap = [(load, ties[rank], rank) for rank, load in enumerate(loads)]
+        tie_breakers = [0] * len(loads) if tie_breakers is None else tie_breakers
+        self._heap = [(load, tie_breakers[rank], rank) for rank, load in enumerate(loads)]
         heapq.heapify(self._heap)
 
-    def give(self, cost: float) -> Rank:
+    def assign(self, cost: float) -> Rank:
         load, tie, rank = self._heap[0]
         self._loads[rank] = load + cost
         heapq.heapreplace(self._heap, (load + cost, tie, rank))

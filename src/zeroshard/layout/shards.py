@@ -14,23 +14,23 @@ class Shards(Sequence[Span]):
     """One span a rank, in the order of ranks. What is kept does not grow with their number."""
 
     @abstractmethod
-    def holder(self, place: int) -> Rank:
+    def owner_at(self, offset: int) -> Rank:
         """The rank in whose shard a place lies."""
 
     @abstractmethod
-    def filled(self) -> Iterable[tuple[Rank, Span]]:
+    def non_empty(self) -> Iterable[tuple[Rank, Span]]:
         """Those with elements, by rank: perhaps few of many."""
 
     @abstractmethod
-    def clipped(self, stop: int) -> "Shards":
+    def truncate(self, stop: int) -> "Shards":
         """The same, of a bucket that ends here."""
 
     @abstractmethod
-    def problems(self, numel: int) -> Iterator[str]:
+    def find_problems(self, numel: int) -> Iterator[str]:
         """Why they do not cover a bucket of so many elements."""
 
     @abstractmethod
-    def _of(self, rank: int) -> Span: ...
+    def _span_of(self, rank: int) -> Span: ...
 
     @overload
     def __getitem__(self, rank: int) -> Span: ...
@@ -38,69 +38,69 @@ class Shards(Sequence[Span]):
     def __getitem__(self, rank: slice) -> list[Span]: ...
     def __getitem__(self, rank: int | slice) -> Span | list[Span]:
         if isinstance(rank, slice):
-            return [self._of(one) for one in range(*rank.indices(len(self)))]
+            return [self._span_of(one) for one in range(*rank.indices(len(self)))]
         if not 0 <= rank < len(self):
             raise IndexError(f"there is no rank {rank}")
-        return self._of(rank)
+        return self._span_of(rank)
 
 
 @dataclass(frozen=True)
 class EqualShards(Shards):
     """All are equally long, but those that reach beyond the end."""
 
-    length: int
-    ranks: int
+    shard_numel: int
+    world_size: int
     stop: int
 
-    def holder(self, place: int) -> Rank:
-        return Rank(min(place // max(self.length, 1), self.ranks - 1))
+    def owner_at(self, offset: int) -> Rank:
+        return Rank(min(offset // max(self.shard_numel, 1), self.world_size - 1))
 
-    def filled(self) -> Iterable[tuple[Rank, Span]]:
+    def non_empty(self) -> Iterable[tuple[Rank, Span]]:
         return ((Rank(rank), shard) for rank, shard in enumerate(self) if shard.length)
 
-    def clipped(self, stop: int) -> "EqualShards":
+    def truncate(self, stop: int) -> "EqualShards":
         return replace(self, stop=stop)
 
-    def problems(self, numel: int) -> Iterator[str]:
-        if not 0 <= numel <= min(self.length * self.ranks, self.stop):
-            yield f"end at {self.length * self.ranks} of {numel} elements"
+    def find_problems(self, numel: int) -> Iterator[str]:
+        if not 0 <= numel <= min(self.shard_numel * self.world_size, self.stop):
+            yield f"end at {self.shard_numel * self.world_size} of {numel} elements"
 
     def __len__(self) -> int:
-        return self.ranks
+        return self.world_size
 
-    def _of(self, rank: int) -> Span:
-        return Span(min(rank * self.length, self.stop), min((rank + 1) * self.length, self.stop))
+    def _span_of(self, rank: int) -> Span:
+        return Span(min(rank * self.shard_numel, self.stop), min((rank + 1) * self.shard_numel, self.stop))
 
 
 @dataclass(frozen=True)
-class ListedShards(Shards):
+class ExplicitShards(Shards):
     """Of any lengths. Ranks that are not named have nothing."""
 
     spans: Mapping[Rank, Span]
     """In the order of ranks, one behind the other."""
-    ranks: int
+    world_size: int
 
-    def holder(self, place: int) -> Rank:
-        found = bisect_right(self._starts, place) - 1
+    def owner_at(self, offset: int) -> Rank:
+        found = bisect_right(self._starts, offset) - 1
         return self._ranks[max(found, 0)] if self._ranks else Rank(0)
 
-    def filled(self) -> Iterable[tuple[Rank, Span]]:
+    def non_empty(self) -> Iterable[tuple[Rank, Span]]:
         return ((rank, shard) for rank, shard in self.spans.items() if shard.length)
 
-    def clipped(self, stop: int) -> "ListedShards":
+    def truncate(self, stop: int) -> "ExplicitShards":
         return replace(self, spans={rank: Span(min(a, stop), min(b, stop)) for rank, (a, b) in self.spans.items()})
 
-    def problems(self, numel: int) -> Iterator[str]:
-        if self._ranks != sorted(self._ranks) or not all(0 <= rank < self.ranks for rank in self._ranks):
-            yield f"belong to ranks {self._ranks} of {self.ranks}"
+    def find_problems(self, numel: int) -> Iterator[str]:
+        if self._ranks != sorted(self._ranks) or not all(0 <= rank < self.world_size for rank in self._ranks):
+            yield f"belong to ranks {self._ranks} of {self.world_size}"
         starts, stops = [0, *self._stops], [*self._starts, numel]
         if starts != stops or sorted(starts) != starts:
             yield f"do not lie one behind the other in its {numel} elements"
 
     def __len__(self) -> int:
-        return self.ranks
+        return self.world_size
 
-    def _of(self, rank: int) -> Span:
+    def _span_of(self, rank: int) -> Span:
         if Rank(rank) in self.spans:
             return self.spans[Rank(rank)]
         before = bisect_right(self._ranks, rank) - 1
@@ -120,9 +120,9 @@ class ListedShards(Shards):
         return [span.start for span in self.spans.values()]
 
 
-class DealtShards(ListedShards):
+class WholeParamShards(ExplicitShards):
     """As long as what each rank was dealt: no parameter is cut."""
 
 
-class SnappedShards(ListedShards):
+class AlignedShards(ExplicitShards):
     """Almost equally long: they end where parameters may be cut."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from .boxes import extent
+from .boxes import storage_numel
 
-Marks = tuple[tuple[str, float], ...]
+ParamAttrs = tuple[tuple[str, float], ...]
 """Names and values."""
 
 
@@ -26,20 +26,20 @@ class ParamSpec:
     device: torch.device
     group: int
     trainable: bool
-    marks: Marks = ()
+    attrs: ParamAttrs = ()
 
     @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     @cached_property
-    def extent(self) -> int:
+    def storage_numel(self) -> int:
         """Elements of memory between its first and its last: more than `numel` where the strides leave gaps."""
-        return extent(self.shape, self.stride)
+        return storage_numel(self.shape, self.stride)
 
     @cached_property
-    def extent_bytes(self) -> int:
-        return self.extent * self.dtype.itemsize
+    def storage_bytes(self) -> int:
+        return self.storage_numel * self.dtype.itemsize
 
     @property
     def is_contiguous(self) -> bool:
@@ -65,7 +65,7 @@ class ParamSpec:
         )
 
 
-def read_specs(
+def make_param_specs(
     groups: Iterable[Mapping[str, Any]], *, first_index: int = 0, first_group: int = 0
 ) -> tuple[ParamSpec, ...]:
     """Number the parameters of `groups` in order, starting at the given index and group."""
@@ -73,18 +73,18 @@ def read_specs(
     for number, group in enumerate(groups, first_group):
         names = group.get("param_names") or [None] * len(group["params"])
         for name, param in zip(names, group["params"], strict=True):
-            specs.append(_spec(first_index + len(specs), name, param, number))
+            specs.append(_make_param_spec(first_index + len(specs), name, param, number))
     return tuple(specs)
 
 
-def _spec(index: int, name: str | None, param: torch.Tensor, group: int) -> ParamSpec:
+def _make_param_spec(index: int, name: str | None, param: torch.Tensor, group: int) -> ParamSpec:
     # Sparse tensors have no strides; they are numbered like the others, so that a refusal can name them.
     stride = param.stride() if param.layout == torch.strided else ()
     shape, trains = tuple(param.shape), param.requires_grad
-    return ParamSpec(index, name, shape, stride, param.dtype, param.device, group, trains, marks_of(param))
+    return ParamSpec(index, name, shape, stride, param.dtype, param.device, group, trains, read_param_attrs(param))
 
 
-def marks_of(param: torch.Tensor) -> Marks:
+def read_param_attrs(param: torch.Tensor) -> ParamAttrs:
     """Numbers and flags that its user has put on it, such as `param.lr_mul = 10.0`: an optimizer may look for them.
 
     Private names are those of frameworks, and other values may keep a model alive.

@@ -14,25 +14,27 @@ import torch
 
 from ..errors import ConfigError
 
-_OTHERS = tuple(f"{Path(str(it)).parent}{os.sep}" for it in (torch.__file__, os.__file__, Path(__file__).parent))
+_LIBRARY_PREFIXES = tuple(
+    f"{Path(str(it)).parent}{os.sep}" for it in (torch.__file__, os.__file__, Path(__file__).parent)
+)
 """Where code lies that is not the user's: torch's, Python's and ours."""
-ENDINGS = (Exception, SystemExit)
+USER_CODE_ERRORS = (Exception, SystemExit)
 """How such code may end: also as a program does."""
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """What went wrong, and where in the user's code, as far as it got there."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [it for it in frames if not it.filename.startswith((*_OTHERS, "<"))]
+    own = [it for it in frames if not it.filename.startswith((*_LIBRARY_PREFIXES, "<"))]
     where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {error}{where}"
 
 
-def named(source: str, expected: str) -> Any:
+def import_object(source: str, expected: str) -> Any:
     """What the name stands for. `expected` says, for errors, what it should be."""
     place, _, name = source.rpartition(":")
-    with at_home(source):
-        found = _module(place)
+    with script_environment(source):
+        found = _import_source(place)
     for part in name.split("."):
         if not hasattr(found, part):
             raise ConfigError(f"{place} has no {name!r}: expected {expected}")
@@ -41,7 +43,7 @@ def named(source: str, expected: str) -> Any:
 
 
 @contextmanager
-def at_home(source: str) -> Iterator[None]:
+def script_environment(source: str) -> Iterator[None]:
     """The current directory and that of the file can be imported from; words of our own command line are not seen."""
     place = source.rpartition(":")[0]
     folders, words = [str(Path.cwd())], sys.argv
@@ -57,21 +59,21 @@ def at_home(source: str) -> Iterator[None]:
                 sys.path.remove(folder)
 
 
-def _module(place: str) -> Any:
-    if place.endswith(".py") and not Path(place).is_file():
-        raise ConfigError(f"{place} is no file: expected file.py:name or package.module:name")
+def _import_source(location: str) -> Any:
+    if location.endswith(".py") and not Path(location).is_file():
+        raise ConfigError(f"{location} is no file: expected file.py:name or package.module:name")
     try:
-        return _of_file(place) if place.endswith(".py") else import_module(place)
-    except ENDINGS as error:
-        raise ConfigError(f"{place} cannot be imported: {told(error)}") from error
+        return _import_file(location) if location.endswith(".py") else import_module(location)
+    except USER_CODE_ERRORS as error:
+        raise ConfigError(f"{location} cannot be imported: {describe_error(error)}") from error
 
 
-def _of_file(place: str) -> Any:
+def _import_file(path: str) -> Any:
     """Under a name that no other module has, where classes find the module that they are of."""
-    name = f"zeroshard_plans_{Path(place).stem}"
-    spec = spec_from_file_location(name, place)
+    name = f"zeroshard_plans_{Path(path).stem}"
+    spec = spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{place} is no Python file")
+        raise ImportError(f"{path} is no Python file")
     module = sys.modules[name] = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -13,147 +13,155 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..runtime.beginnings import built_for
-from ..runtime.inner import Recipe, ShardOptimizer
-from ..runtime.selftest import quietly, step_once
+from ..runtime.beginnings import build_for_probes
+from ..runtime.inner import LocalOptimizer, OptimizerFactory
+from ..runtime.selftest import isolated_probe, step_once
 from ..state.trees import map_tensors
-from ..state.wrapped import insides, is_wrapped
+from ..state.wrapped import inner_tensors, is_wrapper_subclass
 
-Shape = tuple[tuple[int, ...], torch.dtype]
+TensorMeta = tuple[tuple[int, ...], torch.dtype]
 
-_SMALL, _LARGE = 64, 256
+_SMALL_PROBE_ROWS, _LARGE_PROBE_ROWS = 64, 256
 """Rows of probes that have memory, with 1,024 columns: blocks of quantized state fit into them."""
 
 
-class Taken(NamedTuple):
+class StepMemory(NamedTuple):
     """Bytes."""
 
-    state: int
-    temporaries: int
+    state_bytes: int
+    temporary_bytes: int
     """At most, during a step, beyond what stays."""
 
 
-class Meter:
+class StateMeter:
     """For one kind of optimizer."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, factory: OptimizerFactory) -> None:
         """`recipe`: its first group has the options that count."""
-        self._recipe = recipe
-        self._known: dict[Shape, int] = {}
-        self._moments: dict[tuple[Shape, ...], int] = {}
-        self._at_once: bool | None = None
-        self._rates: tuple[_Rate, _Rate] | None = None
+        self._factory = factory
+        self._state_cache: dict[TensorMeta, int] = {}
+        self._temporary_cache: dict[tuple[TensorMeta, ...], int] = {}
+        self._multi_tensor: bool | None = None
+        self._linear_fits: tuple[_LinearFit, _LinearFit] | None = None
 
-    def state(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    def state_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Of one tensor."""
-        if (shape, dtype) not in self._known:
-            self._known[shape, dtype] = self._state(shape, dtype)
-        return self._known[shape, dtype]
+        if (shape, dtype) not in self._state_cache:
+            self._state_cache[shape, dtype] = self._measure_state_bytes(shape, dtype)
+        return self._state_cache[shape, dtype]
 
-    def temporaries(self, shapes: Sequence[Shape]) -> int:
+    def temporary_bytes(self, shapes: Sequence[TensorMeta]) -> int:
         """Of a step on all of these, of which equal ones need not all be stepped.
 
         A class updates its tensors one after the other, where what is left of one meets the next, or all at once.
         """
         counts = Counter(shapes)
-        if not self._is_at_once(shapes[0]):
-            return max(map(self._most, {*pairwise(shapes)}), default=0) or self._most((shapes[0],))
-        once, each = self._most(tuple(counts)), {shape: self._most((shape,)) for shape in counts}
+        if not self._is_multi_tensor(shapes[0]):
+            return max(map(self._peak_temporary_bytes, {*pairwise(shapes)}), default=0) or self._peak_temporary_bytes(
+                (shapes[0],)
+            )
+        once, each = (
+            self._peak_temporary_bytes(tuple(counts)),
+            {shape: self._peak_temporary_bytes((shape,)) for shape in counts},
+        )
         if once == sum(each.values()):
             return sum(each[shape] * count for shape, count in counts.items())
-        return self._most(tuple(shapes))
+        return self._peak_temporary_bytes(tuple(shapes))
 
-    def _is_at_once(self, shape: Shape) -> bool:
-        if self._at_once is None:
-            self._at_once = self._most((shape,) * 3) > self._most((shape,) * 2)
-        return self._at_once
+    def _is_multi_tensor(self, shape: TensorMeta) -> bool:
+        if self._multi_tensor is None:
+            self._multi_tensor = self._peak_temporary_bytes((shape,) * 3) > self._peak_temporary_bytes((shape,) * 2)
+        return self._multi_tensor
 
-    def _most(self, shapes: tuple[Shape, ...]) -> int:
-        if shapes not in self._moments:
-            taken = _without_memory(self._recipe, shapes)
+    def _peak_temporary_bytes(self, shapes: tuple[TensorMeta, ...]) -> int:
+        if shapes not in self._temporary_cache:
+            taken = _measure_on_meta(self._factory, shapes)
             elements = max(math.prod(shape) for shape, _ in shapes)
-            self._moments[shapes] = taken.temporaries if taken else self._rates_of(shapes[0][1])[1].of(elements)
-        return self._moments[shapes]
+            self._temporary_cache[shapes] = (
+                taken.temporary_bytes if taken else self._linear_fits_for(shapes[0][1])[1].predict(elements)
+            )
+        return self._temporary_cache[shapes]
 
-    def _state(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        taken = _without_memory(self._recipe, [(shape, dtype)])
+    def _measure_state_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        taken = _measure_on_meta(self._factory, [(shape, dtype)])
         if taken is not None:
-            return taken.state
-        return self._rates_of(dtype)[0].of(math.prod(shape))
+            return taken.state_bytes
+        return self._linear_fits_for(dtype)[0].predict(math.prod(shape))
 
-    def _rates_of(self, dtype: torch.dtype) -> "tuple[_Rate, _Rate]":
-        self._rates = self._rates or _rates(self._recipe, dtype)
-        return self._rates
+    def _linear_fits_for(self, dtype: torch.dtype) -> "tuple[_LinearFit, _LinearFit]":
+        self._linear_fits = self._linear_fits or _fit_on_cpu(self._factory, dtype)
+        return self._linear_fits
 
 
-class _Rate(NamedTuple):
+class _LinearFit(NamedTuple):
     """Bytes for any tensor, and for each of its elements."""
 
     fixed: float
     per_element: float
 
-    def of(self, elements: int) -> int:
-        return round(self.fixed + self.per_element * elements)
+    def predict(self, numel: int) -> int:
+        return round(self.fixed + self.per_element * numel)
 
 
-def _without_memory(recipe: Recipe, shapes: Sequence[Shape]) -> Taken | None:
+def _measure_on_meta(factory: OptimizerFactory, shapes: Sequence[TensorMeta]) -> StepMemory | None:
     """None if the optimizer cannot be stepped so."""
-    with quietly(recipe), suppress(Exception):
-        return _stepped(recipe, [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes])
+    with isolated_probe(factory), suppress(Exception):
+        return _measure_two_steps(factory, [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes])
     return None
 
 
-def _rates(recipe: Recipe, dtype: torch.dtype) -> tuple[_Rate, _Rate]:
+def _fit_on_cpu(factory: OptimizerFactory, dtype: torch.dtype) -> tuple[_LinearFit, _LinearFit]:
     """Of state and of temporaries, from steps on two tensors. Raises what the optimizer raises."""
-    with quietly(recipe):
+    with isolated_probe(factory):
         small, large = (
-            _stepped(recipe, [torch.ones(rows, 1024, dtype=dtype, device="cpu")]) for rows in (_SMALL, _LARGE)
+            _measure_two_steps(factory, [torch.ones(rows, 1024, dtype=dtype, device="cpu")])
+            for rows in (_SMALL_PROBE_ROWS, _LARGE_PROBE_ROWS)
         )
-    return _between(small.state, large.state), _between(small.temporaries, large.temporaries)
+    return _fit_line(small.state_bytes, large.state_bytes), _fit_line(small.temporary_bytes, large.temporary_bytes)
 
 
-def _between(small: int, large: int) -> _Rate:
-    per_element = (large - small) / (1024 * (_LARGE - _SMALL))
-    return _Rate(small - per_element * 1024 * _SMALL, per_element)
+def _fit_line(small: int, large: int) -> _LinearFit:
+    per_element = (large - small) / (1024 * (_LARGE_PROBE_ROWS - _SMALL_PROBE_ROWS))
+    return _LinearFit(small - per_element * 1024 * _SMALL_PROBE_ROWS, per_element)
 
 
-def _stepped(recipe: Recipe, values: Sequence[torch.Tensor]) -> Taken:
+def _measure_two_steps(factory: OptimizerFactory, values: Sequence[torch.Tensor]) -> StepMemory:
     params = [torch.nn.Parameter(value) for value in values]
-    inner = built_for(recipe, recipe.groups[0], params)
-    _step(inner, params)
-    kept = sum(map(_bytes_of, inner.optimizer.state.values()))
-    return Taken(kept, _step(inner, params))  # what the first step makes stays
+    inner = build_for_probes(factory, factory.groups[0], params)
+    _measure_step_peak(inner, params)
+    kept = sum(map(_total_nbytes, inner.optimizer.state.values()))
+    return StepMemory(kept, _measure_step_peak(inner, params))  # what the first step makes stays
 
 
-def _step(inner: ShardOptimizer, params: Sequence[torch.nn.Parameter]) -> int:
+def _measure_step_peak(inner: LocalOptimizer, params: Sequence[torch.nn.Parameter]) -> int:
     """The most memory that it takes on the way."""
     for param in params:
         param.grad = torch.ones_like(param)
-    watch = _Watch()
+    watch = _MemoryTracker()
     with watch:
         step_once(inner)
-    return watch.most
+    return watch.peak_bytes
 
 
-def _bytes_of(value: Any) -> int:
+def _total_nbytes(value: Any) -> int:
     """Of all tensors in it."""
     found: list[int] = []
-    map_tensors(value, lambda it: found.append(_nbytes(it)))
+    map_tensors(value, lambda it: found.append(_tensor_nbytes(it)))
     return sum(found)
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return sum(map(_nbytes, insides(tensor).values())) if is_wrapped(tensor) else tensor.nbytes
+def _tensor_nbytes(tensor: torch.Tensor) -> int:
+    return sum(map(_tensor_nbytes, inner_tensors(tensor).values())) if is_wrapper_subclass(tensor) else tensor.nbytes
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the memory that is made while it is on, until it is let go."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._seen: set[int] = set()
-        self._now = 0
-        self.most = 0
+        self._live_storages: set[int] = set()
+        self._current_bytes = 0
+        self.peak_bytes = 0
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -163,16 +171,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = {id(it.untyped_storage()) for it in tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)}
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in known | self._seen:
-                self._note(tensor.untyped_storage())
+            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in known | self._live_storages:
+                self._track(tensor.untyped_storage())
         return made
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        self._seen.add(id(storage))
-        self._now += storage.nbytes()
-        self.most = max(self.most, self._now)
-        finalize(storage, self._let_go, id(storage), storage.nbytes())
+    def _track(self, storage: torch.UntypedStorage) -> None:
+        self._live_storages.add(id(storage))
+        self._current_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self._current_bytes)
+        finalize(storage, self._release, id(storage), storage.nbytes())
 
-    def _let_go(self, number: int, nbytes: int) -> None:
-        self._seen.discard(number)
-        self._now -= nbytes
+    def _release(self, storage_id: int, nbytes: int) -> None:
+        self._live_storages.discard(storage_id)
+        self._current_bytes -= nbytes

@@ -12,7 +12,7 @@ import torch
 from ..errors import ConfigError
 from ..layout.specs import ParamSpec
 
-_BLOCK = re.compile(r"^(?:\w+\.)*?(?:\w+_)?\d+(?=\.)")
+_BLOCK_PREFIX = re.compile(r"^(?:\w+\.)*?(?:\w+_)?\d+(?=\.)")
 """The beginning of a name up to its first number, as in `h.3.` and `encoder_layer_3.`: one of a list of blocks."""
 
 
@@ -31,7 +31,7 @@ class ParamShape:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def stand_in(self) -> torch.nn.Parameter:
+    def to_meta_param(self) -> torch.nn.Parameter:
         """A parameter of this shape, without memory."""
         return torch.nn.Parameter(torch.empty(self.shape, dtype=self.dtype, device="meta"), self.trainable)
 
@@ -42,14 +42,14 @@ class ModelShape:
 
     name: str
     params: tuple[ParamShape, ...]
-    buffers: int = 0
+    buffer_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.params:
             raise ConfigError(f"{self.name} has no parameters of floating-point numbers: there is nothing to train")
 
     @classmethod
-    def of(cls, module: torch.nn.Module, name: str | None = None) -> "ModelShape":
+    def from_module(cls, module: torch.nn.Module, name: str | None = None) -> "ModelShape":
         """That of a module, which may be on the meta device."""
         params = [
             ParamShape(label, tuple(it.shape), it.dtype, it.requires_grad) for label, it in module.named_parameters()
@@ -63,11 +63,11 @@ class ModelShape:
         return replace(self, params=tuple(cast))
 
     @property
-    def elements(self) -> int:
+    def numel(self) -> int:
         return sum(it.numel for it in self.params)
 
     @property
-    def trained(self) -> list[ParamShape]:
+    def trainable_params(self) -> list[ParamShape]:
         return [it for it in self.params if it.trainable]
 
     @cached_property
@@ -75,19 +75,19 @@ class ModelShape:
         """Parameters whose names begin with the same number in a list, such as `layers.3.`; first those of none."""
         found: dict[str, list[ParamShape]] = defaultdict(list, {"": []})
         for it in self.params:
-            match = _BLOCK.match(it.name)
+            match = _BLOCK_PREFIX.match(it.name)
             found[match.group() if match else ""].append(it)
         return list(found.values())
 
 
-def specs_of(groups: Iterable[Iterable[ParamShape]], device: torch.device) -> list[ParamSpec]:
+def make_param_specs(groups: Iterable[Iterable[ParamShape]], device: torch.device) -> list[ParamSpec]:
     """As a layout knows them, dense, numbered group after group."""
     members = [(number, it) for number, group in enumerate(groups) for it in group]
     return [
-        ParamSpec(index, it.name, it.shape, _strides(it.shape), it.dtype, device, number, it.trainable)
+        ParamSpec(index, it.name, it.shape, _contiguous_strides(it.shape), it.dtype, device, number, it.trainable)
         for index, (number, it) in enumerate(members)
     ]
 
 
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from .code import ENDINGS, at_home, named, told
-from .headers import read_file, read_index
-from .presets import PRESETS, preset
+from .code import USER_CODE_ERRORS, describe_error, import_object, script_environment
+from .headers import read_safetensors, read_safetensors_index
+from .presets import PRESETS, load_preset
 from .shapes import ModelShape, ParamShape
 
-_INDEX = "model.safetensors.index.json"
-_NUMBER = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)([KMBT]?)", re.IGNORECASE)
-_SCALE = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_MATRICES = 100
-_MOST = 10**16
+_INDEX_FILE = "model.safetensors.index.json"
+_PARAM_COUNT_PATTERN = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)([KMBT]?)", re.IGNORECASE)
+_COUNT_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_NUM_MATRICES = 100
+_MAX_NUMEL = 10**16
 
 
-def model_shape(source: str) -> ModelShape:
+def load_model_shape(source: str) -> ModelShape:
     """What `source` names.
 
     - `package.module:callable` or `file.py:callable`, which is called with the meta device as the default one and
@@ -36,15 +36,15 @@ def model_shape(source: str) -> ModelShape:
     - one of `PRESETS`, such as "gpt2-xl"
     - a number of parameters, such as "7.5B": so many, in 100 equal matrices
     """
-    if match := _NUMBER.fullmatch(source):
-        return _of_number(source, int(Decimal(match[1]) * _SCALE[match[2].upper()]))
+    if match := _PARAM_COUNT_PATTERN.fullmatch(source):
+        return _shape_from_count(source, int(Decimal(match[1]) * _COUNT_SUFFIXES[match[2].upper()]))
     if source.lower() in PRESETS:
-        return preset(source.lower())
+        return load_preset(source.lower())
     path = Path(source)
     if path.exists():
-        return _of_path(path)
+        return _shape_from_path(path)
     if ":" in source:
-        return _of_code(source)
+        return _shape_from_code(source)
     close = get_close_matches(source.lower(), PRESETS, 1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise ConfigError(
@@ -53,55 +53,55 @@ def model_shape(source: str) -> ModelShape:
     )
 
 
-def freeze(model: ModelShape, patterns: Sequence[str]) -> ModelShape:
+def freeze_params(model: ModelShape, patterns: Sequence[str]) -> ModelShape:
     """With parameters whose names match, as `embed*` does, or lie below such a name, excluded from training."""
     for pattern in patterns:
-        if not any(_matches(it.name, pattern) for it in model.params):
+        if not any(_matches_pattern(it.name, pattern) for it in model.params):
             raise ConfigError(
                 f"no parameter of {model.name} is named {pattern!r}: the first is {model.params[0].name!r}"
             )
     frozen = [
-        replace(it, trainable=False) if any(_matches(it.name, pattern) for pattern in patterns) else it
+        replace(it, trainable=False) if any(_matches_pattern(it.name, pattern) for pattern in patterns) else it
         for it in model.params
     ]
     return replace(model, params=tuple(frozen))
 
 
-def _matches(name: str, pattern: str) -> bool:
+def _matches_pattern(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
-def _of_number(name: str, elements: int) -> ModelShape:
-    if not _MATRICES <= elements <= _MOST:
-        raise ConfigError(f"{name} parameters cannot be planned: expected {_MATRICES} to {_MOST:.0e}")
-    each, rest = divmod(elements, _MATRICES)
+def _shape_from_count(name: str, numel: int) -> ModelShape:
+    if not _NUM_MATRICES <= numel <= _MAX_NUMEL:
+        raise ConfigError(f"{name} parameters cannot be planned: expected {_NUM_MATRICES} to {_MAX_NUMEL:.0e}")
+    each, rest = divmod(numel, _NUM_MATRICES)
     rows = next(it for it in range(isqrt(each), 0, -1) if each % it == 0)
-    params = [ParamShape(f"blocks.{number}.weight", (each // rows, rows)) for number in range(_MATRICES)]
+    params = [ParamShape(f"blocks.{number}.weight", (each // rows, rows)) for number in range(_NUM_MATRICES)]
     return ModelShape(name, tuple(params + [ParamShape("rest", (rest,))] * bool(rest)))
 
 
 # ---- files
 
 
-def _of_path(path: Path) -> ModelShape:
+def _shape_from_path(path: Path) -> ModelShape:
     if path.is_dir():
-        inside = [path / name for name in ("config.json", _INDEX, "model.safetensors") if (path / name).is_file()]
+        inside = [path / name for name in ("config.json", _INDEX_FILE, "model.safetensors") if (path / name).is_file()]
         if not inside:
             raise ConfigError(f"{path} has no config.json and no model.safetensors: expected the directory of a model")
-        return _of_path(inside[0])
+        return _shape_from_path(inside[0])
     if path.suffix == ".safetensors":
-        return read_file(path)
+        return read_safetensors(path)
     if path.name.endswith(".index.json"):
-        return read_index(path)
+        return read_safetensors_index(path)
     if path.suffix == ".json":
-        return _of_transformers(path)
+        return _shape_from_transformers(path)
     raise ConfigError(
         f"{path} is no source of shapes: expected a config.json, a .safetensors file or an index of those"
         + (f", or with what is to be called {path}:callable" if path.suffix == ".py" else "")
     )
 
 
-def _of_transformers(path: Path) -> ModelShape:
+def _shape_from_transformers(path: Path) -> ModelShape:
     """Of the model that a configuration describes, without its weights and without code that comes with it."""
     try:
         transformers = import_module("transformers")
@@ -113,17 +113,17 @@ def _of_transformers(path: Path) -> ModelShape:
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
-            module = _built(transformers, config)
+            module = _build_transformers_model(transformers, config)
     except Exception as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ConfigError(f"{path} describes no model that transformers can make: {reason}") from error
-    return ModelShape.of(module, path.parent.resolve().name)
+    return ModelShape.from_module(module, path.parent.resolve().name)
 
 
-def _built(transformers: Any, config: Any) -> Any:
+def _build_transformers_model(transformers: Any, config: Any) -> Any:
     # A configuration may ask for a kernel for attention, which would be fetched and run. Parameters are the same.
     plain: dict[str, Any] = {"attn_implementation": "eager"}
-    if kind := _class_of(transformers, config):
+    if kind := _find_architecture_class(transformers, config):
         return kind._from_config(config, **plain)
     # Of an encoder and a decoder some have a class for the decoder alone, which would be taken for all of it.
     both = getattr(config, "is_encoder_decoder", False)
@@ -135,7 +135,7 @@ def _built(transformers: Any, config: Any) -> Any:
         return transformers.AutoModel.from_config(config, **plain)
 
 
-def _class_of(transformers: Any, config: Any) -> Any:
+def _find_architecture_class(transformers: Any, config: Any) -> Any:
     """The class that the configuration names, if it is one of transformers' models for such a configuration."""
     names = getattr(config, "architectures", None) or [None]
     found: Any = getattr(transformers, str(names[0]), None)
@@ -146,24 +146,24 @@ def _class_of(transformers: Any, config: Any) -> Any:
 # ---- code
 
 
-def _of_code(source: str) -> ModelShape:
-    make = named(source, "a callable that returns a torch.nn.Module")
+def _shape_from_code(source: str) -> ModelShape:
+    make = import_object(source, "a callable that returns a torch.nn.Module")
     if not callable(make):
         raise ConfigError(f"{source} is a {type(make).__name__}: expected a callable that returns a torch.nn.Module")
-    with at_home(source), torch.device("meta"):
-        made = _called(source, make)
+    with script_environment(source), torch.device("meta"):
+        made = _call_model_fn(source, make)
     if isinstance(made, ModelShape):
         return made
     if not isinstance(made, torch.nn.Module):
         raise ConfigError(f"{source}() returned a {type(made).__name__}: expected a torch.nn.Module")
-    return ModelShape.of(made, source.rpartition(":")[2])
+    return ModelShape.from_module(made, source.rpartition(":")[2])
 
 
-def _called(source: str, make: Any) -> Any:
+def _call_model_fn(source: str, model_fn: Any) -> Any:
     try:
-        return make()
-    except ENDINGS as error:
+        return model_fn()
+    except USER_CODE_ERRORS as error:
         raise ConfigError(
-            f"{source}() failed on the meta device, without arguments: {told(error)}. "
+            f"{source}() failed on the meta device, without arguments: {describe_error(error)}. "
             "Give a function that takes none and only makes the model."
         ) from error

@@ -12,12 +12,12 @@ import torch
 
 from ..layout.layout import Bucket, Layout
 from ..policies import Reduce, ZeroStage, sum_dtype
-from ..runtime.grad_sync import LARGE
-from ..runtime.under_way import CROWD
+from ..runtime.grad_sync import EAGER_COPY_MIN_BYTES
+from ..runtime.under_way import MAX_IN_FLIGHT
 from ..units import Rank
 
 
-class Transit:
+class BackwardSimulation:
     """What `in_backward` takes at most, and what `stays` for the next pass."""
 
     def __init__(
@@ -25,122 +25,124 @@ class Transit:
         layout: Layout,
         stage: ZeroStage,
         reduce: Reduce,
-        updated_in: Callable[[torch.dtype], torch.dtype],
+        update_dtype: Callable[[torch.dtype], torch.dtype],
         *,
         rank: Rank,
-        rows: int,
+        num_replicas: int,
     ) -> None:
         """`updated_in`: what parameters of a dtype are updated in. `rows` of ranks hold the same."""
-        self._layout, self._frees, self._reduce = layout, stage.frees, reduce
-        self._updated_in, self._rank, self._rows = updated_in, rank, rows
-        self._alone = layout.world_size * rows == 1
-        self._size = max((self._wire(it) for it in self._trained if len(it.rooms) > 1), default=0)
+        self._layout, self._frees_grads, self._reduce = layout, stage.frees, reduce
+        self._update_dtype, self._rank, self._num_replicas = update_dtype, rank, num_replicas
+        self._is_single_rank = layout.world_size * num_replicas == 1
+        self._buffer_bytes = max(
+            (self._wire_bytes(it) for it in self._trainable_buckets if len(it.slots) > 1), default=0
+        )
         """Bytes of a buffer that all buckets of several parameters take turns in."""
-        self._level = _Level()
-        self._buffers = _Level()
-        self._play()
+        self._memory = _PeakCounter()
+        self._buffer_memory = _PeakCounter()
+        self._simulate()
 
     @property
-    def in_backward(self) -> int:
-        return self._level.most
+    def peak_bytes(self) -> int:
+        return self._memory.peak
 
     @property
-    def stays(self) -> int:
-        return self._buffers.most
+    def persistent_bytes(self) -> int:
+        return self._buffer_memory.peak
 
     @property
-    def _trained(self) -> list[Bucket]:
-        return [it for it in self._layout.buckets if self._layout.trains(it.index)]
+    def _trainable_buckets(self) -> list[Bucket]:
+        return [it for it in self._layout.buckets if self._layout.has_trainable_params(it.index)]
 
-    def _wire(self, bucket: Bucket) -> int:
+    def _wire_bytes(self, bucket: Bucket) -> int:
         return bucket.numel * self._wire_dtype(bucket).itemsize
 
     def _wire_dtype(self, bucket: Bucket) -> torch.dtype:
         return self._reduce.wire_dtype(bucket.dtype)
 
-    def _play(self) -> None:
+    def _simulate(self) -> None:
         under_way: deque[int] = deque()
-        for bucket in self._trained:
-            waiting = self._fill(bucket)
-            if self._alone:
-                self._level.drop(waiting)
+        for bucket in self._trainable_buckets:
+            waiting = self._fill_bucket(bucket)
+            if self._is_single_rank:
+                self._memory.free(waiting)
                 continue
-            kept = self._send(bucket, waiting)
+            kept = self._start_reduce(bucket, waiting)
             under_way.append(kept)
-            while len(under_way) > CROWD:
-                self._level.drop(under_way.popleft())
+            while len(under_way) > MAX_IN_FLIGHT:
+                self._memory.free(under_way.popleft())
 
-    def _fill(self, bucket: Bucket) -> int:
+    def _fill_bucket(self, bucket: Bucket) -> int:
         """Gradients come, one after the other; bytes of those that wait."""
-        packs, waiting = len(bucket.rooms) > 1, 0
-        if packs and not self._alone:
-            self._take_buffer()
+        packs, waiting = len(bucket.slots) > 1, 0
+        if packs and not self._is_single_rank:
+            self._acquire_buffer()
         for param in bucket.params:
             spec = self._layout.params[param]
-            nbytes = spec.extent * spec.dtype.itemsize
-            self._level.rise(nbytes if self._frees else 0)
-            if packs and nbytes >= LARGE and not self._alone and self._frees:
-                self._level.drop(nbytes)
+            nbytes = spec.storage_numel * spec.dtype.itemsize
+            self._memory.allocate(nbytes if self._frees_grads else 0)
+            if packs and nbytes >= EAGER_COPY_MIN_BYTES and not self._is_single_rank and self._frees_grads:
+                self._memory.free(nbytes)
             else:
-                waiting += nbytes if self._frees else 0
+                waiting += nbytes if self._frees_grads else 0
         return waiting
 
-    def _take_buffer(self) -> None:
+    def _acquire_buffer(self) -> None:
         """There is one to fill beside those that are under way, and they stay."""
-        if self._buffers.now < (CROWD + 1) * self._size:
-            self._buffers.rise(self._size)
-            self._level.rise(self._size)
+        if self._buffer_memory.current < (MAX_IN_FLIGHT + 1) * self._buffer_bytes:
+            self._buffer_memory.allocate(self._buffer_bytes)
+            self._memory.allocate(self._buffer_bytes)
 
-    def _send(self, bucket: Bucket, waiting: int) -> int:
+    def _start_reduce(self, bucket: Bucket, pending_bytes: int) -> int:
         """Bytes that are let go when it has arrived."""
-        copied = self._copied(bucket) + self._between_rows(bucket)
-        if len(bucket.rooms) > 1:
-            self._level.drop(waiting)
-            self._level.rise(copied)
+        copied = self._accumulation_bytes(bucket) + self._cross_replica_bytes(bucket)
+        if len(bucket.slots) > 1:
+            self._memory.free(pending_bytes)
+            self._memory.allocate(copied)
             return copied
-        if self._goes_as_it_lies(bucket):
-            self._level.rise(copied)
-            return copied + waiting
-        copied += self._wire(bucket)
-        self._level.rise(copied)
-        self._level.drop(waiting)
+        if self._is_zero_copy(bucket):
+            self._memory.allocate(copied)
+            return copied + pending_bytes
+        copied += self._wire_bytes(bucket)
+        self._memory.allocate(copied)
+        self._memory.free(pending_bytes)
         return copied
 
-    def _goes_as_it_lies(self, bucket: Bucket) -> bool:
+    def _is_zero_copy(self, bucket: Bucket) -> bool:
         """Whether the only gradient of a bucket is what is sent; else it is copied for that."""
-        (room,) = bucket.rooms
-        return self._frees and room.span.length == bucket.numel and self._wire_dtype(bucket) == bucket.dtype
+        (room,) = bucket.slots
+        return self._frees_grads and room.span.length == bucket.numel and self._wire_dtype(bucket) == bucket.dtype
 
-    def _copied(self, bucket: Bucket) -> int:
+    def _accumulation_bytes(self, bucket: Bucket) -> int:
         """What it takes to add up slices in more precision than they travel in."""
         wire = self._wire_dtype(bucket)
         if bucket.has_equal_shards:
             exact = sum_dtype(wire) == wire and not self._reduce.fixed_order
-            return 0 if exact else self._wire(bucket)
+            return 0 if exact else self._wire_bytes(bucket)
         return 0 if sum_dtype(wire) == wire else bucket.numel * sum_dtype(wire).itemsize
 
-    def _between_rows(self, bucket: Bucket) -> int:
+    def _cross_replica_bytes(self, bucket: Bucket) -> int:
         """A sum of this row, and in a fixed order those of all rows."""
-        if self._rows == 1:
+        if self._num_replicas == 1:
             return 0
         exact = sum_dtype(self._wire_dtype(bucket))
         counted = (
-            not bucket.has_equal_shards or self._updated_in(bucket.dtype) == exact
+            not bucket.has_equal_shards or self._update_dtype(bucket.dtype) == exact
         )  # it is among `_copied`, or stays
-        apart = (not counted) + self._rows * self._reduce.fixed_order
+        apart = (not counted) + self._num_replicas * self._reduce.fixed_order
         return apart * bucket.shards[self._rank].length * exact.itemsize
 
 
 @dataclass
-class _Level:
+class _PeakCounter:
     """Of water, in bytes."""
 
-    now: int = 0
-    most: int = 0
+    current: int = 0
+    peak: int = 0
 
-    def rise(self, nbytes: int) -> None:
-        self.now += nbytes
-        self.most = max(self.most, self.now)
+    def allocate(self, nbytes: int) -> None:
+        self.current += nbytes
+        self.peak = max(self.peak, self.current)
 
-    def drop(self, nbytes: int) -> None:
-        self.now -= nbytes
+    def free(self, nbytes: int) -> None:
+        self.current -= nbytes

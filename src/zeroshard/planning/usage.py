@@ -8,7 +8,7 @@ from ..errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Usage:
+class MemoryEstimate:
     """Bytes on the rank that has most."""
 
     parameters: int
@@ -18,11 +18,11 @@ class Usage:
     state: int
     masters: int = 0
     """More precise copies of parameters."""
-    in_backward: int = 0
+    backward_overhead: int = 0
     """At most beside all that, while gradients are made and sent."""
-    in_step: int = 0
+    step_overhead: int = 0
     """At most beside all that, while parameters are updated."""
-    while_made: int = 0
+    construction_peak: int = 0
     """At most while the optimizer is made: all that there is then."""
     host: int = 0
     """In host memory. State and masters that rest there are not among those above."""
@@ -37,23 +37,23 @@ class Usage:
     @property
     def buffers(self) -> int:
         """The most that comes on top."""
-        return max(self.in_backward, self.in_step)
+        return max(self.backward_overhead, self.step_overhead)
 
     @property
-    def phases(self) -> dict[str, int]:
+    def phase_peaks(self) -> dict[str, int]:
         return {
-            "making the optimizer": self.while_made,
-            "backward": self.total + self.in_backward + self.activations,
-            "step": self.total + self.in_step,
+            "making the optimizer": self.construction_peak,
+            "backward": self.total + self.backward_overhead + self.activations,
+            "step": self.total + self.step_overhead,
         }
 
     @property
     def peak(self) -> int:
-        return max(self.phases.values())
+        return max(self.phase_peaks.values())
 
     @property
     def peak_phase(self) -> str:
-        return max(self.phases, key=lambda phase: self.phases[phase])
+        return max(self.phase_peaks, key=lambda phase: self.phase_peaks[phase])
 
 
 class Traffic(NamedTuple):
@@ -88,11 +88,11 @@ class Network:
             )
 
     @property
-    def of_a_row(self) -> "Network":
+    def shard_group_network(self) -> "Network":
         """That among the ranks of one row."""
         return Network(self.within or self.bandwidth, self.latency)
 
-    def seconds(self, sent: float, messages: int, ranks: int) -> float:
+    def estimate_seconds(self, sent: float, messages: int, ranks: int) -> float:
         """Collectives of the best kind: each takes log2 N messages one after the other, and all links are busy.
 
         Rings take N - 1 of them: with many ranks and small buckets the truth lies above.
@@ -106,9 +106,9 @@ class Estimate:
 
     method: str
     ranks: int
-    usage: Usage
+    memory: MemoryEstimate
     traffic: Traffic
-    balance: float = 1.0
+    state_imbalance: float = 1.0
     """State of the rank that has most, over the mean."""
-    copies: int = 0
+    peer_checkpoint_bytes: int = 0
     """Bytes that a rank sends for a second copy."""

@@ -4,13 +4,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from .picture import draw
-from .text import written
-from .values import Facts
+from .picture import draw_report
+from .text import format_report
+from .values import ReportData
 
 
 @dataclass(frozen=True)
-class Report(Facts):
+class Report(ReportData):
     """Who owns what, what it takes on this rank, and what the last step took. Of one moment: it does not change.
 
     `print(report)` shows it as text, `as_dict()` has all of it for JSON, `picture(path)` draws it. What it says of
@@ -18,11 +18,11 @@ class Report(Facts):
     """
 
     def __str__(self) -> str:
-        return written(self)
+        return format_report(self)
 
-    def picture(self, path: str | os.PathLike[str]) -> Path:
+    def save_plot(self, path: str | os.PathLike[str]) -> Path:
         """Draw it into a file, and return its path. The ending says which kind, as `.svg`; without one it is a PNG.
 
         Needs matplotlib: `zeroshard[plot]`.
         """
-        return draw(self, Path(path))
+        return draw_report(self, Path(path))

@@ -5,21 +5,30 @@ from textwrap import wrap
 from typing import TypeVar
 
 from ..units import MIB
-from .values import BucketShare, Facts, RankShare
+from .values import BucketSummary, RankSummary, ReportData
 
-WIDTH = 100
-FIRST, LAST = 5, 2
+_TEXT_WIDTH = 100
+_NUM_FIRST_SHOWN, _NUM_LAST_SHOWN = 5, 2
 """Of many, those are shown."""
 
 T = TypeVar("T")
 
 
-def written(facts: Facts) -> str:
-    parts = (_head, _how, _owners, _buckets, _memory, _wire, _times, _counters)
-    return "\n\n".join("\n".join(part(facts)) for part in parts)
+def format_report(report: ReportData) -> str:
+    parts = (
+        _format_header,
+        _format_config,
+        _format_owners,
+        _format_buckets,
+        _format_memory,
+        _format_comm_volume,
+        _format_times,
+        _format_counters,
+    )
+    return "\n\n".join("\n".join(part(report)) for part in parts)
 
 
-def in_bytes(nbytes: float) -> str:
+def format_bytes(nbytes: float) -> str:
     """With a unit that leaves three digits or so."""
     for unit, size in (("GiB", 1024 * MIB), ("MiB", MIB), ("KiB", 1024)):
         if nbytes >= size:
@@ -27,108 +36,110 @@ def in_bytes(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def in_seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
 
 
-def count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def format_count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _head(facts: Facts) -> Iterator[str]:
-    rows = f", in {facts.rows} rows that hold the same" if facts.rows > 1 else ""
-    yield f"zeroshard: rank {facts.rank}, after {count(facts.counters.steps, 'step')}"
-    what = f"{facts.elements:,} elements of {count(len(facts.layout.params), 'parameter')}"
-    who = f"shared by {count(facts.world_size, 'rank')}{rows}"
-    yield from wrap(f"{' and '.join(facts.classes)} on {what}, {who}", WIDTH)
-    if not facts.settled:
+def _format_header(report: ReportData) -> Iterator[str]:
+    rows = f", in {report.num_replicas} rows that hold the same" if report.num_replicas > 1 else ""
+    yield f"zeroshard: rank {report.rank}, after {format_count(report.counters.steps, 'step')}"
+    what = f"{report.elements:,} elements of {format_count(len(report.layout.params), 'parameter')}"
+    who = f"shared by {format_count(report.world_size, 'rank')}{rows}"
+    yield from wrap(f"{' and '.join(report.optimizer_classes)} on {what}, {who}", _TEXT_WIDTH)
+    if not report.is_layout_final:
         yield "DDP's buckets are not known yet: owners will change"
 
 
-def _how(facts: Facts) -> Iterator[str]:
+def _format_config(report: ReportData) -> Iterator[str]:
     yield "How"
-    for line in facts.config:
-        yield from wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    ")
+    for line in report.config:
+        yield from wrap(line, _TEXT_WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
-def _owners(facts: Facts) -> Iterator[str]:
+def _format_owners(report: ReportData) -> Iterator[str]:
     yield f"{'Who owns what':<16}{'elements':>16}{'share':>9}{'pieces':>10}{'work':>9}{'state':>13}"
-    total = sum(it.elements for it in facts.ranks) or 1
+    total = sum(it.elements for it in report.ranks) or 1
 
-    def line(it: RankShare) -> str:
-        known = "?" if it.state_bytes is None else in_bytes(it.state_bytes)
-        state = known if it.rank == facts.place or it.state_bytes is None else f"~{known}"
-        share, work = f"{100 * it.elements / total:.1f} %", f"{100 * it.work:.1f} %"
-        return f"  rank {it.rank:<9}{it.elements:>16,}{share:>9}{it.parameters:>10,}{work:>9}{state:>13}"
+    def format_rank(summary: RankSummary) -> str:
+        known = "?" if summary.state_bytes is None else format_bytes(summary.state_bytes)
+        state = known if summary.rank == report.shard_rank or summary.state_bytes is None else f"~{known}"
+        share, work = f"{100 * summary.elements / total:.1f} %", f"{100 * summary.cost_fraction:.1f} %"
+        return f"  rank {summary.rank:<9}{summary.elements:>16,}{share:>9}{summary.parameters:>10,}{work:>9}{state:>13}"
 
-    yield from _some(facts.ranks, line, "ranks")
-    peaks = f"{facts.balance.fullest:.3f} of the mean, of work {facts.balance.slowest:.3f}"
+    yield from _format_first_and_last(report.ranks, format_rank, "ranks")
+    peaks = f"{report.balance.memory_imbalance:.3f} of the mean, of work {report.balance.compute_imbalance:.3f}"
     yield f"  the fullest rank has {peaks}"
 
 
-def _buckets(facts: Facts) -> Iterator[str]:
+def _format_buckets(report: ReportData) -> Iterator[str]:
     yield f"{'Buckets':<10}{'dtype':<10}{'device':<9}{'size':>11}{'padding':>10}  shards, parameters"
-    yield from _some(facts.buckets, _bucket, "buckets")
+    yield from _format_first_and_last(report.buckets, _format_bucket, "buckets")
 
 
-def _bucket(it: BucketShare) -> str:
-    head = f"  {it.number:<8}{it.dtype:<10}{it.device:<9}{in_bytes(it.nbytes):>11}{it.padding:>10,}  "
-    names = ", ".join(it.parameters[:3]) + ("" if len(it.parameters) <= 3 else ", ...")
-    return head + _short(f"{it.kind}, {count(len(it.parameters), 'parameter')}: {names}", WIDTH - len(head))
+def _format_bucket(bucket: BucketSummary) -> str:
+    head = f"  {bucket.bucket_index:<8}{bucket.dtype:<10}{bucket.device:<9}{format_bytes(bucket.nbytes):>11}{bucket.padding:>10,}  "
+    names = ", ".join(bucket.parameters[:3]) + ("" if len(bucket.parameters) <= 3 else ", ...")
+    return head + _truncate(
+        f"{bucket.sharding}, {format_count(len(bucket.parameters), 'parameter')}: {names}", _TEXT_WIDTH - len(head)
+    )
 
 
-def _memory(facts: Facts) -> Iterator[str]:
+def _format_memory(report: ReportData) -> Iterator[str]:
     yield "Memory of this rank"
-    for it in facts.memory:
-        yield f"  {it.what:<18}{in_bytes(it.nbytes):>12}  {it.device}"
-    yield f"  {'in all':<18}{in_bytes(sum(it.nbytes for it in facts.memory)):>12}"
+    for it in report.memory:
+        yield f"  {it.category:<18}{format_bytes(it.nbytes):>12}  {it.device}"
+    yield f"  {'in all':<18}{format_bytes(sum(it.nbytes for it in report.memory)):>12}"
 
 
-def _wire(facts: Facts) -> Iterator[str]:
+def _format_comm_volume(report: ReportData) -> Iterator[str]:
     yield "Sent by this rank, each time that gradients travel and parameters come back"
-    grads = "by DDP" if facts.wire.gradients is None else in_bytes(facts.wire.gradients)
+    grads = "by DDP" if report.comm_volume.grad_bytes is None else format_bytes(report.comm_volume.grad_bytes)
     yield f"  {'gradients':<18}{grads:>12}"
-    yield f"  {'parameters':<18}{in_bytes(facts.wire.parameters):>12}"
+    yield f"  {'parameters':<18}{format_bytes(report.comm_volume.param_bytes):>12}"
 
 
-def _times(facts: Facts) -> Iterator[str]:
-    times = facts.times
-    if not times.parts:
+def _format_times(report: ReportData) -> Iterator[str]:
+    times = report.times
+    if not times.phases:
         yield "Times of the last step: there was none yet"
         return
-    yield f"The last step took {in_seconds(times.step)}, and {in_seconds(times.iteration)} since the one before"
+    yield f"The last step took {format_seconds(times.step_s)}, and {format_seconds(times.iteration_s)} since the one before"
     yield f"  {'time of the host':<34}{'calls':>8}{'in step()':>14}{'outside it':>14}"
-    ordered = sorted(times.parts.items(), key=lambda it: -(it[1].in_step + it[1].outside))
+    ordered = sorted(times.phases.items(), key=lambda it: -(it[1].in_step_s + it[1].outside_step_s))
     for label, it in ordered:
-        inside, outside = (in_seconds(value) if value else "-" for value in (it.in_step, it.outside))
+        inside, outside = (format_seconds(value) if value else "-" for value in (it.in_step_s, it.outside_step_s))
         name = "all else in step()" if label.text == "step" else label.text
-        yield f"  {name:<34}{it.calls:>8,}{inside:>14}{outside:>14}"
+        yield f"  {name:<34}{it.num_calls:>8,}{inside:>14}{outside:>14}"
 
 
-def _counters(facts: Facts) -> Iterator[str]:
-    it = facts.counters
-    yield f"Counted: {count(it.steps, 'step')}"
+def _format_counters(report: ReportData) -> Iterator[str]:
+    it = report.counters
+    yield f"Counted: {format_count(it.steps, 'step')}"
     if it.nonfinite_found:
         skipped = f"of which {it.nonfinite_skipped:,} were left out"
         yield f"  {it.nonfinite_found:,} with gradients that were not finite, {skipped}"
-    if it.looks_for_drift:
-        yield f"  {count(it.looks_for_drift, 'look')} for drift"
-    if it.second_copy_step is not None:
-        yield f"  second copy: of step {it.second_copy_step:,}, for which {in_bytes(it.second_copy_sent)} were sent"
+    if it.consistency_checks:
+        yield f"  {format_count(it.consistency_checks, 'look')} for drift"
+    if it.peer_snapshot_step is not None:
+        yield f"  second copy: of step {it.peer_snapshot_step:,}, for which {format_bytes(it.peer_snapshot_bytes)} were sent"
 
 
-def _some(values: Sequence[T], line: Callable[[T], str], what: str) -> Iterator[str]:
+def _format_first_and_last(values: Sequence[T], format_line: Callable[[T], str], noun: str) -> Iterator[str]:
     """Lines for all of them, or for the first and the last."""
-    between = len(values) - FIRST - LAST
+    between = len(values) - _NUM_FIRST_SHOWN - _NUM_LAST_SHOWN
     if between < 2:
-        yield from map(line, values)
+        yield from map(format_line, values)
         return
-    yield from map(line, values[:FIRST])
-    yield f"  ... and {between:,} more {what} ..."
-    yield from map(line, values[-LAST:])
+    yield from map(format_line, values[:_NUM_FIRST_SHOWN])
+    yield f"  ... and {between:,} more {noun} ..."
+    yield from map(format_line, values[-_NUM_LAST_SHOWN:])
 
 
-def _short(text: str, width: int) -> str:
+def _truncate(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 3]}..."

@@ -11,43 +11,43 @@ from ..errors import ConfigError
 from ..units import Rank
 
 
-class BufferSync:
+class ModelBuffers:
     """Brings one rank's buffers to all others."""
 
     def __init__(self, comm: Comm, model: torch.nn.Module) -> None:
         self._comm = comm
         # By name, since modules may replace their buffers. One that is none may become a cache of each rank's own.
         named = [(module, name, it) for module in model.modules() for name, it in module._buffers.items()]
-        self._places = [(module, name) for module, name, it in named if it is not None]
+        self._locations = [(module, name) for module, name, it in named if it is not None]
 
     @property
-    def has_any(self) -> bool:
+    def needs_broadcast(self) -> bool:
         """And another rank to bring them to."""
-        return bool(self._places) and self._comm.group.size > 1
+        return bool(self._locations) and self._comm.group.size > 1
 
-    def sync(self, source: Rank) -> None:
+    def broadcast(self, source: Rank) -> None:
         """On all ranks, which must have buffers of the same shapes."""
-        make_equal(self._comm, self._buffers(), source)
+        broadcast_coalesced(self._comm, self._iter_buffers(), source)
 
-    def _buffers(self) -> Iterator[torch.Tensor]:
-        for module, name in self._places:
+    def _iter_buffers(self) -> Iterator[torch.Tensor]:
+        for module, name in self._locations:
             buffer = module._buffers.get(name)
             if buffer is not None and buffer.numel():
                 yield buffer
 
 
-def describe(comm: Comm, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def describe_for_broadcast(comm: Comm, tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """What must be equal on all ranks for `make_equal`. Raises where a tensor cannot travel."""
     if comm.group.size > 1:
         for name, tensor in tensors.items():
-            _require_that_it_can_travel(comm, name, tensor)
+            _validate_for_broadcast(comm, name, tensor)
     # Each device has messages of its own, whatever its number is on this rank.
     devices = list(dict.fromkeys(tensor.device for tensor in tensors.values()))
     which = {it: it.type + (f" ({n} of {len(devices)} devices)" if n > 1 else "") for n, it in enumerate(devices, 1)}
     return [f"{name}: {it.dtype} {tuple(it.shape)} on {which[it.device]}" for name, it in tensors.items()]
 
 
-def _require_that_it_can_travel(comm: Comm, name: str, tensor: torch.Tensor) -> None:
+def _validate_for_broadcast(comm: Comm, name: str, tensor: torch.Tensor) -> None:
     """Hazard: only ranks that receive a tensor write to it, so that these alone would raise."""
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized:
         kind = "a nested tensor" if tensor.is_nested else "quantized" if tensor.is_quantized else tensor.layout
@@ -66,12 +66,12 @@ def _require_that_it_can_travel(comm: Comm, name: str, tensor: torch.Tensor) -> 
             "expand() makes them, so it cannot receive the values of rank 0. Give it memory of its own with clone() or "
             "contiguous()."
         )
-    if tensor.numel() and not comm.group.carries(tensor.device):
+    if tensor.numel() and not comm.group.supports_device(tensor.device):
         raise ConfigError(f"the backend of the process group cannot carry {name} on {tensor.device}")
 
 
 @torch.no_grad()
-def make_equal(comm: Comm, tensors: Iterable[torch.Tensor], source: Rank) -> None:
+def broadcast_coalesced(comm: Comm, tensors: Iterable[torch.Tensor], source: Rank) -> None:
     """On all ranks: tensors become those of `source`; one message for each dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors if comm.group.size > 1 else ():

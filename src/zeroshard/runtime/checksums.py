@@ -12,14 +12,14 @@ from operator import attrgetter
 
 import torch
 
-WORD = 4
+WORD_BYTES = 4
 """Bytes."""
-WORDS_AT_ONCE = {"cpu": 1 << 17}
+CHUNK_WORDS = {"cpu": 1 << 17}
 """What is widened at once: on the CPU so many that they stay in its cache."""
-MANY_WORDS = 1 << 22
-SMALL = 64 * 1024
+DEFAULT_CHUNK_WORDS = 1 << 22
+COALESCE_MAX_BYTES = 64 * 1024
 """Bytes of a tensor that is put together with its neighbours: one sum for many."""
-_FACTORS = -0x61C8864680B583EB, 0x2545F4914F6CDD1D
+_HASH_MULTIPLIERS = -0x61C8864680B583EB, 0x2545F4914F6CDD1D
 
 
 class Checksums:
@@ -27,66 +27,68 @@ class Checksums:
 
     def __init__(self) -> None:
         self._weights: dict[torch.device, torch.Tensor] = {}
-        self._wide: dict[torch.device, torch.Tensor] = {}
+        self._int64_buffers: dict[torch.device, torch.Tensor] = {}
 
     @torch.no_grad()
-    def total(self, tensors: Iterable[torch.Tensor]) -> int:
+    def compute(self, tensors: Iterable[torch.Tensor]) -> int:
         """One sum over all of them, in their order. The host waits once."""
-        filled = sorted((it.detach() for it in tensors if it.numel()), key=_device)
+        filled = sorted((it.detach() for it in tensors if it.numel()), key=_device_key)
         if not filled:
             return 0
-        by_device = [self._on_device(device, list(some)) for device, some in groupby(filled, attrgetter("device"))]
+        by_device = [
+            self._checksum_on_device(device, list(some)) for device, some in groupby(filled, attrgetter("device"))
+        ]
         sums = torch.stack([it.to(by_device[0].device) for it in by_device])
-        return int((sums * odd_numbers(len(sums), sums.device)).sum().item())
+        return int((sums * make_odd_weights(len(sums), sums.device)).sum().item())
 
-    def _on_device(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        most = WORDS_AT_ONCE.get(device.type, MANY_WORDS)
-        sums = torch.stack([self._sum(raw) for raw in _runs(tensors, most * WORD)])
-        return (sums * odd_numbers(len(sums), device)).sum()
+    def _checksum_on_device(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        most = CHUNK_WORDS.get(device.type, DEFAULT_CHUNK_WORDS)
+        sums = torch.stack([self._checksum_chunk(raw) for raw in _iter_chunks(tensors, most * WORD_BYTES)])
+        return (sums * make_odd_weights(len(sums), device)).sum()
 
-    def _sum(self, raw: torch.Tensor) -> torch.Tensor:
+    def _checksum_chunk(self, chunk: torch.Tensor) -> torch.Tensor:
         """Of a run of bytes. The last few, if they make no word, count as one each."""
-        count, rest = divmod(raw.numel(), WORD)
-        self._make_room(raw.device, count + rest)
-        wide = self._wide[raw.device][: count + rest]
-        words = raw[: count * WORD]
+        count, rest = divmod(chunk.numel(), WORD_BYTES)
+        self._ensure_capacity(chunk.device, count + rest)
+        wide = self._int64_buffers[chunk.device][: count + rest]
+        words = chunk[: count * WORD_BYTES]
         # torch reads words only where they would lie in an array of such.
-        wide[:count].copy_((words if words.storage_offset() % WORD == 0 else words.clone()).view(torch.int32))
-        wide[count:].copy_(raw[count * WORD :])
-        return wide.mul_(self._weights[raw.device][: count + rest]).sum()
+        wide[:count].copy_((words if words.storage_offset() % WORD_BYTES == 0 else words.clone()).view(torch.int32))
+        wide[count:].copy_(chunk[count * WORD_BYTES :])
+        return wide.mul_(self._weights[chunk.device][: count + rest]).sum()
 
-    def _make_room(self, device: torch.device, words: int) -> None:
-        if device not in self._wide or len(self._wide[device]) < words:
-            self._weights[device] = odd_numbers(words, device)
-            self._wide[device] = torch.empty_like(self._weights[device])
+    def _ensure_capacity(self, device: torch.device, num_words: int) -> None:
+        if device not in self._int64_buffers or len(self._int64_buffers[device]) < num_words:
+            self._weights[device] = make_odd_weights(num_words, device)
+            self._int64_buffers[device] = torch.empty_like(self._weights[device])
 
 
-def odd_numbers(count: int, device: torch.device) -> torch.Tensor:
+def make_odd_weights(count: int, device: torch.device) -> torch.Tensor:
     """The same ones everywhere, each at its place: as if drawn by chance, so that no regular change cancels out."""
-    numbers = torch.arange(1, count + 1, device=device, dtype=torch.int64) * _FACTORS[0]
+    numbers = torch.arange(1, count + 1, device=device, dtype=torch.int64) * _HASH_MULTIPLIERS[0]
     numbers ^= numbers >> 31
-    return (numbers * _FACTORS[1]) ^ (numbers >> 29) | 1
+    return (numbers * _HASH_MULTIPLIERS[1]) ^ (numbers >> 29) | 1
 
 
-def _device(tensor: torch.Tensor) -> tuple[str, int]:
+def _device_key(tensor: torch.Tensor) -> tuple[str, int]:
     return tensor.device.type, tensor.device.index or 0
 
 
-def _runs(tensors: Sequence[torch.Tensor], most: int) -> Iterator[torch.Tensor]:
+def _iter_chunks(tensors: Sequence[torch.Tensor], max_bytes: int) -> Iterator[torch.Tensor]:
     """All bytes of tensors on one device, at most so many at once. Equal ones are cut in the same way."""
-    for small, some in groupby(tensors, lambda it: _nbytes(it) <= SMALL):
+    for small, some in groupby(tensors, lambda it: _nbytes(it) <= COALESCE_MAX_BYTES):
         if small:
-            yield from _together(some, most)
+            yield from _coalesce(some, max_bytes)
         else:
             for tensor in some:
-                yield from _in_pieces(tensor, most)
+                yield from _split_tensor(tensor, max_bytes)
 
 
-def _together(tensors: Iterable[torch.Tensor], most: int) -> Iterator[torch.Tensor]:
+def _coalesce(tensors: Iterable[torch.Tensor], max_bytes: int) -> Iterator[torch.Tensor]:
     lot: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
-        if lot and size + _nbytes(tensor) > most:
+        if lot and size + _nbytes(tensor) > max_bytes:
             yield torch.cat(lot)
             lot, size = [], 0
         lot.append(_flat_bytes(tensor))
@@ -94,16 +96,16 @@ def _together(tensors: Iterable[torch.Tensor], most: int) -> Iterator[torch.Tens
     yield torch.cat(lot)
 
 
-def _in_pieces(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+def _split_tensor(tensor: torch.Tensor, max_bytes: int) -> Iterator[torch.Tensor]:
     """A tensor whose elements lie in another order than its own is copied, piece by piece."""
     if tensor.is_contiguous():
-        yield from torch.split(_flat_bytes(tensor), most)
-    elif _nbytes(tensor) <= most:
+        yield from torch.split(_flat_bytes(tensor), max_bytes)
+    elif _nbytes(tensor) <= max_bytes:
         yield _flat_bytes(tensor)
     else:
-        rows = most // _nbytes(tensor[0])
+        rows = max_bytes // _nbytes(tensor[0])
         for piece in torch.split(tensor, rows) if rows > 1 else tensor:
-            yield from _in_pieces(piece, most)
+            yield from _split_tensor(piece, max_bytes)
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,135 +10,137 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from ..comm.agreement import Proposal, Trouble, agreed, compare, fingerprint, raise_failure
+from ..comm.agreement import Failure, Prepared, exchange_status, fingerprint, prepare_all, raise_failure
 from ..comm.collectives import Comm
-from ..errors import DriftError
-from ..layout.layout import Layout, Piece
-from ..state.records import in_memory_order
-from ..units import name_ranks
+from ..errors import ReplicaMismatchError
+from ..layout.layout import Layout, ParamShard
+from ..state.records import flatten_in_memory_order
+from ..units import format_ranks
 from .checksums import Checksums
 
-_AT_ONCE = 512
-_MOST_SHOWN = 5
+_FINGERPRINTS_PER_MESSAGE = 512
+_MAX_MISMATCHES_SHOWN = 5
 
 
-def require_equal_params(
-    comm: Comm, layout: Layout, params: Sequence[torch.Tensor], call: str, step: int | None
-) -> None:
-    """Raise `DriftError` on all ranks if parameters differ between them. On all ranks; changes nothing."""
-    if comm.is_alone:
+def check_params_equal(comm: Comm, layout: Layout, params: Sequence[torch.Tensor], call: str, step: int | None) -> None:
+    """Raise `ReplicaMismatchError` on all ranks if parameters differ between them. On all ranks; changes nothing."""
+    if comm.is_single_rank:
         return
     sums, total, failure = Checksums(), 0, None
     try:
-        total = sums.total(params)
+        total = sums.compute(params)
     except Exception as error:
         failure = error
-    trouble = Trouble.NONE if failure is None else Trouble.FAILED
-    verdict = compare(comm, f"comparing parameters in {call}", _as_bytes(total), trouble)
-    if verdict.trouble:
+    trouble = Failure.NONE if failure is None else Failure.FAILED
+    verdict = exchange_status(comm, f"comparing parameters in {call}", _checksum_to_bytes(total), trouble)
+    if verdict.failure_level:
         raise_failure(comm, call, failure)
-    if not verdict.same_plan:
-        _Search(comm, layout, params, sums, call).tell(step)
+    if not verdict.has_same_plan:
+        _MismatchSearch(comm, layout, params, sums, call).raise_mismatch(step)
 
 
-class Finding(NamedTuple):
+class Mismatch(NamedTuple):
     """A parameter that differs, or what was looked at of it."""
 
     param: int
-    right: tuple[int, ...]
+    reference_ranks: tuple[int, ...]
     """Ranks that have what most have or, without a majority, what the owner has."""
-    wrong: tuple[int, ...]
-    is_sure: bool
+    mismatched_ranks: tuple[int, ...]
+    has_majority: bool
     """There was a majority."""
 
 
-class _Search:
+class _MismatchSearch:
     """Ranks differ: where? Every method is called on all of them."""
 
-    def __init__(self, comm: Comm, layout: Layout, params: Sequence[torch.Tensor], sums: Checksums, call: str) -> None:
-        self._comm, self._layout, self._params, self._sums, self._call = comm, layout, params, sums, call
+    def __init__(
+        self, comm: Comm, layout: Layout, params: Sequence[torch.Tensor], checksums: Checksums, call: str
+    ) -> None:
+        self._comm, self._layout, self._params, self._checksums, self._call = comm, layout, params, checksums, call
 
-    def tell(self, step: int | None) -> NoReturn:
-        differing = self._differing(self._marks(lambda: self._params))
-        findings = [self._look_at(param) for param in differing[:_MOST_SHOWN]]
+    def raise_mismatch(self, step: int | None) -> NoReturn:
+        differing = self._find_differing(self._compute_fingerprints(lambda: self._params))
+        findings = [self._inspect_param(param) for param in differing[:_MAX_MISMATCHES_SHOWN]]
         names = tuple(self._layout.params[param].name or f"parameter {param}" for param in differing)
-        wrong = tuple(sorted({rank for finding in findings for rank in finding.wrong}))
-        text = self._in_words(findings, len(differing)) if findings else _GONE
-        raise DriftError(f"{self._call}: {text}", step=step, ranks=wrong, params=names)
+        wrong = tuple(sorted({rank for finding in findings for rank in finding.mismatched_ranks}))
+        text = self._format_error(findings, len(differing)) if findings else _TRANSIENT_MISMATCH
+        raise ReplicaMismatchError(f"{self._call}: {text}", step=step, ranks=wrong, params=names)
 
-    def _look_at(self, param: int) -> Finding:
+    def _inspect_param(self, param: int) -> Mismatch:
         """What ranks have of its first pieces that differ."""
-        pieces = self._layout.pieces_of_param(param)
-        marks = self._marks(lambda: map(self._part, pieces))
-        chosen = self._differing(marks)[:_MOST_SHOWN]
+        pieces = self._layout.param_shards(param)
+        marks = self._compute_fingerprints(lambda: map(self._shard_of_param, pieces))
+        chosen = self._find_differing(marks)[:_MAX_MISMATCHES_SHOWN]
         mine = [f"{marks[i]:x}{'*' * (pieces[i].owner == self._comm.group.rank)}" for i in chosen]
-        stated = [text.split() for text in self._comm.everyone.share(" ".join(mine), most=256)]
-        judged = [judge([text[place] for text in stated]) for place in range(len(chosen))]
+        stated = [text.split() for text in self._comm.data_parallel.all_gather_text(" ".join(mine), max_bytes=256)]
+        judged = [find_majority([text[place] for text in stated]) for place in range(len(chosen))]
         wrong = sorted({rank for _, others, _ in judged for rank in others})
-        right = set(range(self._comm.everyone.group.size)).difference(wrong)
-        return Finding(param, tuple(sorted(right)), tuple(wrong), all(sure for *_, sure in judged))
+        right = set(range(self._comm.data_parallel.group.size)).difference(wrong)
+        return Mismatch(param, tuple(sorted(right)), tuple(wrong), all(sure for *_, sure in judged))
 
-    def _differing(self, marks: Sequence[int]) -> list[int]:
+    def _find_differing(self, fingerprints: Sequence[int]) -> list[int]:
         """Places at which ranks have different ones."""
         found: list[int] = []
-        for start in range(0, len(marks), _AT_ONCE):
-            some = marks[start : start + _AT_ONCE]
-            most = self._comm.everyone.maximum([signed for mark in some for signed in (mark, -mark)])
+        for start in range(0, len(fingerprints), _FINGERPRINTS_PER_MESSAGE):
+            some = fingerprints[start : start + _FINGERPRINTS_PER_MESSAGE]
+            most = self._comm.data_parallel.all_reduce_max([signed for mark in some for signed in (mark, -mark)])
             found += [start + i for i in range(len(some)) if most[2 * i] != -most[2 * i + 1]]
         return found
 
-    def _marks(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> list[int]:
+    def _compute_fingerprints(self, get_tensors: Callable[[], Iterable[torch.Tensor]]) -> list[int]:
         """What this rank has of each. What fails on one rank, for want of memory, is raised on all."""
 
-        def propose() -> Proposal[list[int]]:
-            return Proposal([fingerprint(_as_bytes(self._sums.total([it]))) for it in tensors()])
+        def prepare() -> Prepared[list[int]]:
+            return Prepared([fingerprint(_checksum_to_bytes(self._checksums.compute([it]))) for it in get_tensors()])
 
-        return agreed(self._comm, f"looking for differences in {self._call}", propose)
+        return prepare_all(self._comm, f"looking for differences in {self._call}", prepare)
 
-    def _part(self, piece: Piece) -> torch.Tensor:
-        spec, param = self._layout.params[piece.param], self._params[piece.param].detach()
-        if piece.in_param.length == spec.extent:
+    def _shard_of_param(self, param_shard: ParamShard) -> torch.Tensor:
+        spec, param = self._layout.params[param_shard.param], self._params[param_shard.param].detach()
+        if param_shard.in_param.length == spec.storage_numel:
             return param
-        return in_memory_order(param, spec)[slice(*piece.in_param)]
+        return flatten_in_memory_order(param, spec)[slice(*param_shard.in_param)]
 
-    def _in_words(self, findings: Sequence[Finding], count: int) -> str:
-        lines = [self._line(finding) for finding in findings]
+    def _format_error(self, mismatches: Sequence[Mismatch], count: int) -> str:
+        lines = [self._format_mismatch(finding) for finding in mismatches]
         more = f"; and {count - len(lines)} more" if count > len(lines) else ""
-        unsure = "" if all(it.is_sure for it in findings) else f" {_UNSURE}"
+        unsure = "" if all(it.has_majority for it in mismatches) else f" {_NO_MAJORITY_NOTE}"
         lead = f"{count} of {len(self._params)} parameters are not the same on all ranks"
-        return f"{lead}: {'; '.join(lines)}{more}.{unsure} {_WHAT_TO_DO}"
+        return f"{lead}: {'; '.join(lines)}{more}.{unsure} {_MISMATCH_ADVICE}"
 
-    def _line(self, finding: Finding) -> str:
-        label, bucket = self._layout.params[finding.param].label, self._layout.bucket_of(finding.param)
-        if not finding.right:
+    def _format_mismatch(self, mismatch: Mismatch) -> str:
+        label, bucket = self._layout.params[mismatch.param].label, self._layout.bucket_of(mismatch.param)
+        if not mismatch.reference_ranks:
             return f"{label} in bucket {bucket}, of which every rank has lost a part"
-        verb = "differs" if len(finding.wrong) == 1 else "differ"
-        return f"{label} in bucket {bucket}, where {name_ranks(finding.wrong)} {verb} from {name_ranks(finding.right)}"
+        verb = "differs" if len(mismatch.mismatched_ranks) == 1 else "differ"
+        return f"{label} in bucket {bucket}, where {format_ranks(mismatch.mismatched_ranks)} {verb} from {format_ranks(mismatch.reference_ranks)}"
 
 
-def judge(stated: Sequence[str]) -> tuple[list[int], list[int], bool]:
+def find_majority(reported: Sequence[str]) -> tuple[list[int], list[int], bool]:
     """Which ranks are right, which are wrong, and whether that is sure, given what each has of a piece. A star behind
     it marks those of the owner: without a majority, that one is right."""
     sides: dict[str, list[int]] = defaultdict(list)
-    for rank, text in enumerate(stated):
+    for rank, text in enumerate(reported):
         sides[text.rstrip("*")].append(rank)
     most = max(map(len, sides.values()))
     largest = [ranks for ranks in sides.values() if len(ranks) == most]
-    right = max(largest, key=lambda ranks: sum(stated[rank].endswith("*") for rank in ranks))
-    wrong = [rank for rank in range(len(stated)) if rank not in right]
+    right = max(largest, key=lambda ranks: sum(reported[rank].endswith("*") for rank in ranks))
+    wrong = [rank for rank in range(len(reported)) if rank not in right]
     return right, wrong, len(largest) == 1
 
 
-_UNSURE = "Where no value has a majority of ranks, the rank that owns that part of the parameter is taken to be right."
-_WHAT_TO_DO = (
+_NO_MAJORITY_NOTE = (
+    "Where no value has a majority of ranks, the rank that owns that part of the parameter is taken to be right."
+)
+_MISMATCH_ADVICE = (
     "Nothing was updated. Load the last checkpoint, and look at what those ranks have of their own: memory that lost "
     "bits, or code that changed parameters there alone."
 )
-_GONE = (
+_TRANSIENT_MISMATCH = (
     "the parameters of the ranks differed, and when all looked again they did not: a rank's memory is unsteady, or "
     "another thread changes parameters. Nothing was updated."
 )
 
 
-def _as_bytes(total: int) -> bytes:
-    return total.to_bytes(8, "big", signed=True)
+def _checksum_to_bytes(checksum: int) -> bytes:
+    return checksum.to_bytes(8, "big", signed=True)

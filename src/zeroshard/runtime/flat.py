@@ -9,427 +9,463 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
-from ..comm.agreement import compare, raise_failure
+from ..comm.agreement import exchange_status, raise_failure
 from ..comm.collectives import Comm
 from ..errors import BindingError
-from ..labels import Label
-from ..layout.layout import Bucket, Layout, Piece
-from ..policies import MasterWeights, Offload
+from ..labels import Phase
+from ..layout.layout import Bucket, Layout, ParamShard
+from ..policies import CPUOffload, MasterWeights
 from ..state.compat import SavedState
-from ..state.dcp import CutTensor, nothing_of
-from ..state.records import MASTER, StateRecord
+from ..state.dcp import ShardTensor, make_empty_shard
+from ..state.records import MASTER_KEY, StateShard
 from ..units import Rank
-from .beginnings import begin
-from .grads import Gradients, LocalGrads
-from .host import Hosts
-from .inner import Inner, ParamGroup, ShardOptimizer
-from .masters import memory_of
-from .nonfinite import Lot
-from .offload import Offloading
-from .param_sync import ShardSync
-from .parts import Kind, Part
-from .rooms import Wanted
-from .rows import Rows
-from .segments import Segment
-from .state_view import FlatState, ParamState
-from .step import PARTLY, Attempt, Closure, Engine, Room, SharedClosure
-from .store import FlatStore
-from .team import CLASS, Team
+from .beginnings import init_state
+from .grads import GradSource, LocalGrads
+from .host import HostTransfers
+from .inner import InnerOptimizer, LocalOptimizer, ParamGroup
+from .masters import make_storage
+from .nonfinite import GradSample
+from .offload import OffloadPipeline
+from .param_sync import ParamAllGather
+from .parts import OptimizerShard, OptimizerSpec
+from .rooms import StateKeys
+from .rows import ReplicaGuard
+from .segments import FlatParam
+from .state_view import OptimizerStateView, ParamStateView
+from .step import PARTIAL_UPDATE, Closure, CollectiveClosure, Engine, StateAllocator, StepOutcome
+from .store import FlatParamBuffers
+from .team import OPTIMIZER_KEY, CompositeOptimizer
 
 
-class Share(NamedTuple):
+class OptimizerSharding(NamedTuple):
     """A kind of optimizer, and how it takes its parameters."""
 
-    kind: Kind
-    cut: bool
+    spec: OptimizerSpec
+    splits_params: bool
     """Pieces of their memory, which it updates as it would update the whole; else each belongs to one rank."""
 
 
-class FlatEngine(Engine):
+class FlatShardEngine(Engine):
     """The inner optimizer holds segments of this rank's shards."""
 
-    store: FlatStore
-    sync: ShardSync
+    param_store: FlatParamBuffers
+    param_sync: ParamAllGather
 
     def __init__(
-        self, comm: Comm, kinds: Sequence[Share], masters: MasterWeights | None, offload: Offload | None = None
+        self,
+        comm: Comm,
+        shardings: Sequence[OptimizerSharding],
+        masters: MasterWeights | None,
+        offload: CPUOffload | None = None,
     ) -> None:
-        super().__init__(comm, FlatStore())
-        rank, hosts = comm.group.rank, Hosts(offload) if offload else None
-        self.memory = memory_of(rank, self.store, masters, hosts, comm.clock)
-        self._part_of_group: dict[int, int] = {}
-        self._offloading = Offloading(hosts, self.memory, comm.clock) if hosts else None
-        self.parts = [Part(rank, kind, self.memory, cut=cut) for kind, cut in kinds]
-        self.inner: Inner = Team(self.parts, comm.clock)
-        self.grads: Gradients = LocalGrads(comm, masters)
-        self.sync = ShardSync(comm)
-        self._rows = Rows(comm)
-        self.waits = True
+        super().__init__(comm, FlatParamBuffers())
+        rank, hosts = comm.group.rank, HostTransfers(offload) if offload else None
+        self.storage = make_storage(rank, self.param_store, masters, hosts, comm.profiler)
+        self._shard_index_of_group: dict[int, int] = {}
+        self._offload_pipeline = OffloadPipeline(hosts, self.storage, comm.profiler) if hosts else None
+        self.optimizer_shards = [OptimizerShard(rank, kind, self.storage, splits_params=cut) for kind, cut in shardings]
+        self.inner: InnerOptimizer = CompositeOptimizer(self.optimizer_shards, comm.profiler)
+        self.grads: GradSource = LocalGrads(comm, masters)
+        self.param_sync = ParamAllGather(comm)
+        self._replica_guard = ReplicaGuard(comm)
+        self.should_wait_for_params = True
         """A step ends when all parameters have arrived; else they are waited for where they are needed."""
-        self._index_of: dict[int, int] = {}
-        self.bucket_of: dict[int, int] = {}
+        self._index_by_param_id: dict[int, int] = {}
+        self.bucket_by_param_id: dict[int, int] = {}
         """Where each parameter lies, by its id."""
 
     def prepare(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
-        self.store.prepare(layout, [param for group in groups for param in group["params"]])
-        self.memory.extend(layout)
-        known, alone = sum(len(part.numbers) for part in self.parts), len(self.parts) == 1
-        for part in self.parts:
-            new = [n for n, it in enumerate(groups) if n >= known and (alone or it[CLASS] == part.name)]
-            part.prepare(layout, groups, [*part.numbers, *new])
-        self._part_of_group = {number: n for n, part in enumerate(self.parts) for number in part.numbers}
+        self.param_store.prepare(layout, [param for group in groups for param in group["params"]])
+        self.storage.extend(layout)
+        known, alone = sum(len(part.group_ids) for part in self.optimizer_shards), len(self.optimizer_shards) == 1
+        for part in self.optimizer_shards:
+            new = [n for n, it in enumerate(groups) if n >= known and (alone or it[OPTIMIZER_KEY] == part.name)]
+            part.prepare(layout, groups, [*part.group_ids, *new])
+        self._shard_index_of_group = {
+            number: n for n, part in enumerate(self.optimizer_shards) for number in part.group_ids
+        }
 
-    def take_back(self, first_group: int) -> None:
-        for part in self.parts:
-            part.take_back(self.layout, first_group)
-        self.memory.extend(self.layout)
-        self.store.take_back()
+    def rollback(self, first_group: int) -> None:
+        for part in self.optimizer_shards:
+            part.rollback(self.layout, first_group)
+        self.storage.extend(self.layout)
+        self.param_store.rollback()
 
     def extend(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
         super().extend(layout, groups)
-        self.sync.layout = layout
+        self.param_sync.layout = layout
         self.grads.extend(layout, self.params)
-        self.memory.remember(self.params)
-        self._index_of = {id(param): index for index, param in enumerate(self.params)}
-        self.bucket_of = {id(self.params[param]): bucket.index for bucket in layout.buckets for param in bucket.params}
+        self.storage.mark_synced(self.params)
+        self._index_by_param_id = {id(param): index for index, param in enumerate(self.params)}
+        self.bucket_by_param_id = {
+            id(self.params[param]): bucket.index for bucket in layout.buckets for param in bucket.params
+        }
 
-    def broadcast(self, source: Rank, *, first_bucket: int = 0) -> None:
+    def broadcast_from_rank(self, source: Rank, *, first_bucket: int = 0) -> None:
         """Make all parameters those of one rank of `Comm.everyone`, from a bucket on."""
-        with self.comm.clock.part(Label.EQUAL):
+        with self.comm.profiler.phase(Phase.BROADCAST_BUFFERS):
             for bucket in self.layout.buckets[first_bucket:]:
-                if not self.comm.is_alone and bucket.numel:
-                    self.comm.everyone.broadcast(self.store.buffer(bucket.index), source).wait()
-        self.memory.doubt()
+                if not self.comm.is_single_rank and bucket.numel:
+                    self.comm.data_parallel.broadcast(self.param_store.buffer(bucket.index), source).wait()
+        self.storage.invalidate_masters()
 
-    def reduce_by(self, grads: Gradients) -> None:
+    def set_grad_source(self, grad_source: GradSource) -> None:
         """Take gradients from there from now on."""
-        grads.extend(self.layout, self.params)
-        self.grads, self.reduces = grads, True
+        grad_source.extend(self.layout, self.params)
+        self.grads, self.reduces_grads = grad_source, True
 
-    def state(self) -> FlatState:
-        return FlatState.of(self.params, self.parts, self._state_of, self.comm.group.size)
+    def state(self) -> OptimizerStateView:
+        return OptimizerStateView.create(self.params, self.optimizer_shards, self._param_state, self.comm.group.size)
 
     def replace_state(self, state: Any) -> None:
-        self.state().replace(state)
+        self.state().replace_state(state)
 
-    def _state_of(self, param: torch.Tensor) -> ParamState | None:
-        index = self._index_of.get(id(param))
+    def _param_state(self, param: torch.Tensor) -> ParamStateView | None:
+        index = self._index_by_param_id.get(id(param))
         if index is None:
             return None
-        return ParamState.of(self.parts[self._part_of(index)], self.layout, index, self.comm.group.rank)
+        return ParamStateView.create(
+            self.optimizer_shards[self._shard_index_of_param(index)], self.layout, index, self.comm.group.rank
+        )
 
-    def records(self) -> list[StateRecord]:
-        self.take_edits()
-        return [record for part in self.parts for record in part.records(self.layout.params)]
+    def state_shards(self) -> list[StateShard]:
+        self.sync_user_edits()
+        return [record for part in self.optimizer_shards for record in part.state_shards(self.layout.params)]
 
-    def take_edits(self) -> None:
+    def sync_user_edits(self) -> None:
         """Take over what was done to parameters and to values of `optimizer.state` since the last step."""
-        self.memory.before_update(self.params)
-        for part in self.parts:
-            part.take_edits()
+        self.storage.sync_user_edits(self.params)
+        for part in self.optimizer_shards:
+            part.sync_user_edits()
 
-    def holds(self, index: int, key: Any) -> bool:
-        piece = self.layout.piece_of(index, self.comm.group.rank)
-        return piece is not None and (key != MASTER or self.memory.covers(piece.bucket))
+    def owns_state(self, index: int, key: Any) -> bool:
+        piece = self.layout.param_shard(index, self.comm.group.rank)
+        return piece is not None and (key != MASTER_KEY or self.storage.has_master(piece.bucket))
 
-    def learn(self, param_shaped: frozenset[Any]) -> None:
-        for part in self.parts:
-            part.holdings.learn(param_shaped)
+    def add_param_shaped_keys(self, keys: frozenset[Any]) -> None:
+        for part in self.optimizer_shards:
+            part.flat_params.add_param_shaped_keys(keys)
 
-    def rooms(self, wanted: Wanted, *, in_place: bool, param_shaped: frozenset[Any]) -> Room:
+    def state_allocator(
+        self, state_keys: StateKeys, *, in_place: bool, param_shaped_keys: frozenset[Any]
+    ) -> StateAllocator:
         rooms = []
-        for number, part in enumerate(self.parts):
-            own = {it for it in wanted if self._part_of(it[0]) == number}
-            rooms.append(part.rooms(self.layout, own, param_shaped, in_place=in_place))
+        for number, part in enumerate(self.optimizer_shards):
+            own = {it for it in state_keys if self._shard_index_of_param(it[0]) == number}
+            rooms.append(part.state_allocator(self.layout, own, param_shaped_keys, in_place=in_place))
 
-        def room(index: int, key: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            piece = self.layout.piece_of(index, self.comm.group.rank)
+        def allocate(index: int, key: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            piece = self.layout.param_shard(index, self.comm.group.rank)
             assert piece is not None, "asked for what this rank does not hold"
-            return rooms[self._part_of(index)](piece, key, shape, dtype)
+            return rooms[self._shard_index_of_param(index)](piece, key, shape, dtype)
 
-        return room
+        return allocate
 
-    def load(self, saved: SavedState, *, adopt: bool = False) -> Callable[[], None]:
+    def load_state(self, saved: SavedState, *, assign: bool = False) -> Callable[[], None]:
         with ExitStack() as undo:  # also where the second fails
-            undo.callback(self._rows.load())
-            for part in self.parts:
-                undo.callback(part.load(saved, self.layout.params, adopt=adopt))
+            undo.callback(self._replica_guard.mark_loaded())
+            for part in self.optimizer_shards:
+                undo.callback(part.load_state(saved, self.layout.params, assign=assign))
             return undo.pop_all().close
 
-    def kept_doubts(self) -> Callable[[], None]:
-        return self._rows.kept()
+    def snapshot_replica_status(self) -> Callable[[], None]:
+        return self._replica_guard.snapshot()
 
-    def inner_of(self, index: int) -> ShardOptimizer:
-        return self.parts[self._part_of(index)].inner
+    def local_optimizer_of(self, index: int) -> LocalOptimizer:
+        return self.optimizer_shards[self._shard_index_of_param(index)].inner
 
-    def param_shaped(self, index: int) -> frozenset[str]:
-        return self.parts[self._part_of(index)].traits.param_shaped
+    def param_shaped_keys(self, index: int) -> frozenset[str]:
+        return self.optimizer_shards[self._shard_index_of_param(index)].traits.param_shaped_keys
 
-    def _part_of(self, index: int) -> int:
-        return self._part_of_group[self.layout.params[index].group]
+    def _shard_index_of_param(self, index: int) -> int:
+        return self._shard_index_of_group[self.layout.params[index].group]
 
     @property
-    def segments(self) -> Iterator[Segment]:
-        return chain.from_iterable(self.parts)
+    def flat_params(self) -> Iterator[FlatParam]:
+        return chain.from_iterable(self.optimizer_shards)
 
-    def part(self, index: int) -> CutTensor:
-        piece = self.layout.piece_of(index, self.comm.group.rank)
-        return nothing_of(self.params[index]) if piece is None else self._part(piece, self.memory.own(piece))
+    def shard_tensor(self, index: int) -> ShardTensor:
+        piece = self.layout.param_shard(index, self.comm.group.rank)
+        return (
+            make_empty_shard(self.params[index])
+            if piece is None
+            else self._make_shard_tensor(piece, self.storage.param_view(piece))
+        )
 
-    def precise_part(self, index: int) -> CutTensor | None:
-        piece = self.layout.piece_of(index, self.comm.group.rank)
-        copy = None if piece is None else self.memory.precise(piece)
-        return None if piece is None or copy is None else self._part(piece, copy)
+    def master_shard_tensor(self, index: int) -> ShardTensor | None:
+        piece = self.layout.param_shard(index, self.comm.group.rank)
+        copy = None if piece is None else self.storage.master_view(piece)
+        return None if piece is None or copy is None else self._make_shard_tensor(piece, copy)
 
-    def _part(self, piece: Piece, memory: torch.Tensor) -> CutTensor:
-        spec = self.layout.params[piece.param]
-        return CutTensor(memory, spec.shape, spec.stride, piece.in_param.start)
+    def _make_shard_tensor(self, param_shard: ParamShard, flat: torch.Tensor) -> ShardTensor:
+        spec = self.layout.params[param_shard.param]
+        return ShardTensor(flat, spec.shape, spec.stride, param_shard.in_param.start)
 
-    def at_rest(self) -> None:
-        self.sync.finish()
-        self.store.refresh()
+    def wait_until_idle(self) -> None:
+        self.param_sync.finish()
+        self.param_store.rebind_if_moved()
 
-    def kept(self, groups: Sequence[ParamGroup]) -> Callable[[], None]:
-        put_back = super().kept(groups)
+    def snapshot(self, groups: Sequence[ParamGroup]) -> Callable[[], None]:
+        put_back = super().snapshot(groups)
 
-        def put_all_back() -> None:
+        def restore_all() -> None:
             with suppress(BindingError):  # all that can be is where it belongs
-                self.bind_anew()
+                self.rebind_params()
             put_back()
-            self.memory.after_update(self.segments)
+            self.storage.write_params(self.flat_params)
 
-        return put_all_back
+        return restore_all
 
-    def switch(self, groups: Sequence[ParamGroup], mode: str) -> None:
-        self.take_edits()
-        super().switch(groups, mode)
-        self.bind_anew()
-        self.memory.after_update(self.segments)
+    def set_mode(self, groups: Sequence[ParamGroup], mode: str) -> None:
+        self.sync_user_edits()
+        super().set_mode(groups, mode)
+        self.rebind_params()
+        self.storage.write_params(self.flat_params)
 
-    def bind_anew(self) -> None:
+    def rebind_params(self) -> None:
         """What inner optimizers have put elsewhere (`param.data = ...`) is in the shards. State that rests in host
         memory has its own time for it."""
         with ExitStack() as each:  # also where one fails
-            for part in self.parts if self._offloading is None else ():
-                each.callback(part.holdings.bind_anew)
+            for part in self.optimizer_shards if self._offload_pipeline is None else ():
+                each.callback(part.flat_params.rebind_if_moved)
 
-    def spread(self) -> Callable[[], None]:
-        self.send(b"\1" * len(self.params))
-        self.memory.doubt()
-        return self.sync.finish
+    def broadcast_params(self) -> Callable[[], None]:
+        self.start_all_gather(b"\1" * len(self.params))
+        self.storage.invalidate_masters()
+        return self.param_sync.finish
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
-        known = super().held()
-        grads, staging = [*known["gradients"], *self.grads.slices()], [*known["staging"], *self.grads.staging()]
-        return {**known, "gradients": grads, "master weights": self.memory.copies(), "staging": staging}
+    def memory_usage(self) -> dict[str, list[torch.Tensor]]:
+        known = super().memory_usage()
+        grads, staging = (
+            [*known["gradients"], *self.grads.shard_tensors()],
+            [*known["staging"], *self.grads.staging_buffers()],
+        )
+        return {**known, "gradients": grads, "master weights": self.storage.master_tensors(), "staging": staging}
 
     def bytes_to_send(self) -> tuple[int | None, int]:
-        return self.grads.bytes_to_send() if self.reduces else None, self.sync.bytes_to_send()
+        return self.grads.bytes_to_send() if self.reduces_grads else None, self.param_sync.bytes_to_send()
 
     @property
     def is_reducing(self) -> bool:
-        return self.grads.busy
+        return self.grads.is_reducing
 
     def drop_placeholders(self) -> None:
         self.grads.drop_placeholders()
 
-    def clear_grads(self, *, to_none: bool) -> None:
-        self.grads.clear(to_none=to_none)
+    def clear_grads(self, *, set_to_none: bool) -> None:
+        self.grads.clear(set_to_none=set_to_none)
 
-    def settle(self, call: str, groups: Sequence[ParamGroup], given: Callable[[], list[str]] = list) -> bytes:
+    def synchronize_grads(
+        self, call: str, groups: Sequence[ParamGroup], describe_args: Callable[[], list[str]] = list
+    ) -> bytes:
         """All gradients are where they belong; a flag for each parameter that has one. Raises on all ranks alike.
 
         `given` reads arguments of the call, which must be the same on all ranks: it may raise.
         """
-        with self.comm.clock.part(Label.SETTLE):
-            return self._settle(call, groups, given)
+        with self.comm.profiler.phase(Phase.SYNC_GRADS):
+            return self._synchronize_grads(call, groups, describe_args)
 
-    def _settle(self, call: str, groups: Sequence[ParamGroup], given: Callable[[], list[str]]) -> bytes:
-        self.sync.finish()
-        attempt, arguments = Attempt(), list[str]()
-        attempt.require(lambda: arguments.extend(given()))
-        attempt.require(lambda: self.check_groups(groups))
-        attempt.require(lambda: self.store.refresh(shapes=not self.reduces))
-        attempt.require(lambda: self._rows.require_equal_state(self.steps + 1))
+    def _synchronize_grads(
+        self, call: str, groups: Sequence[ParamGroup], describe_args: Callable[[], list[str]]
+    ) -> bytes:
+        self.param_sync.finish()
+        attempt, arguments = StepOutcome(), list[str]()
+        attempt.check(lambda: arguments.extend(describe_args()))
+        attempt.check(lambda: self.check_groups(groups))
+        attempt.check(lambda: self.param_store.rebind_if_moved(check_shapes=not self.reduces_grads))
+        attempt.check(lambda: self._replica_guard.check_not_diverged(self.steps + 1))
         # Hazard: a rank that alone has called `ddp_hook()` would settle by other messages than the rest.
-        stated = f"{call}, with gradients of {self.grads.origin}"
-        options = self._hyper_parameters(groups) + "\n".join(arguments).encode()
-        measure = None if self.reduces else self.grad_check.measure(self.params)
-        verdict = compare(self.comm, stated, self.grads.statement(), attempt.trouble, options=options, measure=measure)
-        if verdict.trouble:
-            raise_failure(self.comm, call, attempt.failure)
+        stated = f"{call}, with gradients of {self.grads.source_name}"
+        options = self._encode_options(groups) + "\n".join(arguments).encode()
+        measure = None if self.reduces_grads else self.grad_check.compute_fingerprint(self.params)
+        verdict = exchange_status(
+            self.comm, stated, self.grads.signature(), attempt.failure, options=options, measure=measure
+        )
+        if verdict.failure_level:
+            raise_failure(self.comm, call, attempt.error)
         self._require_same_options(call, verdict, groups, arguments)
-        self.grad_check.judge(verdict)
-        if self._rows.in_doubt:
-            self.check_drift(call, self.steps + 1)
-            self._rows.in_doubt = False
-        return self.grads.settle(same=verdict.same_plan)
+        self.grad_check.warn_on_mismatch(verdict)
+        if self._replica_guard.needs_param_check:
+            self.check_consistency(call, self.steps + 1)
+            self._replica_guard.needs_param_check = False
+        return self.grads.synchronize(signatures_match=verdict.has_same_plan)
 
-    def _run(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
+    def _step(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
         try:
-            return self._make_step(groups, closure, kwargs)
+            return self._run_step(groups, closure, kwargs)
         finally:
-            self.grads.note_step(made=False)
+            self.grads.mark_stepped(was_applied=False)
 
-    def _make_step(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
+    def _run_step(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
         call = f"step {self.steps + 1}"
-        update, attempt = _Update(self, call, groups), Attempt()
-        shared = None if closure is None else update.shared(closure)
+        update, attempt = _ShardUpdate(self, call, groups), StepOutcome()
+        shared = None if closure is None else update.make_collective(closure)
         if shared is None:
-            update.settle()
-        attempt.update(lambda: self._foreseen(shared))
-        attempt.raise_if_shared(shared)
-        if update.is_left_out(attempt.failure):
+            update.synchronize()
+        attempt.run(lambda: self._precompute_closure(shared))
+        attempt.raise_if_closure_failed(shared)
+        if update.should_skip(attempt.error):
             return None
         used = attempt.result
         if shared is None:
-            attempt.update(update.fill)
-        if not attempt.failure:
-            attempt.update(lambda: self._inner_step(groups, used, kwargs))
-            attempt.raise_if_shared(shared)
-        attempt.require(update.end)
+            attempt.run(update.assign_grads)
+        if not attempt.error:
+            attempt.run(lambda: self._step_inner(groups, used, kwargs))
+            attempt.raise_if_closure_failed(shared)
+        attempt.check(update.finish)
         self.steps += 1
         if closure is None:
-            self.send(update.moving)  # whatever the verdict: ranks where it failed must not part from the others
-        verdict = compare(self.comm, f"the end of {call}", b"", attempt.trouble)
+            self.start_all_gather(
+                update.update_mask
+            )  # whatever the verdict: ranks where it failed must not part from the others
+        verdict = exchange_status(self.comm, f"the end of {call}", b"", attempt.failure)
         if closure is not None:
-            self.send(update.moving)  # only now: a rank whose optimizer calls its closure once more is not here yet
-        if self.waits or verdict.trouble:
-            self.sync.finish()
-        if verdict.trouble:
-            self._rows.part(call)
-            raise_failure(self.comm, call, attempt.failure, then=PARTLY)
-        self.grads.note_step(made=True)
+            self.start_all_gather(
+                update.update_mask
+            )  # only now: a rank whose optimizer calls its closure once more is not here yet
+        if self.should_wait_for_params or verdict.failure_level:
+            self.param_sync.finish()
+        if verdict.failure_level:
+            self._replica_guard.mark_diverged(call)
+            raise_failure(self.comm, call, attempt.error, consequence=PARTIAL_UPDATE)
+        self.grads.mark_stepped(was_applied=True)
         return attempt.result
 
-    def moving(self, present: bytes) -> bytes:
+    def compute_update_mask(self, grad_mask: bytes) -> bytes:
         """A flag for each parameter that a step moves: some optimizers change those without gradients, too."""
-        moves_all = [part.traits.moves_without_grads for part in self.parts]
+        moves_all = [part.traits.updates_without_grads for part in self.optimizer_shards]
         if not any(moves_all):
-            return present
-        groups = {number for part, flag in zip(self.parts, moves_all, strict=True) if flag for number in part.numbers}
-        return bytes(flag or spec.group in groups for flag, spec in zip(present, self.layout.params, strict=True))
+            return grad_mask
+        groups = {
+            number
+            for part, flag in zip(self.optimizer_shards, moves_all, strict=True)
+            if flag
+            for number in part.group_ids
+        }
+        return bytes(flag or spec.group in groups for flag, spec in zip(grad_mask, self.layout.params, strict=True))
 
-    def _begin(self, undo: ExitStack) -> None:
-        if self._offloading is None:
-            super()._begin(undo)
+    def _init_missing_state(self, undo: ExitStack) -> None:
+        if self._offload_pipeline is None:
+            super()._init_missing_state(undo)
             return
         chosen = self._find_trainable()
-        for part in self.parts:
-            if self._begins_neutrally(part.inner):
-                self._offloading.each(part, partial(begin, part.inner, chosen, undo))
+        for part in self.optimizer_shards:
+            if self._is_init_neutral(part.inner):
+                self._offload_pipeline.for_each_bucket(part, partial(init_state, part.inner, chosen, undo))
 
     def _find_trainable(self) -> Set[int]:
         # Hazard: segments always require gradients, and may hold parameters that were frozen since.
         state = self.state()
         chosen = bytes(param.requires_grad or param in state for param in self.params)
         if 0 in chosen:
-            for part in self.parts:
-                part.split(chosen)
-        return {id(segment.param) for segment in self.segments if chosen[segment.pieces[0].param]}
+            for part in self.optimizer_shards:
+                part.split_by_mask(chosen)
+        return {id(segment.param) for segment in self.flat_params if chosen[segment.param_shards[0].param]}
 
-    def _inner_step(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
-        if self._offloading is None:
-            return super()._inner_step(groups, closure, kwargs)
+    def _step_inner(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
+        if self._offload_pipeline is None:
+            return super()._step_inner(groups, closure, kwargs)
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        self.inner.push(groups)
-        results = [self._offloading.step(part, kwargs) for part in self.parts]
-        self.inner.pull(groups)
+        self.inner.push_options(groups)
+        results = [self._offload_pipeline.step(part, kwargs) for part in self.optimizer_shards]
+        self.inner.pull_options(groups)
         return results[0] if closure is None else loss
 
-    def send(self, moving: bytes) -> None:
+    def start_all_gather(self, update_mask: bytes) -> None:
         """Start bringing the flagged parameters to everyone, those that a forward pass needs first at the head."""
-        with self.comm.group.line.relied_on():
+        with self.comm.group.failure_detector.abort_on_error():
             for bucket in reversed(self.layout.buckets):
-                if 0 not in moving or any(map(moving.__getitem__, bucket.params)):
-                    self.sync.start(bucket, self.store.buffer(bucket.index))
+                if 0 not in update_mask or any(map(update_mask.__getitem__, bucket.params)):
+                    self.param_sync.start(bucket, self.param_store.buffer(bucket.index))
         # Autograd must see an update, local or remote, as the in-place change that it is.
-        increment_version([*compress(self.params, moving)] if 0 in moving else self.params)
-        self.memory.remember(self.params)
+        increment_version([*compress(self.params, update_mask)] if 0 in update_mask else self.params)
+        self.storage.mark_synced(self.params)
 
 
-class _Update:
+class _ShardUpdate:
     """Gradients into the inner optimizer's tensors, and what it makes of them out again."""
 
-    def __init__(self, engine: FlatEngine, call: str, groups: Sequence[ParamGroup]) -> None:
+    def __init__(self, engine: FlatShardEngine, call: str, groups: Sequence[ParamGroup]) -> None:
         self._engine, self._call, self._groups = engine, call, groups
-        self.moving = self._present = bytes(len(engine.params))
+        self.update_mask = self._grad_mask = bytes(len(engine.params))
 
-    def shared(self, closure: Closure) -> SharedClosure:
+    def make_collective(self, closure: Closure) -> CollectiveClosure:
         # Settles also where it failed: ranks that had gradients by then have sent them, and others have yet to follow.
-        then, otherwise = self.settle_and_fill, self.settle
-        return SharedClosure(self._engine.comm, self._call, closure, then, otherwise, again=self.bring)
+        then, otherwise = self.synchronize_and_assign, self.synchronize
+        return CollectiveClosure(
+            self._engine.comm, self._call, closure, then, otherwise, before_retry=self.all_gather_updates
+        )
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Gradients are there. Raises on all ranks alike."""
-        self._present = self._engine.settle(self._call, self._groups)
-        moving = self._engine.moving(self._present)
+        self._grad_mask = self._engine.synchronize_grads(self._call, self._groups)
+        moving = self._engine.compute_update_mask(self._grad_mask)
         # What a closure has moved stays moving where the next one has no gradient of it: others have to get it back.
-        self.moving = bytes(map(max, moving, self.moving)) if any(self.moving) else moving
+        self.update_mask = bytes(map(max, moving, self.update_mask)) if any(self.update_mask) else moving
 
-    def bring(self) -> None:
+    def all_gather_updates(self) -> None:
         """What an optimizer has moved since its last closure is where the next one looks for it: on all ranks."""
-        engine, call, attempt = self._engine, f"another closure of {self._call}", Attempt()
-        attempt.require(self._write_back)
-        if compare(engine.comm, call, b"", attempt.trouble).trouble:
-            raise_failure(engine.comm, call, attempt.failure)
-        engine.send(self.moving)
-        engine.sync.finish()
+        engine, call, attempt = self._engine, f"another closure of {self._call}", StepOutcome()
+        attempt.check(self._write_back)
+        if exchange_status(engine.comm, call, b"", attempt.failure).failure_level:
+            raise_failure(engine.comm, call, attempt.error)
+        engine.start_all_gather(self.update_mask)
+        engine.param_sync.finish()
 
-    def fill(self) -> None:
+    def assign_grads(self) -> None:
         """The inner optimizer has them."""
-        with self._engine.comm.clock.part(Label.HAND_OVER):
-            self._fill()
+        with self._engine.comm.profiler.phase(Phase.ASSIGN_GRADS):
+            self._assign_grads()
 
-    def _fill(self) -> None:
+    def _assign_grads(self) -> None:
         engine = self._engine
-        engine.take_edits()
-        if 0 in self._present:
-            for part in engine.parts:
-                part.split(self._present)
-        for segment in engine.segments:
-            has = self._present[segment.pieces[0].param]
-            segment.param.grad = segment.of(engine.grads.shard(segment.bucket)) if has else None
+        engine.sync_user_edits()
+        if 0 in self._grad_mask:
+            for part in engine.optimizer_shards:
+                part.split_by_mask(self._grad_mask)
+        for segment in engine.flat_params:
+            has = self._grad_mask[segment.param_shards[0].param]
+            segment.param.grad = segment.view_of(engine.grads.shard(segment.bucket)) if has else None
 
-    def is_left_out(self, failure: Exception | None) -> bool:
+    def should_skip(self, error: Exception | None) -> bool:
         """After gradients are settled, perhaps filled in, too. Raises on all ranks alike, `failure` too."""
         left_out = True
         try:
-            left_out = self._engine.leaves_out(self._lots, failure)
+            left_out = self._engine.should_skip(self._grad_samples, error)
         finally:
             if left_out:
-                self._empty()
+                self._clear_grads()
         return left_out
 
-    def _lots(self) -> Iterator[Lot]:
+    def _grad_samples(self) -> Iterator[GradSample]:
         for bucket in self._engine.layout.buckets:
-            if any(map(self._present.__getitem__, bucket.params)):
-                yield Lot(self._engine.grads.shard(bucket.index), partial(self._members, bucket))
+            if any(map(self._grad_mask.__getitem__, bucket.params)):
+                yield GradSample(self._engine.grads.shard(bucket.index), partial(self._param_grads, bucket))
 
-    def _members(self, bucket: Bucket) -> Iterator[tuple[int, torch.Tensor]]:
+    def _param_grads(self, bucket: Bucket) -> Iterator[tuple[int, torch.Tensor]]:
         rank, shard = self._engine.comm.group.rank, self._engine.grads.shard(bucket.index)
         base = bucket.shards[rank].start
-        for piece in bucket.pieces_of(rank):
-            if self._present[piece.param]:
+        for piece in bucket.param_shards_of_rank(rank):
+            if self._grad_mask[piece.param]:
                 yield piece.param, shard[piece.in_bucket.start - base : piece.in_bucket.stop - base]
 
-    def settle_and_fill(self) -> None:
-        self.settle()
-        self.fill()
+    def synchronize_and_assign(self) -> None:
+        self.synchronize()
+        self.assign_grads()
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Also after an update that failed."""
         with ExitStack() as each:
-            each.callback(self._empty)
+            each.callback(self._clear_grads)
             each.callback(self._write_back)
 
     def _write_back(self) -> None:
-        moved = (it for it in self._engine.segments if self.moving[it.pieces[0].param])
+        moved = (it for it in self._engine.flat_params if self.update_mask[it.param_shards[0].param])
         with ExitStack() as each:
-            each.callback(self._engine.memory.after_update, moved)
-            each.callback(self._engine.bind_anew)
+            each.callback(self._engine.storage.write_params, moved)
+            each.callback(self._engine.rebind_params)
 
-    def _empty(self) -> None:
-        for segment in self._engine.segments:
+    def _clear_grads(self) -> None:
+        for segment in self._engine.flat_params:
             segment.param.grad = None

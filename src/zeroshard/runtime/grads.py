@@ -8,19 +8,19 @@ import torch
 
 from ..comm.collectives import Comm
 from ..errors import RankMismatchError
-from ..layout.layout import Bucket, Layout, Piece
+from ..layout.layout import Bucket, Layout, ParamShard
 from ..policies import MasterWeights
-from ..state.records import in_memory_order
+from ..state.records import flatten_in_memory_order
 
 
-class Gradients(ABC):
+class GradSource(ABC):
     """One flat shard of gradients a bucket. They stay until `clear`, as gradients do in torch."""
 
-    origin: ClassVar[str]
+    source_name: ClassVar[str]
     """Said to the other ranks before gradients are settled: all must have the same."""
 
     @property
-    def busy(self) -> bool:
+    def is_reducing(self) -> bool:
         """Gradients have been sent since they were last settled."""
         return False
 
@@ -35,38 +35,38 @@ class Gradients(ABC):
         self._layout, self._params = layout, list(params)
 
     @abstractmethod
-    def statement(self) -> bytes:
+    def signature(self) -> bytes:
         """What this rank has, in a form that is equal on ranks that have gradients of the same parameters."""
 
     @abstractmethod
-    def settle(self, *, same: bool) -> bytes:
+    def synchronize(self, *, signatures_match: bool) -> bytes:
         """All gradients are where they belong; a flag for each parameter that has one. On all ranks.
 
         `same`: all ranks made the same statement.
         """
 
     @abstractmethod
-    def clear(self, *, to_none: bool) -> None:
+    def clear(self, *, set_to_none: bool) -> None:
         """What `zero_grad` does beyond `param.grad`."""
 
     @abstractmethod
-    def tensors(self) -> list[torch.Tensor]:
+    def grad_tensors(self) -> list[torch.Tensor]:
         """All gradients that this rank has, once they are settled."""
 
     def drop_placeholders(self) -> None:  # noqa: B027 (nothing, by default)
         """Remove what stands in `param.grad` for gradients that are elsewhere."""
 
-    def note_scaling(self) -> None:  # noqa: B027 (nothing, by default)
+    def mark_scaled(self) -> None:  # noqa: B027 (nothing, by default)
         """They are about to be clipped or unscaled where they are."""
 
-    def note_step(self, *, made: bool) -> None:  # noqa: B027 (nothing, by default)
+    def mark_stepped(self, *, was_applied: bool) -> None:  # noqa: B027 (nothing, by default)
         """A step has used the gradients, or was left out, or has failed."""
 
-    def slices(self) -> list[torch.Tensor]:
+    def shard_tensors(self) -> list[torch.Tensor]:
         """The memory of this rank's slices."""
         return list(self._shards.values())
 
-    def staging(self) -> list[torch.Tensor]:
+    def staging_buffers(self) -> list[torch.Tensor]:
         """Memory in which gradients are brought together, and received."""
         return []
 
@@ -74,65 +74,67 @@ class Gradients(ABC):
         """What this rank sends when all gradients travel once."""
         return 0
 
-    def shard(self, bucket: int) -> torch.Tensor:
+    def shard(self, bucket_index: int) -> torch.Tensor:
         """This rank's slice of a bucket's gradients; zeros where nothing came."""
-        if bucket not in self._shards:
-            it = self._layout.buckets[bucket]
+        if bucket_index not in self._shards:
+            it = self._layout.buckets[bucket_index]
             length = it.shards[self._comm.group.rank].length
-            self._shards[bucket] = torch.zeros(length, dtype=self._dtype(it), device=it.device)
-        return self._shards[bucket]
+            self._shards[bucket_index] = torch.zeros(length, dtype=self._grad_dtype(it), device=it.device)
+        return self._shards[bucket_index]
 
-    def _dtype(self, bucket: Bucket) -> torch.dtype:
+    def _grad_dtype(self, bucket: Bucket) -> torch.dtype:
         return self._masters.dtype if self._masters and self._masters.covers(bucket.dtype) else bucket.dtype
 
 
-class LocalGrads(Gradients):
+class LocalGrads(GradSource):
     """`param.grad` is complete and equal on all ranks, as DDP makes it: a slice is copied when it is needed."""
 
-    origin = "param.grad"
+    source_name = "param.grad"
 
-    def statement(self) -> bytes:
+    def signature(self) -> bytes:
         return bytes([param.grad is not None for param in self._params])
 
     @torch.no_grad()
-    def settle(self, *, same: bool) -> bytes:
-        present = self.statement() if same else self._decided_by_owners()
+    def synchronize(self, *, signatures_match: bool) -> bytes:
+        present = self.signature() if signatures_match else self._resolve_by_owners()
         for bucket in self._layout.buckets:
-            self._take(bucket, present)
+            self._copy_to_shard(bucket, present)
         return present
 
-    def clear(self, *, to_none: bool) -> None:
+    def clear(self, *, set_to_none: bool) -> None:
         pass
 
-    def tensors(self) -> list[torch.Tensor]:
+    def grad_tensors(self) -> list[torch.Tensor]:
         return [param.grad for param in self._params if param.grad is not None]
 
-    def _decided_by_owners(self) -> bytes:
+    def _resolve_by_owners(self) -> bytes:
         """Which gradients there are differs from rank to rank: those that own a parameter decide, if they agree."""
-        owned = set(self._layout.owned_by(self._comm.group.rank))
-        mine = self.statement()
-        present = self._comm.union(bytes(flag and i in owned for i, flag in enumerate(mine)))
+        owned = set(self._layout.params_owned_by(self._comm.group.rank))
+        mine = self.signature()
+        present = self._comm.all_reduce_any(bytes(flag and i in owned for i, flag in enumerate(mine)))
         lacking = next((i for i in owned if present[i] and not mine[i]), None)
-        problem = "" if lacking is None else f"rank {self._comm.group.rank} has no gradient of {self._label(lacking)}"
-        if self._comm.maximum([bool(problem)])[0]:
-            who = "; ".join(filter(None, self._comm.share(problem)))
+        problem = (
+            "" if lacking is None else f"rank {self._comm.group.rank} has no gradient of {self._param_label(lacking)}"
+        )
+        if self._comm.all_reduce_max([bool(problem)])[0]:
+            who = "; ".join(filter(None, self._comm.all_gather_text(problem)))
             raise RankMismatchError(f"step: {who}, and others have. Reduce gradients over all ranks before step().")
         return present
 
-    def _label(self, index: int) -> str:
+    def _param_label(self, index: int) -> str:
         return self._layout.params[index].label
 
-    def _take(self, bucket: Bucket, present: bytes) -> None:
+    def _copy_to_shard(self, bucket: Bucket, grad_mask: bytes) -> None:
         targets, sources = [], []
-        for piece in bucket.pieces_of(self._comm.group.rank):
-            if present[piece.param] and piece.in_param.length:
+        for piece in bucket.param_shards_of_rank(self._comm.group.rank):
+            if grad_mask[piece.param] and piece.in_param.length:
                 grad = self._params[piece.param].grad
                 assert grad is not None
-                targets.append(self._place(bucket, piece))
-                sources.append(in_memory_order(grad, self._layout.params[piece.param])[slice(*piece.in_param)])
+                targets.append(self._shard_view(bucket, piece))
+                sources.append(flatten_in_memory_order(grad, self._layout.params[piece.param])[slice(*piece.in_param)])
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def _place(self, bucket: Bucket, piece: Piece) -> torch.Tensor:
-        base = bucket.shards[piece.owner].start
-        return self.shard(bucket.index)[piece.in_bucket.start - base : piece.in_bucket.stop - base]
+    def _shard_view(self, bucket: Bucket, param_shard: ParamShard) -> torch.Tensor:
+        base = bucket.shards[param_shard.owner].start
+        return self.shard(bucket.index)[param_shard.in_bucket.start - base : param_shard.in_bucket.stop - base]

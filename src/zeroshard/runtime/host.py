@@ -5,99 +5,99 @@ from typing import Any
 
 import torch
 
-from ..policies import Offload
+from ..policies import CPUOffload
 
-SMALL = 1024
+MIN_OFFLOAD_NUMEL = 1024
 """Tensors of fewer elements stay: step counts, for example, which some optimizers want on the device."""
 
 
-def is_movable(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.layout == torch.strided and value.numel() >= SMALL
+def is_offloadable(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.layout == torch.strided and value.numel() >= MIN_OFFLOAD_NUMEL
 
 
-class Hosts:
+class HostTransfers:
     """One for each device."""
 
-    def __init__(self, policy: Offload) -> None:
+    def __init__(self, policy: CPUOffload) -> None:
         self._policy = policy
-        self._known: dict[torch.device, Host] = {}
+        self._by_device: dict[torch.device, HostTransfer] = {}
 
-    def of(self, device: torch.device) -> "Host":
-        if device not in self._known:
-            self._known[device] = Host(self._policy, device)
-        return self._known[device]
+    def for_device(self, device: torch.device) -> "HostTransfer":
+        if device not in self._by_device:
+            self._by_device[device] = HostTransfer(self._policy, device)
+        return self._by_device[device]
 
-    def finish(self) -> None:
-        for host in self._known.values():
-            host.finish()
+    def synchronize(self) -> None:
+        for host in self._by_device.values():
+            host.synchronize()
 
 
-class Host:
+class HostTransfer:
     """Copies to and from one device, each way in a stream of its own."""
 
-    def __init__(self, policy: Offload, device: torch.device) -> None:
-        self._device, self._cuda = device, device.type == "cuda"
-        self._pin = policy.pin and self._cuda
-        self._in, self._out = _stream(device), _stream(device)
-        self._compute: Any = None
+    def __init__(self, policy: CPUOffload, device: torch.device) -> None:
+        self._device, self._is_cuda = device, device.type == "cuda"
+        self._pin_memory = policy.pin and self._is_cuda
+        self._h2d_stream, self._d2h_stream = _make_stream(device), _make_stream(device)
+        self._compute_stream: Any = None
 
-    def room(self, like: torch.Tensor, known: torch.Tensor | None = None) -> torch.Tensor:
+    def allocate(self, like: torch.Tensor, existing: torch.Tensor | None = None) -> torch.Tensor:
         """Host memory for a tensor: what is known, if it will do, or new."""
-        fits = known is not None and (known.shape, known.dtype) == (like.shape, like.dtype)
-        if known is not None and fits and (known.is_pinned() or not self._pin):
-            return known
-        return torch.empty_like(like, device="cpu", pin_memory=self._pin)
+        fits = existing is not None and (existing.shape, existing.dtype) == (like.shape, like.dtype)
+        if existing is not None and fits and (existing.is_pinned() or not self._pin_memory):
+            return existing
+        return torch.empty_like(like, device="cpu", pin_memory=self._pin_memory)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self._pin)
+        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self._pin_memory)
 
-    def on_the_way_in(self) -> AbstractContextManager[Any]:
+    def use_h2d_stream(self) -> AbstractContextManager[Any]:
         """Inside, memory is taken and filled in the stream that brings things in, for use in the present one."""
-        if self._in is None:
+        if self._h2d_stream is None:
             return nullcontext()
-        self._compute = torch.cuda.current_stream(self._device)
-        return torch.cuda.stream(self._in)
+        self._compute_stream = torch.cuda.current_stream(self._device)
+        return torch.cuda.stream(self._h2d_stream)
 
-    def bring(self, home: torch.Tensor) -> torch.Tensor:
+    def prefetch(self, host_tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the device, on its way. To be called `on_the_way_in`."""
-        copy = torch.empty_like(home, device=self._device, pin_memory=False)
-        copy.copy_(home, non_blocking=True)
-        self._keep_for_compute(copy)
+        copy = torch.empty_like(host_tensor, device=self._device, pin_memory=False)
+        copy.copy_(host_tensor, non_blocking=True)
+        self._record_compute_stream(copy)
         return copy
 
-    def fill(self, target: torch.Tensor, home: torch.Tensor) -> None:
+    def prefetch_into(self, target: torch.Tensor, host_tensor: torch.Tensor) -> None:
         """As `bring`, into memory that is there."""
-        target.copy_(home, non_blocking=True)
-        self._keep_for_compute(target)
+        target.copy_(host_tensor, non_blocking=True)
+        self._record_compute_stream(target)
 
-    def arrival(self) -> Any:
+    def record_prefetch(self) -> Any:
         """To be waited for by who uses what was brought."""
-        return self._in.record_event() if self._in is not None else None
+        return self._h2d_stream.record_event() if self._h2d_stream is not None else None
 
-    def use(self, arrival: Any) -> None:
-        if arrival is not None:
-            torch.cuda.current_stream(self._device).wait_event(arrival)
+    def wait_event(self, event: Any) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
 
-    def take(self, value: torch.Tensor, home: torch.Tensor) -> None:
+    def write_back(self, value: torch.Tensor, host_tensor: torch.Tensor) -> None:
         """Start copying a value to its home. It may be dropped at once."""
-        if self._out is None:
-            home.copy_(value)
+        if self._d2h_stream is None:
+            host_tensor.copy_(value)
             return
-        self._out.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._out):
-            home.copy_(value, non_blocking=True)
-        value.record_stream(self._out)
+        self._d2h_stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._d2h_stream):
+            host_tensor.copy_(value, non_blocking=True)
+        value.record_stream(self._d2h_stream)
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         """All that was taken is at home."""
-        if self._out is not None:
-            self._out.synchronize()
+        if self._d2h_stream is not None:
+            self._d2h_stream.synchronize()
 
-    def _keep_for_compute(self, tensor: torch.Tensor) -> None:
+    def _record_compute_stream(self, tensor: torch.Tensor) -> None:
         # Hazard: memory of one stream, used in another, would be given to the next taker too early.
-        if self._compute is not None:
-            tensor.record_stream(self._compute)
+        if self._compute_stream is not None:
+            tensor.record_stream(self._compute_stream)
 
 
-def _stream(device: torch.device) -> Any:
+def _make_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

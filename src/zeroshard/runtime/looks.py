@@ -5,44 +5,48 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from ..comm.collectives import Comm
-from ..labels import Label
+from ..labels import Phase
 from ..layout.layout import Layout
-from ..policies import Drift, NonFinite
-from .drift import require_equal_params
-from .nonfinite import Lot, NonFiniteGuard, NonFiniteSteps
+from ..policies import ConsistencyCheck, NonFiniteGrads
+from .drift import check_params_equal
+from .nonfinite import GradSample, NonFiniteCheck, NonFiniteSteps
 
 
-class Looks:
+class StepChecks:
     """Those that policies ask for, counted. On all ranks alike."""
 
-    def __init__(self, comm: Comm, drift: Drift | None = None, nonfinite: NonFinite | None = None) -> None:
-        self._comm, self._drift = comm, drift
-        self._guard = NonFiniteGuard(comm, nonfinite) if nonfinite else None
-        self.for_drift = 0
+    def __init__(
+        self, comm: Comm, consistency: ConsistencyCheck | None = None, nonfinite: NonFiniteGrads | None = None
+    ) -> None:
+        self._comm, self._consistency = comm, consistency
+        self._nonfinite_check = NonFiniteCheck(comm, nonfinite) if nonfinite else None
+        self.num_consistency_checks = 0
         """How often parameters were compared."""
 
     @property
-    def at_gradients(self) -> bool:
+    def should_check_grads(self) -> bool:
         """Gradients are looked at, and must be there before the optimizer's code runs."""
-        return self._guard is not None
+        return self._nonfinite_check is not None
 
     @property
     def nonfinite(self) -> NonFiniteSteps:
-        return NonFiniteSteps() if self._guard is None else self._guard.counts
+        return NonFiniteSteps() if self._nonfinite_check is None else self._nonfinite_check.counts
 
-    def are_due(self, step: int) -> bool:
+    def is_consistency_check_due(self, step: int) -> bool:
         """Whether parameters are to be compared before this step."""
-        return self._drift is not None and step % self._drift.every == 0
+        return self._consistency is not None and step % self._consistency.every == 0
 
-    def require_no_drift(self, layout: Layout, params: Sequence[torch.Tensor], call: str, step: int | None) -> None:
-        """Raise `DriftError` on all ranks if they have different parameters."""
-        self.for_drift += 1
-        with self._comm.clock.part(Label.DRIFT):
-            require_equal_params(self._comm, layout, params, call, step)
+    def check_consistency(self, layout: Layout, params: Sequence[torch.Tensor], call: str, step: int | None) -> None:
+        """Raise `ReplicaMismatchError` on all ranks if they have different parameters."""
+        self.num_consistency_checks += 1
+        with self._comm.profiler.phase(Phase.CHECK_CONSISTENCY):
+            check_params_equal(self._comm, layout, params, call, step)
 
-    def leave_out(self, layout: Layout, look: Callable[[], Iterable[Lot]], failure: Exception | None) -> bool:
+    def should_skip_step(
+        self, layout: Layout, grad_samples: Callable[[], Iterable[GradSample]], prior_error: Exception | None
+    ) -> bool:
         """Whether the step is not to be made, since gradients are not finite. Raises on all ranks alike."""
-        if self._guard is None:
+        if self._nonfinite_check is None:
             return False
-        with self._comm.clock.part(Label.NONFINITE):
-            return self._guard.leaves_out(layout, look, failure)
+        with self._comm.profiler.phase(Phase.CHECK_NONFINITE):
+            return self._nonfinite_check.should_skip(layout, grad_samples, prior_error)

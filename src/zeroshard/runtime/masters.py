@@ -4,32 +4,36 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..labels import Clock, Label
-from ..layout.layout import Layout, Piece
+from ..labels import Phase, StepProfiler
+from ..layout.layout import Layout, ParamShard
 from ..policies import MasterWeights
 from ..units import Rank, Span
-from .host import Host, Hosts
-from .segments import Segment
-from .store import FlatStore
+from .host import HostTransfer, HostTransfers
+from .segments import FlatParam
+from .store import FlatParamBuffers
 
 
-def memory_of(
-    rank: Rank, store: FlatStore, masters: MasterWeights | None, hosts: Hosts | None, clock: Clock
-) -> "ShardMemory":
+def make_storage(
+    rank: Rank,
+    param_store: FlatParamBuffers,
+    masters: MasterWeights | None,
+    host_transfers: HostTransfers | None,
+    profiler: StepProfiler,
+) -> "ShardStorage":
     """The kind of memory that policies ask for."""
     if masters is None:
-        return ShardMemory(rank, store, hosts)
-    if hosts is None:
-        return MasterMemory(rank, store, masters, clock)
-    return HostMasters(rank, store, masters, clock, hosts)
+        return ShardStorage(rank, param_store, host_transfers)
+    if host_transfers is None:
+        return MasterStorage(rank, param_store, masters, profiler)
+    return OffloadedMasterStorage(rank, param_store, masters, profiler, host_transfers)
 
 
-class ShardMemory:
+class ShardStorage:
     """Shards of buckets as they lie in the store."""
 
-    def __init__(self, rank: Rank, store: FlatStore, hosts: Hosts | None = None) -> None:
+    def __init__(self, rank: Rank, param_store: FlatParamBuffers, host_transfers: HostTransfers | None = None) -> None:
         """`hosts`: state rests there, not where the parameters are."""
-        self.rank, self._store, self.hosts = rank, store, hosts
+        self.rank, self._param_store, self.host_transfers = rank, param_store, host_transfers
         self._layout = Layout.empty(0)
 
     def extend(self, layout: Layout) -> None:
@@ -37,57 +41,57 @@ class ShardMemory:
 
     def view(self, bucket: int, span: Span, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
         """A part of a shard, which the inner optimizer is to update."""
-        return self.of(bucket)[slice(*span)].as_strided(shape, stride)
+        return self.update_target(bucket)[slice(*span)].as_strided(shape, stride)
 
-    def of(self, bucket: int) -> torch.Tensor:
+    def update_target(self, bucket: int) -> torch.Tensor:
         """What the inner optimizer is to update."""
         return self.shard(bucket)
 
-    def zeros(self, bucket: int, span: slice, dtype: torch.dtype) -> torch.Tensor:
+    def allocate_state(self, bucket: int, span: slice, dtype: torch.dtype) -> torch.Tensor:
         """Memory for state of a part of a shard, where state rests."""
         like = self.shard(bucket)[span]
-        if self.hosts is None:
+        if self.host_transfers is None:
             return torch.zeros_like(like, dtype=dtype)
-        return self.hosts.of(like.device).zeros(like.numel(), dtype)
+        return self.host_transfers.for_device(like.device).zeros(like.numel(), dtype)
 
     def shard(self, bucket: int) -> torch.Tensor:
-        return self._store.buffer(bucket)[slice(*self._layout.buckets[bucket].shards[self.rank])]
+        return self._param_store.buffer(bucket)[slice(*self._layout.buckets[bucket].shards[self.rank])]
 
-    def own(self, piece: Piece) -> torch.Tensor:
+    def param_view(self, param_shard: ParamShard) -> torch.Tensor:
         """A piece of this rank as it lies in the store, flat."""
-        return self.shard(piece.bucket)[self.span(piece)]
+        return self.shard(param_shard.bucket)[self.slice_in_shard(param_shard)]
 
-    def precise(self, piece: Piece) -> torch.Tensor | None:  # noqa: ARG002
+    def master_view(self, param_shard: ParamShard) -> torch.Tensor | None:  # noqa: ARG002
         """The more precise copy of a piece, if there is one."""
         return None
 
-    def covers(self, bucket: int) -> bool:  # noqa: ARG002
+    def has_master(self, bucket: int) -> bool:  # noqa: ARG002
         """Whether there are more precise copies of a bucket."""
         return False
 
-    def copies(self) -> list[torch.Tensor]:
+    def master_tensors(self) -> list[torch.Tensor]:
         """All more precise copies, where they rest."""
         return []
 
-    def before_update(self, params: list[torch.Tensor]) -> None:
+    def sync_user_edits(self, params: list[torch.Tensor]) -> None:
         """Take over what was done to parameters since the last update."""
 
-    def after_update(self, segments: Iterable[Segment]) -> None:
+    def write_params(self, flat_params: Iterable[FlatParam]) -> None:
         """Bring an update into the parameters' own memory."""
 
-    def remember(self, params: list[torch.Tensor]) -> None:
+    def mark_synced(self, params: list[torch.Tensor]) -> None:
         """Parameters are now as the last update has left them."""
 
-    def doubt(self) -> None:
+    def invalidate_masters(self) -> None:
         """Parameters may be others than the copies."""
 
-    def span(self, piece: Piece) -> slice:
+    def slice_in_shard(self, param_shard: ParamShard) -> slice:
         """Where a piece lies in its shard."""
-        base = self._layout.buckets[piece.bucket].shards[self.rank].start
-        return slice(piece.in_bucket.start - base, piece.in_bucket.stop - base)
+        base = self._layout.buckets[param_shard.bucket].shards[self.rank].start
+        return slice(param_shard.in_bucket.start - base, param_shard.in_bucket.stop - base)
 
 
-class MasterMemory(ShardMemory):
+class MasterStorage(ShardStorage):
     """Copies in another dtype, for buckets that the policy covers.
 
     A parameter that was changed from outside (a loaded model) is taken over where its value is another one than the
@@ -95,130 +99,146 @@ class MasterMemory(ShardMemory):
     """
 
     def __init__(
-        self, rank: Rank, store: FlatStore, policy: MasterWeights, clock: Clock, hosts: Hosts | None = None
+        self,
+        rank: Rank,
+        param_store: FlatParamBuffers,
+        policy: MasterWeights,
+        profiler: StepProfiler,
+        host_transfers: HostTransfers | None = None,
     ) -> None:
-        super().__init__(rank, store, hosts)
-        self._policy, self._clock = policy, clock
-        self._copies: dict[int, torch.Tensor] = {}
+        super().__init__(rank, param_store, host_transfers)
+        self._policy, self._profiler = policy, profiler
+        self._masters: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
 
     def extend(self, layout: Layout) -> None:
         super().extend(layout)
-        self._copies = {bucket: copy for bucket, copy in self._copies.items() if bucket < len(layout.buckets)}
+        self._masters = {bucket: copy for bucket, copy in self._masters.items() if bucket < len(layout.buckets)}
 
-    def of(self, bucket: int) -> torch.Tensor:
-        if not self.covers(bucket):
+    def update_target(self, bucket: int) -> torch.Tensor:
+        if not self.has_master(bucket):
             return self.shard(bucket)
-        if bucket not in self._copies:
-            self._copies[bucket] = self.shard(bucket).to(self._policy.dtype)
-        return self._copies[bucket]
+        if bucket not in self._masters:
+            self._masters[bucket] = self.shard(bucket).to(self._policy.dtype)
+        return self._masters[bucket]
 
-    def covers(self, bucket: int) -> bool:
+    def has_master(self, bucket: int) -> bool:
         return self._policy.covers(self._layout.buckets[bucket].dtype)
 
-    def precise(self, piece: Piece) -> torch.Tensor | None:
-        return self.of(piece.bucket)[self.span(piece)] if self.covers(piece.bucket) else None
+    def master_view(self, param_shard: ParamShard) -> torch.Tensor | None:
+        return (
+            self.update_target(param_shard.bucket)[self.slice_in_shard(param_shard)]
+            if self.has_master(param_shard.bucket)
+            else None
+        )
 
-    def copies(self) -> list[torch.Tensor]:
-        return list(self._copies.values())
+    def master_tensors(self) -> list[torch.Tensor]:
+        return list(self._masters.values())
 
     @torch.no_grad()
-    def before_update(self, params: list[torch.Tensor]) -> None:
-        for piece in self._mine():
+    def sync_user_edits(self, params: list[torch.Tensor]) -> None:
+        for piece in self._owned_param_shards():
             if self._versions.get(piece.param) != params[piece.param]._version:
-                self._take_over(piece)
+                self._refresh_master(piece)
 
     @torch.no_grad()
-    def after_update(self, segments: Iterable[Segment]) -> None:
-        with self._clock.part(Label.ROUND):
-            for segment in segments:
-                if self.covers(segment.bucket):
+    def write_params(self, flat_params: Iterable[FlatParam]) -> None:
+        with self._profiler.phase(Phase.ROUND_MASTER_WEIGHTS):
+            for segment in flat_params:
+                if self.has_master(segment.bucket):
                     self.shard(segment.bucket)[slice(*segment.in_shard)].copy_(segment.param.view(-1))
 
-    def remember(self, params: list[torch.Tensor]) -> None:
-        self._versions = {piece.param: params[piece.param]._version for piece in self._mine()}
+    def mark_synced(self, params: list[torch.Tensor]) -> None:
+        self._versions = {piece.param: params[piece.param]._version for piece in self._owned_param_shards()}
 
-    def doubt(self) -> None:
+    def invalidate_masters(self) -> None:
         self._versions.clear()
 
-    def _take_over(self, piece: Piece) -> None:
-        copy = self.precise(piece)
+    def _refresh_master(self, param_shard: ParamShard) -> None:
+        copy = self.master_view(param_shard)
         assert copy is not None, "of those that there are copies of"
-        own = self.own(piece).to(copy.device)
+        own = self.param_view(param_shard).to(copy.device)
         copy.copy_(torch.where(copy.to(own.dtype) == own, copy, own.to(copy.dtype)))
 
-    def _mine(self) -> list[Piece]:
+    def _owned_param_shards(self) -> list[ParamShard]:
         return [
             piece
             for bucket in self._layout.buckets
             if self._policy.covers(bucket.dtype)
-            for piece in bucket.pieces_of(self.rank)
+            for piece in bucket.param_shards_of_rank(self.rank)
         ]
 
 
-class HostMasters(MasterMemory):
+class OffloadedMasterStorage(MasterStorage):
     """Copies that rest in host memory. On the device they have memory from `fetch` to `stow` only."""
 
-    hosts: Hosts
+    host_transfers: HostTransfers
 
-    def __init__(self, rank: Rank, store: FlatStore, policy: MasterWeights, clock: Clock, hosts: Hosts) -> None:
-        super().__init__(rank, store, policy, clock, hosts)
-        self._homes: dict[int, torch.Tensor] = {}
+    def __init__(
+        self,
+        rank: Rank,
+        param_store: FlatParamBuffers,
+        policy: MasterWeights,
+        profiler: StepProfiler,
+        host_transfers: HostTransfers,
+    ) -> None:
+        super().__init__(rank, param_store, policy, profiler, host_transfers)
+        self._host_masters: dict[int, torch.Tensor] = {}
 
     def extend(self, layout: Layout) -> None:
         super().extend(layout)
-        self._homes = {bucket: home for bucket, home in self._homes.items() if bucket in self._copies}
+        self._host_masters = {bucket: home for bucket, home in self._host_masters.items() if bucket in self._masters}
 
-    def of(self, bucket: int) -> torch.Tensor:
-        if self.covers(bucket) and bucket not in self._copies:
-            copy = super().of(bucket)
-            self._homes[bucket] = self.hosts.of(copy.device).room(copy).copy_(copy)
-            _free(copy)
-        return super().of(bucket)
+    def update_target(self, bucket: int) -> torch.Tensor:
+        if self.has_master(bucket) and bucket not in self._masters:
+            copy = super().update_target(bucket)
+            self._host_masters[bucket] = self.host_transfers.for_device(copy.device).allocate(copy).copy_(copy)
+            _free_memory(copy)
+        return super().update_target(bucket)
 
     def view(self, bucket: int, span: Span, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-        if not self.covers(bucket) or self._is_here(bucket):
+        if not self.has_master(bucket) or self._is_on_device(bucket):
             return super().view(bucket, span, shape, stride)
-        copy = self.of(bucket)
-        _make_room(copy)  # a view of what has no memory cannot be made
+        copy = self.update_target(bucket)
+        _allocate_memory(copy)  # a view of what has no memory cannot be made
         part = super().view(bucket, span, shape, stride)
-        _free(copy)
+        _free_memory(copy)
         return part
 
-    def after_update(self, segments: Iterable[Segment]) -> None:
+    def write_params(self, flat_params: Iterable[FlatParam]) -> None:
         """Those that are here. The others have been here, and were brought there then."""
-        here = (it for it in segments if self.covers(it.bucket) and self._is_here(it.bucket))
-        super().after_update(here)
+        here = (it for it in flat_params if self.has_master(it.bucket) and self._is_on_device(it.bucket))
+        super().write_params(here)
 
-    def precise(self, piece: Piece) -> torch.Tensor | None:
-        if not self.covers(piece.bucket):
+    def master_view(self, param_shard: ParamShard) -> torch.Tensor | None:
+        if not self.has_master(param_shard.bucket):
             return None
-        self.of(piece.bucket)
-        return self._homes[piece.bucket][self.span(piece)]
+        self.update_target(param_shard.bucket)
+        return self._host_masters[param_shard.bucket][self.slice_in_shard(param_shard)]
 
-    def copies(self) -> list[torch.Tensor]:
-        return list(self._homes.values())
+    def master_tensors(self) -> list[torch.Tensor]:
+        return list(self._host_masters.values())
 
-    def fetch(self, bucket: int, host: Host) -> None:
+    def prefetch(self, bucket: int, host_transfer: HostTransfer) -> None:
         """Start bringing the copies of a bucket to the device."""
-        if self.covers(bucket):
-            _make_room(self._copies[bucket])
-            host.fill(self._copies[bucket], self._homes[bucket])
+        if self.has_master(bucket):
+            _allocate_memory(self._masters[bucket])
+            host_transfer.prefetch_into(self._masters[bucket], self._host_masters[bucket])
 
-    def stow(self, bucket: int, host: Host) -> None:
+    def write_back(self, bucket: int, host_transfer: HostTransfer) -> None:
         """Start bringing them back."""
-        if self.covers(bucket):
-            host.take(self._copies[bucket], self._homes[bucket])
-            _free(self._copies[bucket])
+        if self.has_master(bucket):
+            host_transfer.write_back(self._masters[bucket], self._host_masters[bucket])
+            _free_memory(self._masters[bucket])
 
-    def _is_here(self, bucket: int) -> bool:
-        return self.of(bucket).untyped_storage().nbytes() > 0
+    def _is_on_device(self, bucket: int) -> bool:
+        return self.update_target(bucket).untyped_storage().nbytes() > 0
 
 
-def _make_room(tensor: torch.Tensor) -> None:
+def _allocate_memory(tensor: torch.Tensor) -> None:
     tensor.untyped_storage().resize_(tensor.nbytes)
 
 
-def _free(tensor: torch.Tensor) -> None:
+def _free_memory(tensor: torch.Tensor) -> None:
     """Give back its memory. Views of it stay, and must not be used."""
     tensor.untyped_storage().resize_(0)

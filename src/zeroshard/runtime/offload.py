@@ -10,150 +10,169 @@ from typing import Any
 
 import torch
 
-from ..labels import Clock, Label
-from .host import Host, Hosts, is_movable
-from .inner import ShardOptimizer
-from .masters import HostMasters, ShardMemory
-from .parts import Part
-from .segments import Segment, State
+from ..labels import Phase, StepProfiler
+from .host import HostTransfer, HostTransfers, is_offloadable
+from .inner import LocalOptimizer
+from .masters import OffloadedMasterStorage, ShardStorage
+from .parts import OptimizerShard
+from .segments import FlatParam, State
 
 
-def is_far(device: torch.device) -> bool:
+def is_offload_device(device: torch.device) -> bool:
     """Whether the host can spare memory there."""
     return device.type == "cuda"
 
 
-class Offloading:
+class OffloadPipeline:
     """Steps inner optimizers whose state rests in host memory."""
 
-    def __init__(self, hosts: Hosts, memory: ShardMemory, clock: Clock) -> None:
-        self._hosts, self._memory, self._clock = hosts, memory, clock
+    def __init__(self, host_transfers: HostTransfers, storage: ShardStorage, profiler: StepProfiler) -> None:
+        self._host_transfers, self._storage, self._profiler = host_transfers, storage, profiler
 
-    def step(self, part: Part, kwargs: dict[str, Any]) -> Any:
+    def step(self, optimizer_shard: OptimizerShard, kwargs: dict[str, Any]) -> Any:
         """State of what has no gradient stays where it is, unless the optimizer moves that, too."""
-        step, everything = _OneStep(part.inner, kwargs), part.traits.moves_without_grads
-        chosen = [segment for segment in part if everything or segment.param.grad is not None]
+        step, everything = _SplitStep(optimizer_shard.inner, kwargs), optimizer_shard.traits.updates_without_grads
+        chosen = [segment for segment in optimizer_shard if everything or segment.param.grad is not None]
 
-        def update(segments: Sequence[Segment]) -> None:
-            with ExitStack() as after, self._clock.part(Label.INNER_STEP, part.name):  # also where it fails
-                after.callback(self._memory.after_update, segments)
-                after.callback(part.holdings.bind, segments)
-                step.go_on(segments)
+        def update(flat_params: Sequence[FlatParam]) -> None:
+            with (
+                ExitStack() as after,
+                self._profiler.phase(Phase.INNER_STEP, optimizer_shard.name),
+            ):  # also where it fails
+                after.callback(self._storage.write_params, flat_params)
+                after.callback(optimizer_shard.flat_params.rebind, flat_params)
+                step.step_params(flat_params)
 
-        self._through(part.inner, chosen, update)
+        self._run_batches(optimizer_shard.inner, chosen, update)
         if not chosen:
-            step.go_on([])  # it may count its steps
+            step.step_params([])  # it may count its steps
         return step.result
 
-    def each(self, part: Part, action: Callable[[], object]) -> None:
+    def for_each_bucket(self, optimizer_shard: OptimizerShard, action: Callable[[], object]) -> None:
         """Do something to all parameters of the inner optimizer and their state, on the device, some at a time."""
 
-        def do(segments: Sequence[Segment]) -> None:
-            with part.inner.only({id(segment.param) for segment in segments}):
+        def run_action(flat_params: Sequence[FlatParam]) -> None:
+            with optimizer_shard.inner.restrict_to({id(segment.param) for segment in flat_params}):
                 action()
 
-        self._through(part.inner, list(part), do)
+        self._run_batches(optimizer_shard.inner, list(optimizer_shard), run_action)
 
-    def _through(
-        self, inner: ShardOptimizer, segments: Sequence[Segment], action: Callable[[Sequence[Segment]], None]
+    def _run_batches(
+        self,
+        local_optimizer: LocalOptimizer,
+        flat_params: Sequence[FlatParam],
+        action: Callable[[Sequence[FlatParam]], None],
     ) -> None:
-        runs = [list(run) for _, run in groupby(sorted(segments, key=_bucket), key=_bucket)]
-        hosts = [self._hosts.of(run[0].param.device) for run in runs]
-        batches = [_Batch(*it, inner, self._memory, self._clock) for it in zip(runs, hosts, strict=True)]
+        runs = [list(run) for _, run in groupby(sorted(flat_params, key=_bucket_of), key=_bucket_of)]
+        hosts = [self._host_transfers.for_device(run[0].param.device) for run in runs]
+        batches = [
+            _OffloadedBucket(*it, local_optimizer, self._storage, self._profiler)
+            for it in zip(runs, hosts, strict=True)
+        ]
         try:
             for number, batch in enumerate(batches):
                 for ahead in batches[number : number + 2]:
-                    ahead.fetch()
-                batch.use()
-                action(batch.segments)
-                batch.stow()
+                    ahead.prefetch()
+                batch.wait_for_prefetch()
+                action(batch.flat_params)
+                batch.write_back()
         finally:
-            self._bring_home(batches)
+            self._write_back_all(batches)
 
-    def _bring_home(self, batches: Sequence["_Batch"]) -> None:
+    def _write_back_all(self, batches: Sequence["_OffloadedBucket"]) -> None:
         """All that can be. What fails is raised at the end."""
         failure: Exception | None = None
         for batch in batches:
             try:
-                batch.stow()
+                batch.write_back()
             except Exception as error:
                 failure = failure or error
-        with self._clock.part(Label.STOW):
-            self._hosts.finish()
+        with self._profiler.phase(Phase.OFFLOAD_STATE):
+            self._host_transfers.synchronize()
         if failure is not None:
             raise failure
 
 
-class _Batch:
+class _OffloadedBucket:
     """Segments of a bucket, with their state and master weights."""
 
     def __init__(
-        self, segments: Sequence[Segment], host: Host, inner: ShardOptimizer, memory: ShardMemory, clock: Clock
+        self,
+        flat_params: Sequence[FlatParam],
+        host_transfer: HostTransfer,
+        local_optimizer: LocalOptimizer,
+        storage: ShardStorage,
+        profiler: StepProfiler,
     ) -> None:
-        self.segments, self._host, self._inner, self._clock = segments, host, inner, clock
-        self._bucket = _bucket(segments[0])
-        self._masters = memory if isinstance(memory, HostMasters) else None
-        self._homes: dict[tuple[int, Any], torch.Tensor] = {}
-        self._is_here = False
-        self._arrival: Any = None
+        self.flat_params, self._host_transfer, self._local_optimizer, self._profiler = (
+            flat_params,
+            host_transfer,
+            local_optimizer,
+            profiler,
+        )
+        self._bucket_index = _bucket_of(flat_params[0])
+        self._master_storage = storage if isinstance(storage, OffloadedMasterStorage) else None
+        self._host_tensors: dict[tuple[int, Any], torch.Tensor] = {}
+        self._is_on_device = False
+        self._prefetch_event: Any = None
 
-    def fetch(self) -> None:
+    def prefetch(self) -> None:
         """Start bringing everything to the device."""
-        if self._is_here or not is_far(self.segments[0].param.device):
+        if self._is_on_device or not is_offload_device(self.flat_params[0].param.device):
             return
-        self._is_here = True
-        with self._clock.part(Label.FETCH, self._bucket), self._host.on_the_way_in():
-            if self._masters is not None:
-                self._masters.fetch(self._bucket, self._host)
-            for place, state, key, value in self._values():
+        self._is_on_device = True
+        with self._profiler.phase(Phase.PREFETCH_STATE, self._bucket_index), self._host_transfer.use_h2d_stream():
+            if self._master_storage is not None:
+                self._master_storage.prefetch(self._bucket_index, self._host_transfer)
+            for place, state, key, value in self._offloadable_state():
                 if value.device.type == "cpu":
-                    self._homes[place, key] = value
-                    state[key] = self._host.bring(value)
-        self._arrival = self._host.arrival()
+                    self._host_tensors[place, key] = value
+                    state[key] = self._host_transfer.prefetch(value)
+        self._prefetch_event = self._host_transfer.record_prefetch()
 
-    def use(self) -> None:
-        self._host.use(self._arrival)
+    def wait_for_prefetch(self) -> None:
+        self._host_transfer.wait_event(self._prefetch_event)
 
-    def stow(self) -> None:
+    def write_back(self) -> None:
         """Start bringing it back; what is there for the first time gets a home. State for which there is no memory
         stays on the device, and is used there."""
-        if not self._is_here:
+        if not self._is_on_device:
             return
-        self._is_here = False
-        with self._clock.part(Label.STOW, self._bucket):
-            if self._masters is not None:
-                self._masters.stow(self._bucket, self._host)
-            for place, state, key, value in self._values():
-                home = self._host.room(value, self._homes.get((place, key)))
-                self._host.take(value, home)
+        self._is_on_device = False
+        with self._profiler.phase(Phase.OFFLOAD_STATE, self._bucket_index):
+            if self._master_storage is not None:
+                self._master_storage.write_back(self._bucket_index, self._host_transfer)
+            for place, state, key, value in self._offloadable_state():
+                home = self._host_transfer.allocate(value, self._host_tensors.get((place, key)))
+                self._host_transfer.write_back(value, home)
                 state[key] = home
 
-    def _values(self) -> Iterator[tuple[int, State, Any, torch.Tensor]]:
-        for place, segment in enumerate(self.segments):
-            state = self._inner.optimizer.state.get(segment.param, {})
+    def _offloadable_state(self) -> Iterator[tuple[int, State, Any, torch.Tensor]]:
+        for place, segment in enumerate(self.flat_params):
+            state = self._local_optimizer.optimizer.state.get(segment.param, {})
             for key, value in list(state.items()):
-                if is_movable(value):
+                if is_offloadable(value):
                     yield place, state, key, value
 
 
-class _OneStep:
+class _SplitStep:
     """Many calls of `step`, each on some parameters, that count as one."""
 
-    def __init__(self, inner: ShardOptimizer, kwargs: dict[str, Any]) -> None:
-        self._inner, self._kwargs = inner, kwargs
-        self._options = [dict(group) for group in inner.optimizer.param_groups]
-        self._put_counters_back = inner.counters()
-        self._begun = False
+    def __init__(self, local_optimizer: LocalOptimizer, kwargs: dict[str, Any]) -> None:
+        self._local_optimizer, self._kwargs = local_optimizer, kwargs
+        self._options = [dict(group) for group in local_optimizer.optimizer.param_groups]
+        self._restore_counters = local_optimizer.snapshot_counters()
+        self._has_started = False
         self.result: Any = None
 
-    def go_on(self, segments: Sequence[Segment]) -> None:
-        if self._begun:
-            self._put_counters_back()
-            self._inner.push(self._options)
-        self._begun = True
-        with self._inner.only({id(segment.param) for segment in segments}):
-            self.result = self._inner.step(**self._kwargs)
+    def step_params(self, flat_params: Sequence[FlatParam]) -> None:
+        if self._has_started:
+            self._restore_counters()
+            self._local_optimizer.push_options(self._options)
+        self._has_started = True
+        with self._local_optimizer.restrict_to({id(segment.param) for segment in flat_params}):
+            self.result = self._local_optimizer.step(**self._kwargs)
 
 
-def _bucket(segment: Segment) -> int:
-    return segment.bucket
+def _bucket_of(flat_param: FlatParam) -> int:
+    return flat_param.bucket

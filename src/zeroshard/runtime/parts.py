@@ -7,99 +7,109 @@ from typing import Any
 
 import torch
 
-from ..layout.layout import Layout, Piece
+from ..layout.layout import Layout, ParamShard
 from ..layout.partition import Partitioner
 from ..layout.specs import ParamSpec
 from ..state.compat import SavedState
-from ..state.records import StateRecord
+from ..state.records import StateShard
 from ..units import Rank
-from .cut_state import CutState
-from .cutting import Cutting, how_to_cut
-from .inner import ParamGroup, Recipe, ShardOptimizer
-from .masters import ShardMemory
-from .rooms import Wanted
-from .segments import Holdings, Segment
-from .selftest import Traits, examine
-from .work import CountedWork
+from .cut_state import ShardedState
+from .cutting import SplitRule, probe_split_rule
+from .inner import LocalOptimizer, OptimizerFactory, ParamGroup
+from .masters import ShardStorage
+from .rooms import StateKeys
+from .segments import FlatParam, FlatParams
+from .selftest import OptimizerTraits, probe_traits
+from .work import FlopCost
 
-PieceRoom = Callable[[Piece, Any, tuple[int, ...], torch.dtype], torch.Tensor]
+ShardStateAllocatorFn = Callable[[ParamShard, Any, tuple[int, ...], torch.dtype], torch.Tensor]
 """Memory for state of a piece: of a key, a shape and a dtype."""
 
 
-class Kind:
+class OptimizerSpec:
     """A class with the user's options for it, and what the self-test finds."""
 
-    def __init__(self, name: str, recipe: Recipe, partition: Partitioner | None = None) -> None:
+    def __init__(self, name: str, factory: OptimizerFactory, partitioner: Partitioner | None = None) -> None:
         """`partition`: what its user wants for it alone."""
-        self.name, self.recipe, self.partition = name, recipe, partition
+        self.name, self.factory, self.partitioner = name, factory, partitioner
 
     @cached_property
-    def traits(self) -> Traits:
-        return examine(self.recipe)
+    def traits(self) -> OptimizerTraits:
+        return probe_traits(self.factory)
 
     @cached_property
-    def cutting(self) -> Cutting | None:
+    def split_rule(self) -> SplitRule | None:
         """How it updates pieces of a parameter as it would update the whole; None if it does not."""
-        return None if self.traits.couples_params else how_to_cut(self.recipe)
+        return None if self.traits.couples_params else probe_split_rule(self.factory)
 
     @cached_property
-    def work(self) -> CountedWork:
+    def step_cost(self) -> FlopCost:
         """What it takes to update a parameter as a whole."""
-        return CountedWork(self.recipe)
+        return FlopCost(self.factory)
 
-    def require_that_it_can_be_made(self) -> None:
+    def check_constructible(self) -> None:
         """A self-test of an optimizer that cannot, since its arguments are wrong, says nothing: raise its own error."""
-        self.recipe.build({id(param) for group in self.recipe.groups for param in group["params"]})
+        self.factory.build({id(param) for group in self.factory.groups for param in group["params"]})
 
 
-class Part:
+class OptimizerShard:
     """The parameters of one kind: the inner optimizer, the segments that it updates, their state."""
 
-    inner: ShardOptimizer
+    inner: LocalOptimizer
 
-    def __init__(self, rank: Rank, kind: Kind, memory: ShardMemory, *, cut: bool) -> None:
-        self.name, self.traits, self._recipe = kind.name, kind.traits, kind.recipe
-        self.numbers: list[int] = []
+    def __init__(self, rank: Rank, spec: OptimizerSpec, storage: ShardStorage, *, splits_params: bool) -> None:
+        self.name, self.traits, self._factory = spec.name, spec.traits, spec.factory
+        self.group_ids: list[int] = []
         """Of its groups."""
-        cutting = kind.cutting if cut else None
-        joins = cutting is not None and cutting.grain.is_fine
-        self.holdings = Holdings(rank, memory.view, joins=joins, param_shaped=kind.traits.param_shaped)
-        self.states = CutState(self.holdings, memory, kind.recipe, frozenset() if cutting is None else cutting.common)
+        cutting = spec.split_rule if splits_params else None
+        joins = cutting is not None and cutting.granularity.is_elementwise
+        self.flat_params = FlatParams(
+            rank, storage.view, can_join_shards=joins, param_shaped_keys=spec.traits.param_shaped_keys
+        )
+        self.sharded_state = ShardedState(
+            self.flat_params, storage, spec.factory, frozenset() if cutting is None else cutting.shared_inner_names
+        )
 
-    def __iter__(self) -> Iterator[Segment]:
-        return iter(self.holdings)
+    def __iter__(self) -> Iterator[FlatParam]:
+        return iter(self.flat_params)
 
-    def prepare(self, layout: Layout, groups: Sequence[ParamGroup], numbers: Sequence[int]) -> None:
+    def prepare(self, layout: Layout, groups: Sequence[ParamGroup], group_ids: Sequence[int]) -> None:
         """Have all groups with these numbers."""
-        known, self.numbers = len(self.numbers), list(numbers)
-        mine = [groups[number] for number in numbers]
-        self.holdings.extend(layout, self.numbers)
-        own = self.holdings.inner_groups(mine)
+        known, self.group_ids = len(self.group_ids), list(group_ids)
+        mine = [groups[number] for number in group_ids]
+        self.flat_params.extend(layout, self.group_ids)
+        own = self.flat_params.make_inner_groups(mine)
         if not known:
-            self.inner = replace(self._recipe, groups=own).build(self.holdings.ids())
+            self.inner = replace(self._factory, groups=own).build(self.flat_params.param_ids())
             return
-        self.inner.add_groups(mine[:known], own[known:], self.holdings.ids())
+        self.inner.add_groups(mine[:known], own[known:], self.flat_params.param_ids())
 
-    def take_back(self, layout: Layout, first_group: int) -> None:
+    def rollback(self, layout: Layout, first_group: int) -> None:
         """Undo `prepare`, also one that failed halfway, for the groups from a number on."""
-        self.numbers = [number for number in self.numbers if number < first_group]
-        self.inner.drop_groups(len(self.numbers))
-        self.holdings.take_back(layout, len(self.numbers))
+        self.group_ids = [number for number in self.group_ids if number < first_group]
+        self.inner.drop_groups(len(self.group_ids))
+        self.flat_params.rollback(layout, len(self.group_ids))
 
-    def split(self, present: bytes) -> None:
-        self.holdings.split(present, self.inner.optimizer)
+    def split_by_mask(self, mask: bytes) -> None:
+        self.flat_params.split_by_mask(mask, self.inner.optimizer)
 
-    def take_edits(self) -> None:
+    def sync_user_edits(self) -> None:
         """Take over what was done to `optimizer.state` since the last step."""
-        self.states.take_edits(self.inner.optimizer)
-        self.states.join_dropped(self.inner.optimizer)
+        self.sharded_state.sync_user_edits(self.inner.optimizer)
+        self.sharded_state.rejoin_stateless(self.inner.optimizer)
 
-    def records(self, specs: Sequence[ParamSpec]) -> list[StateRecord]:
-        return self.states.records(self.inner.optimizer, specs)
+    def state_shards(self, specs: Sequence[ParamSpec]) -> list[StateShard]:
+        return self.sharded_state.state_shards(self.inner.optimizer, specs)
 
-    def rooms(self, layout: Layout, wanted: Wanted, param_shaped: frozenset[Any], *, in_place: bool) -> PieceRoom:
-        return self.states.rooms(self.inner.optimizer, layout, wanted, param_shaped, in_place=in_place)
+    def state_allocator(
+        self, layout: Layout, state_keys: StateKeys, param_shaped_keys: frozenset[Any], *, in_place: bool
+    ) -> ShardStateAllocatorFn:
+        return self.sharded_state.state_allocator(
+            self.inner.optimizer, layout, state_keys, param_shaped_keys, in_place=in_place
+        )
 
-    def load(self, saved: SavedState, specs: Sequence[ParamSpec], *, adopt: bool) -> Callable[[], None]:
+    def load_state(self, saved: SavedState, specs: Sequence[ParamSpec], *, assign: bool) -> Callable[[], None]:
         """Take this rank's part of it; returns how to undo it."""
-        return self.states.load(self.inner.optimizer, saved.of_groups(self.numbers, specs), specs, adopt=adopt)
+        return self.sharded_state.load(
+            self.inner.optimizer, saved.select_groups(self.group_ids, specs), specs, assign=assign
+        )

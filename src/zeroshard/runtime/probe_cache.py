@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from ..layout.specs import marks_of
-from .inner import ParamGroup, Recipe
+from ..layout.specs import read_param_attrs
+from .inner import OptimizerFactory, ParamGroup
 
 Probe = TypeVar("Probe", bound=Callable[..., Any])
 
@@ -33,8 +33,8 @@ MAX_ANSWERS_PER_CLASS = 1024
 _MAX_TENSOR_NUMEL = 64
 _PLAIN_TYPES = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.memory_format)
 
-_answers: "weakref.WeakKeyDictionary[type, dict[Hashable, Any]]" = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_cached_answers: "weakref.WeakKeyDictionary[type, dict[Hashable, Any]]" = weakref.WeakKeyDictionary()
+_cache_lock = threading.Lock()
 
 
 def memoize_probe(*, on_failure: Any) -> Callable[[Probe], Probe]:
@@ -45,23 +45,23 @@ def memoize_probe(*, on_failure: Any) -> Callable[[Probe], Probe]:
 
     def decorate(probe: Probe) -> Probe:
         @functools.wraps(probe)
-        def cached_probe(recipe: Recipe, *arguments: Hashable) -> Any:
-            cls, rest = _describe(recipe)
-            key = (probe, arguments, rest, cls and _freeze_class(cls))
-            with _lock:
-                answers = _answers.get(cls, {}) if cls else {}
+        def cached_probe(factory: OptimizerFactory, *args: Hashable) -> Any:
+            cls, rest = _freeze_factory(factory)
+            key = (probe, args, rest, cls and _freeze_class(cls))
+            with _cache_lock:
+                answers = _cached_answers.get(cls, {}) if cls else {}
                 if key in answers:
                     return answers[key]
-            before = _count_collectives()
+            before = _collective_sequence_numbers()
             try:
-                answer = probe(recipe, *arguments)
+                answer = probe(factory, *args)
             except Exception:
                 return on_failure
             # Hazard: an optimizer whose step communicates must be probed on all ranks or on none. Ranks differ in what
             # they have cached, so such answers are never kept. (NCCL does not count point-to-point messages.)
-            if cls and before is not None and before == _count_collectives():
+            if cls and before is not None and before == _collective_sequence_numbers():
                 # The class as it is now: its first instance makes torch wrap its `step`.
-                _store(cls, (probe, arguments, rest, _freeze_class(cls)), answer)
+                _store_answer(cls, (probe, args, rest, _freeze_class(cls)), answer)
             return answer
 
         return cast(Probe, cached_probe)
@@ -69,21 +69,21 @@ def memoize_probe(*, on_failure: Any) -> Callable[[Probe], Probe]:
     return decorate
 
 
-def clear() -> None:
+def clear_probe_cache() -> None:
     """Forget all answers."""
-    with _lock:
-        _answers.clear()
+    with _cache_lock:
+        _cached_answers.clear()
 
 
-def _store(cls: type, key: Hashable, answer: Any) -> None:
-    with _lock:
-        answers = _answers.setdefault(cls, {})
+def _store_answer(cls: type, key: Hashable, answer: Any) -> None:
+    with _cache_lock:
+        answers = _cached_answers.setdefault(cls, {})
         answers[key] = answer
         if len(answers) > MAX_ANSWERS_PER_CLASS:
             del answers[next(iter(answers))]
 
 
-def _count_collectives() -> list[int] | None:
+def _collective_sequence_numbers() -> list[int] | None:
     """Return the sequence numbers of all process groups; None where a backend does not count."""
     if not dist.is_available() or not dist.is_initialized():
         return []
@@ -99,12 +99,12 @@ class _NotCacheableError(Exception):
     """A part of the recipe cannot be compared by value."""
 
 
-def _describe(recipe: Recipe) -> tuple[type | None, Hashable]:
+def _freeze_factory(optimizer_factory: OptimizerFactory) -> tuple[type | None, Hashable]:
     """Return the optimizer class, which must stay collectable, and what else an answer depends on.
 
     The class is None if that cannot be compared by value.
     """
-    factory: Any = recipe.factory
+    factory: Any = optimizer_factory.optimizer_class
     preset: tuple[Any, ...] = ()
     if type(factory) is functools.partial:
         factory, preset = factory.func, (factory.args, factory.keywords)
@@ -112,8 +112,12 @@ def _describe(recipe: Recipe) -> tuple[type | None, Hashable]:
         return None, None
     try:
         hash(_freeze_class(factory))
-        options = _freeze((preset, recipe.defaults, recipe.plain))
-        return factory, (options, tuple(_freeze_group(group) for group in recipe.groups), _global_state())
+        options = _freeze((preset, optimizer_factory.defaults, optimizer_factory.has_plain_params))
+        return factory, (
+            options,
+            tuple(_freeze_group(group) for group in optimizer_factory.groups),
+            _freeze_global_state(),
+        )
     except (_NotCacheableError, TypeError):  # TypeError: no weak reference, or no hash
         return None, None
 
@@ -121,12 +125,14 @@ def _describe(recipe: Recipe) -> tuple[type | None, Hashable]:
 def _freeze_group(group: ParamGroup) -> Hashable:
     """Freeze options, and each kind of parameter once: thousands of parameters are of few kinds."""
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    kinds = dict.fromkeys((param.dim(), param.dtype, param.device, _freeze_marks(param)) for param in group["params"])
+    kinds = dict.fromkeys(
+        (param.dim(), param.dtype, param.device, _freeze_param_attrs(param)) for param in group["params"]
+    )
     return "param_names" in group, _freeze(options), tuple(kinds)
 
 
-def _freeze_marks(param: torch.Tensor) -> Hashable:
-    return _freeze(marks_of(param)) if vars(param) else ()
+def _freeze_param_attrs(param: torch.Tensor) -> Hashable:
+    return _freeze(read_param_attrs(param)) if vars(param) else ()
 
 
 def _freeze(value: Any) -> Hashable:
@@ -159,7 +165,7 @@ def _freeze_class(cls: type) -> Hashable:
 def _freeze_attributes(cls: type) -> Hashable:
     frozen: list[Hashable] = []
     for name, value in vars(cls).items():
-        functions = _functions(value)
+        functions = _find_functions(value)
         if functions is not None:
             frozen.append((name, *map(_freeze_function, functions)))
         elif cls is not Optimizer and not _is_dunder(name) and name != "_abc_impl":
@@ -167,7 +173,7 @@ def _freeze_attributes(cls: type) -> Hashable:
     return tuple(frozen)
 
 
-def _functions(value: Any) -> list[Any] | None:
+def _find_functions(value: Any) -> list[Any] | None:
     """Return what an attribute of a class runs when it is called or read."""
     if isinstance(value, (staticmethod, classmethod)):
         value = value.__func__
@@ -191,7 +197,7 @@ def _is_dunder(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
 
 
-def _global_state() -> Hashable:
+def _freeze_global_state() -> Hashable:
     """Freeze the settings that change what optimizers compute or whether they can, and the process group: a class may
     communicate in large ones only. Raises where another mode than that of the default device is active."""
     if torch._C._len_torch_dispatch_stack() or any(type(it) is not DeviceContext for it in _function_modes()):
@@ -209,7 +215,7 @@ def _global_state() -> Hashable:
         backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
         backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
         getattr(backends.cuda.matmul, "allow_fp16_accumulation", None),
-        _process_group(),
+        _freeze_process_group(),
     )
 
 
@@ -217,7 +223,7 @@ def _function_modes() -> list[Any]:
     return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
 
-def _process_group() -> Hashable:
+def _freeze_process_group() -> Hashable:
     if not dist.is_available() or not dist.is_initialized():
         return None
     return dist.get_world_size(), dist.get_rank(), dist.get_backend()

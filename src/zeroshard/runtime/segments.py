@@ -17,182 +17,198 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import BindingError
-from ..layout.layout import Layout, Piece
-from ..state.trees import clone, copy_mutable, map_tensors
+from ..layout.layout import Layout, ParamShard
+from ..state.trees import clone_tensor, deepcopy_except_tensors, map_tensors
 from ..units import Rank, Span
 from .inner import ParamGroup
 
-Memory = Callable[[int, Span, Sequence[int], Sequence[int]], torch.Tensor]
+ShardViewFn = Callable[[int, Span, Sequence[int], Sequence[int]], torch.Tensor]
 """A span of this rank's shard of a bucket, in a shape and with strides."""
 State = dict[Any, Any]
-Place = tuple[int, torch.Size, tuple[int, ...]]
+MemoryLocation = tuple[int, torch.Size, tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
-class Segment:
+class FlatParam:
     """Neighbouring pieces, and the tensor over their memory that the inner optimizer updates."""
 
-    pieces: tuple[Piece, ...]
+    param_shards: tuple[ParamShard, ...]
     group: int
     in_shard: Span
     param: torch.nn.Parameter
-    _view: tuple[torch.Tensor, torch.Tensor] | None = None
+    _cached_view: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def bucket(self) -> int:
-        return self.pieces[0].bucket
+        return self.param_shards[0].bucket
 
-    def within(self, piece: Piece) -> Span:
+    def span_of(self, param_shard: ParamShard) -> Span:
         """Where a piece lies in the tensor."""
-        start = piece.in_bucket.start - self.pieces[0].in_bucket.start
-        return Span(start, start + piece.in_bucket.length)
+        start = param_shard.in_bucket.start - self.param_shards[0].in_bucket.start
+        return Span(start, start + param_shard.in_bucket.length)
 
-    def of(self, shard: torch.Tensor) -> torch.Tensor:
+    def view_of(self, shard: torch.Tensor) -> torch.Tensor:
         """The part of a flat shard that goes with the tensor, in its shape; made once."""
-        if self._view is None or self._view[0] is not shard:
+        if self._cached_view is None or self._cached_view[0] is not shard:
             view = shard[slice(*self.in_shard)].as_strided(self.param.shape, self.param.stride())
             object.__setattr__(self, "_view", (shard, view))
-        assert self._view is not None
-        return self._view[1]
+        assert self._cached_view is not None
+        return self._cached_view[1]
 
 
-class Holdings:
+class FlatParams:
     """All segments of a rank, and the inner optimizer's view of them."""
 
-    def __init__(self, rank: Rank, memory: Memory, *, joins: bool, param_shaped: frozenset[str]) -> None:
+    def __init__(
+        self, rank: Rank, shard_view: ShardViewFn, *, can_join_shards: bool, param_shaped_keys: frozenset[str]
+    ) -> None:
         """`joins`: the optimizer updates a flat run as it would update its parts; else each piece is on its own, and
         one that is a whole parameter has its shape. `param_shaped`: keys of state that has that shape, too."""
-        self._rank, self._memory, self._joins, self._param_shaped = rank, memory, joins, param_shaped
+        self._rank, self._shard_view, self._can_join_shards, self._param_shaped_keys = (
+            rank,
+            shard_view,
+            can_join_shards,
+            param_shaped_keys,
+        )
         self._layout = Layout.empty(0)
-        self.by_group: list[list[Segment]] = []
+        self.by_group: list[list[FlatParam]] = []
         """In the order of `_numbers`, each in the order of memory."""
-        self._numbers: list[int] = []
-        self._bound: list[Place] = []
+        self._group_ids: list[int] = []
+        self._bound_locations: list[MemoryLocation] = []
         """Where all segments lay when they were last where they belong."""
 
-    def __iter__(self) -> Iterator[Segment]:
+    def __iter__(self) -> Iterator[FlatParam]:
         return chain.from_iterable(self.by_group)
 
-    def extend(self, layout: Layout, numbers: Sequence[int]) -> None:
+    def extend(self, layout: Layout, group_ids: Sequence[int]) -> None:
         """Add segments for the buckets that `layout` has beyond the present ones. `numbers`: of all groups to hold."""
-        known, self._layout, self._numbers = len(self._layout.buckets), layout, list(numbers)
-        self.by_group.extend([] for _ in numbers[len(self.by_group) :])
-        held = dict(zip(numbers, self.by_group, strict=True))
+        known, self._layout, self._group_ids = len(self._layout.buckets), layout, list(group_ids)
+        self.by_group.extend([] for _ in group_ids[len(self.by_group) :])
+        held = dict(zip(group_ids, self.by_group, strict=True))
         for bucket in layout.buckets[known:]:
-            mine = (piece for piece in bucket.pieces_of(self._rank) if layout.params[piece.param].group in held)
-            for pieces in self._runs(mine, lambda piece: layout.params[piece.param].group):
-                segment = self._segment(pieces)
+            mine = (
+                piece for piece in bucket.param_shards_of_rank(self._rank) if layout.params[piece.param].group in held
+            )
+            for pieces in self._split_into_runs(mine, lambda piece: layout.params[piece.param].group):
+                segment = self._make_flat_param(pieces)
                 held[segment.group].append(segment)
 
-    def take_back(self, layout: Layout, group_count: int) -> None:
+    def rollback(self, layout: Layout, num_groups: int) -> None:
         """Undo `extend`."""
         self._layout = layout
-        del self.by_group[group_count:], self._numbers[group_count:]
+        del self.by_group[num_groups:], self._group_ids[num_groups:]
 
-    def inner_groups(self, groups: Sequence[ParamGroup]) -> list[ParamGroup]:
+    def make_inner_groups(self, groups: Sequence[ParamGroup]) -> list[ParamGroup]:
         """The user's groups, with segments in the place of parameters. A group without any keeps the user's."""
         own = [dict(group) for group in groups]
         for group, segments in zip(own, self.by_group, strict=True):
             if segments:
-                self._fill(group, segments)
+                self._set_group_params(group, segments)
         return own
 
-    def ids(self) -> set[int]:
+    def param_ids(self) -> set[int]:
         return {id(segment.param) for segment in self}
 
-    def split(self, present: bytes, optimizer: Optimizer) -> None:
+    def split_by_mask(self, mask: bytes, optimizer: Optimizer) -> None:
         """Split segments in which only some parameters are flagged, with their state."""
         for segments, group in zip(self.by_group, optimizer.param_groups, strict=True):
-            if all(_uniform(segment, present) for segment in segments):
+            if all(_is_uniform(segment, mask) for segment in segments):
                 continue
-            parts = [self._parts(segment, present, optimizer) for segment in segments]
+            parts = [self._split_flat_param(segment, mask, optimizer) for segment in segments]
             segments[:] = chain.from_iterable(parts)
-            self._fill(group, segments)
+            self._set_group_params(group, segments)
 
-    def segment_of(self, piece: Piece) -> Segment:
+    def flat_param_of(self, param_shard: ParamShard) -> FlatParam:
         """The one that a piece of this rank lies in."""
-        segments, place = self._find(piece)
+        segments, place = self._find(param_shard)
         return segments[place]
 
-    def isolate(self, piece: Piece, optimizer: Optimizer) -> Segment:
+    def isolate(self, param_shard: ParamShard, optimizer: Optimizer) -> FlatParam:
         """Give a piece a segment of its own, with its state. Other segments keep their tensors."""
-        segments, place = self._find(piece)
-        pieces = segments[place].pieces
+        segments, place = self._find(param_shard)
+        pieces = segments[place].param_shards
         if len(pieces) == 1:
             return segments[place]
-        at = pieces.index(piece)
-        runs = [run for run in (pieces[:at], (piece,), pieces[at + 1 :]) if run]
-        segments[place : place + 1] = self._divided(segments[place], runs, optimizer)
-        self._fill(optimizer.param_groups[self._number(piece)], segments)
-        return self.segment_of(piece)
+        at = pieces.index(param_shard)
+        runs = [run for run in (pieces[:at], (param_shard,), pieces[at + 1 :]) if run]
+        segments[place : place + 1] = self._split_at_runs(segments[place], runs, optimizer)
+        self._set_group_params(optimizer.param_groups[self._group_position(param_shard)], segments)
+        return self.flat_param_of(param_shard)
 
     def join_stateless(self, optimizer: Optimizer) -> None:
         """Join neighbours without state again. Hazard: views of state that is joined would no longer be its memory."""
-        for segments, group in self._paired(optimizer) if self._joins else ():
-            joined: list[Segment] = []
-            for (*_, has_state), run in groupby(segments, key=lambda it: self._likeness(it, optimizer)):
+        for segments, group in self._pair_groups(optimizer) if self._can_join_shards else ():
+            joined: list[FlatParam] = []
+            for (*_, has_state), run in groupby(segments, key=lambda it: self._merge_key(it, optimizer)):
                 neighbours = list(run)
-                pieces = tuple(piece for segment in neighbours for piece in segment.pieces)
-                joined += neighbours if has_state or len(neighbours) == 1 else [self._segment(pieces)]
+                pieces = tuple(piece for segment in neighbours for piece in segment.param_shards)
+                joined += neighbours if has_state or len(neighbours) == 1 else [self._make_flat_param(pieces)]
             if len(joined) < len(segments):
                 segments[:] = joined
-                self._fill(group, segments)
+                self._set_group_params(group, segments)
 
-    def _likeness(self, segment: Segment, optimizer: Optimizer) -> tuple[object, ...]:
-        return segment.bucket, self._layout.params[segment.pieces[0].param].marks, segment.param in optimizer.state
+    def _merge_key(self, flat_param: FlatParam, optimizer: Optimizer) -> tuple[object, ...]:
+        return (
+            flat_param.bucket,
+            self._layout.params[flat_param.param_shards[0].param].attrs,
+            flat_param.param in optimizer.state,
+        )
 
-    def _find(self, piece: Piece) -> tuple[list[Segment], int]:
+    def _find(self, param_shard: ParamShard) -> tuple[list[FlatParam], int]:
         """All segments of its group, and the place among them of the one that it lies in."""
-        segments = self.by_group[self._number(piece)]
-        place = bisect_right(segments, (piece.bucket, piece.in_bucket.start), key=_start) - 1
-        while piece not in segments[place].pieces:  # one without elements starts where the next one does
+        segments = self.by_group[self._group_position(param_shard)]
+        place = bisect_right(segments, (param_shard.bucket, param_shard.in_bucket.start), key=_bucket_position) - 1
+        while param_shard not in segments[place].param_shards:  # one without elements starts where the next one does
             place -= 1
         return segments, place
 
-    def _number(self, piece: Piece) -> int:
-        return self._numbers.index(self._layout.params[piece.param].group)
+    def _group_position(self, param_shard: ParamShard) -> int:
+        return self._group_ids.index(self._layout.params[param_shard.param].group)
 
-    def regroup(self, optimizer: Optimizer, alike: Callable[[Piece], object]) -> Callable[[], None]:
+    def reflatten(self, optimizer: Optimizer, merge_key_of: Callable[[ParamShard], object]) -> Callable[[], None]:
         """Cut anew into runs of pieces that are `alike`, and drop all state; returns how to undo it."""
         before = [list(segments) for segments in self.by_group]
         state = dict(optimizer.state)
 
         def undo() -> None:
-            for (segments, group), kept in zip(self._paired(optimizer), before, strict=True):
+            for (segments, group), kept in zip(self._pair_groups(optimizer), before, strict=True):
                 segments[:] = kept
-                self._fill(group, segments)
+                self._set_group_params(group, segments)
             optimizer.state.clear()
             optimizer.state.update(state)
 
-        for segments, group in self._paired(optimizer):
-            pieces = [piece for segment in segments for piece in segment.pieces]
-            segments[:] = [self._segment(run) for run in self._runs(pieces, lambda p: (p.bucket, alike(p)))]
-            self._fill(group, segments)
+        for segments, group in self._pair_groups(optimizer):
+            pieces = [piece for segment in segments for piece in segment.param_shards]
+            segments[:] = [
+                self._make_flat_param(run)
+                for run in self._split_into_runs(pieces, lambda p: (p.bucket, merge_key_of(p)))
+            ]
+            self._set_group_params(group, segments)
         for key in [key for key in optimizer.state if isinstance(key, torch.Tensor)]:
             del optimizer.state[key]
         return undo
 
-    def bind_anew(self) -> None:
+    def rebind_if_moved(self) -> None:
         """Notice memory that the optimizer has exchanged (`param.data = ...`): its values come into the shards."""
-        if [_place(segment.param) for segment in self] != self._bound:
-            self.bind(self)
-            self._bound = [_place(segment.param) for segment in self]
+        if [_memory_location(segment.param) for segment in self] != self._bound_locations:
+            self.rebind(self)
+            self._bound_locations = [_memory_location(segment.param) for segment in self]
 
     @torch.no_grad()
-    def bind(self, segments: Iterable[Segment]) -> None:
+    def rebind(self, flat_params: Iterable[FlatParam]) -> None:
         """The same for some of them. What does not fit is dropped, and raised in the end."""
-        rooms = ((segment, self._room(segment.pieces[0], segment.in_shard)) for segment in segments)
-        away = [(segment, room) for segment, room in rooms if _place(segment.param) != _place(room)]
+        rooms = ((segment, self._view_span(segment.param_shards[0], segment.in_shard)) for segment in flat_params)
+        away = [(segment, room) for segment, room in rooms if _memory_location(segment.param) != _memory_location(room)]
         shards = {room.untyped_storage().data_ptr() for _, room in away}
         # Hazard: one may lie in the room of another, so what lies in shards is read before any is written.
-        values = [_apart_from(shards, segment.param.detach()) for segment, _ in away]
+        values = [_clone_if_inside(shards, segment.param.detach()) for segment, _ in away]
         misfits: list[str] = []
         for (segment, room), value in zip(away, values, strict=True):
-            if _kind(value) == _kind(room):
+            if _describe_tensor(value) == _describe_tensor(room):
                 room.copy_(value)
             else:
-                label = self._layout.params[segment.pieces[0].param].label
-                misfits.append(f"{_kind(value)} instead of {_kind(room)} for {label}")
+                label = self._layout.params[segment.param_shards[0].param].label
+                misfits.append(f"{_describe_tensor(value)} instead of {_describe_tensor(room)} for {label}")
             segment.param.data = room
         if misfits:
             raise BindingError(
@@ -200,126 +216,138 @@ class Holdings:
                 "not taken over. Its step() is to keep dtypes, devices and shapes."
             )
 
-    def state_of(self, segment: Segment, piece: Piece, state: State) -> State:
+    def shard_state(self, flat_param: FlatParam, param_shard: ParamShard, state: State) -> State:
         """The state of one piece of a segment: views of what has the parameter's shape, the rest as it is."""
-        if len(segment.pieces) == 1:
+        if len(flat_param.param_shards) == 1:
             return dict(state)
-        span = segment.within(piece)
+        span = flat_param.span_of(param_shard)
         return {
-            key: value.view(-1)[slice(*span)] if self.is_cut(key, value, segment.param) else value
+            key: value.view(-1)[slice(*span)] if self.is_sharded(key, value, flat_param.param) else value
             for key, value in state.items()
         }
 
-    def is_whole(self, piece: Piece) -> bool:
+    def is_full_param(self, param_shard: ParamShard) -> bool:
         """Whether it is a parameter in its own shape, with state that is not cut."""
-        return not self._joins and piece.in_param.length == self._layout.params[piece.param].extent
+        return (
+            not self._can_join_shards
+            and param_shard.in_param.length == self._layout.params[param_shard.param].storage_numel
+        )
 
-    def is_cut(self, key: Any, value: Any, param: torch.Tensor) -> bool:
+    def is_sharded(self, key: Any, value: Any, param: torch.Tensor) -> bool:
         """Whether a value has an element for each of the parameter's."""
-        return isinstance(value, torch.Tensor) and self.has_shape(key, tuple(value.shape), tuple(param.shape))
+        return isinstance(value, torch.Tensor) and self.has_param_shape(key, tuple(value.shape), tuple(param.shape))
 
-    def learn(self, param_shaped: frozenset[Any]) -> None:
+    def add_param_shaped_keys(self, keys: frozenset[Any]) -> None:
         """Of keys that the self-test did not see: options may have changed since."""
-        self._param_shaped |= param_shaped
+        self._param_shaped_keys |= keys
 
-    def knowing(self, param_shaped: frozenset[Any]) -> "Holdings":
+    def with_param_shaped_keys(self, keys: frozenset[Any]) -> "FlatParams":
         """One that has learned that, over the same segments."""
         other = copy(self)
-        other.learn(param_shaped)
+        other.add_param_shaped_keys(keys)
         return other
 
     def is_param_shaped(self, key: Any) -> bool:
         """Whether values under this key are known to have the parameter's shape."""
-        return key in self._param_shaped
+        return key in self._param_shaped_keys
 
-    def has_shape(self, key: Any, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    def has_param_shape(self, key: Any, shape: tuple[int, ...], param_shape: tuple[int, ...]) -> bool:
         """Of one element the shape says nothing, so the self-test does."""
-        return shape == expected and (key in self._param_shaped or math.prod(shape) > 1)
+        return shape == param_shape and (key in self._param_shaped_keys or math.prod(shape) > 1)
 
-    def _fill(self, group: ParamGroup, segments: Sequence[Segment]) -> None:
-        group["params"] = [segment.param for segment in segments]
+    def _set_group_params(self, group: ParamGroup, flat_params: Sequence[FlatParam]) -> None:
+        group["params"] = [segment.param for segment in flat_params]
         if "param_names" in group:
-            group["param_names"] = [str(self._layout.params[segment.pieces[0].param].name) for segment in segments]
+            group["param_names"] = [
+                str(self._layout.params[segment.param_shards[0].param].name) for segment in flat_params
+            ]
 
-    def _paired(self, optimizer: Optimizer) -> Iterable[tuple[list[Segment], ParamGroup]]:
+    def _pair_groups(self, optimizer: Optimizer) -> Iterable[tuple[list[FlatParam], ParamGroup]]:
         return zip(self.by_group, optimizer.param_groups, strict=True)
 
-    def _runs(self, pieces: Iterable[Piece], key: Callable[[Piece], object]) -> Iterator[tuple[Piece, ...]]:
-        if not self._joins:
-            return ((piece,) for piece in pieces)
+    def _split_into_runs(
+        self, param_shards: Iterable[ParamShard], key: Callable[[ParamShard], object]
+    ) -> Iterator[tuple[ParamShard, ...]]:
+        if not self._can_join_shards:
+            return ((piece,) for piece in param_shards)
         specs = self._layout.params
-        return (tuple(run) for _, run in groupby(pieces, key=lambda piece: (specs[piece.param].marks, key(piece))))
+        return (
+            tuple(run) for _, run in groupby(param_shards, key=lambda piece: (specs[piece.param].attrs, key(piece)))
+        )
 
-    def _segment(self, pieces: tuple[Piece, ...]) -> Segment:
-        first, last = pieces[0], pieces[-1]
+    def _make_flat_param(self, param_shards: tuple[ParamShard, ...]) -> FlatParam:
+        first, last = param_shards[0], param_shards[-1]
         spec = self._layout.params[first.param]
         base = self._layout.buckets[first.bucket].shards[self._rank].start
         span = Span(first.in_bucket.start - base, last.in_bucket.stop - base)
-        memory = self._room(first, span)
-        param = torch.nn.Parameter(memory, requires_grad=_differentiable(memory))
-        vars(param).update(spec.marks)
-        return Segment(pieces, spec.group, span, param)
+        memory = self._view_span(first, span)
+        param = torch.nn.Parameter(memory, requires_grad=_can_require_grad(memory))
+        vars(param).update(spec.attrs)
+        return FlatParam(param_shards, spec.group, span, param)
 
-    def _room(self, first: Piece, span: Span) -> torch.Tensor:
+    def _view_span(self, first_shard: ParamShard, span: Span) -> torch.Tensor:
         """The memory of a segment that begins with a piece."""
-        spec = self._layout.params[first.param]
-        shape, stride = (spec.shape, spec.stride) if self.is_whole(first) else ((span.length,), (1,))
-        return self._memory(first.bucket, span, shape, stride)
+        spec = self._layout.params[first_shard.param]
+        shape, stride = (spec.shape, spec.stride) if self.is_full_param(first_shard) else ((span.length,), (1,))
+        return self._shard_view(first_shard.bucket, span, shape, stride)
 
-    def _parts(self, segment: Segment, present: bytes, optimizer: Optimizer) -> list[Segment]:
-        if _uniform(segment, present):
-            return [segment]
-        runs = self._runs(segment.pieces, lambda piece: present[piece.param])
-        return self._divided(segment, runs, optimizer)
+    def _split_flat_param(self, flat_param: FlatParam, mask: bytes, optimizer: Optimizer) -> list[FlatParam]:
+        if _is_uniform(flat_param, mask):
+            return [flat_param]
+        runs = self._split_into_runs(flat_param.param_shards, lambda piece: mask[piece.param])
+        return self._split_at_runs(flat_param, runs, optimizer)
 
-    def _divided(self, segment: Segment, runs: Iterable[tuple[Piece, ...]], optimizer: Optimizer) -> list[Segment]:
+    def _split_at_runs(
+        self, flat_param: FlatParam, runs: Iterable[tuple[ParamShard, ...]], optimizer: Optimizer
+    ) -> list[FlatParam]:
         """A segment for each run of its pieces, with their state and, in the middle of a step, their gradients."""
-        parts = [self._segment(run) for run in runs]
-        state, grad = optimizer.state.pop(segment.param, None), segment.param.grad
+        parts = [self._make_flat_param(run) for run in runs]
+        state, grad = optimizer.state.pop(flat_param.param, None), flat_param.param.grad
         for part in parts:
             if state is not None:
-                optimizer.state[part.param] = self._state_of_part(segment, part, state)
+                optimizer.state[part.param] = self._split_state(flat_param, part, state)
             if grad is not None:
-                part.param.grad = grad[_span(segment, part)]
+                part.param.grad = grad[_slice_within(flat_param, part)]
         return parts
 
-    def _state_of_part(self, segment: Segment, part: Segment, state: State) -> State:
-        span = _span(segment, part)
+    def _split_state(self, flat_param: FlatParam, sub_param: FlatParam, state: State) -> State:
+        span = _slice_within(flat_param, sub_param)
         return {
-            key: value[span] if self.is_cut(key, value, segment.param) else _own(value) for key, value in state.items()
+            key: value[span] if self.is_sharded(key, value, flat_param.param) else _copy_mutable_state(value)
+            for key, value in state.items()
         }
 
 
-def _place(tensor: torch.Tensor) -> Place:
+def _memory_location(tensor: torch.Tensor) -> MemoryLocation:
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def _describe_tensor(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} on {tensor.device} with shape {tuple(tensor.shape)}"
 
 
-def _apart_from(shards: set[int], value: torch.Tensor) -> torch.Tensor:
-    return value.clone() if value.untyped_storage().data_ptr() in shards else value
+def _clone_if_inside(storage_ptrs: set[int], value: torch.Tensor) -> torch.Tensor:
+    return value.clone() if value.untyped_storage().data_ptr() in storage_ptrs else value
 
 
-def _uniform(segment: Segment, present: bytes) -> bool:
-    return len({present[piece.param] for piece in segment.pieces}) == 1
+def _is_uniform(flat_param: FlatParam, mask: bytes) -> bool:
+    return len({mask[piece.param] for piece in flat_param.param_shards}) == 1
 
 
-def _start(segment: Segment) -> tuple[int, int]:
-    return segment.bucket, segment.pieces[0].in_bucket.start
+def _bucket_position(flat_param: FlatParam) -> tuple[int, int]:
+    return flat_param.bucket, flat_param.param_shards[0].in_bucket.start
 
 
-def _span(segment: Segment, part: Segment) -> slice:
+def _slice_within(flat_param: FlatParam, sub_param: FlatParam) -> slice:
     """Where a part of a segment lies in its tensor."""
-    start = part.in_shard.start - segment.in_shard.start
-    return slice(start, start + part.in_shard.length)
+    start = sub_param.in_shard.start - flat_param.in_shard.start
+    return slice(start, start + sub_param.in_shard.length)
 
 
-def _own(value: Any) -> Any:
+def _copy_mutable_state(value: Any) -> Any:
     """Step counts are tensors that optimizers change in place, as they may change lists: parts must not share them."""
-    return map_tensors(copy_mutable(value), clone)
+    return map_tensors(deepcopy_except_tensors(value), clone_tensor)
 
 
-def _differentiable(memory: torch.Tensor) -> bool:
-    return memory.is_floating_point() or memory.is_complex()
+def _can_require_grad(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -29,20 +29,20 @@ class ShardedGrad(torch.Tensor):
         return f"ShardedGrad({self._label}, shape={tuple(self.shape)})"
 
     def numpy(self, *_: Any, **__: Any) -> NoReturn:
-        raise self._error("numpy")
+        raise self._usage_error("numpy")
 
     def tolist(self) -> NoReturn:
-        raise self._error("tolist")
+        raise self._usage_error("tolist")
 
     def __dlpack__(self, **_: Any) -> NoReturn:
-        raise self._error("__dlpack__")
+        raise self._usage_error("__dlpack__")
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
-        raise self._error("pickling")
+        raise self._usage_error("pickling")
 
-    def _error(self, use: object) -> RuntimeError:
+    def _usage_error(self, operation: object) -> RuntimeError:
         return RuntimeError(
-            f"the gradient of {self._label} is sharded across ranks, so param.grad cannot be used ({use}). "
+            f"the gradient of {self._label} is sharded across ranks, so param.grad cannot be used ({operation}). "
             "To clip, call optimizer.clip_grad_norm_() or optimizer.clip_grad_value_(); for the norm alone, "
             "optimizer.clip_grad_norm_(math.inf); to clear, optimizer.zero_grad(); to unscale, use "
             "zeroshard.GradScaler. To edit gradients, accumulate them inside optimizer.no_sync(). If it is the step() "

@@ -4,125 +4,133 @@ from typing import NamedTuple
 
 import torch
 
-from ..comm.ways import Arriving, ShardWay
-from ..labels import Clock, Label
+from ..comm.ways import ReduceWork, ShardTransport
+from ..labels import Phase, StepProfiler
 from ..layout.layout import Bucket, Layout
 from ..policies import sum_dtype
-from .packing import Buffer, Grads, Packing, Pool
+from .packing import BucketBuffer, BucketPacker, BufferPool, OptionalGrads
 
 
-class Slot:
+class GradBucket:
     """A bucket as gradients see it."""
 
-    def __init__(self, layout: Layout, bucket: Bucket, way: ShardWay, pool: Pool, clock: Clock) -> None:
-        self.bucket, self._way, self._pool, self._clock = bucket.index, way, pool, clock
-        self.packs = len(bucket.rooms) > 1
+    def __init__(
+        self, layout: Layout, bucket: Bucket, transport: ShardTransport, pool: BufferPool, profiler: StepProfiler
+    ) -> None:
+        self.index, self._transport, self._pool, self._profiler = bucket.index, transport, pool, profiler
+        self.needs_packing = len(bucket.slots) > 1
         """Gradients are copied together before they are sent."""
-        share = 1 / way.ranks
+        share = 1 / transport.num_ranks
         # What would be rounded more than once, or is sent as it lies, is better multiplied after it was added up.
         exact = pool.dtype == bucket.dtype == sum_dtype(pool.dtype)
-        before = share if way.adds_locally and exact and self.packs else 1.0
-        self._share_after = share / before
-        self.packing = Packing(layout, bucket, pool.dtype, padded=way.equal_shards, share=before)
-        self.places = self.packing.places
-        self.holds = False
+        before = share if transport.reduces_on_host and exact and self.needs_packing else 1.0
+        self._post_scale = share / before
+        self.packer = BucketPacker(
+            layout, bucket, pool.dtype, include_padding=transport.needs_equal_shards, scale=before
+        )
+        self.slots = self.packer.slots
+        self.has_grads = False
         """Its shard has gradients, to which further ones are added."""
-        self.members = [place.param for place in self.places]
-        self.expected = self.missing = 0
+        self.params = [place.param for place in self.slots]
+        self.num_expected = self.num_missing = 0
         """Parameters that train, and those of them of which the gradients are awaited."""
-        if self.packs:
-            pool.make_room(self.packing.numel)
-        self._number = {param: place for place, param in enumerate(self.members)}
-        self._filling: Buffer | None = None
-        self._put: set[int] = set()
-        self._own: Buffer | None = None
+        if self.needs_packing:
+            pool.reserve(self.packer.numel)
+        self._slot_index_of = {param: place for place, param in enumerate(self.params)}
+        self._open_buffer: BucketBuffer | None = None
+        self._copied_slots: set[int] = set()
+        self._shard_buffer: BucketBuffer | None = None
 
-    def at_least(self, nbytes: int) -> list[int]:
+    def large_params(self, min_bytes: int) -> list[int]:
         """Parameters of so many bytes or more."""
-        return [place.param for place in self.places if place.spec.extent * place.spec.dtype.itemsize >= nbytes]
+        return [
+            place.param for place in self.slots if place.spec.storage_numel * place.spec.dtype.itemsize >= min_bytes
+        ]
 
     @property
-    def waiting(self) -> list[int]:
+    def copied_params(self) -> list[int]:
         """Parameters whose gradients have been copied already, and wait for the others."""
-        return [self.members[place] for place in self._put]
+        return [self.params[place] for place in self._copied_slots]
 
-    def put_in(self, param: int, grad: torch.Tensor) -> None:
+    def copy_in(self, param: int, grad: torch.Tensor) -> None:
         """Copy a gradient to where it will be sent from, so that it can be freed."""
-        place = self._number[param]
-        with self._clock.part(Label.PACK, self.bucket):
-            self.packing.put(place, grad, self._buffer())
-        self._put.add(place)
+        place = self._slot_index_of[param]
+        with self._profiler.phase(Phase.PACK_GRADS, self.index):
+            self.packer.copy_in(place, grad, self._get_open_buffer())
+        self._copied_slots.add(place)
 
-    def send(self, grads: Grads, target: "Target", *, ours: bool) -> "Sending":
+    def start_reduce(self, grads: OptionalGrads, output: "ReduceOutput", *, owns_grads: bool) -> "PendingReduce":
         """Send them, with those that were put in.
 
         `ours`: nobody else holds them; else the next backward pass may add to them under way.
         """
-        if not self.packs:
+        if not self.needs_packing:
             (grad,) = grads = list(grads)
-            if ours and (flat := self.packing.as_it_lies(grad)) is not None:
-                return self._start(flat, target, None)
-        buffer = self._buffer()
-        with self._clock.part(Label.PACK, self.bucket):
-            flat = self.packing.pack(grads, buffer, self._put)
-        self._filling, self._put = None, set()
-        return self._start(flat, target, buffer)
+            if owns_grads and (flat := self.packer.zero_copy_view(grad)) is not None:
+                return self._launch_reduce(flat, output, None)
+        buffer = self._get_open_buffer()
+        with self._profiler.phase(Phase.PACK_GRADS, self.index):
+            flat = self.packer.pack(grads, buffer, self._copied_slots)
+        self._open_buffer, self._copied_slots = None, set()
+        return self._launch_reduce(flat, output, buffer)
 
-    def send_zeros(self, target: "Target") -> "Sending":
+    def start_reduce_zeros(self, output: "ReduceOutput") -> "PendingReduce":
         """Send what nobody will use."""
-        buffer = self._pool.take(self.packing.numel)
-        flat = self.packing.pack([None] * len(self.places), buffer)
-        return self._start(flat, target, buffer)._replace(wanted=False)
+        buffer = self._pool.acquire(self.packer.numel)
+        flat = self.packer.pack([None] * len(self.slots), buffer)
+        return self._launch_reduce(flat, output, buffer)._replace(is_needed=False)
 
-    def _start(self, flat: torch.Tensor, target: "Target", buffer: Buffer | None) -> "Sending":
-        with self._clock.part(Label.SEND_GRADS, self.bucket):
-            arriving = self._way.reduce(flat, self.packing.shards, target.memory, self._share_after)
-        return Sending(self, arriving, target, buffer)
+    def _launch_reduce(
+        self, flat: torch.Tensor, output: "ReduceOutput", buffer: BucketBuffer | None
+    ) -> "PendingReduce":
+        with self._profiler.phase(Phase.SEND_GRADS, self.index):
+            arriving = self._transport.reduce_scatter(flat, self.packer.shards, output.tensor, self._post_scale)
+        return PendingReduce(self, arriving, output, buffer)
 
-    def bytes_to_send(self, into: torch.dtype) -> int:
+    def bytes_to_send(self, shard_dtype: torch.dtype) -> int:
         """What this rank sends of it in a round. `into`: what its shard of gradients is."""
-        return self._way.bytes_to_reduce(self.packing.shards, self._pool.dtype, into)
+        return self._transport.reduce_scatter_nbytes(self.packer.shards, self._pool.dtype, shard_dtype)
 
-    def filling(self) -> list[torch.Tensor]:
+    def open_buffers(self) -> list[torch.Tensor]:
         """Memory that waits for further gradients."""
-        return [] if self._filling is None else [self._filling.flat]
+        return [] if self._open_buffer is None else [self._open_buffer.flat]
 
-    def clear(self, *, to_none: bool) -> None:
+    def clear(self, *, set_to_none: bool) -> None:
         """Forget what was put in, or make it zero."""
-        if to_none:
-            self._put.clear()
-        for place in self._put:
-            self.places[place].of(self._buffer().flat).zero_()
+        if set_to_none:
+            self._copied_slots.clear()
+        for place in self._copied_slots:
+            self.slots[place].view_in(self._get_open_buffer().flat).zero_()
 
-    def give_back(self, sending: "Sending") -> None:
-        if sending.buffer is not None:
-            self._pool.give_back(sending.buffer)
+    def release(self, pending: "PendingReduce") -> None:
+        if pending.buffer is not None:
+            self._pool.release(pending.buffer)
 
-    def as_buffer(self, shard: torch.Tensor) -> Buffer:
+    def wrap_shard(self, shard: torch.Tensor) -> BucketBuffer:
         """The shard as something to pack into, with views made once."""
-        if self._own is None or self._own.flat is not shard:
-            self._own = Buffer(shard)
-        return self._own
+        if self._shard_buffer is None or self._shard_buffer.flat is not shard:
+            self._shard_buffer = BucketBuffer(shard)
+        return self._shard_buffer
 
-    def _buffer(self) -> Buffer:
-        if self._filling is None:
-            self._filling = self._pool.take(self.packing.numel)
-        return self._filling
+    def _get_open_buffer(self) -> BucketBuffer:
+        if self._open_buffer is None:
+            self._open_buffer = self._pool.acquire(self.packer.numel)
+        return self._open_buffer
 
 
-class Target(NamedTuple):
+class ReduceOutput(NamedTuple):
     """Where the average is made."""
 
-    memory: torch.Tensor
+    tensor: torch.Tensor
     is_shard: bool
     """It is the shard itself; else it has to be brought there."""
 
 
-class Sending(NamedTuple):
-    slot: Slot
-    arriving: Arriving
-    target: Target
-    buffer: Buffer | None
+class PendingReduce(NamedTuple):
+    bucket: GradBucket
+    work: ReduceWork
+    output: ReduceOutput
+    buffer: BucketBuffer | None
     """What must be given back once it has arrived."""
-    wanted: bool = True
+    is_needed: bool = True
     """It was not cleared on the way."""

@@ -25,71 +25,71 @@ from torch.autograd.graph import increment_version
 from torch.utils.dlpack import from_dlpack
 
 from ..errors import BindingError
-from ..layout.layout import Bucket, Layout, Piece
-from ..layout.partition import ALIGNMENT
+from ..layout.layout import Bucket, Layout, ParamShard
+from ..layout.partition import ALIGNMENT_BYTES
 from ..layout.specs import ParamSpec
-from ..params import check_disjoint
+from ..params import check_no_aliasing
 from ..units import MIB, Rank, Span, align_up
 
 _T = TypeVar("_T")
 
-ALONE_BYTES = MIB
+MIN_IN_PLACE_BYTES = MIB
 """From this size on a parameter is worth a message of its own, and not worth a copy."""
-PARCEL_BYTES = 2 * MIB
+MESSAGE_BYTES = 2 * MIB
 STAGING_BYTES = 8 * MIB
 """What a store's staging buffer may take on the CPU, where every step pays for its pages again."""
-DEVICE_PARCEL_BYTES = 32 * MIB
+DEVICE_MESSAGE_BYTES = 32 * MIB
 DEVICE_STAGING_BYTES = 64 * MIB
 """Elsewhere, where messages cost more and the allocator keeps what was freed."""
-KEPT_SHIPMENTS = 4
-_SHAPE = attrgetter("shape")
+MAX_CACHED_PLANS = 4
+_get_shape = attrgetter("shape")
 
 
-class Parcel(Protocol):
+class BroadcastMessage(Protocol):
     """One message: `pack` on the owner before it goes, `unpack` on the others once it has arrived."""
 
     owner: Rank
-    wire: torch.Tensor
+    payload: torch.Tensor
 
     def pack(self) -> None: ...
 
     def unpack(self) -> None: ...
 
 
-class Shipment(NamedTuple):
+class BroadcastPlan(NamedTuple):
     """Parcels in the order in which all ranks send them.
 
     Hazard: staging buffers are shared, so no more than `window` staged parcels may be under way at once.
     """
 
-    parcels: list[Parcel]
-    window: int
-    staging: list[torch.Tensor]
+    messages: list[BroadcastMessage]
+    max_in_flight: int
+    staging_buffers: list[torch.Tensor]
 
-    def allocated(self) -> "Shipment":
+    def allocate_staging(self) -> "BroadcastPlan":
         """The same, with memory in its staging buffers."""
-        for buffer in self.staging:
-            _make_room(buffer)
+        for buffer in self.staging_buffers:
+            _ensure_allocated(buffer)
         return self
 
-    def release(self) -> None:
+    def release_staging(self) -> None:
         """Free that memory, once all staged parcels have arrived. Views of it stay, to be used next time."""
-        for buffer in self.staging:
+        for buffer in self.staging_buffers:
             buffer.untyped_storage().resize_(0)
 
 
-class Run(NamedTuple):
+class MemoryRange(NamedTuple):
     """What one owner sends, as it lies in memory: a parameter, or neighbours in a flat buffer."""
 
-    memory: torch.Tensor
+    tensor: torch.Tensor
     params: list[torch.Tensor]
 
 
-class InPlace:
+class InPlaceMessage:
     """Parameters whose own memory travels."""
 
-    def __init__(self, owner: Rank, wire: torch.Tensor, params: list[torch.Tensor]) -> None:
-        self.owner, self.wire, self._params = owner, wire, params
+    def __init__(self, owner: Rank, payload: torch.Tensor, params: list[torch.Tensor]) -> None:
+        self.owner, self.payload, self._params = owner, payload, params
 
     def pack(self) -> None:
         pass
@@ -99,53 +99,53 @@ class InPlace:
         increment_version(self._params)
 
 
-class Packed:
+class StagedMessage:
     """Runs that are copied into and out of a staging buffer, which `stage` must give first."""
 
-    wire: torch.Tensor
+    payload: torch.Tensor
 
-    def __init__(self, owner: Rank, runs: list[Run]) -> None:
-        self.owner, self._params = owner, [run.memory for run in runs]
-        self._aliased = [param for run in runs if run.params[0] is not run.memory for param in run.params]
+    def __init__(self, owner: Rank, ranges: list[MemoryRange]) -> None:
+        self.owner, self._tensors = owner, [run.tensor for run in ranges]
+        self._aliased_params = [param for run in ranges if run.params[0] is not run.tensor for param in run.params]
         """Parameters that do not notice when the memory of their run is written to."""
-        self.nbytes = sum(run.memory.nbytes for run in runs)
-        self.device = runs[0].memory.device
+        self.nbytes = sum(run.tensor.nbytes for run in ranges)
+        self.device = ranges[0].tensor.device
 
     @cached_property
-    def _flats(self) -> list[torch.Tensor] | None:
+    def _flat_views(self) -> list[torch.Tensor] | None:
         """For the owner: one concatenation is faster than as many copies."""
-        if not all(param.is_contiguous() for param in self._params):
+        if not all(param.is_contiguous() for param in self._tensors):
             return None
-        return [param.detach().view(-1) for param in self._params]
+        return [param.detach().view(-1) for param in self._tensors]
 
-    def stage(self, buffer: torch.Tensor) -> None:
-        self.wire = buffer[: self.nbytes].view(self._params[0].dtype)
-        parts = torch.split(self.wire, [param.numel() for param in self._params])
-        self._views = [part.view(param.shape) for part, param in zip(parts, self._params, strict=True)]
+    def bind_staging(self, buffer: torch.Tensor) -> None:
+        self.payload = buffer[: self.nbytes].view(self._tensors[0].dtype)
+        parts = torch.split(self.payload, [param.numel() for param in self._tensors])
+        self._staged_views = [part.view(param.shape) for part, param in zip(parts, self._tensors, strict=True)]
 
     def pack(self) -> None:
         # A transposed parameter keeps its pointer, and so its alias here, but not its order.
-        if self._flats is not None and all(param.is_contiguous() for param in self._params):
-            torch.cat(self._flats, out=self.wire)
+        if self._flat_views is not None and all(param.is_contiguous() for param in self._tensors):
+            torch.cat(self._flat_views, out=self.payload)
         else:
-            torch._foreach_copy_(self._views, self._params)
+            torch._foreach_copy_(self._staged_views, self._tensors)
 
     def unpack(self) -> None:
-        torch._foreach_copy_(self._params, self._views)
-        increment_version(self._aliased)
+        torch._foreach_copy_(self._tensors, self._staged_views)
+        increment_version(self._aliased_params)
 
 
-class Store(ABC):
+class ParamStore(ABC):
     """All parameters by index, and the parcels that carry them."""
 
     def __init__(self) -> None:
         self._params: list[torch.Tensor] = []
         self._layout = Layout.empty(0)
-        self._pointers: list[int] = []
+        self._data_ptrs: list[int] = []
         self._shapes: list[torch.Size] = []
-        self._staging: dict[torch.device, torch.Tensor] = {}
-        self._prepared: dict[bytes, Shipment] = {}
-        self._by_bucket: dict[int, Shipment] = {}
+        self._staging_buffers: dict[torch.device, torch.Tensor] = {}
+        self._plans_by_mask: dict[bytes, BroadcastPlan] = {}
+        self._plans_by_bucket: dict[int, BroadcastPlan] = {}
 
     def extend(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
         """Take in the parameters and buckets that `layout` has beyond the present one."""
@@ -153,154 +153,158 @@ class Store(ABC):
         self._layout = layout
         self._params.extend(params)
         for bucket in layout.buckets[known:]:
-            self._take_in(bucket)
+            self._add_bucket(bucket)
         # Hazard: not of earlier parameters. One whose memory was exchanged since is noticed by the next `refresh`.
-        self._remember(params)
+        self._record_locations(params)
 
     def prepare(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:  # noqa: B027 (most have nothing to do)
         """Get ready for an `extend` to `layout`. `params` are all of them."""
 
-    def take_back(self) -> None:  # noqa: B027 (most have nothing to take back)
+    def rollback(self) -> None:  # noqa: B027 (most have nothing to take back)
         """Undo what was prepared for an `extend` that does not come."""
 
-    def refresh(self, among: Sequence[int] | None = None, *, shapes: bool = True) -> None:
+    def rebind_if_moved(self, indices: Sequence[int] | None = None, *, check_shapes: bool = True) -> None:
         """Notice parameters whose memory was exchanged since (`param.data = ...`): bind anew, or refuse.
 
         `among`: look at these only. `shapes`: a parameter turned over (`param.data = param.data.t()`) keeps its
         pointer, so look at shapes, too; not needed where its gradient would not fit any more.
         """
-        params = _chosen(self._params, among)
-        if list(map(torch.Tensor.data_ptr, params)) == _chosen(self._pointers, among) and (
-            not shapes or list(map(_SHAPE, params)) == _chosen(self._shapes, among)
+        params = _select(self._params, indices)
+        if list(map(torch.Tensor.data_ptr, params)) == _select(self._data_ptrs, indices) and (
+            not check_shapes or list(map(_get_shape, params)) == _select(self._shapes, indices)
         ):
             return
         for spec, param in zip(self._layout.params, self._params, strict=True):
-            _require_same_kind(spec, param)
-        check_disjoint(self._layout.params, self._params)
+            _require_same_metadata(spec, param)
+        check_no_aliasing(self._layout.params, self._params)
         self._rebind()
-        self._pointers, self._shapes = [], []
-        self._remember(self._params)
+        self._data_ptrs, self._shapes = [], []
+        self._record_locations(self._params)
 
-    def staging(self) -> list[torch.Tensor]:
+    def staging_buffers(self) -> list[torch.Tensor]:
         """Memory in which small parameters are packed: none between shipments."""
-        return [buffer for buffer in self._staging.values() if _has_memory(buffer)]
+        return [buffer for buffer in self._staging_buffers.values() if _is_allocated(buffer)]
 
-    def shipment(self, moving: bytes) -> Shipment:
+    def plan_broadcast(self, update_mask: bytes) -> BroadcastPlan:
         """Parcels of the parameters flagged in `moving`, in an order that is the same on all ranks.
 
         Their staging buffers have memory until the shipment is released. It is allocated here, and not when it is sent:
         a rank that has none left says so before the others wait for its messages.
         """
-        if moving not in self._prepared:
-            shipment = self._prepare(moving, self._layout.buckets)
-            while len(self._prepared) >= KEPT_SHIPMENTS:
-                del self._prepared[next(iter(self._prepared))]
-            self._prepared[moving] = shipment
-        return self._prepared[moving].allocated()
+        if update_mask not in self._plans_by_mask:
+            shipment = self._build_plan(update_mask, self._layout.buckets)
+            while len(self._plans_by_mask) >= MAX_CACHED_PLANS:
+                del self._plans_by_mask[next(iter(self._plans_by_mask))]
+            self._plans_by_mask[update_mask] = shipment
+        return self._plans_by_mask[update_mask].allocate_staging()
 
-    def bucket_shipment(self, index: int) -> Shipment:
+    def plan_bucket_broadcast(self, bucket: int) -> BroadcastPlan:
         """Parcels of all parameters of one bucket."""
-        if index not in self._by_bucket:
-            self._by_bucket[index] = self._prepare(b"\1" * len(self._params), [self._layout.buckets[index]])
-        return self._by_bucket[index].allocated()
+        if bucket not in self._plans_by_bucket:
+            self._plans_by_bucket[bucket] = self._build_plan(b"\1" * len(self._params), [self._layout.buckets[bucket]])
+        return self._plans_by_bucket[bucket].allocate_staging()
 
-    def _prepare(self, moving: bytes, buckets: Sequence[Bucket]) -> Shipment:
+    def _build_plan(self, update_mask: bytes, buckets: Sequence[Bucket]) -> BroadcastPlan:
         # Over all buckets: hundreds of groups that were added one by one have as many of them.
-        runs: dict[tuple[Rank, torch.dtype, torch.device], list[Run]] = defaultdict(list)
+        runs: dict[tuple[Rank, torch.dtype, torch.device], list[MemoryRange]] = defaultdict(list)
         for bucket in buckets:
-            full = [piece for piece in bucket.pieces if piece.in_param.length]
+            full = [piece for piece in bucket.param_shards if piece.in_param.length]
             for owner, pieces in groupby(full, key=lambda piece: piece.owner):
-                runs[owner, bucket.dtype, bucket.device].extend(self._runs_of(bucket, list(pieces), moving))
-        queues: dict[Rank, list[Parcel]] = defaultdict(list)
+                runs[owner, bucket.dtype, bucket.device].extend(self._memory_ranges(bucket, list(pieces), update_mask))
+        queues: dict[Rank, list[BroadcastMessage]] = defaultdict(list)
         for (owner, _, _), of_kind in runs.items():
-            queues[owner].extend(self._parcels_of(owner, of_kind))
-        parcels = [parcel for _, _, parcel in sorted(_in_turns(queues), key=lambda turn: turn[:2])]
-        packed = [parcel for parcel in parcels if isinstance(parcel, Packed)]
-        window = self._stage(packed)
-        return Shipment(parcels, window, [self._staging[device] for device in {parcel.device for parcel in packed}])
+            queues[owner].extend(self._build_messages(owner, of_kind))
+        parcels = [parcel for _, _, parcel in sorted(_interleave_owners(queues), key=lambda turn: turn[:2])]
+        packed = [parcel for parcel in parcels if isinstance(parcel, StagedMessage)]
+        window = self._assign_staging(packed)
+        return BroadcastPlan(
+            parcels, window, [self._staging_buffers[device] for device in {parcel.device for parcel in packed}]
+        )
 
-    def _parcels_of(self, owner: Rank, runs: list[Run]) -> Iterator[Parcel]:
+    def _build_messages(self, owner: Rank, ranges: list[MemoryRange]) -> Iterator[BroadcastMessage]:
         # Hazard: sizes alone decide what is a parcel. Strides may differ from rank to rank.
-        small: list[Run] = []
-        limit, _ = _limits([run.memory for run in runs])
+        small: list[MemoryRange] = []
+        limit, _ = _staging_limits([run.tensor for run in ranges])
         room = limit
-        for run in runs:
-            if run.memory.nbytes >= ALONE_BYTES or self._stays_alone(runs):
-                yield _alone(owner, run)
+        for run in ranges:
+            if run.tensor.nbytes >= MIN_IN_PLACE_BYTES or self._can_send_in_place(ranges):
+                yield _make_single_message(owner, run)
                 continue
-            if run.memory.nbytes > room:
-                yield Packed(owner, small)
+            if run.tensor.nbytes > room:
+                yield StagedMessage(owner, small)
                 small, room = [], limit
             small.append(run)
-            room -= run.memory.nbytes
+            room -= run.tensor.nbytes
         if small:
-            yield Packed(owner, small)
+            yield StagedMessage(owner, small)
 
-    def _stays_alone(self, runs: list[Run]) -> bool:  # noqa: ARG002
+    def _can_send_in_place(self, ranges: list[MemoryRange]) -> bool:  # noqa: ARG002
         """Whether a small run needs no packing, since it is all there is."""
         return False
 
-    def _stage(self, packed: list[Packed]) -> int:
+    def _assign_staging(self, messages: list[StagedMessage]) -> int:
         """Deal out places in the staging buffer, in turns; return how many places there are."""
-        largest = align_up(max((parcel.nbytes for parcel in packed), default=1), ALIGNMENT)
-        _, limit = _limits(packed)
-        window = max(1, min(len(packed), limit // largest))
-        for turn, parcel in enumerate(packed):
+        largest = align_up(max((parcel.nbytes for parcel in messages), default=1), ALIGNMENT_BYTES)
+        _, limit = _staging_limits(messages)
+        window = max(1, min(len(messages), limit // largest))
+        for turn, parcel in enumerate(messages):
             start = turn % window * largest
-            parcel.stage(self._arena(parcel.device, window * largest)[start : start + largest])
+            parcel.bind_staging(self._ensure_staging_buffer(parcel.device, window * largest)[start : start + largest])
         return window
 
-    def _arena(self, device: torch.device, nbytes: int) -> torch.Tensor:
+    def _ensure_staging_buffer(self, device: torch.device, nbytes: int) -> torch.Tensor:
         """One buffer serves all shipments: a shipment's staged parcels have arrived before the next one starts."""
-        arena = self._staging.get(device)
+        arena = self._staging_buffers.get(device)
         if arena is None or arena.nbytes < nbytes:
-            self._forget_shipments()  # they would keep the outgrown buffer alive
-            arena = self._staging[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        _make_room(arena)  # no view can be made of a buffer without memory
+            self._invalidate_plans()  # they would keep the outgrown buffer alive
+            arena = self._staging_buffers[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        _ensure_allocated(arena)  # no view can be made of a buffer without memory
         return arena
 
-    def _forget_shipments(self) -> None:
-        self._prepared.clear()
-        self._by_bucket.clear()
+    def _invalidate_plans(self) -> None:
+        self._plans_by_mask.clear()
+        self._plans_by_bucket.clear()
 
-    def _remember(self, params: Sequence[torch.Tensor]) -> None:
+    def _record_locations(self, params: Sequence[torch.Tensor]) -> None:
         """Where further parameters lie."""
-        self._pointers.extend(map(torch.Tensor.data_ptr, params))
-        self._shapes.extend(map(_SHAPE, params))
-        self._forget_shipments()
+        self._data_ptrs.extend(map(torch.Tensor.data_ptr, params))
+        self._shapes.extend(map(_get_shape, params))
+        self._invalidate_plans()
 
     @abstractmethod
-    def _take_in(self, bucket: Bucket) -> None: ...
+    def _add_bucket(self, bucket: Bucket) -> None: ...
 
     @abstractmethod
     def _rebind(self) -> None: ...
 
     @abstractmethod
-    def _runs_of(self, bucket: Bucket, pieces: list[Piece], moving: bytes) -> Iterator[Run]:
+    def _memory_ranges(
+        self, bucket: Bucket, param_shards: list[ParamShard], update_mask: bytes
+    ) -> Iterator[MemoryRange]:
         """What moves of pieces of one owner."""
 
 
-class LooseStore(Store):
+class UnflattenedParams(ParamStore):
     """Parameters stay where they are."""
 
-    def _take_in(self, bucket: Bucket) -> None:
+    def _add_bucket(self, bucket: Bucket) -> None:
         pass
 
     def _rebind(self) -> None:
         pass
 
-    def _runs_of(self, _: Bucket, pieces: list[Piece], moving: bytes) -> Iterator[Run]:
-        for param in (self._params[piece.param] for piece in pieces if moving[piece.param]):
-            yield Run(param, [param])
+    def _memory_ranges(self, _: Bucket, param_shards: list[ParamShard], update_mask: bytes) -> Iterator[MemoryRange]:
+        for param in (self._params[piece.param] for piece in param_shards if update_mask[piece.param]):
+            yield MemoryRange(param, [param])
 
 
-def _alone(owner: Rank, run: Run) -> Parcel:
-    if run.memory.is_contiguous():
-        return InPlace(owner, run.memory.detach().view(-1), run.params)
-    return Packed(owner, [run])
+def _make_single_message(owner: Rank, memory_range: MemoryRange) -> BroadcastMessage:
+    if memory_range.tensor.is_contiguous():
+        return InPlaceMessage(owner, memory_range.tensor.detach().view(-1), memory_range.params)
+    return StagedMessage(owner, [memory_range])
 
 
-class FlatStore(Store):
+class FlatParamBuffers(ParamStore):
     """Parameters are views of flat buffers: one a bucket, or one for each owner in it."""
 
     def __init__(self, *, by_owner: bool = False) -> None:
@@ -309,7 +313,7 @@ class FlatStore(Store):
         self._by_owner = by_owner
         self._buffers: list[list[tuple[Span, torch.Tensor]]] = []
         """By bucket, which span of it lies where."""
-        self._moved: dict[int, list[torch.Tensor]] = {}
+        self._moved_params: dict[int, list[torch.Tensor]] = {}
         """By bucket, parameters that were moved here and are not taken in yet."""
 
     def prepare(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
@@ -319,14 +323,14 @@ class FlatStore(Store):
         as soon as it has moved. `params` are all of them.
         """
         for bucket in layout.buckets[len(self._buffers) :]:
-            self._make_buffer(bucket, layout, params)
+            self._allocate_buffers(bucket, layout, params)
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """Bucket by bucket, the last first, so that only what was in one buffer is there twice."""
         while len(self._buffers) > len(self._layout.buckets):
             self._buffers.pop()
-            for param in self._moved.pop(len(self._buffers), []):
-                _leave(param)
+            for param in self._moved_params.pop(len(self._buffers), []):
+                _move_out(param)
 
     def buffers(self) -> list[torch.Tensor]:
         """The memory of all parameters, padding included."""
@@ -337,113 +341,119 @@ class FlatStore(Store):
         ((_, buffer),) = self._buffers[bucket]
         return buffer
 
-    def _take_in(self, bucket: Bucket) -> None:
+    def _add_bucket(self, bucket: Bucket) -> None:
         if bucket.index == len(self._buffers):
-            self._make_buffer(bucket, self._layout, self._params)
-        self._moved.pop(bucket.index, None)
+            self._allocate_buffers(bucket, self._layout, self._params)
+        self._moved_params.pop(bucket.index, None)
 
-    def _make_buffer(self, bucket: Bucket, layout: Layout, params: Sequence[torch.Tensor]) -> None:
+    def _allocate_buffers(self, bucket: Bucket, layout: Layout, params: Sequence[torch.Tensor]) -> None:
         parts: list[tuple[Span, torch.Tensor]] = []
         moved: list[torch.Tensor] = []
         self._buffers.append(parts)
-        self._moved[bucket.index] = moved
-        rooms = deque(bucket.rooms)
-        for part in self._parts_of(bucket):
+        self._moved_params[bucket.index] = moved
+        rooms = deque(bucket.slots)
+        for part in self._buffer_spans(bucket):
             # On the CPU, memory that nobody has written to takes no pages: it fills up as old memory is freed.
             buffer = torch.empty(part.length, dtype=bucket.dtype, device=bucket.device)
             parts.append((part, buffer))
             end = part.start
             while rooms and (rooms[0].span.start < part.stop or part.stop == bucket.numel):
                 index, span = rooms.popleft()
-                spec, room = layout.params[index], _within(part, buffer, span)
-                _within(part, buffer, Span(end, span.start if spec.extent == spec.numel else span.stop)).zero_()
+                spec, room = layout.params[index], _slice_buffer(part, buffer, span)
+                _slice_buffer(
+                    part, buffer, Span(end, span.start if spec.storage_numel == spec.numel else span.stop)
+                ).zero_()
                 moved.append(params[index])
-                _settle(params[index], params[index].detach(), room, spec)
+                _move_into(params[index], params[index].detach(), room, spec)
                 end = span.stop
-            _within(part, buffer, Span(end, part.stop)).zero_()
+            _slice_buffer(part, buffer, Span(end, part.stop)).zero_()
 
-    def _parts_of(self, bucket: Bucket) -> list[Span]:
+    def _buffer_spans(self, bucket: Bucket) -> list[Span]:
         """Spans of a bucket that have a buffer each."""
-        return [shard for _, shard in bucket.shards.filled()] if self._by_owner else [Span(0, bucket.numel)]
+        return [shard for _, shard in bucket.shards.non_empty()] if self._by_owner else [Span(0, bucket.numel)]
 
-    def memory(self, bucket: int, span: Span) -> torch.Tensor:
+    def span_view(self, bucket: int, span: Span) -> torch.Tensor:
         """A span of a bucket. It lies in one buffer."""
         parts = self._buffers[bucket]
         part, buffer = parts[max(0, bisect_right(parts, span.start, key=lambda part: part[0].start) - 1)]
-        return _within(part, buffer, span)
+        return _slice_buffer(part, buffer, span)
 
     def _rebind(self) -> None:
-        away = [(index, room) for index, room in self._rooms() if self._params[index].data_ptr() != room.data_ptr()]
+        away = [
+            (index, room) for index, room in self._param_views() if self._params[index].data_ptr() != room.data_ptr()
+        ]
         # Hazard: one may lie in the room of another, so all are read before any is written.
         values = [self._params[index].detach().clone() for index, _ in away]
         for (index, room), value in zip(away, values, strict=True):
-            _settle(self._params[index], value, room, self._layout.params[index])
+            _move_into(self._params[index], value, room, self._layout.params[index])
 
-    def _rooms(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def _param_views(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Where parameters belong. Hazard: `share_memory_` takes along all that has a parameter's storage, so buckets
         alone know it."""
         for bucket in self._layout.buckets:
-            for index, span in bucket.rooms:
-                yield index, self.memory(bucket.index, span)
+            for index, span in bucket.slots:
+                yield index, self.span_view(bucket.index, span)
 
-    def _runs_of(self, bucket: Bucket, pieces: list[Piece], moving: bytes) -> Iterator[Run]:
-        for moves, run in groupby(pieces, key=lambda piece: moving[piece.param]):
+    def _memory_ranges(
+        self, bucket: Bucket, param_shards: list[ParamShard], update_mask: bytes
+    ) -> Iterator[MemoryRange]:
+        for moves, run in groupby(param_shards, key=lambda piece: update_mask[piece.param]):
             if moves:
                 members = list(run)
                 span = Span(members[0].in_bucket.start, members[-1].in_bucket.stop)
-                yield Run(self.memory(bucket.index, span), [self._params[piece.param] for piece in members])
+                yield MemoryRange(self.span_view(bucket.index, span), [self._params[piece.param] for piece in members])
 
-    def _stays_alone(self, runs: list[Run]) -> bool:
-        return len(runs) == 1
+    def _can_send_in_place(self, ranges: list[MemoryRange]) -> bool:
+        return len(ranges) == 1
 
 
-def _within(part: Span, buffer: torch.Tensor, span: Span) -> torch.Tensor:
+def _slice_buffer(buffer_span: Span, buffer: torch.Tensor, span: Span) -> torch.Tensor:
     """A span of a bucket, in the buffer that a part of it has."""
-    return buffer[span.start - part.start : span.stop - part.start]
+    return buffer[span.start - buffer_span.start : span.stop - buffer_span.start]
 
 
-def _limits(placed: Sequence[torch.Tensor | Packed]) -> tuple[int, int]:
+def _staging_limits(tensors: Sequence[torch.Tensor | StagedMessage]) -> tuple[int, int]:
     """Bytes of a parcel of small runs, and of all staged parcels in flight."""
-    if all(it.device.type == "cpu" for it in placed):
-        return PARCEL_BYTES, STAGING_BYTES
-    return DEVICE_PARCEL_BYTES, DEVICE_STAGING_BYTES
+    if all(it.device.type == "cpu" for it in tensors):
+        return MESSAGE_BYTES, STAGING_BYTES
+    return DEVICE_MESSAGE_BYTES, DEVICE_STAGING_BYTES
 
 
-def _make_room(buffer: torch.Tensor) -> None:
-    if not _has_memory(buffer):
+def _ensure_allocated(buffer: torch.Tensor) -> None:
+    if not _is_allocated(buffer):
         buffer.untyped_storage().resize_(buffer.nbytes)
 
 
-def _has_memory(buffer: torch.Tensor) -> bool:
+def _is_allocated(buffer: torch.Tensor) -> bool:
     return buffer.untyped_storage().nbytes() > 0
 
 
-def _settle(param: torch.Tensor, value: torch.Tensor, room: torch.Tensor, spec: ParamSpec) -> None:
+def _move_into(param: torch.Tensor, value: torch.Tensor, target: torch.Tensor, spec: ParamSpec) -> None:
     """Move a parameter into its room, with a value that does not lie there."""
     # Through DLPack each parameter gets a storage of its own over the shared memory: saving one
     # parameter then writes that one, not the whole bucket.
-    home = from_dlpack(room).as_strided(spec.shape, spec.stride)
+    home = from_dlpack(target).as_strided(spec.shape, spec.stride)
     param.data = home.copy_(value)
 
 
-def _leave(param: torch.Tensor) -> None:
+def _move_out(param: torch.Tensor) -> None:
     """Memory of its own for a parameter. Where there is none left, it stays in the buffer, which lives on."""
     with suppress(RuntimeError):  # also that of a GPU without memory
         own = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
         param.data = own.copy_(param.detach())
 
 
-def _in_turns(queues: dict[Rank, list[Parcel]]) -> Iterator[tuple[int, Rank, Parcel]]:
+def _interleave_owners(queues: dict[Rank, list[BroadcastMessage]]) -> Iterator[tuple[int, Rank, BroadcastMessage]]:
     """First one parcel of every owner, then the second ones: all links are busy."""
     for owner, parcels in queues.items():
         yield from ((turn, owner, parcel) for turn, parcel in enumerate(parcels))
 
 
-def _chosen(values: list[_T], among: Sequence[int] | None) -> list[_T]:
-    return values if among is None else [values[index] for index in among]
+def _select(values: list[_T], indices: Sequence[int] | None) -> list[_T]:
+    return values if indices is None else [values[index] for index in indices]
 
 
-def _require_same_kind(spec: ParamSpec, param: torch.Tensor) -> None:
+def _require_same_metadata(spec: ParamSpec, param: torch.Tensor) -> None:
     was = (spec.dtype, spec.device, spec.shape)
     now = (param.dtype, param.device, tuple(param.shape))
     if was != now:

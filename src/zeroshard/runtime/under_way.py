@@ -5,90 +5,90 @@ from collections.abc import Callable, Iterator
 
 from ..comm.collectives import Comm
 from ..comm.ending import UnusedBuckets
-from ..labels import Label
+from ..labels import Phase
 from ..layout.layout import Layout
-from .slots import Sending
+from .slots import PendingReduce
 
-UNFINISHED = 1
+MIN_IN_FLIGHT = 1
 """The newest buckets are left on their way: taking them in at once would stop what they are to overlap with."""
-CROWD = 2
-PATIENCE = 0.1
+MAX_IN_FLIGHT = 2
+WAIT_TIMEOUT_S = 0.1
 """Seconds that a rank waits, inside a backward pass, for the oldest of more buckets than that, so that memory is
 bounded where ranks keep pace; and for all of them before it settles, so that what fails is known in time. In vain once
 a step only: another may send nothing before this one settles."""
 
 
-Receive = Callable[[Sending], None]
+FinishReduce = Callable[[PendingReduce], None]
 """Takes one in. Raises nothing that this rank alone knows of."""
 
 
-class UnderWay:
+class InFlightReduces:
     """The oldest first."""
 
     def __init__(self, comm: Comm) -> None:
-        self._clock = comm.clock
-        self._unused = UnusedBuckets(comm.everyone.group.rank, comm.group.line)
-        self._sendings: deque[Sending] = deque()
-        self._patience = PATIENCE
-        self.keeps_pace = True
+        self._profiler = comm.profiler
+        self._unused_buckets = UnusedBuckets(comm.data_parallel.group.rank, comm.group.failure_detector)
+        self._pending: deque[PendingReduce] = deque()
+        self._timeout_s = WAIT_TIMEOUT_S
+        self.are_ranks_in_step = True
         """All ranks had sent as much when they last settled."""
 
     def __len__(self) -> int:
-        return len(self._sendings)
+        return len(self._pending)
 
-    def __iter__(self) -> Iterator[Sending]:
-        return iter(self._sendings)
+    def __iter__(self) -> Iterator[PendingReduce]:
+        return iter(self._pending)
 
-    def add(self, sending: Sending) -> None:
-        self._sendings.append(sending)
-        self._unused.add()
+    def add(self, pending: PendingReduce) -> None:
+        self._pending.append(pending)
+        self._unused_buckets.add()
 
-    def start_over(self) -> None:
+    def reset(self) -> None:
         """A step has all that it waited for."""
-        self._patience = PATIENCE
-        self._unused.reset()
+        self._timeout_s = WAIT_TIMEOUT_S
+        self._unused_buckets.reset()
 
-    def unwant(self) -> None:
+    def discard_results(self) -> None:
         # Hazard: waiting here for what is under way would be waiting for ranks that may not send it before they settle.
-        self._sendings = deque(sending._replace(wanted=False) for sending in self._sendings)
-        self._unused.reset()
+        self._pending = deque(sending._replace(is_needed=False) for sending in self._pending)
+        self._unused_buckets.reset()
 
-    def take_in_what_came(self, receive: Receive) -> None:
-        while len(self) > UNFINISHED:
-            crowded = len(self) > CROWD
-            if not self._arrives(self._patience if crowded else 0):
-                self._patience = 0 if crowded else self._patience
+    def finish_arrived(self, finish_reduce: FinishReduce) -> None:
+        while len(self) > MIN_IN_FLIGHT:
+            crowded = len(self) > MAX_IN_FLIGHT
+            if not self._wait_for_oldest(self._timeout_s if crowded else 0):
+                self._timeout_s = 0 if crowded else self._timeout_s
                 return
-            self._take_in(receive)
+            self._finish_oldest(finish_reduce)
 
-    def take_in_in_time(self, receive: Receive) -> None:
+    def finish_within_timeout(self, finish_reduce: FinishReduce) -> None:
         """What arrives soon: if that fails, all ranks learn of it by the statement."""
-        while self and self._arrives(self._patience if self.keeps_pace else 0):
-            self._take_in(receive)
-        self._patience = 0 if self else self._patience
+        while self and self._wait_for_oldest(self._timeout_s if self.are_ranks_in_step else 0):
+            self._finish_oldest(finish_reduce)
+        self._timeout_s = 0 if self else self._timeout_s
 
-    def take_in_all(self, receive: Receive) -> None:
+    def finish_all(self, finish_reduce: FinishReduce) -> None:
         while self:
-            self._take_in(receive)
+            self._finish_oldest(finish_reduce)
 
-    def name_missing(self, sent: int, layout: Layout) -> str:
+    def describe_missing(self, num_sent: int, layout: Layout) -> str:
         """What of so many buckets a rank waits for, for an error; "" if for nothing."""
-        missing = [it.slot.bucket for it in self if not it.arriving.arrives(0)]
+        missing = [it.bucket.index for it in self if not it.work.is_ready(0)]
         if not missing:
             return ""
-        sent = max(sent, len(missing))
-        next_one = layout.name_bucket(missing[0], "gradients")
-        return f"{sent - len(missing)} of {sent} buckets that were sent have arrived, next: {next_one}"
+        num_sent = max(num_sent, len(missing))
+        next_one = layout.describe_bucket(missing[0], "gradients")
+        return f"{num_sent - len(missing)} of {num_sent} buckets that were sent have arrived, next: {next_one}"
 
-    def _take_in(self, receive: Receive) -> None:
+    def _finish_oldest(self, finish_reduce: FinishReduce) -> None:
         """It is among these until it has arrived, for errors to name it."""
-        receive(self._sendings[0])
-        self._sendings.popleft()
+        finish_reduce(self._pending[0])
+        self._pending.popleft()
 
-    def _arrives(self, within: float) -> bool:
+    def _wait_for_oldest(self, timeout_s: float) -> bool:
         """Whether the oldest has come, after so many seconds at most."""
-        slot, arriving, *_ = self._sendings[0]
-        if not within or arriving.arrives(0):
-            return arriving.arrives(0)
-        with self._clock.part(Label.WAIT_GRADS, slot.bucket):
-            return arriving.arrives(within)
+        slot, arriving, *_ = self._pending[0]
+        if not timeout_s or arriving.is_ready(0):
+            return arriving.is_ready(0)
+        with self._profiler.phase(Phase.WAIT_GRADS, slot.index):
+            return arriving.is_ready(timeout_s)

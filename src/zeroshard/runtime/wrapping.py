@@ -10,39 +10,43 @@ import torch
 
 from ..errors import CheckpointError
 from ..state.compat import StateDict
-from ..state.dcp import CutTensor
-from ..state.wrapped import insides, is_wrapped, rewrapped
-from .beginnings import first_state
-from .inner import Recipe
-from .selftest import quietly
+from ..state.dcp import ShardTensor
+from ..state.wrapped import inner_tensors, is_wrapper_subclass, rebuild_subclass
+from .beginnings import probe_initial_state
+from .inner import OptimizerFactory
+from .selftest import isolated_probe
 
 
-def put_together(local: StateDict, recipe: Recipe, optimizer: torch.optim.Optimizer) -> StateDict:
+def rebuild_subclass_state(
+    state_dict: StateDict, factory: OptimizerFactory, optimizer: torch.optim.Optimizer
+) -> StateDict:
     """The dict with values of the optimizer's own classes, where it has what is inside them."""
     places = [(param, group) for group in optimizer.param_groups for param in group["params"]]
-    state = dict(local["state"])
+    state = dict(state_dict["state"])
     for number, found in state.items():
         if isinstance(number, int) and isinstance(found, dict) and any(isinstance(it, dict) for it in found.values()):
             param, options = places[number]
-            with quietly(recipe):
+            with isolated_probe(factory):
                 # Of a parameter whose values may be elsewhere only the kind is known here, and that is enough.
-                (expected,) = first_state(recipe, options, [torch.zeros_like(param)])
-            state[number] = {key: _made_like(expected.get(key), value, key) for key, value in found.items()}
-    return {**local, "state": state}
+                (expected,) = probe_initial_state(factory, options, [torch.zeros_like(param)])
+            state[number] = {key: _rebuild_like(expected.get(key), value, key) for key, value in found.items()}
+    return {**state_dict, "state": state}
 
 
-def _made_like(like: Any, value: Any, key: Any) -> Any:
-    if not is_wrapped(like) or not isinstance(value, Mapping):
+def _rebuild_like(like: Any, value: Any, key: Any) -> Any:
+    if not is_wrapper_subclass(like) or not isinstance(value, Mapping):
         return value
-    wanted = insides(like)
-    found = {name: it.local if isinstance(it, CutTensor) else it for name, it in value.items()}
+    wanted = inner_tensors(like)
+    found = {name: it.local if isinstance(it, ShardTensor) else it for name, it in value.items()}
     if {name: it.numel() for name, it in found.items()} != {name: it.numel() for name, it in wanted.items()}:
         raise CheckpointError(
-            f"the loaded state '{key}' is made of {_sizes(found)}, but {type(like).__name__} has {_sizes(wanted)}: "
+            f"the loaded state '{key}' is made of {_format_sizes(found)}, but {type(like).__name__} has {_format_sizes(wanted)}: "
             "it was saved by an optimizer of another class, or with other options"
         )
-    return rewrapped(like, {name: it.to(wanted[name].device).view(wanted[name].shape) for name, it in found.items()})
+    return rebuild_subclass(
+        like, {name: it.to(wanted[name].device).view(wanted[name].shape) for name, it in found.items()}
+    )
 
 
-def _sizes(inside: Mapping[str, torch.Tensor]) -> str:
-    return ", ".join(f"{name} of {it.numel()} elements" for name, it in inside.items())
+def _format_sizes(inner: Mapping[str, torch.Tensor]) -> str:
+    return ", ".join(f"{name} of {it.numel()} elements" for name, it in inner.items())

@@ -13,82 +13,93 @@ from typing import NamedTuple
 
 import torch
 
-_DCP = "torch.distributed.checkpoint"
-_HELPERS = f"{_DCP}.state_dict"
-_LOADS = "_load_optim_state_dict"
-_DEEP = 16
+_DCP_MODULE = "torch.distributed.checkpoint"
+_STATE_DICT_MODULE = f"{_DCP_MODULE}.state_dict"
+_LOAD_FUNCTION = "_load_optim_state_dict"
+_MAX_FRAMES = 16
 """Frames outside this package: the helpers are not farther away than that."""
 
 
-class Wanted(Enum):
+class StateDictType(Enum):
     """What a helper can make use of."""
 
-    PART = auto()
+    SHARDED = auto()
     """This rank's part."""
-    ROOM = auto()
+    LOAD_TARGET = auto()
     """This rank's part, to be loaded into."""
-    EVERYTHING = auto()
+    FULL = auto()
     """Whole tensors on all ranks."""
-    EVERYTHING_ON_ONE = auto()
+    FULL_ON_RANK0 = auto()
     """Whole tensors on rank 0 of the job."""
 
 
-class Asked(NamedTuple):
-    wanted: Wanted
-    names: bool
+class DcpRequest(NamedTuple):
+    state_dict_type: StateDictType
+    needs_param_names: bool
     """With the names of parameters in the groups. Most helpers write them in the place of numbers instead, and what
     has both could not be loaded by an optimizer without names."""
 
 
-def asked() -> Asked | None:
+def detect_dcp_call() -> DcpRequest | None:
     """Called by `state_dict()`: what the caller of that wants; None if it is no helper of torch's."""
-    frames = list(_callers())
-    helpers = [frame for frame in frames if _module(frame) == _HELPERS]
+    frames = list(_outer_frames())
+    helpers = [frame for frame in frames if _module_name(frame) == _STATE_DICT_MODULE]
     if helpers:
-        return _asked_by_helpers(helpers)
-    if any(_module(frame) == f"{_DCP}.state_dict_loader" for frame in frames):
-        return Asked(Wanted.ROOM, names=True)
-    return Asked(Wanted.PART, names=True) if any(_module(frame).startswith(_DCP) for frame in frames) else None
+        return _parse_helper_frames(helpers)
+    if any(_module_name(frame) == f"{_DCP_MODULE}.state_dict_loader" for frame in frames):
+        return DcpRequest(StateDictType.LOAD_TARGET, needs_param_names=True)
+    return (
+        DcpRequest(StateDictType.SHARDED, needs_param_names=True)
+        if any(_module_name(frame).startswith(_DCP_MODULE) for frame in frames)
+        else None
+    )
 
 
-def _asked_by_helpers(frames: Sequence[FrameType]) -> Asked:
+def _parse_helper_frames(frames: Sequence[FrameType]) -> DcpRequest:
     info = next((frame.f_locals["info"] for frame in frames if "info" in frame.f_locals), None)
     if info is None:
         raise RuntimeError(
             f"torch {torch.__version__} calls state_dict() in a way that is not known here: use "
             "optimizer.sharded_state_dict() or optimizer.full_state_dict() instead"
         )
-    loads = any(frame.f_code.co_name == _LOADS for frame in frames)
-    wanted = Wanted.PART
+    loads = any(frame.f_code.co_name == _LOAD_FUNCTION for frame in frames)
+    wanted = StateDictType.SHARDED
     if loads:  # it is about to put whole tensors in their place
-        wanted = Wanted.EVERYTHING
+        wanted = StateDictType.FULL
     elif info.full_state_dict:
-        wanted = Wanted.EVERYTHING_ON_ONE if info.cpu_offload else Wanted.EVERYTHING
-    return Asked(wanted, names=info.flatten_optimizer_state_dict)
+        wanted = StateDictType.FULL_ON_RANK0 if info.cpu_offload else StateDictType.FULL
+    return DcpRequest(wanted, needs_param_names=info.flatten_optimizer_state_dict)
 
 
-def is_about_to_fake_a_step() -> bool:
+def is_dcp_initializing_state() -> bool:
     """Called by the getter of `state`: whether torch asks if there is any, in order to step with zeros if not."""
-    return any(_module(frame) == _HELPERS and frame.f_code.co_name == "_init_optim_state" for frame in _callers())
+    return any(
+        _module_name(frame) == _STATE_DICT_MODULE and frame.f_code.co_name == "_init_optim_state"
+        for frame in _outer_frames()
+    )
 
 
-def is_about_to_load_flattened() -> bool:
+def is_dcp_loading_flattened() -> bool:
     """Called by the getter of `state`: whether torch will look there for the keys to take from a flattened dict."""
-    frames = [frame for frame in _callers() if _module(frame) == _HELPERS and frame.f_code.co_name == _LOADS]
+    frames = [
+        frame
+        for frame in _outer_frames()
+        if _module_name(frame) == _STATE_DICT_MODULE and frame.f_code.co_name == _LOAD_FUNCTION
+    ]
     return any("state" not in frame.f_locals.get("state_dict", ()) for frame in frames)
 
 
-def _callers() -> Iterator[FrameType]:
+def _outer_frames() -> Iterator[FrameType]:
     """Frames outside this package, nearest first."""
     frame: FrameType | None = sys._getframe(1)
     package = __name__.partition(".")[0] + "."
     seen = 0
-    while frame is not None and seen < _DEEP:
-        if not _module(frame).startswith(package):
+    while frame is not None and seen < _MAX_FRAMES:
+        if not _module_name(frame).startswith(package):
             seen += 1
             yield frame
         frame = frame.f_back
 
 
-def _module(frame: FrameType) -> str:
+def _module_name(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))

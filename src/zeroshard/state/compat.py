@@ -9,32 +9,34 @@ import torch
 
 from ..errors import CheckpointError, ZeroError
 from ..layout.specs import ParamSpec
-from ..notices import warn_user
-from .dcp import CutTensor, uncut
-from .trees import map_tensors, snapshot
+from ..notices import warn_at_caller
+from .dcp import ShardTensor, unwrap_full_shards
+from .trees import map_tensors, snapshot_to_host
 
 StateDict = dict[str, Any]
-_WRAPPINGS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 ParamGroup = Mapping[str, Any]
-ShapedKeys = Callable[[int], frozenset[str]]
+ParamShapedKeysFn = Callable[[int], frozenset[str]]
 """Keys of a parameter's state that has the parameter's shape."""
 
 
-def write_groups(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
+def pack_param_groups(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
     """The groups with running numbers in the place of parameters, as `Optimizer.state_dict` writes them."""
     written, start = [], 0
     for group in groups:
-        packed = {key: snapshot(value) for key, value in group.items() if key != "params"}
+        packed = {key: snapshot_to_host(value) for key, value in group.items() if key != "params"}
         packed["params"] = list(range(start, start + len(group["params"])))
         start += len(group["params"])
         written.append(packed)
     return written
 
 
-def nameless(saved: StateDict) -> StateDict:
+def drop_param_names(state_dict: StateDict) -> StateDict:
     """Without the names of parameters in the groups."""
-    groups = [{key: value for key, value in group.items() if key != "param_names"} for group in saved["param_groups"]]
-    return {**saved, "param_groups": groups}
+    groups = [
+        {key: value for key, value in group.items() if key != "param_names"} for group in state_dict["param_groups"]
+    ]
+    return {**state_dict, "param_groups": groups}
 
 
 @dataclass(frozen=True)
@@ -44,44 +46,44 @@ class SavedState:
     groups: list[dict[str, Any]]
     by_param: dict[int, Any]
     """State by this optimizer's parameter index. The caller's objects: to be copied before use."""
-    others: dict[Hashable, Any]
+    shared_state: dict[Hashable, Any]
     """State that belongs to no parameter."""
     extra: StateDict
     """What the dict has beside the state and the groups."""
-    names: list[str] | None
+    param_names: list[str] | None
     """What this optimizer calls its parameters, whatever the dict calls them."""
-    is_part: bool = False
+    is_sharded: bool = False
     """It has this rank's part only, and other ranks have other parts."""
 
-    def of_groups(self, numbers: Sequence[int], specs: Sequence[ParamSpec]) -> "SavedState":
+    def select_groups(self, group_ids: Sequence[int], specs: Sequence[ParamSpec]) -> "SavedState":
         """What it has of the groups with these numbers, in this order."""
-        if len(numbers) == len(self.groups):
+        if len(group_ids) == len(self.groups):
             return self
-        chosen = {index: state for index, state in self.by_param.items() if specs[index].group in numbers}
-        return replace(self, groups=[self.groups[number] for number in numbers], by_param=chosen)
+        chosen = {index: state for index, state in self.by_param.items() if specs[index].group in group_ids}
+        return replace(self, groups=[self.groups[number] for number in group_ids], by_param=chosen)
 
-    def has(self, index: int) -> bool:
+    def has_state(self, index: int) -> bool:
         """Whether there is state of a parameter. In a rank's part an empty dict says that there is none."""
         state = self.by_param.get(index)
-        return index in self.by_param and not (self.is_part and isinstance(state, Mapping) and not state)
+        return index in self.by_param and not (self.is_sharded and isinstance(state, Mapping) and not state)
 
     @property
-    def tensors(self) -> list[Any]:
+    def tensor_containers(self) -> list[Any]:
         """All that may have tensors in it."""
-        return [self.groups, list(self.by_param.values()), list(self.others.values()), self.extra]
+        return [self.groups, list(self.by_param.values()), list(self.shared_state.values()), self.extra]
 
-    def facts(self, *, is_part: bool) -> list[str]:
+    def must_match(self, *, is_sharded: bool) -> list[str]:
         """What must be equal on all ranks that load it: all of it, or of a rank's part the groups."""
         lines = describe_groups(self.groups, "the loaded dict's group")
-        if is_part:
+        if is_sharded:
             return lines
         for index, state in sorted(self.by_param.items()):
-            lines.append(f"state of parameter {index} in the loaded dict: {_outline(state)}")
+            lines.append(f"state of parameter {index} in the loaded dict: {_describe_state(state)}")
         return lines
 
 
 @contextmanager
-def told_as_unfit() -> Iterator[None]:
+def as_checkpoint_error() -> Iterator[None]:
     """What goes wrong with a dict that has something else where a value should be is said of the dict."""
     try:
         yield
@@ -93,74 +95,78 @@ def told_as_unfit() -> Iterator[None]:
         raise CheckpointError(f"the loaded state dict cannot be used: {type(error).__name__}: {error}") from error
 
 
-def read(saved: Any, specs: Sequence[ParamSpec], group_count: int, param_shaped: ShapedKeys) -> SavedState:
+def parse_state_dict(
+    state_dict: Any, specs: Sequence[ParamSpec], num_groups: int, param_shaped_keys: ParamShapedKeysFn
+) -> SavedState:
     """Check `saved` and match its entries with `specs`, by name where both have names, else by position."""
-    groups = _groups(saved)
-    _check_sizes(groups, specs, group_count)
+    groups = _validate_groups(state_dict)
+    _check_group_sizes(groups, specs, num_groups)
     ids = [key for group in groups for key in group["params"]]
     if len(set(ids)) != len(ids):
         raise CheckpointError("the loaded state dict lists a parameter twice in its param_groups")
-    places = _places(groups, ids, specs)
-    by_param = {places[key]: state for key, state in saved["state"].items() if key in places}
+    places = _match_params(groups, ids, specs)
+    by_param = {places[key]: state for key, state in state_dict["state"].items() if key in places}
     # A number that no group lists would be taken for one of this rank's own numbers.
-    others = {key: state for key, state in saved["state"].items() if key not in places and not isinstance(key, int)}
+    others = {
+        key: state for key, state in state_dict["state"].items() if key not in places and not isinstance(key, int)
+    }
     for index, state in by_param.items():
-        _check_shapes(specs[index], state, param_shaped(index))
+        _check_state_shapes(specs[index], state, param_shaped_keys(index))
     names = [spec.name for spec in specs if spec.name is not None]
-    extra = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
-    plain, is_part = uncut(by_param), _is_part(by_param)
+    extra = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+    plain, is_part = unwrap_full_shards(by_param), _is_sharded_state(by_param)
     return SavedState([dict(group) for group in groups], plain, others, extra, names or None, is_part)
 
 
-def _is_part(by_param: Mapping[int, Any]) -> bool:
+def _is_sharded_state(by_param: Mapping[int, Any]) -> bool:
     """A rank that owns nothing has an empty dict for each parameter."""
     cut: list[bool] = []
-    map_tensors(dict(by_param), lambda tensor: cut.append(isinstance(tensor, CutTensor)))
+    map_tensors(dict(by_param), lambda tensor: cut.append(isinstance(tensor, ShardTensor)))
     return any(cut) or all(isinstance(state, Mapping) and not state for state in by_param.values())
 
 
-def local_dict(saved: SavedState, owned: Sequence[Sequence[int]]) -> StateDict:
+def extract_local_state_dict(saved: SavedState, owned_params: Sequence[Sequence[int]]) -> StateDict:
     """The part of one rank, numbered from 0: `owned` lists the parameter indices of each of its groups."""
-    state: dict[Hashable, Any] = dict(saved.others)
+    state: dict[Hashable, Any] = dict(saved.shared_state)
     groups, number = [], 0
-    for group, indices in zip(saved.groups, owned, strict=True):
-        state |= {number + i: saved.by_param[index] for i, index in enumerate(indices) if saved.has(index)}
+    for group, indices in zip(saved.groups, owned_params, strict=True):
+        state |= {number + i: saved.by_param[index] for i, index in enumerate(indices) if saved.has_state(index)}
         own: dict[str, Any] = {"params": list(range(number, number + len(indices)))}
-        if saved.names is not None:
-            own["param_names"] = [saved.names[index] for index in indices]
+        if saved.param_names is not None:
+            own["param_names"] = [saved.param_names[index] for index in indices]
         options = {key: value for key, value in group.items() if key != "param_names" or key in own}
         groups.append(options | own)
         number += len(indices)
     return {**saved.extra, "state": state, "param_groups": groups}
 
 
-def describe_groups(groups: Sequence[ParamGroup], where: str = "group", *, first: int = 0) -> list[str]:
+def describe_groups(groups: Sequence[ParamGroup], prefix: str = "group", *, first: int = 0) -> list[str]:
     """A line for each option of each group. They are numbered from `first` on."""
     return [
-        f"{where} {number} has {key}={describe(value)}"
+        f"{prefix} {number} has {key}={describe_value(value)}"
         for number, group in enumerate(groups, first)
-        for key, value in sorted(_options(group).items())
+        for key, value in sorted(_group_options(group).items())
     ]
 
 
 def describe_options(group: ParamGroup) -> str:
     """Hyper-parameters in one line that is equal on ranks with equal values."""
-    return ", ".join(f"{key}={describe(value)}" for key, value in sorted(_options(group).items()))
+    return ", ".join(f"{key}={describe_value(value)}" for key, value in sorted(_group_options(group).items()))
 
 
-def _options(group: ParamGroup) -> dict[str, Any]:
+def _group_options(group: ParamGroup) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def describe(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Equal for equal values, on all ranks."""
     if isinstance(value, torch.Tensor):
         inside = value.tolist() if value.numel() <= 16 else f"shape {tuple(value.shape)}"
         return f"tensor({inside}, {value.dtype})"
     if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__}({', '.join(map(describe, value))})"
+        return f"{type(value).__name__}({', '.join(map(describe_value, value))})"
     if isinstance(value, Mapping):
-        items = ", ".join(f"{describe(key)}: {describe(item)}" for key, item in value.items())
+        items = ", ".join(f"{describe_value(key)}: {describe_value(item)}" for key, item in value.items())
         return f"{type(value).__name__}({items})"
     if isinstance(value, float):
         return float.__repr__(value)  # numpy's floats are equal to plain ones
@@ -169,15 +175,15 @@ def describe(value: Any) -> str:
     return type(value).__qualname__  # a repr may hold an address, which differs from rank to rank
 
 
-def _outline(state: Any) -> str:
-    return describe(map_tensors(state, lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype}"))
+def _describe_state(state: Any) -> str:
+    return describe_value(map_tensors(state, lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype}"))
 
 
-def _groups(saved: Any) -> Sequence[ParamGroup]:
+def _validate_groups(state_dict: Any) -> Sequence[ParamGroup]:
     """The groups of what must look like a state dict."""
-    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
     listed = isinstance(groups, (list, tuple)) and all(isinstance(g, Mapping) and "params" in g for g in groups)
-    if groups is None or not listed or not isinstance(saved.get("state"), Mapping):
+    if groups is None or not listed or not isinstance(state_dict.get("state"), Mapping):
         raise CheckpointError(
             "not an optimizer state dict: it needs 'state', a dict, and 'param_groups', a list of dicts with 'params'"
         )
@@ -186,25 +192,25 @@ def _groups(saved: Any) -> Sequence[ParamGroup]:
     return list(groups)
 
 
-def _check_group(number: int, group: ParamGroup) -> None:
-    where = f"group {number} of the loaded state dict"
+def _check_group(index: int, group: ParamGroup) -> None:
+    where = f"group {index} of the loaded state dict"
     for key in group:
         if not isinstance(key, str):
             raise CheckpointError(f"{where} has a {type(key).__name__} among the names of its options")
     params, names = group["params"], group.get("param_names")
-    if not isinstance(params, (list, tuple)) or not all(map(_is_id, params)):
+    if not isinstance(params, (list, tuple)) or not all(map(_is_param_id, params)):
         raise CheckpointError(f"{where} has 'params' that are no list of numbers or names")
     if not isinstance(names, (list, tuple, type(None))):
         raise CheckpointError(f"{where} has 'param_names' that are no list, but a {type(names).__name__}")
 
 
-def _is_id(value: Any) -> bool:
+def _is_param_id(value: Any) -> bool:
     """Whether state can be found by it: not by a tensor, nor by what differs from itself."""
     return isinstance(value, Hashable) and not isinstance(value, torch.Tensor) and bool(value == value)  # noqa: PLR0124
 
 
-def _check_sizes(groups: Sequence[ParamGroup], specs: Sequence[ParamSpec], group_count: int) -> None:
-    sizes = [0] * group_count
+def _check_group_sizes(groups: Sequence[ParamGroup], specs: Sequence[ParamSpec], num_groups: int) -> None:
+    sizes = [0] * num_groups
     for spec in specs:
         sizes[spec.group] += 1
     if len(groups) != len(sizes):
@@ -220,14 +226,14 @@ def _check_sizes(groups: Sequence[ParamGroup], specs: Sequence[ParamSpec], group
             )
 
 
-def _places(groups: Sequence[ParamGroup], ids: list[Hashable], specs: Sequence[ParamSpec]) -> dict[Hashable, int]:
+def _match_params(groups: Sequence[ParamGroup], ids: list[Hashable], specs: Sequence[ParamSpec]) -> dict[Hashable, int]:
     by_position = dict(zip(ids, (spec.index for spec in specs), strict=True))
-    names = _names(groups)
-    mine = {_bare(spec.name): spec.index for spec in specs if spec.name is not None}
+    names = _saved_param_names(groups)
+    mine = {_strip_all_prefixes(spec.name): spec.index for spec in specs if spec.name is not None}
     if names is None or len(mine) != len(specs):
         return by_position
     if set(names) != set(mine):
-        warn_user("the parameter names in the loaded state dict differ from the optimizer's: matching by position")
+        warn_at_caller("the parameter names in the loaded state dict differ from the optimizer's: matching by position")
         return by_position
     places = dict(zip(ids, (mine[name] for name in names), strict=True))
     moved = [key for key in ids if specs[places[key]].group != specs[by_position[key]].group]
@@ -236,35 +242,35 @@ def _places(groups: Sequence[ParamGroup], ids: list[Hashable], specs: Sequence[P
     return places
 
 
-def _names(groups: Sequence[ParamGroup]) -> list[str] | None:
+def _saved_param_names(groups: Sequence[ParamGroup]) -> list[str] | None:
     """The names of the saved parameters: given as such, or used as ids."""
     names: list[str] = []
     for group in groups:
         given = group.get("param_names") or group["params"]
         if len(given) != len(group["params"]) or not all(isinstance(name, str) for name in given):
             return None
-        names.extend(map(_bare, given))
+        names.extend(map(_strip_all_prefixes, given))
     return names
 
 
-def unwrapped(name: str) -> str:
+def strip_wrapper_prefixes(name: str) -> str:
     """A parameter's name without what torch.compile and wrappers of modules put into it."""
-    for wrapping in _WRAPPINGS:
+    for wrapping in _WRAPPER_PREFIXES:
         name = name.replace(wrapping, "")
     return name
 
 
-def _bare(name: str) -> str:
+def _strip_all_prefixes(name: str) -> str:
     """Without what DDP puts in front, too."""
-    return unwrapped(name).removeprefix("module.")
+    return strip_wrapper_prefixes(name).removeprefix("module.")
 
 
-def _check_shapes(spec: ParamSpec, state: Any, param_shaped: frozenset[str]) -> None:
+def _check_state_shapes(spec: ParamSpec, state: Any, param_shaped_keys: frozenset[str]) -> None:
     if not isinstance(state, Mapping):
         return
     for key, value in state.items():
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else spec.shape
-        if key in param_shaped and shape != spec.shape:
+        if key in param_shaped_keys and shape != spec.shape:
             raise CheckpointError(
                 f"the loaded state '{key}' of {spec.label} has shape {shape}, but the parameter has {spec.shape}"
             )

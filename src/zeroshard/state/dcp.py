@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..layout.boxes import Box, boxes, extent
+from ..layout.boxes import Chunk, split_into_chunks, storage_numel
 from ..units import Span
-from .trees import dense_memory, map_tensors
+from .trees import dense_flat_view, map_tensors
 
 if TYPE_CHECKING:  # DCP takes a second to import, and who never saves does not need it
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # DCP takes a second to import, and who never saves does not 
 _aten = torch.ops.aten
 
 
-class CutTensor(torch.Tensor):
+class ShardTensor(torch.Tensor):
     """Has the shape of the whole, and of its memory a span: `local`, flat.
 
     It can be saved, loaded into, copied and moved. It cannot be computed with.
@@ -28,15 +28,15 @@ class CutTensor(torch.Tensor):
 
     # Hazard: staging copies what is in `__dict__`, one by one, onto what `new_empty` returned.
     local: torch.Tensor
-    steps: tuple[int, ...]
+    full_stride: tuple[int, ...]
     start: int
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, shape: Sequence[int], stride: Sequence[int], start: int) -> "CutTensor":
-        made: CutTensor = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, local: torch.Tensor, shape: Sequence[int], stride: Sequence[int], start: int) -> "ShardTensor":
+        made: ShardTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=local.dtype, device=local.device
         )
-        made.local, made.steps, made.start = local, tuple(stride), start
+        made.local, made.full_stride, made.start = local, tuple(stride), start
         return made
 
     def __init__(self, *_: Any) -> None:
@@ -47,46 +47,46 @@ class CutTensor(torch.Tensor):
         return Span(self.start, self.start + self.local.numel())
 
     @property
-    def is_whole(self) -> bool:
-        return self.local.numel() == extent(self.shape, self.steps)
+    def is_full(self) -> bool:
+        return self.local.numel() == storage_numel(self.shape, self.full_stride)
 
-    def uncut(self) -> torch.Tensor:
+    def to_full(self) -> torch.Tensor:
         """The whole tensor, if this is all of it."""
-        return self.local.as_strided(self.shape, self.steps)
+        return self.local.as_strided(self.shape, self.full_stride)
 
-    def with_local(self, local: torch.Tensor) -> "CutTensor":
-        return CutTensor(local, self.shape, self.steps, self.start)
+    def with_local(self, local: torch.Tensor) -> "ShardTensor":
+        return ShardTensor(local, self.shape, self.full_stride, self.start)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"CutTensor({tuple(self.shape)}, {self.dtype}, elements {self.start} to {self.span.stop} of its memory)"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "CutTensor":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardTensor":
         copy = memo.setdefault(id(self), self.with_local(self.local.clone()))
-        assert isinstance(copy, CutTensor)
+        assert isinstance(copy, ShardTensor)
         return copy
 
     def __reduce_ex__(self, _: Any) -> Any:
-        return CutTensor, (self.local, tuple(self.shape), self.steps, self.start)
+        return ShardTensor, (self.local, tuple(self.shape), self.full_stride, self.start)
 
     # ---- torch's protocol
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["local"], (tuple(self.shape), self.steps, self.start)
+        return ["local"], (tuple(self.shape), self.full_stride, self.start)
 
     @staticmethod
-    def __tensor_unflatten__(inner: Mapping[str, torch.Tensor], meta: Any, *_: Any) -> "CutTensor":
-        return CutTensor(inner["local"], *meta)
+    def __tensor_unflatten__(inner: Mapping[str, torch.Tensor], meta: Any, *_: Any) -> "ShardTensor":
+        return ShardTensor(inner["local"], *meta)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own stub forgets `func`
         cls, func: Any, _: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func not in _POSSIBLE:
+        if func not in _SUPPORTED_OPS:
             raise NotImplementedError(
                 f"{func}: this tensor is a rank's part of an optimizer's state, made to be saved and loaded only. "
                 "full_state_dict() has whole tensors."
             )
-        return _POSSIBLE[func](func, *args, **(kwargs or {}))
+        return _SUPPORTED_OPS[func](func, *args, **(kwargs or {}))
 
     def __create_write_items__(self, fqn: str, _: object) -> "list[WriteItem]":
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -97,76 +97,76 @@ class CutTensor(torch.Tensor):
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(box.offsets)),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.shape),
+                tensor_data=TensorWriteData(chunk=_to_chunk_metadata(box), properties=properties, size=self.shape),
             )
-            for box in self._boxes()
+            for box in self._chunks()
         ]
 
     def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
-        return [_chunk(box) for box in self._boxes()]
+        return [_to_chunk_metadata(box) for box in self._chunks()]
 
     def __get_tensor_shard__(self, index: "MetadataIndex") -> torch.Tensor:
-        for box in self._boxes():
+        for box in self._chunks():
             if torch.Size(box.offsets) == index.offset:
-                return self._view(box)
+                return self._view_chunk(box)
         raise ValueError(f"{index} is no part of what this rank has of it")
 
-    def _boxes(self) -> list[Box]:
+    def _chunks(self) -> list[Chunk]:
         if 0 in self.shape:  # a tensor of no elements is one box, so that it is there when it is loaded
-            return [Box((0,) * len(self.shape), tuple(self.shape))]
-        return boxes(self.shape, self.steps, self.span)
+            return [Chunk((0,) * len(self.shape), tuple(self.shape))]
+        return split_into_chunks(self.shape, self.full_stride, self.span)
 
-    def _view(self, box: Box) -> torch.Tensor:
-        first = sum(offset * step for offset, step in zip(box.offsets, self.steps, strict=True)) - self.start
-        return self.local.as_strided(box.sizes, self.steps, self.local.storage_offset() + first)
+    def _view_chunk(self, chunk: Chunk) -> torch.Tensor:
+        first = sum(offset * step for offset, step in zip(chunk.offsets, self.full_stride, strict=True)) - self.start
+        return self.local.as_strided(chunk.sizes, self.full_stride, self.local.storage_offset() + first)
 
 
-def whole(tensor: torch.Tensor) -> CutTensor:
+def make_full_shard(tensor: torch.Tensor) -> ShardTensor:
     """A tensor that one rank has all of, and the others nothing."""
-    memory = dense_memory(tensor)
+    memory = dense_flat_view(tensor)
     if memory is None:
-        return whole(tensor.contiguous())
-    return CutTensor(memory, tensor.shape, tensor.stride(), 0)
+        return make_full_shard(tensor.contiguous())
+    return ShardTensor(memory, tensor.shape, tensor.stride(), 0)
 
 
-def nothing_of(tensor: torch.Tensor) -> CutTensor:
+def make_empty_shard(tensor: torch.Tensor) -> ShardTensor:
     """What a rank has of a tensor that belongs to others."""
     nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return CutTensor(nothing, tensor.shape, tensor.stride(), 0)
+    return ShardTensor(nothing, tensor.shape, tensor.stride(), 0)
 
 
-def uncut(value: Any) -> Any:
+def unwrap_full_shards(value: Any) -> Any:
     """Plain tensors in the place of those of which a rank has everything, wherever they are in `value`."""
-    return map_tensors(value, lambda it: it.uncut() if isinstance(it, CutTensor) and it.is_whole else it)
+    return map_tensors(value, lambda it: it.to_full() if isinstance(it, ShardTensor) and it.is_full else it)
 
 
-def _on_local(func: Any, whole: CutTensor, *args: Any, **kwargs: Any) -> CutTensor:
-    return whole.with_local(func(whole.local, *args, **kwargs))
+def _apply_to_local(func: Any, shard: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
+    return shard.with_local(func(shard.local, *args, **kwargs))
 
 
-def _new_empty(_: Any, whole: CutTensor, size: Sequence[int], **kwargs: Any) -> CutTensor:
-    device = kwargs.get("device") or whole.local.device
-    nothing = torch.empty(0, dtype=kwargs.get("dtype") or whole.local.dtype, device=device)
-    return CutTensor(nothing, size, (1,) * len(size), 0)
+def _new_empty(_: Any, shard: ShardTensor, size: Sequence[int], **kwargs: Any) -> ShardTensor:
+    device = kwargs.get("device") or shard.local.device
+    nothing = torch.empty(0, dtype=kwargs.get("dtype") or shard.local.dtype, device=device)
+    return ShardTensor(nothing, size, (1,) * len(size), 0)
 
 
-def _copy(_: Any, target: CutTensor, source: CutTensor, *args: Any) -> CutTensor:
+def _copy_local(_: Any, target: ShardTensor, source: ShardTensor, *args: Any) -> ShardTensor:
     target.local.copy_(source.local, *args)
     return target
 
 
-_POSSIBLE: dict[Any, Callable[..., Any]] = {
-    _aten.detach.default: _on_local,
-    _aten.clone.default: _on_local,
-    _aten._to_copy.default: _on_local,
-    _aten.empty_like.default: _on_local,
-    _aten.zeros_like.default: _on_local,
+_SUPPORTED_OPS: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: _apply_to_local,
+    _aten.clone.default: _apply_to_local,
+    _aten._to_copy.default: _apply_to_local,
+    _aten.empty_like.default: _apply_to_local,
+    _aten.zeros_like.default: _apply_to_local,
     _aten.new_empty.default: _new_empty,
-    _aten.copy_.default: _copy,
+    _aten.copy_.default: _copy_local,
 }
 
 
-def _chunk(box: Box) -> "ChunkStorageMetadata":
+def _to_chunk_metadata(chunk: Chunk) -> "ChunkStorageMetadata":
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+    return ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))

@@ -6,27 +6,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..comm.agreement import Proposal, agreed
-from ..comm.collectives import Comm, as_bytes
-from ..comm.pending import Window
+from ..comm.agreement import Prepared, prepare_all
+from ..comm.collectives import Comm, view_as_bytes
+from ..comm.pending import InFlightWindow
 from ..errors import ConfigError
 from ..units import MIB, Rank
-from .codec import pack, take_out_tensors, unpack
-from .readers import require_readers, types_in
-from .trees import dense_memory, map_tensors, snapshot
-from .wrapped import on_plain
+from .codec import dumps, extract_tensors, loads
+from .readers import check_types_allowed, find_custom_types
+from .trees import dense_flat_view, map_tensors, snapshot_to_host
+from .wrapped import map_inner_tensors
 
-PIECE_BYTES = 4 * MIB
-IN_FLIGHT = 2
+MESSAGE_BYTES = 4 * MIB
+MAX_IN_FLIGHT_MESSAGES = 2
 
 
-class Outbox:
+class StateSender:
     """A value made ready to be sent. Making it finds what cannot be sent, before anything is."""
 
     def __init__(self, value: Any) -> None:
-        skeleton, self._tensors = take_out_tensors(value)
-        self._header = pack(skeleton)
-        self.types = types_in(self._header)
+        skeleton, self._tensors = extract_tensors(value)
+        self._header = dumps(skeleton)
+        self.custom_types = find_custom_types(self._header)
 
     @property
     def nbytes(self) -> int:
@@ -35,31 +35,31 @@ class Outbox:
 
     def send(self, comm: Comm, to: Rank) -> None:
         """Pairs with `receive` on rank `to`."""
-        window = Window(IN_FLIGHT)
+        window = InFlightWindow(MAX_IN_FLIGHT_MESSAGES)
         header = torch.frombuffer(bytearray(self._header), dtype=torch.uint8)
         window.add(comm.send(torch.tensor([len(header)], device="cpu"), to))
         window.add(comm.send(header, to))
-        for piece in _pieces(self._tensors):
-            window.make_room()
-            window.add(comm.send(_gathered(piece), to))
+        for piece in _split_into_messages(self._tensors):
+            window.wait_for_capacity()
+            window.add(comm.send(_concat_message(piece), to))
         window.drain()
 
 
-class Share(NamedTuple):
+class GatherInput(NamedTuple):
     """What one rank gives to a gathering, and what must be equal on all ranks for it."""
 
     value: Any
-    facts: Sequence[str]
+    must_match: Sequence[str]
 
 
-def gather(
+def gather_state(
     comm: Comm,
     call: str,
-    share: Callable[[], Share],
+    make_input: Callable[[], GatherInput],
     to: Rank,
     *,
-    agreed_on: Callable[[], object],
-    take: Callable[[Any], object],
+    on_consensus: Callable[[], object],
+    on_value: Callable[[Any], object],
 ) -> bool:
     """Rank `to` gets to `take` every rank's value in the order of ranks, as a snapshot in host memory.
 
@@ -67,40 +67,40 @@ def gather(
     `to`. What cannot be made or sent on one rank is raised on all, before anything is sent; then `agreed_on` is called.
     """
 
-    def propose() -> Proposal[tuple[Any, Outbox]]:
-        if not isinstance(to, Integral) or to not in range(comm.everyone.group.size):
-            raise ConfigError(f"{call}: to={to!r:.200} is not a rank of a group of {comm.everyone.group.size}")
-        value, facts = share()
-        return Proposal((value, Outbox(value)), [f"to={to}", *facts])
+    def prepare() -> Prepared[tuple[Any, StateSender]]:
+        if not isinstance(to, Integral) or to not in range(comm.data_parallel.group.size):
+            raise ConfigError(f"{call}: to={to!r:.200} is not a rank of a group of {comm.data_parallel.group.size}")
+        value, facts = make_input()
+        return Prepared((value, StateSender(value)), [f"to={to}", *facts])
 
-    mine, outbox = agreed(comm, call, propose)
-    require_readers(comm, call, outbox.types)
-    agreed_on()
-    target = comm.everyone.group.to_global(to)
+    mine, outbox = prepare_all(comm, call, prepare)
+    check_types_allowed(comm, call, outbox.custom_types)
+    on_consensus()
+    target = comm.data_parallel.group.to_global(to)
     if target not in comm.group.members:
         return False  # which has all of it without us
-    with comm.group.line.relied_on():
+    with comm.group.failure_detector.abort_on_error():
         if comm.group.global_rank != target:
             outbox.send(comm, comm.group.from_global(target))
             return False
         for rank in range(comm.group.size):
-            take(snapshot(mine) if rank == comm.group.rank else receive(comm, Rank(rank)))
+            on_value(snapshot_to_host(mine) if rank == comm.group.rank else receive_state(comm, Rank(rank)))
     return True
 
 
-def bring_to_all(comm: Comm, value: Any, source: Rank) -> Any:
+def broadcast_state(comm: Comm, value: Any, source: Rank) -> Any:
     """The source's value on all ranks, in host memory of their own. It must be one that was gathered."""
     if comm.group.rank != source:
-        return receive(comm, source)
-    with comm.group.line.relied_on():
-        outbox = Outbox(value)
+        return receive_state(comm, source)
+    with comm.group.failure_detector.abort_on_error():
+        outbox = StateSender(value)
         for rank in range(comm.group.size):
             if rank != source:
                 outbox.send(comm, Rank(rank))
     return value
 
 
-def receive(comm: Comm, source: Rank) -> Any:
+def receive_state(comm: Comm, source: Rank) -> Any:
     """What `source` sends from its `Outbox`, in host memory of its own."""
     size = torch.empty(1, dtype=torch.int64, device="cpu")
     comm.receive(size, source).wait()
@@ -114,30 +114,30 @@ def receive(comm: Comm, source: Rank) -> Any:
         tensors.append(torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device="cpu"))
         return tensors[-1]
 
-    value = map_tensors(unpack(bytes(buffer)), lambda tensor: on_plain(tensor, allocate))
-    window = Window(IN_FLIGHT)
-    for piece in _pieces(tensors):
-        window.make_room()
-        _receive_piece(comm, source, piece, window)
+    value = map_tensors(loads(bytes(buffer)), lambda tensor: map_inner_tensors(tensor, allocate))
+    window = InFlightWindow(MAX_IN_FLIGHT_MESSAGES)
+    for piece in _split_into_messages(tensors):
+        window.wait_for_capacity()
+        _receive_message(comm, source, piece, window)
     window.drain()
     return value
 
 
-Piece = list[torch.Tensor]
+Message = list[torch.Tensor]
 """Flat tensors that make one message: a slice of a large one, or several small ones."""
 
 
-def _pieces(tensors: list[torch.Tensor]) -> Iterator[Piece]:
+def _split_into_messages(tensors: list[torch.Tensor]) -> Iterator[Message]:
     """Cut alike on both sides, since both know shapes, strides and dtypes."""
-    small: Piece = []
-    room = PIECE_BYTES
+    small: Message = []
+    room = MESSAGE_BYTES
     for tensor in tensors:
-        flat = _flat(tensor)
+        flat = _flatten_dense(tensor)
         if flat.nbytes > room and small:
             yield small
-            small, room = [], PIECE_BYTES
-        if flat.nbytes > PIECE_BYTES:
-            yield from ([part] for part in torch.split(flat, PIECE_BYTES // flat.element_size()))
+            small, room = [], MESSAGE_BYTES
+        if flat.nbytes > MESSAGE_BYTES:
+            yield from ([part] for part in torch.split(flat, MESSAGE_BYTES // flat.element_size()))
         elif flat.nbytes:
             small.append(flat)
             room -= flat.nbytes
@@ -145,19 +145,19 @@ def _pieces(tensors: list[torch.Tensor]) -> Iterator[Piece]:
         yield small
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _flatten_dense(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor, or a copy without the gaps in it."""
-    memory = dense_memory(tensor)
+    memory = dense_flat_view(tensor)
     return tensor.contiguous().view(-1) if memory is None else memory
 
 
-def _gathered(piece: Piece) -> torch.Tensor:
-    parts = [as_bytes(flat.cpu()) for flat in piece]
+def _concat_message(message: Message) -> torch.Tensor:
+    parts = [view_as_bytes(flat.cpu()) for flat in message]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _receive_piece(comm: Comm, source: Rank, piece: Piece, window: Window) -> None:
-    parts = [as_bytes(flat) for flat in piece]
+def _receive_message(comm: Comm, source: Rank, message: Message, window: InFlightWindow) -> None:
+    parts = [view_as_bytes(flat) for flat in message]
     if len(parts) == 1:
         window.add(comm.receive(parts[0], source))
         return
@@ -168,4 +168,4 @@ def _receive_piece(comm: Comm, source: Rank, piece: Piece, window: Window) -> No
         for part, arrived in zip(parts, torch.split(staging, sizes), strict=True):
             part.copy_(arrived)
 
-    window.add(comm.receive(staging, source), then=distribute)
+    window.add(comm.receive(staging, source), on_done=distribute)

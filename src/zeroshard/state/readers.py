@@ -11,35 +11,35 @@ from ..comm.collectives import Comm
 from ..errors import RankMismatchError
 
 
-def types_in(packed: bytes) -> list[str]:
+def find_custom_types(data: bytes) -> list[str]:
     """Names of the types in it that torch's own list does not have, and the user has allowed."""
-    return sorted(_names_in(packed) & _allowed())
+    return sorted(_pickled_type_names(data) & _user_safe_globals())
 
 
-def require_readers(comm: Comm, call: str, used: Sequence[str]) -> None:
+def check_types_allowed(comm: Comm, call: str, used_types: Sequence[str]) -> None:
     """Raise on all ranks if one of them sends a type that another has not allowed. Called on all ranks.
 
     What ranks have allowed and nobody uses may differ: many libraries allow their types when they are imported.
     """
-    everyone = comm.everyone
-    if comm.is_alone or not everyone.maximum([bool(used)])[0]:
+    everyone = comm.data_parallel
+    if comm.is_single_rank or not everyone.all_reduce_max([bool(used_types)])[0]:
         return
-    wanted = {name for text in everyone.share("\n".join(used)) for name in text.splitlines()}
-    lacking = everyone.share(", ".join(sorted(wanted - _allowed())))
+    wanted = {name for text in everyone.all_gather_text("\n".join(used_types)) for name in text.splitlines()}
+    lacking = everyone.all_gather_text(", ".join(sorted(wanted - _user_safe_globals())))
     if any(lacking):
         told = "; ".join(f"rank {rank} has not allowed {names}" for rank, names in enumerate(lacking) if names)
         raise RankMismatchError(f"{call}: {told}. Call torch.serialization.add_safe_globals on every rank.")
 
 
-def _allowed() -> set[str]:
+def _user_safe_globals() -> set[str]:
     """What the user, or a library, has allowed beyond torch's own list."""
     allowed = [entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals()]
     return {f"{entry.__module__}.{entry.__qualname__}" for entry in allowed}
 
 
-def _names_in(packed: bytes) -> set[str]:
+def _pickled_type_names(data: bytes) -> set[str]:
     """Of the types that are needed to read it."""
-    with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
         (path,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         return {
             str(name).replace(" ", ".") for op, name, _ in pickletools.genops(archive.read(path)) if op.name == "GLOBAL"

@@ -9,15 +9,15 @@ import torch
 from ..errors import CheckpointError
 from ..layout.specs import ParamSpec
 from ..units import Span
-from .dcp import CutTensor, whole
-from .trees import clone, copy_mutable, dense_memory, map_tensors
-from .wrapped import elements_per, insides, is_wrapped, joined
+from .dcp import ShardTensor, make_full_shard
+from .trees import clone_tensor, deepcopy_except_tensors, dense_flat_view, map_tensors
+from .wrapped import concat_subclass_shards, elements_per_inner, inner_tensors, is_wrapper_subclass
 
-MASTER = "master_weights"
+MASTER_KEY = "master_weights"
 """The key of a parameter's more precise copy in its state."""
 
 
-class StateRecord(NamedTuple):
+class StateShard(NamedTuple):
     """A rank's state of a parameter, or of a span of its memory.
 
     `cut` are the keys whose values have an element for each of the span, `common` is what all pieces have in common of
@@ -26,107 +26,120 @@ class StateRecord(NamedTuple):
 
     param: int
     span: Span | None
-    cut: tuple[str, ...]
+    sharded_keys: tuple[str, ...]
     state: Any
-    common: frozenset[str] = frozenset()
+    shared_inner_names: frozenset[str] = frozenset()
 
-    def part(self, spec: ParamSpec, *, room: bool) -> dict[Any, Any]:
+    def to_dcp(self, spec: ParamSpec, *, as_load_target: bool) -> dict[Any, Any]:
         """As `torch.distributed.checkpoint` saves it. `room`: in memory of its own, to be loaded into."""
 
-        def own(tensor: torch.Tensor) -> torch.Tensor:
-            return torch.empty_like(tensor) if room else tensor.detach()
+        def convert(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.empty_like(tensor) if as_load_target else tensor.detach()
 
-        def cut(key: Any, value: Any) -> Any:
-            if is_wrapped(value):
-                return self._insides(value, spec, own)
-            if self.span is not None and key in self.cut:
-                return CutTensor(own(value), spec.shape, spec.stride, self.span.start)
+        def convert_value(key: Any, value: Any) -> Any:
+            if is_wrapper_subclass(value):
+                return self._inner_to_dcp(value, spec, convert)
+            if self.span is not None and key in self.sharded_keys:
+                return ShardTensor(convert(value), spec.shape, spec.stride, self.span.start)
             if isinstance(value, tuple):  # DCP takes it for one value
-                return map_tensors(value, clone)
+                return map_tensors(value, clone_tensor)
             # Several pieces may share it, a step count for example, and each may be loaded with another one.
-            return map_tensors(copy_mutable(value), lambda it: it.clone() if self.span is not None else whole(own(it)))
+            return map_tensors(
+                deepcopy_except_tensors(value),
+                lambda it: it.clone() if self.span is not None else make_full_shard(convert(it)),
+            )
 
-        return {key: cut(key, value) for key, value in self.state.items()}
+        return {key: convert_value(key, value) for key, value in self.state.items()}
 
-    def _insides(
-        self, value: torch.Tensor, spec: ParamSpec, own: Callable[[torch.Tensor], torch.Tensor]
+    def _inner_to_dcp(
+        self, value: torch.Tensor, spec: ParamSpec, convert: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """The plain tensors that a value is made of, flat, so that the same is saved however it is cut."""
-        found = {name: it.reshape(-1) for name, it in insides(value).items()}
+        found = {name: it.reshape(-1) for name, it in inner_tensors(value).items()}
         if self.span is None:
-            return {name: whole(own(it)) for name, it in found.items()}
+            return {name: make_full_shard(convert(it)) for name, it in found.items()}
         start = self.span.start
 
-        def cut(inside: torch.Tensor) -> CutTensor:
-            per = elements_per(value.numel(), inside)
-            return CutTensor(own(inside), (spec.numel // per,), (1,), start // per)
+        def make_inner_shard(inner: torch.Tensor) -> ShardTensor:
+            per = elements_per_inner(value.numel(), inner)
+            return ShardTensor(convert(inner), (spec.numel // per,), (1,), start // per)
 
-        return {name: own(it).clone() if name in self.common else cut(it) for name, it in found.items()}
+        return {
+            name: convert(it).clone() if name in self.shared_inner_names else make_inner_shard(it)
+            for name, it in found.items()
+        }
 
-    def portable(self) -> Any:
+    def to_portable(self) -> Any:
         """In plain containers, as it travels."""
-        return (None if self.span is None else list(self.span), list(self.cut), list(self.common), self.state)
+        return (
+            None if self.span is None else list(self.span),
+            list(self.sharded_keys),
+            list(self.shared_inner_names),
+            self.state,
+        )
 
 
-class Whole:
+class StateAssembler:
     """Puts records together, from whichever rank they come, into the state of whole parameters."""
 
     def __init__(self, specs: Sequence[ParamSpec]) -> None:
         self._specs = specs
         self._by_param: dict[int, Any] = {}
-        self._common: dict[int, frozenset[str]] = {}
-        self._cut: dict[int, frozenset[str]] = {}
-        self._pieces: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
+        self._shared_inner_names: dict[int, frozenset[str]] = {}
+        self._sharded_keys: dict[int, frozenset[str]] = {}
+        self._subclass_shards: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
         """Of values that are made of several tensors, in the order of ranks, and so of memory."""
 
-    def add(self, records: dict[int, Any]) -> None:
+    def add(self, portable_shards: dict[int, Any]) -> None:
         """A rank's portable records, by parameter."""
-        for param, (span, cut, common, state) in records.items():
-            self._common[param] = frozenset(common)
+        for param, (span, cut, common, state) in portable_shards.items():
+            self._shared_inner_names[param] = frozenset(common)
             if span is None:
                 self._by_param[param] = state
             else:
-                self._add_piece(self._specs[param], Span(*span), frozenset(cut), state)
+                self._add_shard(self._specs[param], Span(*span), frozenset(cut), state)
 
-    def state(self) -> dict[int, Any]:
+    def assemble(self) -> dict[int, Any]:
         """By parameter. State has no gaps where the parameter has: torch's optimizers leave none either."""
-        for (param, key), pieces in self._pieces.items():
-            self._by_param[param][key] = joined(pieces, self._specs[param].shape, self._common[param])
-        for param, cut in self._cut.items():
-            if self._specs[param].extent > self._specs[param].numel:
+        for (param, key), pieces in self._subclass_shards.items():
+            self._by_param[param][key] = concat_subclass_shards(
+                pieces, self._specs[param].shape, self._shared_inner_names[param]
+            )
+        for param, cut in self._sharded_keys.items():
+            if self._specs[param].storage_numel > self._specs[param].numel:
                 self._by_param[param].update({key: self._by_param[param][key].clone() for key in cut})
         return dict(sorted(self._by_param.items()))
 
-    def _add_piece(self, spec: ParamSpec, span: Span, cut: frozenset[str], state: dict[str, Any]) -> None:
+    def _add_shard(self, spec: ParamSpec, span: Span, sharded_keys: frozenset[str], state: dict[str, Any]) -> None:
         whole = self._by_param.setdefault(spec.index, {})
-        self._cut[spec.index] = cut & state.keys()
+        self._sharded_keys[spec.index] = sharded_keys & state.keys()
         for key, value in state.items():
-            if key not in cut:
+            if key not in sharded_keys:
                 whole.setdefault(key, value)
                 continue
-            if is_wrapped(value):
+            if is_wrapper_subclass(value):
                 whole.setdefault(key, None)
-                self._pieces[spec.index, key].append(value)
+                self._subclass_shards[spec.index, key].append(value)
                 continue
             if key not in whole:
-                whole[key] = value.new_zeros(spec.extent).as_strided(spec.shape, spec.stride)
-            whole[key].as_strided((spec.extent,), (1,))[slice(*span)] = value
+                whole[key] = value.new_zeros(spec.storage_numel).as_strided(spec.shape, spec.stride)
+            whole[key].as_strided((spec.storage_numel,), (1,))[slice(*span)] = value
 
 
-def shaped_keys(found: Iterable[tuple[ParamSpec, Any, Sequence[int]]]) -> frozenset[Any]:
+def infer_param_shaped_keys(shapes: Iterable[tuple[ParamSpec, Any, Sequence[int]]]) -> frozenset[Any]:
     """Keys of state that has the shape of its parameter, as far as the shapes of such state tell.
 
     A parameter of one element says nothing: its step count has one element, too.
     """
-    telling = [(key, tuple(shape) == spec.shape) for spec, key, shape in found if spec.numel > 1]
+    telling = [(key, tuple(shape) == spec.shape) for spec, key, shape in shapes if spec.numel > 1]
     return frozenset(key for key, same in telling if same) - frozenset(key for key, same in telling if not same)
 
 
-def span_of(tensor: torch.Tensor, spec: ParamSpec, span: Span) -> torch.Tensor:
+def slice_span(tensor: torch.Tensor, spec: ParamSpec, span: Span) -> torch.Tensor:
     """A span of the parameter's memory, of a tensor of its shape."""
-    if not isinstance(tensor, CutTensor):
-        return in_memory_order(tensor, spec)[slice(*span)]
-    if tensor.steps != spec.stride or tensor.span != span:
+    if not isinstance(tensor, ShardTensor):
+        return flatten_in_memory_order(tensor, spec)[slice(*span)]
+    if tensor.full_stride != spec.stride or tensor.span != span:
         raise CheckpointError(
             f"the loaded state of {spec.label} has elements {tensor.start} to {tensor.span.stop} of its memory, but "
             f"this rank owns {span.start} to {span.stop}: it is a rank's part of another optimizer's state. Save and "
@@ -135,20 +148,20 @@ def span_of(tensor: torch.Tensor, spec: ParamSpec, span: Span) -> torch.Tensor:
     return tensor.local
 
 
-def in_memory_order(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+def flatten_in_memory_order(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
     """A tensor of a parameter's shape as a flat one, in the order of the parameter's memory."""
     if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != spec.shape:
         found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
         raise CheckpointError(f"loaded state of {spec.label} has {found}, but the parameter has shape {spec.shape}")
-    dense = _dense(tensor, spec)
-    if dense.stride() == spec.stride and (memory := dense_memory(dense)) is not None:
+    dense = _to_dense(tensor, spec)
+    if dense.stride() == spec.stride and (memory := dense_flat_view(dense)) is not None:
         return memory
-    flat = dense.new_zeros(spec.extent)
+    flat = dense.new_zeros(spec.storage_numel)
     flat.as_strided(spec.shape, spec.stride).copy_(dense)
     return flat
 
 
-def _dense(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+def _to_dense(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
     if tensor.layout == torch.strided:
         return tensor
     if tensor.layout != torch.sparse_coo:

@@ -6,25 +6,25 @@ from typing import Any
 
 import torch
 
-from .wrapped import on_plain
+from .wrapped import map_inner_tensors
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+def map_tensors(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
     """A copy of nested containers with every tensor changed; containers keep their types, other values stay."""
     if isinstance(value, torch.Tensor):
-        return change(value)
+        return fn(value)
     if isinstance(value, dict):
         clone = copy.copy(value)
         for key, item in value.items():
-            clone[key] = map_tensors(item, change)
+            clone[key] = map_tensors(item, fn)
         return clone
     if isinstance(value, (list, tuple)):
-        items = [map_tensors(item, change) for item in value]
+        items = [map_tensors(item, fn) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 
-def plain_tensors(value: Any) -> list[torch.Tensor]:
+def collect_plain_tensors(value: Any) -> list[torch.Tensor]:
     """All tensors in it; of one that is made of others, these."""
     found: list[torch.Tensor] = []
 
@@ -32,39 +32,39 @@ def plain_tensors(value: Any) -> list[torch.Tensor]:
         found.append(tensor)
         return tensor
 
-    map_tensors(value, lambda tensor: on_plain(tensor, note))
+    map_tensors(value, lambda tensor: map_inner_tensors(tensor, note))
     return found
 
 
-def snapshot(value: Any) -> Any:
+def snapshot_to_host(value: Any) -> Any:
     """A copy on the CPU that nothing changes later."""
-    return map_tensors(copy_mutable(value), lambda tensor: on_plain(tensor, _to_host))
+    return map_tensors(deepcopy_except_tensors(value), lambda tensor: map_inner_tensors(tensor, _detach_to_host))
 
 
-def versions(value: Any) -> list[int]:
+def tensor_versions(value: Any) -> list[int]:
     """A number for each tensor that changes when the tensor is changed in place."""
     found: list[int] = []
     map_tensors(value, lambda tensor: found.append(tensor._version))
     return found
 
 
-def copy_mutable(value: Any) -> Any:
+def deepcopy_except_tensors(value: Any) -> Any:
     """Deep copies of everything but tensors."""
     memo: dict[int, Any] = {}
     map_tensors(value, lambda tensor: memo.setdefault(id(tensor), tensor))
     return copy.deepcopy(value, memo)
 
 
-def clone(tensor: torch.Tensor) -> torch.Tensor:
-    return on_plain(tensor, torch.clone)
+def clone_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return map_inner_tensors(tensor, torch.clone)
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+def _detach_to_host(tensor: torch.Tensor) -> torch.Tensor:
     detached = tensor.detach()
     return detached.clone() if detached.device.type == "cpu" else detached.cpu()
 
 
-def dense_memory(tensor: torch.Tensor) -> torch.Tensor | None:
+def dense_flat_view(tensor: torch.Tensor) -> torch.Tensor | None:
     """The memory of a tensor as one flat alias in the order it lies there; None if its strides leave gaps."""
     if tensor.is_contiguous():
         return tensor.detach().view(-1)
