@@ -16,7 +16,8 @@ from benchmarks.harness.report import finish, measure  # noqa: E402
 
 TITLE = "Replicas of shards: 2 x 2 ranks against 4 x 1"
 NOTE = (
-    "Four ranks, one thread each, gloo over loopback: `shard(..., shard_group_size=2)` against `shard(...)`, fused AdamW. "
+    "Four ranks, one thread each, gloo over loopback: `shard(..., shard_group_size=2)` against `shard(...)`, fused "
+    "AdamW. "
     "Bytes are those of one iteration, of all ranks; rows are ranks 0 and 1, and 2 and 3. Links between rows are no "
     "slower here than those within, so that the times only show what the second sum costs."
 )

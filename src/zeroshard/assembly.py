@@ -60,8 +60,8 @@ class EngineBuilder:
         names = [kind.name for kind in self.optimizer_specs]
         if group.get(OPTIMIZER_KEY) not in names:
             raise ConfigError(
-                f"this optimizer has several classes, so that a group must name its own: {OPTIMIZER_KEY!r} is to be one of "
-                f"{names}, not {group.get(OPTIMIZER_KEY)!r}"
+                f"this optimizer has several classes, so that a group must name its own: {OPTIMIZER_KEY!r} is to be "
+                f"one of {names}, not {group.get(OPTIMIZER_KEY)!r}"
             )
         return names.index(group[OPTIMIZER_KEY])
 

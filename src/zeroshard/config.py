@@ -69,8 +69,8 @@ class ZeroConfig:
     nonfinite: what becomes of a step whose gradients are not all finite; by default nobody looks.
     peer_checkpoint: keep each rank's share on another rank as well, from which it is rebuilt when a rank is lost.
     overlap_param_gather: parameters come back while the next forward pass runs, instead of at the end of `step()`.
-    broadcast_buffers: make the buffers of the model those of rank 0 after each step, and on DDP's schedule before forward
-        passes with gradients that follow each other without a step.
+    broadcast_buffers: make the buffers of the model those of rank 0 after each step, and on DDP's schedule before
+        forward passes with gradients that follow each other without a step.
     allow_mixed_dtypes: allow parameters of several dtypes in one `ZeroRedundancyOptimizer`; `shard` always does.
 
     `stage=2`, `overlap_param_gather` and `broadcast_buffers` are for `shard`, which sees the model.

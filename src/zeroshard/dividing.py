@@ -72,7 +72,8 @@ class Partitioning:
             _validate_granularity(optimizer_spec, partitioner)
         if len(self.optimizer_specs) > 1 and optimizer_spec.traits.has_shared_state:
             raise ConfigError(
-                f"{optimizer_spec.name} cannot be one of several classes: it has state that belongs to no parameter, so that "
+                f"{optimizer_spec.name} cannot be one of several classes: it has state that belongs to no parameter, "
+                "so that "
                 "the state of all could not be told apart. Make an optimizer of its own for its part of the model."
             )
 
@@ -80,13 +81,13 @@ class Partitioning:
         """Those that it needs and does not get."""
         if optimizer_spec.traits.required_grads == "sparse" and self.reduces_grads:
             raise ConfigError(
-                f"{optimizer_spec.name} takes sparse gradients only, and shard() averages dense ones. Use an optimizer for dense "
-                "gradients, or ZeroRedundancyOptimizer with DistributedDataParallel."
+                f"{optimizer_spec.name} takes sparse gradients only, and shard() averages dense ones. Use an "
+                "optimizer for dense gradients, or ZeroRedundancyOptimizer with DistributedDataParallel."
             )
         if optimizer_spec.traits.required_grads == "graph" and self.is_flat:
             raise ConfigError(
-                f"{optimizer_spec.name} differentiates gradients once more, and those that were averaged over ranks have no "
-                "graph. Use an optimizer that needs no Hessian, or train without sharding."
+                f"{optimizer_spec.name} differentiates gradients once more, and those that were averaged over ranks "
+                "have no graph. Use an optimizer that needs no Hessian, or train without sharding."
             )
 
     def is_split(self, spec_id: int) -> bool:
@@ -152,8 +153,8 @@ def _validate_granularity(optimizer_spec: OptimizerSpec, flat_shards: FlatShards
     needed = optimizer_spec.split_rule.granularity
     if flat_shards.granularity is not None and not flat_shards.granularity.satisfies(needed):
         raise ConfigError(
-            f"{flat_shards} cuts too finely for {optimizer_spec.name}: a self-test found that it needs pieces of a multiple of "
-            f"{needed.align} elements, at least {needed.min_numel}. Leave align and least out, or take "
+            f"{flat_shards} cuts too finely for {optimizer_spec.name}: a self-test found that it needs pieces of a "
+            f"multiple of {needed.align} elements, at least {needed.min_numel}. Leave align and least out, or take "
             f"align={needed.align} and min_numel={needed.min_numel}."
         )
 

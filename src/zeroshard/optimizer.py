@@ -11,7 +11,6 @@ from torch._compile import _disable_dynamo  # as torch's own optimizers: the com
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from . import state_dicts
 from . import zero_redundancy_optimizer as compat
 from .adapters.autograd import register_accumulation_hook
 from .adapters.ddp import CommHook, DDPOverlap, resolve_optimizer_class
@@ -43,12 +42,13 @@ from .runtime.whole import WholeParamEngine
 from .state import callers
 from .state.compat import StateDict
 from .state.trees import deepcopy_except_tensors, tensor_versions
+from .state_dicts import run_state_dict_hooks, state_dict_for_dcp
 from .stateful import StateDictMixin
 from .stepping import StepDriver
 from .units import GlobalRank, Rank
 
 if TYPE_CHECKING:
-    from .reporting import Report
+    from .reporting.report import Report
     from .second_copy import NamedBuffers, PeerCheckpointer, PeerSnapshots
 
 
@@ -223,9 +223,7 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
         self._require_final_layout("state_dict")
         asked = callers.detect_dcp_call()
         if asked is not None:
-            return state_dicts.run_state_dict_hooks(
-                self, state_dicts.state_dict_for_dcp(self._engine, self.param_groups, asked)
-            )
+            return run_state_dict_hooks(self, state_dict_for_dcp(self._engine, self.param_groups, asked))
         if self._consolidated_state is None:
             raise RuntimeError(
                 "this rank holds only its own share of the state. Call full_state_dict(to=0) on "
@@ -244,7 +242,7 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
                 "the tensors of an earlier state_dict() were changed in place, and it shares them with what was "
                 "gathered: call consolidate_state_dict() again, and change a copy"
             )
-        return state_dicts.run_state_dict_hooks(self, deepcopy_except_tensors(self._consolidated_state.state_dict))
+        return run_state_dict_hooks(self, deepcopy_except_tensors(self._consolidated_state.state_dict))
 
     def load_state_dict(self, state_dict: StateDict, *, assign: bool = False) -> None:
         """Load this rank's part of a dict saved at any world size, or by the plain optimizer. Called on all ranks.
@@ -316,7 +314,8 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
     def check_consistency(self) -> None:
         """Raise `ReplicaMismatchError` on all ranks if they have different parameters, bit by bit. Called on all ranks.
 
-        `ZeroConfig(consistency_check=ConsistencyCheck(every=...))` does it every so many steps, and says what it cannot find.
+        `ZeroConfig(consistency_check=ConsistencyCheck(every=...))` does it every so many steps, and
+        says what it cannot find.
         """
         self._engine.check_consistency("check_consistency()")
 

@@ -84,8 +84,8 @@ class CPUOffload:
 class ConsistencyCheck:
     """Every so many steps all ranks compare all bits of all parameters, before the step updates anything.
 
-    A difference raises `ReplicaMismatchError` on all ranks, which names ranks and parameters. It costs one pass over the
-    parameters and one small message.
+    A difference raises `ReplicaMismatchError` on all ranks, which names ranks and parameters. It costs one pass over
+    the parameters and one small message.
 
     A difference lasts until a step sends the parameter: what its owner has then comes to all, right or wrong. So
     `every=1` sees each bit that a parameter loses; a larger number sees what has happened since the last step, what
@@ -130,7 +130,8 @@ class NonFiniteGrads:
             )
         if self.action != "skip":
             raise ConfigError(
-                f'NonFiniteGrads(max_consecutive=...) counts steps that are left out: it goes with "skip", not {self.action!r}'
+                'NonFiniteGrads(max_consecutive=...) counts steps that are left out: it goes with "skip", not '
+                f"{self.action!r}"
             )
 
 
@@ -155,7 +156,8 @@ class PeerCheckpoint:
             type(self.failure_domain_size) is not int or self.failure_domain_size < 1
         ):
             raise ConfigError(
-                f"PeerCheckpoint(apart=...) takes a number of ranks from 1 on, or None, not {self.failure_domain_size!r}"
+                "PeerCheckpoint(failure_domain_size=...) takes a number of ranks from 1 on, or None, not "
+                f"{self.failure_domain_size!r}"
             )
 
 

@@ -23,8 +23,8 @@ _MAX_LISTED_NAMES = 8
 class ParamRule:
     """The parameters that `selector` chooses are updated by `optimizer_class`, made with `options`.
 
-    selector: `matrix_params()`, `remaining_params`, or a function of a name and a parameter. Names are those in the model,
-        without what `torch.compile` and wrappers put into them. A tied weight has several: a rule takes it if the
+    selector: `matrix_params()`, `remaining_params`, or a function of a name and a parameter. Names are those in the
+        model, without what `torch.compile` and wrappers put into them. A tied weight has several: a rule takes it if the
         selector chooses it under each of them.
     partition: `FlatShards(...)` or `WholeParams(...)`. By default parameters are cut where the class allows it, and
         whole elsewhere.

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 from torch.optim import Optimizer
 
-from . import state_dicts
 from .adapters.ddp import DDPOverlap
 from .comm.agreement import Prepared, prepare_all
 from .comm.collectives import Comm
@@ -12,6 +11,14 @@ from .labels import Phase
 from .runtime.step import Engine
 from .state.compat import StateDict
 from .state.trees import tensor_versions
+from .state_dicts import (
+    gather_state_dict,
+    local_state_dict,
+    prepare_load,
+    run_load_state_dict_pre_hooks,
+    run_state_dict_hooks,
+    validate_state_dict,
+)
 
 
 class _ConsolidatedState(NamedTuple):
@@ -42,17 +49,15 @@ class StateDictMixin(Optimizer):
             if self._comm.data_parallel.group.rank == to:
                 self._discard_consolidated_state()
 
-        contents = state_dicts.gather_state_dict(
-            self._engine, self.param_groups, "consolidate_state_dict", to, discard_previous
-        )
+        contents = gather_state_dict(self._engine, self.param_groups, "consolidate_state_dict", to, discard_previous)
         if contents is not None:
             self._consolidated_state = _ConsolidatedState(contents, self._engine.steps, tensor_versions(contents))
 
     def full_state_dict(self, to: int = 0) -> StateDict | None:
         """Gather all state and return it on rank `to`, None on the others. Called on all ranks; nothing is kept."""
         self._require_final_layout("full_state_dict")
-        contents = state_dicts.gather_state_dict(self._engine, self.param_groups, "full_state_dict", to)
-        return None if contents is None else state_dicts.run_state_dict_hooks(self, contents)
+        contents = gather_state_dict(self._engine, self.param_groups, "full_state_dict", to)
+        return None if contents is None else run_state_dict_hooks(self, contents)
 
     def sharded_state_dict(self) -> StateDict:
         """This rank's part of the state, for `torch.distributed.checkpoint`: nothing is gathered, nothing is copied.
@@ -64,18 +69,18 @@ class StateDictMixin(Optimizer):
         state that their first step would begin with, as with torch's helpers. The optimizer does not keep that.
         """
         self._require_final_layout("sharded_state_dict")
-        return state_dicts.local_state_dict(self._engine, self.param_groups, include_initial=True)
+        return local_state_dict(self._engine, self.param_groups, include_initial=True)
 
     def _check_state_dict(self, state_dict: StateDict) -> None:
         """Raise if it is not one for this optimizer, whatever the values of its tensors."""
-        state_dicts.validate_state_dict(self._engine, state_dict)
+        validate_state_dict(self._engine, state_dict)
 
     def _load_state_dict(self, state_dict: StateDict, *, assign: bool) -> None:
         self._require_final_layout("load_state_dict")
 
         def prepare() -> Prepared[None]:
-            saved = state_dicts.run_load_state_dict_pre_hooks(self, state_dict)
-            return state_dicts.prepare_load(self._engine, saved, assign=assign)
+            saved = run_load_state_dict_pre_hooks(self, state_dict)
+            return prepare_load(self._engine, saved, assign=assign)
 
         with self._comm.profiler.phase(Phase.LOAD_STATE):
             prepare_all(self._comm, "load_state_dict", prepare)

@@ -219,7 +219,9 @@ def test_a_checkpoint_without_the_folder_of_the_state_is_refused(context: RankCo
             loop.accelerator.load_state(str(tmp_path))
         seen = tmp_path if context.rank == 0 else tmp_path / "not yet here"
         assert loop.optimizer.detect_shard_dir(seen, tmp_path / "any.bin"), "as the first rank sees it"
-        assert not loop.optimizer.detect_shard_dir(tmp_path / "none" if context.rank == 0 else tmp_path, tmp_path / "any.bin")
+        assert not loop.optimizer.detect_shard_dir(
+            tmp_path / "none" if context.rank == 0 else tmp_path, tmp_path / "any.bin"
+        )
         with pytest.raises(CheckpointError, match=r"this has no state in it.*full_state_dict"):
             loop.optimizer.load_state_dict(loop.optimizer.state_dict())
 

@@ -313,7 +313,9 @@ def test_too_many_in_a_row(ctx: RankContext) -> None:
         step(factor)
     before = values_of(model)
     for row in (2, 3):
-        with pytest.raises(NonFiniteError, match=rf"for {row} steps in a row, and NonFiniteGrads\(then='skip', most=2\)"):
+        with pytest.raises(
+            NonFiniteError, match=rf"for {row} steps in a row, and NonFiniteGrads\(action='skip', max_consecutive=2\)"
+        ):
             step(math.inf)
     assert all_equal([values_of(model), before])
     step(1.0)

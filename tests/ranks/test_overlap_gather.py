@@ -1,4 +1,5 @@
-"""`overlap_param_gather=True`: parameters are under way after a step, and whoever looks at the model sees the final ones."""
+"""`overlap_param_gather=True`: parameters are under way after a step, and whoever looks at the model sees the final "
+"ones."""
 
 from __future__ import annotations
 

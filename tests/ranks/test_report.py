@@ -30,7 +30,7 @@ from zeroshard import (
     remaining_params,
     shard,
 )
-from zeroshard.reporting import Report
+from zeroshard.reporting.report import Report
 from zeroshard.units import Rank
 
 

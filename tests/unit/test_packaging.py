@@ -94,7 +94,8 @@ def test_torch_is_all_that_it_needs(installed: Path, torch_alone: Path, tmp_path
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         optimizer.report().as_dict()
-        print(zeroshard.planning.plan(model, torch.optim.AdamW, ranks=[2]).estimate_for("zeroshard 2", 2).memory.state > 0)
+        plan = zeroshard.planning.plan(model, torch.optim.AdamW, ranks=[2])
+        print(plan.estimate_for("zeroshard 2", 2).memory.state > 0)
         dist.destroy_process_group()
     """
     path = os.pathsep.join(map(str, (installed, torch_alone)))

@@ -190,8 +190,8 @@ def test_tables_of_large_numbers_with_all_columns(capsys: pytest.CaptureFixture[
     assert max(map(len, text.splitlines())) <= width
     assert "host" in text
     assert (
-        f"for each a rank sends {format_bytes(large.estimate_for('zeroshard 2', 2048).peer_checkpoint_bytes)} on 2,048 ranks"
-        in " ".join(text.split())
+        f"for each a rank sends {format_bytes(large.estimate_for('zeroshard 2', 2048).peer_checkpoint_bytes)} on "
+        "2,048 ranks" in " ".join(text.split())
     )
 
 

@@ -144,13 +144,17 @@ def test_what_is_not_finite_has_three_consequences(then: Any) -> None:
 
 @pytest.mark.parametrize("most", [0, -3, 2.0, True, "2"])
 def test_the_most_steps_that_are_left_out_are_a_number(most: Any) -> None:
-    with pytest.raises(ConfigError, match=r"NonFiniteGrads\(max_consecutive=\.\.\.\) takes a number of steps, 1 or more"):
+    with pytest.raises(
+        ConfigError, match=r"NonFiniteGrads\(max_consecutive=\.\.\.\) takes a number of steps, 1 or more"
+    ):
         NonFiniteGrads("skip", max_consecutive=most)
 
 
 @pytest.mark.parametrize("then", ["raise", "warn"])
 def test_only_steps_that_are_left_out_have_a_most(then: Any) -> None:
-    with pytest.raises(ConfigError, match=r'NonFiniteGrads\(max_consecutive=\.\.\.\) counts steps that are left out: .*"skip"'):
+    with pytest.raises(
+        ConfigError, match=r'NonFiniteGrads\(max_consecutive=\.\.\.\) counts steps that are left out: .*"skip"'
+    ):
         NonFiniteGrads(then, max_consecutive=2)
 
 

@@ -140,8 +140,8 @@ class CheckpointMetadata:
                 least = prod(chunk.sizes) * tensor.properties.dtype.itemsize
                 if least and (length := self.storage_info(MetadataIndex(key, chunk.offsets)).length) < least:
                     raise CheckpointError(
-                        f"{self.directory / _METADATA_FILE} contradicts itself: a part of '{key}' has {least} bytes, but "
-                        f"{length} in its file"
+                        f"{self.directory / _METADATA_FILE} contradicts itself: a part of '{key}' has {least} bytes, "
+                        f"but {length} in its file"
                     )
 
     def storage_info(self, index: MetadataIndex) -> Any:

@@ -76,8 +76,8 @@ class CheckpointDir:
         """A new directory to write a checkpoint to, hidden until it is published."""
         if self.step_path(step).exists():
             raise CheckpointError(
-                f"{self.step_path(step)} exists already. Give each job a folder of its own, go on from load()'s step, or "
-                "remove what is not wanted any more."
+                f"{self.step_path(step)} exists already. Give each job a folder of its own, go on from load()'s step, "
+                "or remove what is not wanted any more."
             )
         self._remove_leftovers()
         directory = self.path / f"{_WRITING_PREFIX}{uuid4().hex}"

@@ -44,7 +44,8 @@ class Manifest:
         if without:
             names = f"{', '.join(without[:3])}{' and others' if len(without) > 3 else ''}"
             raise CheckpointError(
-                f"{directory / MANIFEST_FILE} has no check sums of {names}, which the checkpoint needs: it is damaged, or "
+                f"{directory / MANIFEST_FILE} has no check sums of {names}, which the checkpoint needs: it is "
+                "damaged, or "
                 "of another one. Restore it, or load another checkpoint. Without this file all is read unchecked."
             )
 

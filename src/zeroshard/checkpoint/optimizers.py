@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from .. import state_dicts
 from ..optimizer import ZeroRedundancyOptimizer
 from ..runtime.rooms import StateKeys
 from ..runtime.step import Engine, StateAllocator
@@ -19,6 +18,7 @@ from ..runtime.wrapping import rebuild_subclass_state
 from ..state.compat import StateDict
 from ..state.records import MASTER_KEY, infer_param_shaped_keys
 from ..state.wrapped import flatten_subclasses
+from ..state_dicts import local_state_dict
 from .changing import are_torch_methods
 from .expecting import can_use_state_key, make_factory
 from .staging import copy_to_host
@@ -171,7 +171,7 @@ class ShardedAdapter:
 
     def local_state_dict(self) -> StateDict:
         self.optimizer._require_final_layout("checkpoint.save")
-        return state_dicts.local_state_dict(self._engine, self.optimizer.param_groups, include_initial=False)
+        return local_state_dict(self._engine, self.optimizer.param_groups, include_initial=False)
 
     def can_load_master_weights(self, _: Collection[Any], /) -> bool:
         return True

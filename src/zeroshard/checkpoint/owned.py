@@ -107,6 +107,6 @@ def check_state_on_all_owners(optimizer: Optimizer | None, comm: Comm) -> None:
     torn = [engine.layout.params[index].label for index in range(count) if both[index] and both[count + index]]
     if torn:
         raise CheckpointError(
-            f"some ranks have optimizer state of {format_names(torn)}, and others that own a part of it have none, as after "
-            "a step that failed on one rank. Load a checkpoint before you save one."
+            f"some ranks have optimizer state of {format_names(torn)}, and others that own a part of it have none, as "
+            "after a step that failed on one rank. Load a checkpoint before you save one."
         )

@@ -184,8 +184,8 @@ def _torch_load(metadata: CheckpointMetadata, stream: BinaryIO, index: MetadataI
         if _DISALLOWED_TYPE_MARKER not in torch_reason(error):
             raise CheckpointError(f"{_format_index(metadata, index)} cannot be read: {torch_reason(error)}") from error
         raise CheckpointError(
-            f"'{index.fqn}' holds a type that is not read from files, since reading it could run code ({torch_reason(error)}) "
-            "Allow it with torch.serialization.add_safe_globals if you trust the file."
+            f"'{index.fqn}' holds a type that is not read from files, since reading it could run code "
+            f"({torch_reason(error)}) Allow it with torch.serialization.add_safe_globals if you trust the file."
         ) from error
     except Exception as error:
         raise CheckpointError(f"{_format_index(metadata, index)} cannot be read: {torch_reason(error)}") from error

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.utils.dlpack import from_dlpack
 
 from ..comm.collectives import Comm
@@ -54,7 +54,7 @@ def write_shards(comm: Comm, directory: Path, state_dict: dict[str, Any], progre
     writer.fs = files
     try:
         with comm.group.failure_detector, dcp_group_kwargs(comm.group) as ranks:
-            save(state_dict, storage_writer=writer, planner=_SavePlanner(progress), **ranks)
+            dcp_save(state_dict, storage_writer=writer, planner=_SavePlanner(progress), **ranks)
     except CheckpointException as error:
         raise CheckpointError(
             f"the checkpoint could not be written to {directory.parent}: {format_failures(error)}"

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
 
-from .. import running
 from ..checkpoint.progress import Progress
 from ..doctor import command
 from ..errors import ZeroError
+from ..running import run_command
 from .describe import describe_checkpoint
 from .files import atomic_output
 from .formats import FORMAT_WRITERS
@@ -99,7 +99,7 @@ _PASSTHROUGH_SETTINGS: dict[str, Any] = {
 @app.command(context_settings=_PASSTHROUGH_SETTINGS, add_help_option=False)
 def run(context: typer.Context) -> None:
     """Run a script as python does, with zeroshard's classes in the place of torch's. See `run --help`."""
-    raise SystemExit(running.run_command(context.args))
+    raise SystemExit(run_command(context.args))
 
 
 @app.command(context_settings=_PASSTHROUGH_SETTINGS, add_help_option=False)

@@ -24,8 +24,7 @@ from torch.serialization import skip_data
 
 from ..checkpoint.contents import MODEL, OPTIM
 from ..checkpoint.folder import fsync_dir, write_and_fsync
-from ..checkpoint.manifest import MANIFEST_FILE as MANIFEST_FILE
-from ..checkpoint.manifest import build_manifest
+from ..checkpoint.manifest import MANIFEST_FILE, build_manifest
 from ..checkpoint.progress import Progress
 from ..checkpoint.saved_optimizer import PARAM_GROUPS, STATE, set_nested
 from ..errors import CheckpointError

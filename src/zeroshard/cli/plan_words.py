@@ -75,8 +75,8 @@ def format_network_assumptions(plan: Plan) -> str:
     network = plan.network
     row = "" if network.within is None else f" ({format_bytes(network.within)}/s inside a row)"
     return (
-        f"Network time: what a step sends, at {format_bytes(network.bandwidth)}/s{row} and {network.latency * 1e6:g} us a "
-        "message, if nothing overlaps; at best, with log2 N messages one after the other in a collective."
+        f"Network time: what a step sends, at {format_bytes(network.bandwidth)}/s{row} and {network.latency * 1e6:g} "
+        "us a message, if nothing overlaps; at best, with log2 N messages one after the other in a collective."
     )
 
 

@@ -144,8 +144,8 @@ def _read_local_rank_and_size() -> tuple[int, int]:
     except ValueError:
         told = ", ".join(f"{name}={value!r}" for name, value in found.items())
         raise ConfigError(
-            f"shard_group_size='{NODE}' takes LOCAL_RANK and LOCAL_WORLD_SIZE from the environment, where torchrun sets "
-            f"them, but found {told}. Start with torchrun, or give a number of consecutive ranks."
+            f"shard_group_size='{NODE}' takes LOCAL_RANK and LOCAL_WORLD_SIZE from the environment, where torchrun "
+            f"sets them, but found {told}. Start with torchrun, or give a number of consecutive ranks."
         ) from None
     return rank, size
 

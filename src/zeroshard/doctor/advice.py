@@ -75,7 +75,8 @@ def recommend_options(profile: NetworkProfile) -> Advice:
     if profile.intra_node_bandwidth is not None and profile.inter_node_bandwidth is not None:
         pays = profile.inter_node_bandwidth < _SLOW_INTER_NODE_RATIO * profile.intra_node_bandwidth
         more = ', shard_group_size="node"' if pays else ""
-        compared = f"{profile.inter_node_bandwidth / 1e9:.2f} GB/s between hosts, {profile.intra_node_bandwidth / 1e9:.2f} GB/s within"
+        between, within = profile.inter_node_bandwidth / 1e9, profile.intra_node_bandwidth / 1e9
+        compared = f"{between:.2f} GB/s between hosts, {within:.2f} GB/s within"
         reasons.append(f"{'shard_group_size' if pays else 'no shard_group_size'}: {compared}")
     given = f", config={config}" if options else ""
     call = f"optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=3e-4{given}{more})"

@@ -72,8 +72,10 @@ class DoctorReport:
     def _headline(self) -> str:
         errors, warnings = (sum(it.level == level for it in self.findings) for level in (ERROR, WARNING))
         ranks, there = len(self.job.rank_infos), len(ranks_by_host(self.job.rank_infos))
-        health = f"{'not healthy' if errors else 'healthy'} ({_pluralize(errors, 'error')}, {_pluralize(warnings, 'warning')})"
-        return f"zeroshard doctor: {health}; {_pluralize(ranks, 'rank')} on {_pluralize(there, 'host')}, {self.job.backend}"
+        counts = f"{_pluralize(errors, 'error')}, {_pluralize(warnings, 'warning')}"
+        health = f"{'not healthy' if errors else 'healthy'} ({counts})"
+        where = f"{_pluralize(ranks, 'rank')} on {_pluralize(there, 'host')}"
+        return f"zeroshard doctor: {health}; {where}, {self.job.backend}"
 
 
 def _to_json_value(value: Any) -> Any:

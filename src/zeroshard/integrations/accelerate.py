@@ -66,8 +66,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
             super().load_state_dict(state_dict)
         elif not self._has_shard_dir:  # else it is loaded by all ranks, each its part
             raise CheckpointError(
-                f"this has no state in it, but says that all ranks have saved theirs in a folder {SHARD_DIR_NAME} beside it: "
-                "load the whole checkpoint as it was saved, or take optimizer.optimizer.full_state_dict()"
+                f"this has no state in it, but says that all ranks have saved theirs in a folder {SHARD_DIR_NAME} "
+                "beside it: load the whole checkpoint as it was saved, or take optimizer.optimizer.full_state_dict()"
             )
 
     def detect_shard_dir(self, directory: Path, file: Path) -> bool:

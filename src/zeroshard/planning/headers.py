@@ -125,7 +125,8 @@ def _parse_tensor_entry(path: Path, name: str, entry: Any, data_nbytes: int) -> 
     dtype, shape, span = (found.get(key, "nothing") for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in _SAFETENSORS_DTYPES:
         raise CheckpointError(
-            f"{path}: {_short_repr(name)} has the dtype {_short_repr(dtype)}: expected one of {', '.join(_SAFETENSORS_DTYPES)}"
+            f"{path}: {_short_repr(name)} has the dtype {_short_repr(dtype)}: expected one of "
+            f"{', '.join(_SAFETENSORS_DTYPES)}"
         )
     if not _are_sizes(shape) or not _are_sizes(span) or len(span) != 2:
         raise CheckpointError(
@@ -134,7 +135,8 @@ def _parse_tensor_entry(path: Path, name: str, entry: Any, data_nbytes: int) -> 
     tensor = ParamShape(name, tuple(shape), _SAFETENSORS_DTYPES[dtype])
     if not span[0] <= span[1] <= data_nbytes or prod(tensor.shape) * tensor.dtype.itemsize != span[1] - span[0]:
         raise CheckpointError(
-            f"{path}: {_short_repr(name)} of shape {_short_repr(shape)} and dtype {dtype} is said to lie at {_short_repr(span)} of "
+            f"{path}: {_short_repr(name)} of shape {_short_repr(shape)} and dtype {dtype} is said to lie at "
+            f"{_short_repr(span)} of "
             f"the {data_nbytes:,} bytes that there are, where it does not fit. Download the file again."
         )
     return tensor

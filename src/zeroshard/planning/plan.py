@@ -108,7 +108,8 @@ class Plan:
 
     def _format_line(self, estimate: Estimate) -> str:
         verdict = {None: "", True: "  fits", False: "  does not fit"}[self.fits(estimate)]
-        return f"{estimate.ranks:>5} ranks  {estimate.method:<12} {estimate.memory.peak / 1e9:>9.2f} GB a rank at most{verdict}"
+        peak = estimate.memory.peak / 1e9
+        return f"{estimate.ranks:>5} ranks  {estimate.method:<12} {peak:>9.2f} GB a rank at most{verdict}"
 
 
 def plan(

@@ -83,7 +83,8 @@ def _format_buckets(report: ReportData) -> Iterator[str]:
 
 
 def _format_bucket(bucket: BucketSummary) -> str:
-    head = f"  {bucket.bucket_index:<8}{bucket.dtype:<10}{bucket.device:<9}{format_bytes(bucket.nbytes):>11}{bucket.padding:>10,}  "
+    size = format_bytes(bucket.nbytes)
+    head = f"  {bucket.bucket_index:<8}{bucket.dtype:<10}{bucket.device:<9}{size:>11}{bucket.padding:>10,}  "
     names = ", ".join(bucket.parameters[:3]) + ("" if len(bucket.parameters) <= 3 else ", ...")
     return head + _truncate(
         f"{bucket.sharding}, {format_count(len(bucket.parameters), 'parameter')}: {names}", _TEXT_WIDTH - len(head)
@@ -109,7 +110,8 @@ def _format_times(report: ReportData) -> Iterator[str]:
     if not times.phases:
         yield "Times of the last step: there was none yet"
         return
-    yield f"The last step took {format_seconds(times.step_s)}, and {format_seconds(times.iteration_s)} since the one before"
+    step, iteration = format_seconds(times.step_s), format_seconds(times.iteration_s)
+    yield f"The last step took {step}, and {iteration} since the one before"
     yield f"  {'time of the host':<34}{'calls':>8}{'in step()':>14}{'outside it':>14}"
     ordered = sorted(times.phases.items(), key=lambda it: -(it[1].in_step_s + it[1].outside_step_s))
     for label, it in ordered:
@@ -127,7 +129,8 @@ def _format_counters(report: ReportData) -> Iterator[str]:
     if it.consistency_checks:
         yield f"  {format_count(it.consistency_checks, 'look')} for drift"
     if it.peer_snapshot_step is not None:
-        yield f"  second copy: of step {it.peer_snapshot_step:,}, for which {format_bytes(it.peer_snapshot_bytes)} were sent"
+        sent = format_bytes(it.peer_snapshot_bytes)
+        yield f"  peer checkpoint: of step {it.peer_snapshot_step:,}, for which {sent} were sent"
 
 
 def _format_first_and_last(values: Sequence[T], format_line: Callable[[T], str], noun: str) -> Iterator[str]:

@@ -113,7 +113,9 @@ class _MismatchSearch:
         if not mismatch.reference_ranks:
             return f"{label} in bucket {bucket}, of which every rank has lost a part"
         verb = "differs" if len(mismatch.mismatched_ranks) == 1 else "differ"
-        return f"{label} in bucket {bucket}, where {format_ranks(mismatch.mismatched_ranks)} {verb} from {format_ranks(mismatch.reference_ranks)}"
+        wrong, right = format_ranks(mismatch.mismatched_ranks), format_ranks(mismatch.reference_ranks)
+
+        return f"{label} in bucket {bucket}, where {wrong} {verb} from {right}"
 
 
 def find_majority(reported: Sequence[str]) -> tuple[list[int], list[int], bool]:

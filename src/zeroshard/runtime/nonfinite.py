@@ -84,8 +84,8 @@ class NonFiniteCheck:
             raise NonFiniteError(f"{what} Nothing was updated. {_NON_FINITE_ADVICE}")
         if policy.max_consecutive is not None and self.counts.consecutive >= policy.max_consecutive:
             raise NonFiniteError(
-                f"{what} That is the case for {self.counts.consecutive} steps in a row, and {policy} allows less. Nothing "
-                f"was updated. {_NON_FINITE_ADVICE}"
+                f"{what} That is the case for {self.counts.consecutive} steps in a row, and {policy} allows less. "
+                f"Nothing was updated. {_NON_FINITE_ADVICE}"
             )
         if self.counts.detected.bit_count() == 1:
             done = "The step is left out" if skips else "The step is made with them"

@@ -39,7 +39,8 @@ class ReplicaGuard:
     def check_not_diverged(self, step: int) -> None:
         if self._failed_call:
             raise ReplicaMismatchError(
-                f"rows of ranks need no longer be the same: {self._failed_call} failed on a rank, and its row has not made "
+                f"rows of ranks need no longer be the same: {self._failed_call} failed on a rank, and its row has not "
+                "made "
                 "all of it. Nothing was updated. Load a checkpoint, or state dicts of the model and the optimizer, on "
                 "all ranks, and call zero_grad().",
                 step=step,

@@ -254,8 +254,8 @@ class OptimizerStateView(_DictView):
     def popitem(self) -> tuple[Any, Any]:
         if self._world_size > 1:
             raise ConfigError(
-                f"popitem() would remove the state of a different parameter on each of the {self._world_size} ranks, since "
-                "each holds its own part of the state. Use pop(param), or clear() to remove everything."
+                f"popitem() would remove the state of a different parameter on each of the {self._world_size} ranks, "
+                "since each holds its own part of the state. Use pop(param), or clear() to remove everything."
             )
         if not self:
             raise KeyError("popitem(): the state is empty")

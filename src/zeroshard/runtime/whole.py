@@ -75,7 +75,11 @@ class WholeParamEngine(Engine):
         return [StateShard(index, None, (), state[param]) for index, param in mine.items() if param in state]
 
     def state_allocator(
-        self, state_keys: StateKeys, *, in_place: bool, param_shaped_keys: frozenset[Any]
+        self,
+        state_keys: StateKeys,  # noqa: ARG002
+        *,
+        in_place: bool,
+        param_shaped_keys: frozenset[Any],  # noqa: ARG002
     ) -> StateAllocator:
         state = self.inner.optimizer.state
 

@@ -40,8 +40,8 @@ def _rebuild_like(like: Any, value: Any, key: Any) -> Any:
     found = {name: it.local if isinstance(it, ShardTensor) else it for name, it in value.items()}
     if {name: it.numel() for name, it in found.items()} != {name: it.numel() for name, it in wanted.items()}:
         raise CheckpointError(
-            f"the loaded state '{key}' is made of {_format_sizes(found)}, but {type(like).__name__} has {_format_sizes(wanted)}: "
-            "it was saved by an optimizer of another class, or with other options"
+            f"the loaded state '{key}' is made of {_format_sizes(found)}, but {type(like).__name__} has "
+            f"{_format_sizes(wanted)}: it was saved by an optimizer of another class, or with other options"
         )
     return rebuild_subclass(
         like, {name: it.to(wanted[name].device).view(wanted[name].shape) for name, it in found.items()}
