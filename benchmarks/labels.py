@@ -21,7 +21,7 @@ import zeroshard  # noqa: E402
 from benchmarks.harness.ranks import fake_group  # noqa: E402
 from benchmarks.harness.report import Row, finish, measure  # noqa: E402
 from benchmarks.harness.timing import wall_clock  # noqa: E402
-from zeroshard.labels import Phase, StepProfiler  # noqa: E402
+from zeroshard.profiling import Phase, StepProfiler  # noqa: E402
 
 TITLE = "What labels cost"
 NOTE = "One rank, 2,000 tensors of 256 elements in one bucket, AdamW; medians of 21 rounds, one thread."

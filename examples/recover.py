@@ -44,7 +44,7 @@ def train(name: str, port: int) -> None:
         try:
             optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=1e-2, config=CONFIG)
             if attempt:
-                step = zeroshard.recovery.restore_from_peers(
+                step = zeroshard.peer_checkpoint.restore_from_peers(
                     optimizer, held
                 )  # a process that has just begun gives None
             held = optimizer.peer_snapshots  # outlives the optimizer and the process group

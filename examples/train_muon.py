@@ -31,7 +31,7 @@ def options() -> argparse.Namespace:
 
 def sharded(model: nn.Module, *, measured: bool) -> zeroshard.ShardedOptimizer:
     hidden = zeroshard.matrix_params(exclude=("tokens", "positions"))
-    cost = zeroshard.measuring.profile_step_cost(model, torch.optim.Muon, selector=hidden) if measured else None
+    cost = zeroshard.rules.profile_step_cost(model, torch.optim.Muon, selector=hidden) if measured else None
     return zeroshard.shard(
         model,
         [

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from zeroshard import CPUOffload, ZeroConfig, shard
-from zeroshard.planning import Plan, plan
+from zeroshard.planner import Plan, plan
 
 from ..harness.ranks import fake_group, run_ranks
 from ..harness.report import Row, failed_row

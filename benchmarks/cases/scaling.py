@@ -17,7 +17,7 @@ from torch.optim import AdamW, Muon
 
 import zeroshard
 from zeroshard import FlatShards, ParamRule, ZeroConfig, matrix_params, remaining_params
-from zeroshard.assembly import EngineBuilder
+from zeroshard.build import EngineBuilder
 
 from ..harness.ranks import fake_group, run_ranks
 from ..harness.report import Row, markdown

@@ -4,34 +4,21 @@ from typing import TYPE_CHECKING, Any
 
 from . import ddp_hooks
 from .config import ZeroConfig
-from .errors import (
-    BindingError,
-    CheckpointError,
-    ConfigError,
-    LayoutError,
-    NonFiniteError,
-    RankFailedError,
-    RankLostError,
-    RankMismatchError,
-    ReplicaMismatchError,
-    ZeroError,
-)
+from .errors import BindingError, CheckpointError, ConfigError, LayoutError, NonFiniteError, RankFailedError, RankLostError, RankMismatchError, ReplicaMismatchError, ZeroError
 from .layout.partition import FlatShards, WholeParams
 from .objects import broadcast_object as broadcast_object  # not in `__all__`: torch has it as a private name
 from .optimizer import ZeroRedundancyOptimizer
 from .policies import ConsistencyCheck, CPUOffload, NonFiniteGrads, PeerCheckpoint
-from .replacing import replace_torch
+from .torch_patch import replace_torch
 from .rules import ParamRule, matrix_params, remaining_params
-from .scaler import GradScaler
-from .sharded import ShardedOptimizer, shard
+from .grad_scaler import GradScaler
+from .shard import ShardedOptimizer, shard
 
 if TYPE_CHECKING:
     from . import checkpoint
-    from . import measuring as measuring
-    from . import planning as planning
-    from . import recovery as recovery
-    from . import reporting as reporting
-    from . import second_copy as second_copy
+    from . import peer_checkpoint as peer_checkpoint
+    from . import planner as planner
+    from . import report as report
 
 __version__ = "0.1.0.dev0"
 
@@ -66,7 +53,7 @@ __all__ = [
 ]
 
 
-_LAZY = {"checkpoint", "measuring", "planning", "recovery", "reporting", "second_copy"}
+_LAZY = {"checkpoint", "peer_checkpoint", "planner", "report"}
 """Modules that are imported on first use: most programs need few of them, and `checkpoint` takes a second."""
 
 

@@ -11,17 +11,7 @@ import torch
 
 from .errors import ConfigError
 from .layout.partition import FlatShards, Partitioner, WholeParams
-from .policies import (
-    ConsistencyCheck,
-    CPUOffload,
-    MasterWeights,
-    NonFiniteGrads,
-    PeerCheckpoint,
-    Reduce,
-    ZeroStage,
-    ZeroStage1,
-    ZeroStage2,
-)
+from .policies import ConsistencyCheck, CPUOffload, MasterWeights, NonFiniteGrads, PeerCheckpoint, Reduce, ZeroStage, ZeroStage1, ZeroStage2
 
 _REDUCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

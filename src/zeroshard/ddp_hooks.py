@@ -9,7 +9,7 @@ first two backward passes (three with `static_graph=True`); these make no update
 
 from torch.nn.parallel import DistributedDataParallel
 
-from .adapters.ddp import CommHook
+from .engine.ddp import CommHook
 from .optimizer import ZeroRedundancyOptimizer
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]

@@ -10,11 +10,11 @@ from .layout.balance import Balance, compute_balance
 from .layout.grain import ShardGranularity
 from .layout.layout import Layout
 from .layout.partition import CostFn, FlatShards, MixedPartitioner, Partitioner, WholeParams
-from .layout.specs import ParamSpec
-from .runtime.inner import ParamGroup
-from .runtime.parts import OptimizerSpec
-from .runtime.work import convert_cost_to_flops, numel_cost
-from .units import MIB
+from .layout.spec import ParamSpec
+from .engine.inner import ParamGroup
+from .engine.parts import OptimizerSpec
+from .engine.work import convert_cost_to_flops, numel_cost
+from ._types import MIB
 
 OFFLOAD_BUCKET_BYTES = 128 * MIB
 """What comes to the device at once, unless its user has chosen: also where one rank alone would take larger ones."""

@@ -6,16 +6,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .comm.agreement import Prepared, prepare_all
+from .comm.consensus import Prepared, prepare_all
 from .comm.collectives import Comm
-from .comm.group import Group
+from .comm.process_group import Group
 from .errors import ConfigError
-from .layout.specs import ParamSpec, make_param_specs
+from .layout.spec import ParamSpec, make_param_specs
 from .rules import Selector, matrix_params, select_params
-from .runtime.fused import enable_fused
-from .runtime.inner import OptimizerConstructor, OptimizerFactory
-from .runtime.work import MeasuredCost, cost_key, measure_step_seconds
-from .units import Rank
+from .engine.fused import enable_fused
+from .engine.inner import OptimizerConstructor, OptimizerFactory
+from .engine.work import MeasuredCost, cost_key, measure_step_seconds
+from ._types import Rank
 
 
 def profile_step_cost(

@@ -4,10 +4,10 @@ from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 
-from .comm.agreement import Prepared, exchange_status, prepare_all, raise_failure
-from .runtime.inner import ParamGroup
-from .runtime.step import Engine, StepOutcome
-from .state.compat import describe_groups
+from .comm.consensus import Prepared, exchange_status, prepare_all, raise_failure
+from .engine.inner import ParamGroup
+from .engine.base import Engine, StepOutcome
+from .state.state_dict import describe_groups
 
 
 class TrainEvalMixin:

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .comm.agreement import Prepared, prepare_all
+from .comm.consensus import Prepared, prepare_all
 from .comm.collectives import Comm
-from .comm.group import Group
+from .comm.process_group import Group
 from .errors import ConfigError
 from .state.codec import dumps, loads
 from .state.readers import check_types_allowed, find_custom_types

@@ -12,44 +12,44 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from . import zero_redundancy_optimizer as compat
-from .adapters.autograd import register_accumulation_hook
-from .adapters.ddp import CommHook, DDPOverlap, resolve_optimizer_class
-from .adapters.ddp_grads import make_comm_hook
-from .adapters.plain_steps import watch_plain_steps
-from .assembly import EngineBuilder, format_param_count
-from .comm.agreement import Prepared, prepare_all, rollback_on_error
+from .engine.autograd import register_accumulation_hook
+from .engine.ddp import CommHook, DDPOverlap, resolve_optimizer_class
+from .engine.ddp_grads import make_comm_hook
+from .engine.autograd_hooks import watch_plain_steps
+from .build import EngineBuilder, format_param_count
+from .comm.consensus import Prepared, prepare_all, rollback_on_error
 from .comm.collectives import Comm
-from .comm.group import Group
+from .comm.process_group import Group
 from .config import ZeroConfig, reject_config_options
 from .errors import ConfigError
-from .labels import Phase
+from .profiling import Phase
 from .layout.balance import Balance
 from .layout.layout import Layout
 from .layout.partition import Partitioner
-from .layout.specs import make_param_specs
+from .layout.spec import make_param_specs
 from .modes import TrainEvalMixin
-from .notices import warn_at_caller
+from ._logging import warn_at_caller
 from .params import ParsedParams, parse_groups, parse_params
 from .policies import ZeroStage1
-from .runtime import amp, clip
-from .runtime.flat import FlatShardEngine
-from .runtime.grad_sync import GradReducer
-from .runtime.inner import OptimizerConstructor, OptimizerFactory, ParamGroup
-from .runtime.nonfinite import NonFiniteSteps
-from .runtime.parts import OptimizerSpec
-from .runtime.step import Closure, Engine
-from .runtime.whole import WholeParamEngine
-from .state import callers
-from .state.compat import StateDict
+from .engine import amp, clip
+from .engine.flat_engine import FlatShardEngine
+from .engine.grad_reducer import GradReducer
+from .engine.inner import OptimizerConstructor, OptimizerFactory, ParamGroup
+from .engine.nonfinite import NonFiniteSteps
+from .engine.parts import OptimizerSpec
+from .engine.base import Closure, Engine
+from .engine.whole_engine import WholeParamEngine
+from .state import dcp_compat as callers
+from .state.state_dict import StateDict
 from .state.trees import deepcopy_except_tensors, tensor_versions
-from .state_dicts import run_state_dict_hooks, state_dict_for_dcp
+from .state_dict_mixin import run_state_dict_hooks, state_dict_for_dcp
 from .stateful import StateDictMixin
 from .stepping import StepDriver
-from .units import GlobalRank, Rank
+from ._types import GlobalRank, Rank
 
 if TYPE_CHECKING:
-    from .reporting.report import Report
-    from .second_copy import NamedBuffers, PeerCheckpointer, PeerSnapshots
+    from .report import Report
+    from .peer_checkpoint.snapshot import NamedBuffers, PeerCheckpointer, PeerSnapshots
 
 
 class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
@@ -519,7 +519,7 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
     def _make_copying(self) -> "PeerCheckpointer | None":
         if self._config.peer_checkpoint is None:
             return None
-        from .second_copy import make_peer_checkpointer
+        from .peer_checkpoint.snapshot import make_peer_checkpointer
 
         return make_peer_checkpointer(self._comm, self._config.peer_checkpoint)
 

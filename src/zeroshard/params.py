@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .errors import ConfigError
-from .layout.boxes import has_internal_overlap
-from .layout.specs import ParamSpec
+from .layout.chunks import has_internal_overlap
+from .layout.spec import ParamSpec
 
 
 class ParsedParams(NamedTuple):

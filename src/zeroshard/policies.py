@@ -139,7 +139,7 @@ class NonFiniteGrads:
 class PeerCheckpoint:
     """Each rank's share of the state is also kept in the memory of a rank of another failure domain.
 
-    After the loss of a rank `zeroshard.recovery.restore` rebuilds everything from these copies, without a file.
+    After the loss of a rank `zeroshard.peer_checkpoint.restore_from_peers` rebuilds everything from these copies, without a file.
 
     every: so many steps lie between two copies.
     apart: how many consecutive ranks fail together. By default those that run on one host do; where there is but one,

@@ -11,8 +11,8 @@ import torch
 
 from .errors import ConfigError
 from .layout.partition import FlatShards, WholeParams
-from .notices import warn_at_caller
-from .state.compat import strip_wrapper_prefixes
+from ._logging import warn_at_caller
+from .state.state_dict import strip_wrapper_prefixes
 
 Selector = Callable[[str, torch.Tensor], bool]
 """Whether a parameter with this name is chosen."""

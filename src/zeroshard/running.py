@@ -10,7 +10,7 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-from .replacing import replace_torch
+from .torch_patch import replace_torch
 
 RUN_USAGE = """\
 usage: python -m zeroshard run script.py [arguments]

@@ -4,21 +4,14 @@ from typing import NamedTuple
 
 from torch.optim import Optimizer
 
-from .adapters.ddp import DDPOverlap
-from .comm.agreement import Prepared, prepare_all
+from .engine.ddp import DDPOverlap
+from .comm.consensus import Prepared, prepare_all
 from .comm.collectives import Comm
-from .labels import Phase
-from .runtime.step import Engine
-from .state.compat import StateDict
+from .profiling import Phase
+from .engine.base import Engine
+from .state.state_dict import StateDict
 from .state.trees import tensor_versions
-from .state_dicts import (
-    gather_state_dict,
-    local_state_dict,
-    prepare_load,
-    run_load_state_dict_pre_hooks,
-    run_state_dict_hooks,
-    validate_state_dict,
-)
+from .state_dict_mixin import gather_state_dict, local_state_dict, prepare_load, run_load_state_dict_pre_hooks, run_state_dict_hooks, validate_state_dict
 
 
 class _ConsolidatedState(NamedTuple):

@@ -7,15 +7,15 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from .adapters.join import JoinedStep, broadcast_options
-from .comm.agreement import Prepared, prepare_all
+from .engine.join import JoinedStep, broadcast_options
+from .comm.consensus import Prepared, prepare_all
 from .comm.collectives import Comm
-from .labels import Phase
-from .runtime import amp
-from .runtime.flat import FlatShardEngine
-from .runtime.inner import ParamGroup
-from .runtime.step import Closure, Engine
-from .units import Rank
+from .profiling import Phase
+from .engine import amp
+from .engine.flat_engine import FlatShardEngine
+from .engine.inner import ParamGroup
+from .engine.base import Closure, Engine
+from ._types import Rank
 
 
 class SteppableOptimizer(Protocol):

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast, overloa
 
 import torch
 
-from .adapters.join import ZeroJoinHook
+from .engine.join import ZeroJoinHook
 from .errors import ConfigError
 from .objects import broadcast_object
-from .runtime.inner import PER_RANK_KEYS, OptimizerConstructor, ParamGroup
-from .runtime.step import Closure
-from .runtime.store import FlatParamBuffers
-from .runtime.whole import WholeParamEngine
+from .engine.inner import PER_RANK_KEYS, OptimizerConstructor, ParamGroup
+from .engine.base import Closure
+from .engine.param_store import FlatParamBuffers
+from .engine.whole_engine import WholeParamEngine
 from .state.trees import map_tensors
 from .stateful import StateDictMixin
-from .units import Rank
+from ._types import Rank
 
 if TYPE_CHECKING:
     from .optimizer import ZeroRedundancyOptimizer

@@ -28,8 +28,8 @@ from zeroshard import (
     checkpoint,
     shard,
 )
-from zeroshard.measuring import profile_step_cost
-from zeroshard.recovery import restore_from_peers
+from zeroshard.rules import profile_step_cost
+from zeroshard.peer_checkpoint.restore import restore_from_peers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -17,7 +17,7 @@ from tests.support.monitoring import watched
 from tests.support.oracles import assert_same
 from zeroshard import CheckpointError, checkpoint
 from zeroshard.checkpoint.folder import CheckpointDir
-from zeroshard.checkpoint.manifest import MANIFEST_FILE
+from zeroshard.checkpoint.directory import MANIFEST_FILE
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

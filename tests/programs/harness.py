@@ -208,7 +208,7 @@ class MasterOptimizer:
 @contextlib.contextmanager
 def host_memory_stands_for_a_gpu() -> Iterator[None]:
     """Without a GPU: all moves of offloaded state are made, within host memory."""
-    from zeroshard import assembly
+    from zeroshard import build as assembly
     from zeroshard.runtime import offload
 
     before = offload.is_offload_device

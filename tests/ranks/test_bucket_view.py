@@ -20,7 +20,7 @@ from tests.support import RankContext, ranks
 from tests.support.monitoring import allocated, recorded
 from tests.support.oracles import Twins, assert_same, left_as_it_was, set_grads, small_model
 from zeroshard import BindingError, FlatShards, RankFailedError, RankMismatchError, ZeroConfig, ZeroRedundancyOptimizer
-from zeroshard.units import MIB, Rank
+from zeroshard._types import MIB, Rank
 
 VIEWS = ({"parameters_as_bucket_view": False}, {"parameters_as_bucket_view": True})
 MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}

@@ -21,7 +21,7 @@ from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
 from tests.support.tools import convert
 from zeroshard import ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
-from zeroshard.checkpoint.archive import CheckpointMetadata
+from zeroshard.checkpoint.metadata import CheckpointMetadata
 
 every_way = sampled("way", WAYS)
 

@@ -30,7 +30,7 @@ from zeroshard import (
     remaining_params,
     shard,
 )
-from zeroshard.checkpoint.archive import CheckpointMetadata
+from zeroshard.checkpoint.metadata import CheckpointMetadata
 
 every_way = sampled("way", WAYS)
 

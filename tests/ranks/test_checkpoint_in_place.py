@@ -16,8 +16,8 @@ from tests.support.checkpoints import ADAMW, WAYS, TrainingRun, Way, dropin, fla
 from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
 from zeroshard import CheckpointError, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
-from zeroshard.checkpoint import reading
-from zeroshard.checkpoint.archive import CheckpointMetadata
+from zeroshard.checkpoint import reader as reading
+from zeroshard.checkpoint.metadata import CheckpointMetadata
 
 
 def places(run: TrainingRun) -> set[int]:

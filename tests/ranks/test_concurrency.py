@@ -36,7 +36,7 @@ from tests.support.concurrency import (
 from tests.support.oracles import ZERO1, ZERO2, assert_same, mlp, seeded, some_configs
 from tests.support.tiers import sampled
 from zeroshard import ZeroConfig, checkpoint
-from zeroshard.checkpoint import saving, writing
+from zeroshard.checkpoint import save as saving, writing
 
 # ---- several optimizers
 

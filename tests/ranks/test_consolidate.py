@@ -21,7 +21,7 @@ from tests.support.monitoring import recorded
 from tests.support.optimizers import Keeper
 from tests.support.oracles import Twins, assert_same, in_groups, set_grads, small_model
 from zeroshard import CheckpointError, RankFailedError, RankMismatchError, ZeroRedundancyOptimizer
-from zeroshard.state import exchange
+from zeroshard.state import serialization as exchange
 
 Pair = namedtuple("Pair", "left right")
 

@@ -26,9 +26,9 @@ from zeroshard import (
     broadcast_object,
     checkpoint,
 )
-from zeroshard.recovery import restore_from_peers
-from zeroshard.second_copy import PeerSnapshots
-from zeroshard.state.wrapped import inner_tensors, is_wrapper_subclass
+from zeroshard.peer_checkpoint.restore import restore_from_peers
+from zeroshard.peer_checkpoint.snapshot import PeerSnapshots
+from zeroshard.state.tensor_utils import inner_tensors, is_wrapper_subclass
 
 SHAPES: list[tuple[int, ...]] = [(16, 320), (7,), (3000,), (1536,), (), (64, 33), (2, 8, 256)]
 """Those of 5120, 1536 and 4096 elements may be cut, with blocks of 256."""

@@ -30,7 +30,7 @@ from tests.support import RankContext, ranks
 from tests.support.checkpoints import ADAMW, WAYS, Way, assert_same_state, by_name, flat, net, plain, train
 from tests.support.tiers import sampled
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard.state.dcp import ShardTensor
+from zeroshard.state.shard_tensor import ShardTensor
 
 every_way = sampled("way", WAYS)
 FULL = StateDictOptions(full_state_dict=True)

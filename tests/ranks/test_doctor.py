@@ -26,9 +26,9 @@ from tests.support.launch import torchrun
 from tests.support.oracles import assert_same, small_model
 from zeroshard import RankLostError
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.group import Group
+from zeroshard.comm.process_group import Group
 from zeroshard.comm.joining import with_backend
-from zeroshard.doctor import checkup, command, measure, trial
+from zeroshard.doctor import checkup, command, collect as measure, trial
 from zeroshard.doctor.findings import ERROR, WARNING
 from zeroshard.doctor.places import ranks_by_node
 from zeroshard.doctor.report import make_report

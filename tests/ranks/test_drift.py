@@ -51,8 +51,8 @@ from zeroshard import (
     ZeroRedundancyOptimizer,
     shard,
 )
-from zeroshard.runtime.checksums import Checksums
-from zeroshard.runtime.drift import find_majority
+from zeroshard.engine.checksums import Checksums
+from zeroshard.engine.checks import find_majority
 
 EACH = ConsistencyCheck(every=1)
 FLIPS = 40

@@ -24,11 +24,11 @@ from zeroshard import (
     ZeroConfig,
     ZeroRedundancyOptimizer,
 )
-from zeroshard.assembly import EngineBuilder
+from zeroshard.build import EngineBuilder
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.group import Group
-from zeroshard.runtime.inner import OptimizerFactory
-from zeroshard.runtime.parts import OptimizerSpec
+from zeroshard.comm.process_group import Group
+from zeroshard.engine.inner import OptimizerFactory
+from zeroshard.engine.parts import OptimizerSpec
 
 Options = dict[str, Any]
 

@@ -45,10 +45,10 @@ from zeroshard import (
     checkpoint,
     shard,
 )
-from zeroshard.comm import pairs
-from zeroshard.comm.ways import sum_in_rank_order
+from zeroshard.comm import gloo as pairs
+from zeroshard.comm.transport import sum_in_rank_order
 from zeroshard.runtime import under_way
-from zeroshard.runtime.packing import BufferPool
+from zeroshard.engine.grad_bucket import BufferPool
 
 Where = dict[str, Any]
 

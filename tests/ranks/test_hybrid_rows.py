@@ -30,8 +30,8 @@ from tests.support.oracles import (
     within,
 )
 from zeroshard import ConfigError, shard
-from zeroshard.comm import rows
-from zeroshard.comm.group import Group
+from zeroshard.comm import mesh as rows
+from zeroshard.comm.process_group import Group
 
 
 @ranks(4)

@@ -30,17 +30,17 @@ from tests.support.oracles import (
 )
 from tests.support.tiers import sampled
 from zeroshard import FlatShards, ShardedOptimizer, ZeroConfig, shard
-from zeroshard.comm import choice
-from zeroshard.comm.choice import select_transport
+from zeroshard.comm import transport_cache as choice
+from zeroshard.comm.transport_cache import select_transport
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.group import Group
-from zeroshard.comm.pairs import GlooTransport
-from zeroshard.comm.replicas import GlooHybridTransport, NcclHybridTransport, split_evenly
-from zeroshard.comm.rows import make_comm
-from zeroshard.comm.shards import AllReduceTransport, NcclTransport
-from zeroshard.comm.ways import ShardTransport
+from zeroshard.comm.process_group import Group
+from zeroshard.comm.gloo import GlooTransport
+from zeroshard.comm.hybrid import GlooHybridTransport, NcclHybridTransport, split_evenly
+from zeroshard.comm.mesh import make_comm
+from zeroshard.comm.nccl import AllReduceTransport, NcclTransport
+from zeroshard.comm.transport import ShardTransport
 from zeroshard.policies import Reduce
-from zeroshard.units import Span
+from zeroshard._types import Span
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

@@ -34,7 +34,7 @@ from zeroshard import (
     remaining_params,
     shard,
 )
-from zeroshard.labels import TRACE_PREFIX, Phase
+from zeroshard.profiling import TRACE_PREFIX, Phase
 from zeroshard.runtime import under_way
 
 PAGE = Path(__file__).parents[2] / "docs" / "profiling.md"

@@ -15,7 +15,7 @@ import torch
 from tests.support import RankContext, ranks
 from tests.support.oracles import ADAMW, ZERO2, mlp, regression, seeded
 from zeroshard import ZeroRedundancyOptimizer, checkpoint, shard
-from zeroshard.notices import log_rank
+from zeroshard._logging import log_rank
 
 JOB = """if True:
     import logging, torch, torch.distributed as dist, zeroshard

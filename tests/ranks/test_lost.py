@@ -22,9 +22,9 @@ from tests.support import RankContext, ranks
 from zeroshard import FlatShards, RankLostError, ZeroConfig, shard
 from zeroshard.comm import words
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.group import Group
-from zeroshard.comm.line import _GlooConnections
-from zeroshard.units import format_ranks
+from zeroshard.comm.process_group import Group
+from zeroshard.comm.failure import _GlooConnections
+from zeroshard._types import format_ranks
 
 LOST = 1
 """The rank that is lost."""

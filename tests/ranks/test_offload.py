@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn, optim
 
-import zeroshard.assembly
-import zeroshard.runtime.host
-import zeroshard.runtime.offload
+import zeroshard.build
+import zeroshard.engine.host_buffers
+import zeroshard.engine.offload
 from tests.support import RankContext, ranks
 from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
@@ -33,9 +33,9 @@ from zeroshard import (
     remaining_params,
     shard,
 )
-from zeroshard.runtime.host import HostTransfer
-from zeroshard.state.dcp import ShardTensor
-from zeroshard.units import Rank
+from zeroshard.engine.host_buffers import HostTransfer
+from zeroshard.state.shard_tensor import ShardTensor
+from zeroshard._types import Rank
 
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 SEVERAL = FlatShards(bucket_bytes=4000)

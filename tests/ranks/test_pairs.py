@@ -11,11 +11,11 @@ from torch import Tensor
 
 from tests.support import RankContext, ranks
 from tests.support.oracles import assert_same, average
-from zeroshard.comm import pairs
-from zeroshard.comm.group import Group
-from zeroshard.comm.pairs import GlooTransport
+from zeroshard.comm import gloo as pairs
+from zeroshard.comm.process_group import Group
+from zeroshard.comm.gloo import GlooTransport
 from zeroshard.policies import Reduce
-from zeroshard.units import Span
+from zeroshard._types import Span
 
 LENGTH = 1000
 

@@ -29,10 +29,10 @@ from zeroshard import (
     remaining_params,
     shard,
 )
-from zeroshard.planning import Network, Plan, plan
-from zeroshard.runtime.sharded_grad import local_grad
+from zeroshard.planner import Network, Plan, plan
+from zeroshard.engine.sharded_grad import local_grad
 from zeroshard.state.trees import map_tensors
-from zeroshard.state.wrapped import inner_tensors, is_wrapper_subclass
+from zeroshard.state.tensor_utils import inner_tensors, is_wrapper_subclass
 
 SMALL = FlatShards(bucket_bytes=1 << 16)
 MASTERS = torch.float32

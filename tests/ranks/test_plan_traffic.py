@@ -17,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 from tests.support import RankContext, ranks
-from zeroshard.planning import plan
+from zeroshard.planner import plan
 
 
 class Net(nn.Module):

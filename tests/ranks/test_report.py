@@ -30,8 +30,8 @@ from zeroshard import (
     remaining_params,
     shard,
 )
-from zeroshard.reporting.report import Report
-from zeroshard.units import Rank
+from zeroshard.report import Report
+from zeroshard._types import Rank
 
 
 def iterate(model: nn.Module, optimizer: Any, number: int) -> None:

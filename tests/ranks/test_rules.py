@@ -46,7 +46,7 @@ from zeroshard import (
     remaining_params,
     shard,
 )
-from zeroshard.units import Rank
+from zeroshard._types import Rank
 
 
 @ranks(1, 2, 3, 4)

@@ -46,7 +46,7 @@ from zeroshard import (
     shard,
 )
 from zeroshard.layout import partition
-from zeroshard.measuring import profile_step_cost
+from zeroshard.rules import profile_step_cost
 from zeroshard.runtime import under_way
 
 
@@ -312,7 +312,7 @@ def test_what_cannot_be_measured_is_raised_on_all(ctx: RankContext) -> None:
 def test_measuring_in_a_part_of_the_world(ctx: RankContext) -> None:
     group = dist.new_group([1, 2])
     if ctx.rank > 0:
-        cost = zeroshard.measuring.profile_step_cost(seeded(Words), Muon, process_group=group)
+        cost = zeroshard.rules.profile_step_cost(seeded(Words), Muon, process_group=group)
         found = [None, None]
         dist.all_gather_object(found, cost, group=group)
         assert found[0] == found[1] == cost

@@ -35,8 +35,8 @@ from zeroshard import (
     shard,
 )
 from zeroshard.comm.aside import BackgroundComm
-from zeroshard.recovery import restore_from_peers
-from zeroshard.second_copy import PeerSnapshots
+from zeroshard.peer_checkpoint.restore import restore_from_peers
+from zeroshard.peer_checkpoint.snapshot import PeerSnapshots
 
 EVERY = 3
 COPIED = ZeroConfig(partition=FlatShards(bucket_bytes=160), peer_checkpoint=PeerCheckpoint(every=EVERY))

@@ -22,7 +22,7 @@ from tests.support import RankContext, ranks
 from tests.support.oracles import TINY, WIDTH, Handed, Pair, assert_same, batch, mlp, some_configs
 from tests.support.tiers import sampled
 from zeroshard import ConfigError, ZeroConfig, shard
-from zeroshard.adapters.module import ZeroGradWrapper
+from zeroshard.engine.module_hooks import ZeroGradWrapper
 
 Options = dict[str, Any]
 CONFIGS = (

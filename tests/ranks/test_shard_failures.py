@@ -18,11 +18,11 @@ from tests.support.monitoring import recorded
 from tests.support.oracles import ZERO1, ZERO2, ShardTwins, both_stages, mlp, regression, seeded, some_configs
 from tests.support.tiers import sampled
 from zeroshard import FlatShards, RankFailedError, ZeroConfig, ZeroRedundancyOptimizer
-from zeroshard.comm import pairs
-from zeroshard.comm.ways import sum_in_rank_order
-from zeroshard.runtime import grad_sync, under_way
-from zeroshard.runtime.packing import BufferPool
-from zeroshard.runtime.slots import GradBucket
+from zeroshard.comm import gloo as pairs
+from zeroshard.comm.transport import sum_in_rank_order
+from zeroshard.engine import grad_reducer as grad_sync, under_way
+from zeroshard.engine.grad_bucket import BufferPool
+from zeroshard.engine.slots import GradBucket
 
 FAILING = 1
 """The rank that fails, or the only one."""

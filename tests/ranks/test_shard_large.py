@@ -15,9 +15,9 @@ from tests.support import RankContext, ranks
 from tests.support.oracles import mlp, regression, seeded
 from tests.support.tiers import sampled
 from zeroshard import FlatShards, ZeroConfig, shard
-from zeroshard.runtime import grad_sync, under_way
-from zeroshard.runtime.slots import GradBucket
-from zeroshard.runtime.under_way import MAX_IN_FLIGHT, FinishReduce, InFlightReduces
+from zeroshard.engine import grad_reducer as grad_sync, under_way
+from zeroshard.engine.slots import GradBucket
+from zeroshard.engine.under_way import MAX_IN_FLIGHT, FinishReduce, InFlightReduces
 
 ONE, FEW = ZeroConfig(), ZeroConfig(partition=FlatShards(bucket_bytes=400))
 """One bucket for all parameters, and one for a few of them."""

@@ -20,8 +20,8 @@ from tests.support.monitoring import recorded
 from tests.support.oracles import ZERO2, both_stages, mlp, regression, seeded
 from zeroshard import FlatShards, ShardedOptimizer, ZeroConfig, shard
 from zeroshard.runtime import under_way
-from zeroshard.runtime.packing import MAX_IDLE_BUFFERS
-from zeroshard.runtime.sharded_grad import local_grad
+from zeroshard.engine.grad_bucket import MAX_IDLE_BUFFERS
+from zeroshard.engine.sharded_grad import local_grad
 
 MIB = 2**20
 

@@ -44,9 +44,9 @@ from zeroshard import (
     remaining_params,
     shard,
 )
-from zeroshard.comm.pending import PendingWork
-from zeroshard.comm.ways import ThreadedWork
-from zeroshard.runtime.param_sync import ParamAllGather
+from zeroshard.comm.work import PendingWork
+from zeroshard.comm.transport import ThreadedWork
+from zeroshard.engine.param_gather import ParamAllGather
 
 SEEDS = 20 if os.environ.get("ZEROSHARD_FAULTS") else 2
 STEPS = 4

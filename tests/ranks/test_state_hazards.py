@@ -25,7 +25,7 @@ from zeroshard import (
     ZeroRedundancyOptimizer,
     broadcast_object,
 )
-from zeroshard.state import exchange
+from zeroshard.state import serialization as exchange
 
 
 class WithScale(nn.Module):

@@ -33,22 +33,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.pool import PRELOAD, connect_store, open_store
-from zeroshard import (
-    ConsistencyCheck,
-    FlatShards,
-    NonFiniteGrads,
-    PeerCheckpoint,
-    RankLostError,
-    ZeroConfig,
-    ZeroError,
-    ZeroRedundancyOptimizer,
-    assembly,
-    checkpoint,
-    shard,
-)
-from zeroshard.checkpoint import reading, writing
-from zeroshard.runtime import param_sync, slots, store
-from zeroshard.state import exchange
+from zeroshard import ConsistencyCheck, FlatShards, NonFiniteGrads, PeerCheckpoint, RankLostError, ZeroConfig, ZeroError, ZeroRedundancyOptimizer, build as assembly, checkpoint, shard
+from zeroshard.checkpoint import reader as reading, writing
+from zeroshard.engine import param_gather as param_sync, slots, param_store as store
+from zeroshard.state import serialization as exchange
 from zeroshard.state.trees import map_tensors
 
 # ---- Faults

@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from tests.support.launch import fingerprint
 from tests.support.pool import PRELOAD
 from zeroshard import checkpoint, shard
-from zeroshard.checkpoint import saving, writing
+from zeroshard.checkpoint import save as saving, writing
 
 # ---- Hosts
 

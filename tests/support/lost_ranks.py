@@ -25,24 +25,14 @@ from torch.distributed.distributed_c10d import PrefixStore
 from tests.support.checkpoints import save
 from tests.support.oracles import added
 from tests.support.pool import PRELOAD, connect_store
-from zeroshard import (
-    CheckpointError,
-    FlatShards,
-    PeerCheckpoint,
-    RankLostError,
-    ShardedOptimizer,
-    ZeroConfig,
-    ZeroRedundancyOptimizer,
-    checkpoint,
-    recovery,
-    shard,
-)
+from zeroshard import CheckpointError, FlatShards, PeerCheckpoint, RankLostError, ShardedOptimizer, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
+from zeroshard.peer_checkpoint import restore as recovery
 from zeroshard.comm.aside import BackgroundComm
 from zeroshard.comm.collectives import Comm
-from zeroshard.recovery import restore_from_peers
-from zeroshard.second_copy import PeerCheckpointer, PeerSnapshots
-from zeroshard.state.exchange import StateSender
-from zeroshard.units import Rank
+from zeroshard.peer_checkpoint.restore import restore_from_peers
+from zeroshard.peer_checkpoint.snapshot import PeerCheckpointer, PeerSnapshots
+from zeroshard.state.serialization import StateSender
+from zeroshard._types import Rank
 
 # ---- Jobs that save one checkpoint after the other
 

@@ -40,9 +40,9 @@ from zeroshard import (
     remaining_params,
     shard,
 )
-from zeroshard.adapters.ddp import CommHook
+from zeroshard.engine.ddp import CommHook
 from zeroshard.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
-from zeroshard.layout.specs import ParamSpec
+from zeroshard.layout.spec import ParamSpec
 
 # ---- The drop-in beside the plain optimizer, on equal gradients
 

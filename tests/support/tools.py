@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import pytest
 
 from zeroshard.cli.app import main
-from zeroshard.cli.plan_options import OptimizerChoice, PlanRequest, make_config
+from zeroshard.planner.request import OptimizerChoice, PlanRequest, make_config
 from zeroshard.doctor.checkup import JobInfo, RankMeasurements
 from zeroshard.doctor.facts import GpuInfo, RankInfo
 from zeroshard.doctor.links import Link
-from zeroshard.doctor.measure import CollectiveTiming
+from zeroshard.doctor.collect import CollectiveTiming
 from zeroshard.doctor.speed import RankSpeed
 from zeroshard.doctor.trial import TrialResult
-from zeroshard.planning.shapes import ModelShape, ParamShape
-from zeroshard.planning.usage import Network
+from zeroshard.planner.shapes import ModelShape, ParamShape
+from zeroshard.planner.usage import Network
 
 # ---- The command line, called in this process
 

@@ -6,7 +6,7 @@ from tests.support.oracles import spec, specs
 from zeroshard.layout.balance import Balance, compute_balance
 from zeroshard.layout.layout import Layout
 from zeroshard.layout.partition import FlatShards, MixedPartitioner, WholeParams
-from zeroshard.layout.specs import ParamSpec
+from zeroshard.layout.spec import ParamSpec
 
 
 def elements(one: ParamSpec) -> float:

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from tests.support.checkpoints import edit_metadata
 from tests.support.tools import status_of
 from zeroshard import CheckpointError
-from zeroshard.checkpoint.archive import CheckpointMetadata
+from zeroshard.checkpoint.metadata import CheckpointMetadata
 from zeroshard.checkpoint.outline import parse_tensor_header
-from zeroshard.checkpoint.reading import read_values
+from zeroshard.checkpoint.reader import read_values
 from zeroshard.checkpoint.showing import safe_repr
 from zeroshard.state.codec import loads
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroshard.runtime import checksums
-from zeroshard.runtime.checksums import COALESCE_MAX_BYTES, Checksums, make_odd_weights
+from zeroshard.engine.checksums import COALESCE_MAX_BYTES, Checksums, make_odd_weights
 
 DTYPES = [
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128),

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import AdamW
 
 from zeroshard.errors import CheckpointError
-from zeroshard.layout.specs import ParamSpec, make_param_specs
-from zeroshard.state import compat
-from zeroshard.state.compat import SavedState, describe_options, extract_local_state_dict, pack_param_groups
+from zeroshard.layout.spec import ParamSpec, make_param_specs
+from zeroshard.state import state_dict as compat
+from zeroshard.state.state_dict import SavedState, describe_options, extract_local_state_dict, pack_param_groups
 
 SHAPED = frozenset({"exp_avg", "exp_avg_sq"})
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]

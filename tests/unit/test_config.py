@@ -10,7 +10,7 @@ from zeroshard.config import ZeroConfig
 from zeroshard.errors import ConfigError
 from zeroshard.layout.layout import Layout
 from zeroshard.layout.partition import WholeParams
-from zeroshard.layout.specs import ParamSpec
+from zeroshard.layout.spec import ParamSpec
 
 
 class Plain:

@@ -15,9 +15,9 @@ from tests.support.optimizers import Blocks
 from tests.unit import test_separable as own
 from tests.unit.test_separable import Own, norm, recipe
 from zeroshard.layout.grain import ShardGranularity
-from zeroshard.runtime.cutting import SplitRule, probe_split_rule
-from zeroshard.runtime.inner import OptimizerFactory
-from zeroshard.runtime.selftest import probe_traits
+from zeroshard.engine.probe import SplitRule, probe_split_rule
+from zeroshard.engine.inner import OptimizerFactory
+from zeroshard.engine.selftest import probe_traits
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,9 @@ from zeroshard.doctor.advice import NetworkProfile, profile_network, recommend_o
 from zeroshard.doctor.checkup import JobInfo, RankMeasurements
 from zeroshard.doctor.facts import RankInfo
 from zeroshard.doctor.findings import ERROR, NOTE, WARNING, Finding
-from zeroshard.doctor.judging import run_checks
+from zeroshard.doctor.checks import run_checks
 from zeroshard.doctor.links import Link
-from zeroshard.doctor.measure import CollectiveTiming, NodeBandwidths
+from zeroshard.doctor.collect import CollectiveTiming, NodeBandwidths
 from zeroshard.doctor.places import choose_backend, find_shared_gpus, has_equal_nodes, ranks_by_host, ranks_by_node
 from zeroshard.doctor.report import make_report
 from zeroshard.doctor.speed import RankSpeed

@@ -12,8 +12,8 @@ from torch import optim
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from zeroshard.runtime.fused import enable_fused
-from zeroshard.runtime.inner import OptimizerFactory
+from zeroshard.engine.fused import enable_fused
+from zeroshard.engine.inner import OptimizerFactory
 
 
 def recipe(

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR, ReduceLROnPlateau, SequentialLR
 
 from zeroshard import ConfigError
-from zeroshard.integrations import plain
-from zeroshard.integrations.plain import make_scaler, retarget_scheduler
+from zeroshard.integrations import _common as plain
+from zeroshard.integrations._common import make_scaler, retarget_scheduler
 
 CLASSES = [
     *(torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW),

@@ -13,7 +13,7 @@ from tests.support.oracles import spec
 from zeroshard.errors import LayoutError
 from zeroshard.layout.layout import Bucket, BucketSlot, Layout
 from zeroshard.layout.shards import EqualShards, Shards, WholeParamShards
-from zeroshard.units import Rank, Span
+from zeroshard._types import Rank, Span
 
 CPU = torch.device("cpu")
 PARAMS = (

@@ -94,7 +94,7 @@ def test_torch_is_all_that_it_needs(installed: Path, torch_alone: Path, tmp_path
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         optimizer.report().as_dict()
-        plan = zeroshard.planning.plan(model, torch.optim.AdamW, ranks=[2])
+        plan = zeroshard.planner.plan(model, torch.optim.AdamW, ranks=[2])
         print(plan.estimate_for("zeroshard 2", 2).memory.state > 0)
         dist.destroy_process_group()
     """

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zeroshard.errors import ConfigError
-from zeroshard.layout.specs import make_param_specs
+from zeroshard.layout.spec import make_param_specs
 from zeroshard.params import check_specs, parse_group, parse_params
 
 MODEL = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.layout.partners import assign_peers, ranks_stored_on
+from zeroshard.peer_checkpoint.placement import assign_peers, ranks_stored_on
 
 
 def test_one_rank_keeps_its_own() -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from tests.support.tools import ADAMW, EVIL, SGD, small_wish
-from zeroshard.cli import plan_page
-from zeroshard.planning.plan import Plan
-from zeroshard.planning.sources import freeze_params
+from zeroshard.planner import pictures as plan_page
+from zeroshard.planner.plan import Plan
+from zeroshard.planner.sources import freeze_params
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 if "ZEROSHARD_BROWSER" not in os.environ and BROWSER is None:

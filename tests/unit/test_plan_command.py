@@ -14,20 +14,13 @@ from rich.console import Console
 
 import zeroshard
 from tests.support.tools import ADAMW, small_model, small_wish, status_of, write_module
-from zeroshard.cli.plan_options import OptimizerChoice, parse_options, resolve_optimizer_class
-from zeroshard.cli.plan_quantities import (
-    format_bytes,
-    format_seconds,
-    parse_bandwidth,
-    parse_bytes,
-    parse_ranks,
-    parse_seconds,
-)
-from zeroshard.cli.plan_table import print_plan
-from zeroshard.cli.plan_words import breakdown_at_peak, format_min_ranks
+from zeroshard.planner.request import OptimizerChoice, parse_options, resolve_optimizer_class
+from zeroshard.planner.plan_quantities import format_bytes, format_seconds, parse_bandwidth, parse_bytes, parse_ranks, parse_seconds
+from zeroshard.cli.plan import print_plan
+from zeroshard.planner.plan_words import breakdown_at_peak, format_min_ranks
 from zeroshard.errors import ConfigError
-from zeroshard.planning.plan import METHODS, Plan
-from zeroshard.planning.sources import load_model_shape
+from zeroshard.planner.plan import METHODS, Plan
+from zeroshard.planner.sources import load_model_shape
 
 NAMES = [method.name for method in METHODS]
 
@@ -60,12 +53,12 @@ def test_json_is_what_plan_returns(tmp_path: Path, capsys: pytest.CaptureFixture
     module.embed = torch.nn.Embedding(500, 64)
     module.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(2))
     module.norm = torch.nn.LayerNorm(64)
-    expected = zeroshard.planning.plan(
+    expected = zeroshard.planner.plan(
         *(module, torch.optim.AdamW),
         ranks=(2, 4),
         memory=1e6,
         activations=1e4,
-        network=zeroshard.planning.Network(1e9, 20e-6),
+        network=zeroshard.planner.Network(1e9, 20e-6),
         lr=1e-3,
     ).as_dict()
     assert found.pop("model") == {"name": "make", "parameters": 40_320, "tensors": 5}
@@ -175,7 +168,7 @@ def test_tables_have_room_for_every_word(planned: Plan, width: int) -> None:
 @pytest.mark.parametrize("width", [100, 160])
 def test_tables_of_large_numbers_with_all_columns(capsys: pytest.CaptureFixture[str], width: int) -> None:
     wish = small_wish()
-    large = zeroshard.planning.plan(
+    large = zeroshard.planner.plan(
         *(small_model().cast(torch.bfloat16), torch.optim.AdamW),
         ranks=(1, 2048),
         memory=80e9,
@@ -385,11 +378,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(("given", "kind", "words"), WRONG)
 def test_values_that_no_plan_can_be_made_of(given: dict[str, Any], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
-        zeroshard.planning.plan(small_model(), torch.optim.AdamW, **given)
+        zeroshard.planner.plan(small_model(), torch.optim.AdamW, **given)
 
 
 def test_one_number_of_ranks() -> None:
-    alone, listed = (zeroshard.planning.plan(small_model(), torch.optim.AdamW, ranks=it) for it in (8, [8]))
+    alone, listed = (zeroshard.planner.plan(small_model(), torch.optim.AdamW, ranks=it) for it in (8, [8]))
     assert alone == listed
 
 
@@ -401,11 +394,11 @@ def test_a_model_that_is_frozen_as_a_whole_is_balanced(capsys: pytest.CaptureFix
 
 def test_time_on_the_network_by_hand() -> None:
     """Each of 4 collectives takes log2 of 4,096 messages of 10 us; a gigabyte at a gigabyte a second takes one."""
-    network = zeroshard.planning.Network(1e9, 1e-5)
+    network = zeroshard.planner.Network(1e9, 1e-5)
     assert network.estimate_seconds(1e9, 4, 4096) == pytest.approx(1 + 4 * 12 * 1e-5)
     assert network.estimate_seconds(0, 1, 5) == pytest.approx(3e-5)
     seconds = [
-        zeroshard.planning.plan(small_model(), torch.optim.AdamW, ranks=it).estimate_for("zeroshard 2", it)
+        zeroshard.planner.plan(small_model(), torch.optim.AdamW, ranks=it).estimate_for("zeroshard 2", it)
         for it in (2, 64, 4096)
     ]
     assert [it.traffic.seconds for it in seconds] == sorted(it.traffic.seconds for it in seconds)

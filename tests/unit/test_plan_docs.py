@@ -11,10 +11,10 @@ from rich.console import Console
 
 from tests.support.tools import status_of
 from zeroshard import ZeroConfig
-from zeroshard.cli.plan_table import print_plan
-from zeroshard.planning import plan
-from zeroshard.planning.presets import PRESETS
-from zeroshard.planning.sources import load_model_shape
+from zeroshard.cli.plan import print_plan
+from zeroshard.planner import plan
+from zeroshard.planner.presets import PRESETS
+from zeroshard.planner.sources import load_model_shape
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
 

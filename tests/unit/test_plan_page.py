@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.tools import ADAMW, EVIL, SGD, Reader, embedded, small_wish, status_of, write_module
-from zeroshard.cli import plan_page
-from zeroshard.cli.plan_options import OptimizerChoice
-from zeroshard.cli.plan_words import MEMORY_COLOURS
+from zeroshard.planner import pictures as plan_page
+from zeroshard.planner.request import OptimizerChoice
+from zeroshard.planner.plan_words import MEMORY_COLOURS
 from zeroshard.errors import ConfigError
-from zeroshard.planning.plan import METHODS
+from zeroshard.planner.plan import METHODS
 
 WORLDS = (2, 4, 64)
 

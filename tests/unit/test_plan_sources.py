@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.planning.presets import PRESETS, load_preset
-from zeroshard.planning.shapes import ModelShape
-from zeroshard.planning.sources import freeze_params, load_model_shape
+from zeroshard.planner.presets import PRESETS, load_preset
+from zeroshard.planner.shapes import ModelShape
+from zeroshard.planner.sources import freeze_params, load_model_shape
 
 PUBLISHED = {
     "gpt2": 124_439_808,

@@ -16,8 +16,8 @@ CODE = """if True:
     import json, sys, torch, torch.distributed as dist, warnings
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from zeroshard import FlatShards, WholeParams, ZeroConfig, shard
-    from zeroshard.planning import plan
-    from zeroshard.planning.meter import _MemoryTracker
+    from zeroshard.planner import plan
+    from zeroshard.planner.meter import _MemoryTracker
 
     class Ones(torch.autograd.Function):
         @staticmethod

@@ -16,9 +16,9 @@ from torch.optim import SGD, Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from zeroshard.runtime import probe_cache
-from zeroshard.runtime.inner import OptimizerFactory
-from zeroshard.runtime.probe_cache import memoize_probe
-from zeroshard.runtime.selftest import OptimizerTraits, probe_traits
+from zeroshard.engine.inner import OptimizerFactory
+from zeroshard.engine.probe_cache import memoize_probe
+from zeroshard.engine.selftest import OptimizerTraits, probe_traits
 
 
 @pytest.fixture(autouse=True)

@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.unit.test_boxes import Dims, extent_of, strided
 from zeroshard import CheckpointError
-from zeroshard.checkpoint import reading
-from zeroshard.checkpoint.archive import CheckpointMetadata
+from zeroshard.checkpoint import reader as reading
+from zeroshard.checkpoint.metadata import CheckpointMetadata
 from zeroshard.checkpoint.outline import parse_tensor_header
 from zeroshard.checkpoint.progress import Progress
-from zeroshard.checkpoint.reading import ReadPlan, read_values
-from zeroshard.state.dcp import ShardTensor
-from zeroshard.units import Span
+from zeroshard.checkpoint.reader import ReadPlan, read_values
+from zeroshard.state.shard_tensor import ShardTensor
+from zeroshard._types import Span
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
 from torch.distributed.optim import zero_redundancy_optimizer
 
 import zeroshard
-from zeroshard import ddp_hooks, replacing
+from zeroshard import ddp_hooks, torch_patch as replacing
 from zeroshard import zero_redundancy_optimizer as compat
 
 HOOKS = ("hook_with_zero_step", "hook_with_zero_step_interleaved")

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from zeroshard import ConfigError, FlatShards, WholeParams
-from zeroshard.labels import Phase, PhaseTime, StepTimes
+from zeroshard.profiling import Phase, PhaseTime, StepTimes
 from zeroshard.layout.balance import compute_balance
 from zeroshard.layout.layout import Layout
 from zeroshard.layout.partition import Partitioner
-from zeroshard.layout.specs import ParamSpec
-from zeroshard.reporting.report import Report
+from zeroshard.layout.spec import ParamSpec
+from zeroshard.report import Report
 from zeroshard.reporting.text import format_bytes, format_seconds
 from zeroshard.reporting.values import CommVolume, Counters, MemoryUse
 

@@ -18,16 +18,16 @@ import zeroshard
 from tests.support.oracles import spec
 from tests.support.tiers import sampled
 from tests.unit.test_partition import GROUPS, WORLD_SIZES, Groups, steadily
-from zeroshard.comm import shards as comm_shards
-from zeroshard.comm.ways import non_empty_shards
+from zeroshard.comm import nccl as comm_shards
+from zeroshard.comm.transport import non_empty_shards
 from zeroshard.layout import layout as layouts
 from zeroshard.layout import partition, shards
 from zeroshard.layout.balance import compute_balance
 from zeroshard.layout.layout import Layout
 from zeroshard.layout.partition import FlatShards, MixedPartitioner, WholeParams
 from zeroshard.layout.shards import EqualShards, ExplicitShards, WholeParamShards
-from zeroshard.layout.specs import ParamSpec, make_param_specs
-from zeroshard.units import Rank, Span
+from zeroshard.layout.spec import ParamSpec, make_param_specs
+from zeroshard._types import Rank, Span
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FEW, MANY = 8, 4096

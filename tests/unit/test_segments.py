@@ -13,9 +13,9 @@ from torch import optim
 from tests.support.oracles import spec, specs
 from zeroshard import FlatShards
 from zeroshard.layout.layout import Layout
-from zeroshard.layout.specs import ParamSpec
-from zeroshard.runtime.segments import FlatParam, FlatParams
-from zeroshard.units import Rank, Span
+from zeroshard.layout.spec import ParamSpec
+from zeroshard.engine.flat_params import FlatParam, FlatParams
+from zeroshard._types import Rank, Span
 
 MOMENTA = frozenset({"exp_avg", "exp_avg_sq"})
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.oracles import spec
-from zeroshard.layout.specs import ParamSpec, make_param_specs
+from zeroshard.layout.spec import ParamSpec, make_param_specs
 
 
 def read(param: torch.Tensor) -> ParamSpec:

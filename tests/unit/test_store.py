@@ -17,9 +17,9 @@ from tests.support.monitoring import allocated
 from zeroshard.errors import BindingError
 from zeroshard.layout.layout import Layout
 from zeroshard.layout.partition import FlatShards, WholeParams
-from zeroshard.layout.specs import make_param_specs
-from zeroshard.runtime import store as module
-from zeroshard.runtime.store import FlatParamBuffers, InPlaceMessage, ParamStore, StagedMessage, UnflattenedParams
+from zeroshard.layout.spec import make_param_specs
+from zeroshard.engine import param_store as module
+from zeroshard.engine.param_store import FlatParamBuffers, InPlaceMessage, ParamStore, StagedMessage, UnflattenedParams
 
 RANKS = 3
 Kind = Callable[[], ParamStore]

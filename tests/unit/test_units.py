@@ -2,7 +2,7 @@
 
 import pytest
 
-from zeroshard.units import Span, align_up
+from zeroshard._types import Span, align_up
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointError
 from ..state.codec import dumps, loads
-from .archive import torch_reason
-from .naming import key_by_name, resolve_param_names
-from .optimizers import make_adapter
+from .metadata import torch_reason
+from .names import key_by_name, resolve_param_names
+from .optimizer_adapter import make_adapter
 from .owned import collect_model_state
 
 _PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None))

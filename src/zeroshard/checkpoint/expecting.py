@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..runtime.beginnings import probe_initial_state
-from ..runtime.inner import OptimizerFactory
-from ..runtime.selftest import isolated_probe
+from ..engine.beginnings import probe_initial_state
+from ..engine.inner import OptimizerFactory
+from ..engine.selftest import isolated_probe
 
 _IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 """Ways to do the same, which need memory."""

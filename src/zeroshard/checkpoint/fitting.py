@@ -6,13 +6,13 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import CheckpointError
-from ..state.compat import describe_options
+from ..state.state_dict import describe_options
 from ..state.records import MASTER_KEY
-from ..state.wrapped import is_wrapper_subclass
-from .archive import Entry
+from ..state.tensor_utils import is_wrapper_subclass
+from .metadata import Entry
 from .expecting import probe_expected_state
-from .naming import raise_if_names_differ
-from .optimizers import OptimizerAdapter
+from .names import raise_if_names_differ
+from .optimizer_adapter import OptimizerAdapter
 from .saved_optimizer import GroupOptions, SavedOptimizer, StateEntry
 
 _SCHEDULER_OPTION = "initial_lr"

@@ -8,12 +8,12 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
 from ..comm.collectives import Comm
-from ..comm.group import Group, resolve_group
+from ..comm.process_group import Group, resolve_group
 from ..errors import CheckpointError, ConfigError
-from ..runtime.step import Engine
+from ..engine.base import Engine
 from ..state.trees import collect_plain_tensors
-from .naming import format_names
-from .optimizers import get_engine
+from .names import format_names
+from .optimizer_adapter import get_engine
 
 
 def collect_model_state(rank: int, model: torch.nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:

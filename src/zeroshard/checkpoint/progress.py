@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from ..notices import log_rank
-from ..units import MIB
+from .._logging import log_rank
+from .._types import MIB
 
 ProgressFn = Callable[[int, int], object]
 """Called with the bytes that are done and those that there are in all."""

@@ -12,13 +12,13 @@ import torch
 from torch.distributed.checkpoint._traverse import set_element
 
 from ..errors import CheckpointError
-from ..notices import warn_at_caller
-from ..runtime.step import StateAllocator
-from ..state.compat import StateDict, describe_options
+from .._logging import warn_at_caller
+from ..engine.base import StateAllocator
+from ..state.state_dict import StateDict, describe_options
 from ..state.records import MASTER_KEY
-from .archive import Entry
+from .metadata import Entry
 from .fitting import OptimizerValidator
-from .optimizers import OptimizerAdapter
+from .optimizer_adapter import OptimizerAdapter
 from .owned import storage_key
 from .saved_optimizer import PARAM_GROUPS, STATE, GroupOptions, SavedOptimizer, StateEntry
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
-from .archive import CheckpointMetadata, Entry
+from .metadata import CheckpointMetadata, Entry
 from .contents import OPTIM
 
 PARAM_GROUPS, STATE = "param_groups", "state"

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..state.dcp import ShardTensor
+from ..state.shard_tensor import ShardTensor
 from ..state.trees import map_tensors
 
 

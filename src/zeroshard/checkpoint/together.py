@@ -7,10 +7,10 @@ from typing import Any
 
 from torch.nn import Module
 
-from ..comm.agreement import Prepared, prepare_all
+from ..comm.consensus import Prepared, prepare_all
 from ..comm.collectives import Comm
 from ..errors import CheckpointError, ConfigError, RankFailedError, RankLostError, RankMismatchError
-from ..units import Rank
+from .._types import Rank
 
 
 @contextmanager

@@ -10,10 +10,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
-from .archive import CheckpointMetadata, Entry
+from .metadata import CheckpointMetadata, Entry
 from .changing import has_custom_load, is_empty_container
 from .contents import MODEL
-from .naming import format_names, raise_if_names_differ
+from .names import format_names, raise_if_names_differ
 from .owned import ShardedParams, storage_key
 from .restoring import OptimizerLoadPlan
 

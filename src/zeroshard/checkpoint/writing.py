@@ -15,8 +15,8 @@ from torch.utils.dlpack import from_dlpack
 
 from ..comm.collectives import Comm
 from ..errors import CheckpointError
-from .archive import dcp_group_kwargs, format_failures
-from .manifest import ChecksummingFileSystem
+from .metadata import dcp_group_kwargs, format_failures
+from .directory import ChecksummingFileSystem
 from .progress import Progress
 
 

@@ -23,7 +23,7 @@ from .files import atomic_output
 from .formats import FORMAT_WRITERS
 from .plan_command import plan
 from .show import print_description, replace_unprintable
-from .sources import open_checkpoint, select_weights, wrap_errors_for
+from .checkpoint import open_checkpoint, select_weights, wrap_errors_for
 
 _TABLE_WIDTH = 160
 """Of tables that are not shown in a terminal."""

@@ -8,12 +8,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.archive import Entry
+from ..checkpoint.metadata import Entry
 from ..checkpoint.contents import MODEL, OPTIM
-from ..checkpoint.loading import find_checkpoint
-from ..checkpoint.manifest import manifest_fields, read_manifest
+from ..checkpoint.load import find_checkpoint
+from ..checkpoint.directory import manifest_fields, read_manifest
 from ..checkpoint.saved_optimizer import PARAM_GROUPS, STATE, SavedOptimizer, param_group_entries
-from .sources import open_metadata
+from .checkpoint import open_metadata
 
 _DISTCP_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 

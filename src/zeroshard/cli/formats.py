@@ -24,12 +24,12 @@ from torch.serialization import skip_data
 
 from ..checkpoint.contents import MODEL, OPTIM
 from ..checkpoint.folder import fsync_dir, write_and_fsync
-from ..checkpoint.manifest import MANIFEST_FILE, build_manifest
+from ..checkpoint.directory import MANIFEST_FILE, build_manifest
 from ..checkpoint.progress import Progress
 from ..checkpoint.saved_optimizer import PARAM_GROUPS, STATE, set_nested
 from ..errors import CheckpointError
 from ..state.trees import map_tensors
-from ..units import align_up
+from .._types import align_up
 from .contents import MANIFEST_KEY, CheckpointContents, ModelWeights, deserialize_leaf, is_serialized
 from .files import TensorSlot, write_tensors
 from .stored import StoredTensor, wrap_tensor

@@ -11,12 +11,12 @@ import typer
 from rich.console import Console
 
 from ..errors import CheckpointError
-from ..planning.sources import freeze_params, load_model_shape
-from .plan_options import OptimizerChoice, PlanRequest, make_config, make_network, parse_options
-from .plan_page import write_page
-from .plan_picture import draw_plan
-from .plan_quantities import parse_bytes, parse_ranks
-from .plan_table import print_plan
+from ..planner.sources import freeze_params, load_model_shape
+from ..planner.request import OptimizerChoice, PlanRequest, make_config, make_network, parse_options
+from ..planner.pictures import write_page
+from ..planner.plan_picture import draw_plan
+from ..planner.plan_quantities import parse_bytes, parse_ranks
+from .plan import print_plan
 from .show import replace_unprintable
 
 _TABLE_WIDTH = 160

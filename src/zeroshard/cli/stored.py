@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from ..checkpoint.archive import CheckpointMetadata
-from ..checkpoint.reading import iter_chunks, locate_tensor, open_file
+from ..checkpoint.metadata import CheckpointMetadata
+from ..checkpoint.reader import iter_chunks, locate_tensor, open_file
 from ..errors import CheckpointError
 
 MAX_CHUNK_BYTES = 16 * 2**20

@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ..units import Rank
+from .._types import Rank
 from .collectives import Comm
-from .group import Group
+from .process_group import Group
 
 BACKGROUND_TAG_BASE = 1 << 24
 """Beyond what users and ways between ranks give their own messages."""

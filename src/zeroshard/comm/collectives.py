@@ -3,10 +3,10 @@
 import torch
 import torch.distributed as dist
 
-from ..labels import StepProfiler
-from ..units import Rank
-from .group import Group
-from .pending import PendingWork
+from ..profiling import StepProfiler
+from .._types import Rank
+from .process_group import Group
+from .work import PendingWork
 
 MAX_RING_RANKS = 16
 """gloo reduces around a ring, two hops a rank. Beyond this many ranks a few words go faster through a root."""

@@ -18,7 +18,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
-from ..notices import log_rank
+from .._logging import log_rank
 
 DRAIN_TIMEOUT_S = 10.0
 """Seconds that are left to all that is still received: until the other ranks have ended, as a rule."""

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..errors import ConfigError, RankLostError
-from .group import Group, init_single_rank
+from .process_group import Group, init_single_rank
 
 
 def is_launched_by_torchrun() -> bool:

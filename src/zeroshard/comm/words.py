@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..errors import RankLostError
-from ..units import format_ranks
+from .._types import format_ranks
 from .ending import join_at_exit
 
 REPORT_TIMEOUT_S = 1.0

@@ -7,9 +7,9 @@ from statistics import median
 import torch
 
 from ..layout.partition import default_bucket_bytes
-from ..units import MIB
+from .._types import MIB
 from .checkup import JobInfo
-from .measure import CollectiveTiming
+from .collect import CollectiveTiming
 from .places import ranks_by_node
 
 _MAX_LATENCY_FRACTION = 0.05

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-from ..units import format_ranks
+from .._types import format_ranks
 from .facts import RankInfo
 from .findings import ERROR, WARNING, Finding, Level
 

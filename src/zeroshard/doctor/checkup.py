@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from ..comm.collectives import Comm, encode_text
-from ..comm.group import Group
+from ..comm.process_group import Group
 from ..comm.joining import with_backend
 from ..errors import RankLostError
-from ..units import MIB
+from .._types import MIB
 from .facts import RankInfo, collect_rank_info
 from .links import Link, measure_link_to_rank0
-from .measure import CollectiveBenchmark, CollectiveTiming, NodeBandwidths, measure_node_bandwidths
+from .collect import CollectiveBenchmark, CollectiveTiming, NodeBandwidths, measure_node_bandwidths
 from .places import choose_backend, has_equal_nodes
 from .speed import RankSpeed, measure_speed
 from .trial import TrialResult, run_trial

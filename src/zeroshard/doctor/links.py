@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ..comm.collectives import Comm
-from ..units import MIB, Rank
+from .._types import MIB, Rank
 
 _PING_ROUNDS = 8
 _PAYLOAD_ROUNDS = 3

@@ -10,8 +10,8 @@ from .advice import Advice, profile_network, recommend_options, slowest_timings
 from .checkup import JobInfo, RankMeasurements
 from .facts import RankInfo
 from .findings import ERROR, WARNING, Finding, is_healthy
-from .judging import run_checks
-from .measure import CollectiveTiming
+from .checks import run_checks
+from .collect import CollectiveTiming
 from .places import ranks_by_host
 from .trial import TRIAL_STEPS
 

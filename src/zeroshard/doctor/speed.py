@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 
-from ..units import MIB
+from .._types import MIB
 
 _SPEED_REPEATS = 5
 

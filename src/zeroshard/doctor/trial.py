@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm.group import Group
-from ..sharded import shard
+from ..comm.process_group import Group
+from ..shard import shard
 
 TRIAL_STEPS = 4
 _TRIAL_ROWS, _TRIAL_WIDTH = 4, 8

@@ -17,20 +17,12 @@ except ImportError as error:
     raise ImportError("zeroshard.integrations.accelerate needs Accelerate: pip install 'accelerate>=1.13'") from error
 
 from ..checkpoint import load
-from ..comm.rows import ShardGroupSize
+from ..comm.mesh import ShardGroupSize
 from ..config import ZeroConfig
 from ..errors import CheckpointError, ConfigError
-from ..scaler import GradScaler
-from ..sharded import ShardedOptimizer
-from .plain import (
-    broadcast_from_rank0,
-    check_on_rank0,
-    let_scaler_skip_steps,
-    make_scaler,
-    retarget_scheduler,
-    shard_optimizer,
-    write_checkpoint,
-)
+from ..grad_scaler import GradScaler
+from ..shard import ShardedOptimizer
+from ._common import broadcast_from_rank0, check_on_rank0, let_scaler_skip_steps, make_scaler, retarget_scheduler, shard_optimizer, write_checkpoint
 
 SHARD_DIR_NAME = "zeroshard"
 """Of a checkpoint: what all ranks have written."""

@@ -12,11 +12,11 @@ except ImportError as error:
     ) from error
 
 from ..checkpoint import load
-from ..comm.rows import ShardGroupSize
+from ..comm.mesh import ShardGroupSize
 from ..config import ZeroConfig
 from ..errors import ConfigError
 from .accelerate import SHARD_DIR_NAME, Accelerator
-from .plain import retarget_scheduler, write_checkpoint
+from ._common import retarget_scheduler, write_checkpoint
 
 _CONFLICTING_ARGS = ("fsdp", "deepspeed", "parallelism_config")
 _OVERRIDDEN_METHODS = (

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from .layout import Layout
 from .partition import CostFn
-from .specs import ParamSpec
+from .spec import ParamSpec
 
 
 class Balance(NamedTuple):

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from ..units import align_up
-from .specs import ParamSpec
+from .._types import align_up
+from .spec import ParamSpec
 
 
 class ShardGranularity(NamedTuple):

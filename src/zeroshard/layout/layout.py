@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..errors import LayoutError
-from ..units import Rank, Span
+from .._types import Rank, Span
 from .shards import EqualShards, Shards, WholeParamShards
-from .specs import ParamSpec
+from .spec import ParamSpec
 
 T = TypeVar("T", int, float)
 

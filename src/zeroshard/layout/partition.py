@@ -12,11 +12,11 @@ from typing import Protocol
 import torch
 
 from ..errors import ConfigError
-from ..units import MIB, Rank, Span, align_up
+from .._types import MIB, Rank, Span, align_up
 from .grain import ShardGranularity
 from .layout import Bucket, BucketSlot, Layout
 from .shards import AlignedShards, EqualShards, WholeParamShards
-from .specs import ParamSpec
+from .spec import ParamSpec
 
 ALIGNMENT_BYTES = 64
 """Bytes: where a parameter starts in a bucket, for vector loads and cache lines."""

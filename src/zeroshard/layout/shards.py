@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import overload
 
-from ..units import Rank, Span
+from .._types import Rank, Span
 
 
 class Shards(Sequence[Span]):

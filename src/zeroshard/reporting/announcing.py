@@ -2,9 +2,9 @@
 
 import logging
 
-from ..assembly import EngineBuilder
-from ..notices import is_enabled_for, log_rank
-from ..runtime.step import Engine
+from ..build import EngineBuilder
+from .._logging import is_enabled_for, log_rank
+from ..engine.base import Engine
 from .words import describe_setup
 
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from ..assembly import EngineBuilder
+from ..build import EngineBuilder
 from ..layout.layout import Layout
-from ..layout.specs import ParamSpec
-from ..runtime.flat import FlatShardEngine
-from ..runtime.inner import ParamGroup
-from ..runtime.step import Engine
-from ..second_copy import PeerSnapshots
+from ..layout.spec import ParamSpec
+from ..engine.flat_engine import FlatShardEngine
+from ..engine.inner import ParamGroup
+from ..engine.base import Engine
+from ..peer_checkpoint.snapshot import PeerSnapshots
 from ..state.trees import collect_plain_tensors
-from ..units import Rank
-from .report import Report
+from .._types import Rank
+from ..report import Report
 from .values import CommVolume, Counters, MemoryUse
 from .words import describe_setup
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..labels import Phase
-from ..pictures import new_figure, save_figure
-from ..units import MIB
+from ..profiling import Phase
+from .._plotting import new_figure, save_figure
+from .._types import MIB
 from .text import format_bytes, format_count, format_seconds
 from .values import BucketSummary, ReportData
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from textwrap import wrap
 from typing import TypeVar
 
-from ..units import MIB
+from .._types import MIB
 from .values import BucketSummary, RankSummary, ReportData
 
 _TEXT_WIDTH = 100

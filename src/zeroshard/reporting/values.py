@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ..labels import StepTimes
+from ..profiling import StepTimes
 from ..layout.balance import Balance
 from ..layout.layout import Bucket, Layout
 

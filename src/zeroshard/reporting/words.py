@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ..assembly import EngineBuilder
+from ..build import EngineBuilder
 from ..config import ZeroConfig
 from ..layout.partition import FlatShards, WholeParams
 

@@ -8,7 +8,7 @@ import torch
 
 from ..errors import CheckpointError
 from .trees import dense_flat_view, map_tensors
-from .wrapped import map_inner_tensors
+from .tensor_utils import map_inner_tensors
 
 
 def dumps(value: Any) -> bytes:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from ..units import MIB
+from .._types import MIB
 from .codec import dumps, dumps_unchecked, loads
 from .readers import find_custom_types
 from .trees import dense_flat_view, snapshot_to_host
-from .wrapped import is_wrapper_subclass
+from .tensor_utils import is_wrapper_subclass
 
 PackedValue = dict[str, Any]
 _TENSOR_TAG = "zeroshard.place"

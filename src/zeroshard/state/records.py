@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..layout.specs import ParamSpec
-from ..units import Span
-from .dcp import ShardTensor, make_full_shard
+from ..layout.spec import ParamSpec
+from .._types import Span
+from .shard_tensor import ShardTensor, make_full_shard
 from .trees import clone_tensor, deepcopy_except_tensors, dense_flat_view, map_tensors
-from .wrapped import concat_subclass_shards, elements_per_inner, inner_tensors, is_wrapper_subclass
+from .tensor_utils import concat_subclass_shards, elements_per_inner, inner_tensors, is_wrapper_subclass
 
 MASTER_KEY = "master_weights"
 """The key of a parameter's more precise copy in its state."""

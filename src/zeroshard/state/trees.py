@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .wrapped import map_inner_tensors
+from .tensor_utils import map_inner_tensors
 
 
 def map_tensors(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:

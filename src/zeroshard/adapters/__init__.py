@@ -1,1 +1,0 @@
-"""Foreign events, led onto the one path."""

@@ -1,0 +1,1 @@
+"""Run sharded optimizers: gradients to shards, one step, updated parameters to all ranks."""

@@ -1,1 +1,0 @@
-"""Tensors, and the order of one step."""
