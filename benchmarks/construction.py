@@ -20,7 +20,7 @@ from benchmarks.harness.ranks import run_ranks  # noqa: E402
 from benchmarks.harness.report import Row, finish, measure, ratio_row  # noqa: E402
 from benchmarks.harness.timing import Run, Times, ms, race, ratio, slowest  # noqa: E402
 from zeroshard import ParamRule, ZeroRedundancyOptimizer, matrix_params, remaining_params, shard  # noqa: E402
-from zeroshard.runtime import probe_cache  # noqa: E402
+from zeroshard.engine import probe  # noqa: E402
 
 TITLE = "Construction"
 NOTE = (
@@ -73,11 +73,11 @@ def _race(rounds: int) -> Times:
     model = make_model()
 
     def probed(build: Callable[[nn.Module], object]) -> object:
-        answers, probe_cache._cached_answers = probe_cache._cached_answers, WeakKeyDictionary()
+        answers, probe._cached_answers = probe._cached_answers, WeakKeyDictionary()
         try:
             return build(model)
         finally:
-            probe_cache._cached_answers = answers
+            probe._cached_answers = answers
 
     contestants: dict[str, Run] = {}
     for name, build in BUILDERS.items():

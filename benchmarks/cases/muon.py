@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon, Optimizer
 
 from zeroshard import ParamRule, ZeroConfig, matrix_params, remaining_params, shard
+from zeroshard.engine.inner import OptimizerFactory
+from zeroshard.engine.probe import FlopCost, numel_cost
 from zeroshard.layout.partition import CostFn
 from zeroshard.layout.spec import make_param_specs
-from zeroshard.engine.inner import OptimizerFactory
-from zeroshard.engine.work import FlopCost, numel_cost
 
 from ..harness.ranks import run_ranks
 from ..harness.resources import sent_bytes

@@ -17,7 +17,7 @@ from zeroshard import ZeroConfig
 from zeroshard.cli.app import main
 from zeroshard.cli.plan import print_plan
 from zeroshard.planner import plan
-from zeroshard.planner.sources import load_model_shape
+from zeroshard.planner.shapes import load_model_shape
 
 PICTURES = Path(__file__).parent.parent / "pictures"
 COMMAND = "plan llama-3-8b --precision bf16+fp32 --ranks 4,64 --memory 80GB --activations 10GB"

@@ -3,16 +3,28 @@
 from typing import TYPE_CHECKING, Any
 
 from . import ddp_hooks
-from .config import ZeroConfig
-from .errors import BindingError, CheckpointError, ConfigError, LayoutError, NonFiniteError, RankFailedError, RankLostError, RankMismatchError, ReplicaMismatchError, ZeroError
-from .layout.partition import FlatShards, WholeParams
-from .objects import broadcast_object as broadcast_object  # not in `__all__`: torch has it as a private name
-from .optimizer import ZeroRedundancyOptimizer
-from .policies import ConsistencyCheck, CPUOffload, NonFiniteGrads, PeerCheckpoint
-from .torch_patch import replace_torch
-from .rules import ParamRule, matrix_params, remaining_params
+from .config import ConsistencyCheck, CPUOffload, NonFiniteGrads, PeerCheckpoint, ZeroConfig
+from .errors import (
+    BindingError,
+    CheckpointError,
+    ConfigError,
+    LayoutError,
+    NonFiniteError,
+    RankFailedError,
+    RankLostError,
+    RankMismatchError,
+    ReplicaMismatchError,
+    ZeroError,
+)
 from .grad_scaler import GradScaler
+from .layout.partition import FlatShards, WholeParams
+from .optimizer import ZeroRedundancyOptimizer
+from .rules import ParamRule, matrix_params, remaining_params
 from .shard import ShardedOptimizer, shard
+from .torch_patch import replace_torch
+from .zero_redundancy_optimizer import (
+    broadcast_object as broadcast_object,  # not in `__all__`: torch has it as a private name
+)
 
 if TYPE_CHECKING:
     from . import checkpoint

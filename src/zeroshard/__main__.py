@@ -28,11 +28,11 @@ def _plain(name: str) -> Callable[[Sequence[str]], int] | None:
     if name == "--version":
         return _version
     if name == "run":
-        from .running import run_command as run
+        from .torch_patch import run_command as run
 
         return run
     if name == "doctor":
-        from .doctor.command import main as doctor
+        from .doctor.report import main as doctor
 
         return doctor
     return None

@@ -36,3 +36,8 @@ def format_ranks(ranks: Sequence[int]) -> str:
     """A few of them, in words."""
     shown = ", ".join(map(str, ranks[:_MAX_RANKS_SHOWN])) + (", ..." if len(ranks) > _MAX_RANKS_SHOWN else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def replace_unprintable(text: str) -> str:
+    """Replace what a terminal would interpret: names come from other people's files."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -1,9 +1,12 @@
 """`ZeroRedundancyOptimizer`: wires the parts together and delegates."""
 
 import warnings
+import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,44 +15,239 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from . import zero_redundancy_optimizer as compat
-from .engine.autograd import register_accumulation_hook
-from .engine.ddp import CommHook, DDPOverlap, resolve_optimizer_class
-from .engine.ddp_grads import make_comm_hook
-from .engine.autograd_hooks import watch_plain_steps
-from .build import EngineBuilder, format_param_count
-from .comm.consensus import Prepared, prepare_all, rollback_on_error
-from .comm.collectives import Comm
-from .comm.process_group import Group
-from .config import ZeroConfig, reject_config_options
-from .errors import ConfigError
-from .profiling import Phase
-from .layout.balance import Balance
-from .layout.layout import Layout
-from .layout.partition import Partitioner
-from .layout.spec import make_param_specs
-from .modes import TrainEvalMixin
 from ._logging import warn_at_caller
-from .params import ParsedParams, parse_groups, parse_params
-from .policies import ZeroStage1
+from ._types import GlobalRank, Rank
+from .build import EngineBuilder, format_param_count
+from .comm.collectives import Comm
+from .comm.consensus import Prepared, exchange_status, prepare_all, raise_failure, rollback_on_error
+from .comm.process_group import Group
+from .config import ZeroConfig, ZeroStage1, reject_config_options
 from .engine import amp, clip
+from .engine.autograd_hooks import register_accumulation_hook, watch_plain_steps
+from .engine.base import Closure, Engine, StepOutcome
+from .engine.checks import NonFiniteSteps
+from .engine.ddp import CommHook, DDPOverlap, make_comm_hook, resolve_optimizer_class
 from .engine.flat_engine import FlatShardEngine
 from .engine.grad_reducer import GradReducer
 from .engine.inner import OptimizerConstructor, OptimizerFactory, ParamGroup
-from .engine.nonfinite import NonFiniteSteps
-from .engine.parts import OptimizerSpec
-from .engine.base import Closure, Engine
+from .engine.join import JoinedStep, broadcast_options
+from .engine.optimizer_shard import OptimizerSpec
 from .engine.whole_engine import WholeParamEngine
+from .errors import ConfigError
+from .layout.layout import Layout
+from .layout.partition import Balance, Partitioner
+from .layout.spec import make_param_specs
+from .params import ParsedParams, parse_groups, parse_params
+from .profiling import Phase
 from .state import dcp_compat as callers
-from .state.state_dict import StateDict
-from .state.trees import deepcopy_except_tensors, tensor_versions
-from .state_dict_mixin import run_state_dict_hooks, state_dict_for_dcp
-from .stateful import StateDictMixin
-from .stepping import StepDriver
-from ._types import GlobalRank, Rank
+from .state.state_dict import StateDict, describe_groups
+from .state.tensor_utils import deepcopy_except_tensors, tensor_versions
+from .state_dict_mixin import StateDictMixin, run_state_dict_hooks, state_dict_for_dcp
 
 if TYPE_CHECKING:
-    from .report import Report
     from .peer_checkpoint.snapshot import NamedBuffers, PeerCheckpointer, PeerSnapshots
+    from .report import Report
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How a step is driven: plainly, by a GradScaler, or with ranks that ran out of inputs.
+
+
+class SteppableOptimizer(Protocol):
+    """An optimizer as users hold it."""
+
+    param_groups: list[ParamGroup]
+    _engine: Engine
+
+    def _before_join_step(self, source: Rank) -> None:
+        """Called on all ranks before a step that some only shadow; `source` is one that still trains."""
+
+    def _after_step(self) -> None:
+        """Called on all ranks when all have made a step, or have skipped it."""
+
+
+class StepDriver:
+    """Steps an engine for the optimizer that users hold."""
+
+    def __init__(self, optimizer: "SteppableOptimizer", comm: Comm) -> None:
+        # The optimizer holds this, and shall be freed when its user drops it.
+        self._optimizer: Any = weakref.proxy(optimizer)
+        self._comm = comm
+        self._has_cleared_grads = False
+        self._has_checked_inf = False
+        self._num_steps = 0
+
+    @property
+    def _engine(self) -> Engine:
+        engine: Engine = self._optimizer._engine
+        return engine
+
+    def start_join(self) -> None:
+        self._has_cleared_grads = False
+
+    def step(self, closure: Closure | None, kwargs: dict[str, Any], *, in_join: bool, is_joined: bool) -> Any:
+        """`uneven`: some ranks may only shadow the step; `joined`: this one does."""
+        with self._comm.profiler.step():
+            result = self._run_step(closure, kwargs, in_join=in_join, is_joined=is_joined)
+            self._optimizer._after_step()
+            return result
+
+    def _run_step(self, closure: Closure | None, kwargs: dict[str, Any], *, in_join: bool, is_joined: bool) -> Any:
+        try:
+            self._check_consistency_if_due()
+            self._engine.grad_check.is_paused = in_join
+            if in_join and not self._comm.is_single_rank:
+                run = self._step_with_join_sharded if self._engine.reduces_grads else self._step_with_join
+                return run(closure, kwargs, is_joined=is_joined)
+            if amp.is_scaler_step(self._optimizer) and self._should_skip_step(in_join=False):
+                return None
+            return self._engine.step(self._optimizer.param_groups, closure, kwargs)
+        except BaseException:
+            amp.clear_scaler_attrs(self._optimizer)  # GradScaler takes back what it set only after a step that returns
+            raise
+        finally:
+            self._has_checked_inf = False
+            amp.clear_scaler_attrs(*self._inner_optimizers)
+
+    def _check_consistency_if_due(self) -> None:
+        """In the same steps on all ranks: all of them make each, if only as a shadow or to skip it."""
+        self._num_steps += 1
+        if self._engine.checks.is_consistency_check_due(self._num_steps):
+            self._engine.check_consistency(f"before step {self._num_steps}", self._num_steps)
+
+    def synchronize_sharded_grads(
+        self, call: str, read_arguments: Callable[[], list[str]] = list, *, in_join: bool
+    ) -> list[torch.Tensor] | None:
+        """This rank's part of gradients that are spread over ranks, to be clipped or unscaled; None if all of them are
+        in `param.grad`. `given`: as for `settle`."""
+        engine = self._engine
+        if not isinstance(engine, FlatShardEngine) or not engine.reduces_grads:
+            return None
+        if in_join:  # Hazard: ranks without inputs make no such call, so that none can be agreed on
+            raise RuntimeError(f"{call} cannot be used inside Join where gradients are spread over ranks")
+        engine.synchronize_grads(call, self._optimizer.param_groups, read_arguments)
+        engine.grads.mark_scaled()
+        return engine.grads.grad_tensors()
+
+    def unscale(self, grads: list[torch.Tensor], inverse_scale: torch.Tensor) -> dict[torch.device, torch.Tensor]:
+        self._has_checked_inf = True
+        with self._comm.profiler.phase(Phase.UNSCALE_GRADS):
+            return amp.unscale_sharded_grads(grads, inverse_scale, self._comm)
+
+    def _step_with_join(self, closure: Closure | None, kwargs: dict[str, Any], *, is_joined: bool) -> Any:
+        engine, groups = self._engine, self._optimizer.param_groups
+        uneven = JoinedStep(engine, groups, kwargs, is_joined=is_joined, has_cleared_grads=self._has_cleared_grads)
+        try:
+            if closure is not None:
+                return engine.step(groups, uneven.wrap_closure(closure), kwargs)
+            survey = uneven.gather_status(has_grad_scaler=amp.is_scaler_step(self._optimizer))
+            if survey.has_grad_scaler and self._should_skip_step(in_join=True):
+                return None
+            uneven.exchange_step_inputs(survey)
+            shadow = uneven.make_joined_closure() if survey.has_closure else None
+            return engine.step(groups, shadow, uneven.kwargs)
+        finally:
+            uneven.finish()
+            self._has_cleared_grads = is_joined
+
+    def _step_with_join_sharded(self, closure: Closure | None, kwargs: dict[str, Any], *, is_joined: bool) -> Any:
+        """Ranks without inputs have no gradients, and need none: they own slices of those of the others."""
+
+        def prepare() -> Prepared[None]:
+            if amp.is_scaler_step(self._optimizer) or closure is not None:
+                raise RuntimeError(
+                    "inside Join, step() takes neither a closure nor a GradScaler where gradients are spread"
+                )
+            return Prepared(None)
+
+        prepare_all(self._comm, "a step inside Join", prepare)
+        training = broadcast_options(self._comm, self._optimizer.param_groups, is_current=not is_joined)
+        self._optimizer._before_join_step(training[-1])  # the rank whose buffers DDP broadcasts, too
+        if not is_joined:
+            return self._engine.step(self._optimizer.param_groups, None, kwargs)
+        self._clear_param_grads()
+        if not self._engine.is_reducing:  # else they are what DDP has shadowed
+            self._engine.clear_grads(set_to_none=True)
+        try:
+            return self._engine.step(self._optimizer.param_groups, None, kwargs)
+        finally:
+            self._clear_param_grads()
+            self._engine.clear_grads(set_to_none=True)
+
+    def _clear_param_grads(self) -> None:
+        """Those in `param.grad` are of this rank's last own step."""
+        self._engine.drop_placeholders()
+        for param in self._engine.params:
+            param.grad = None
+
+    def _should_skip_step(self, *, in_join: bool) -> bool:
+        engine = self._engine
+        # Kernels that skip by themselves would leave it open whether gradients that are not finite are the guard's.
+        fused = self._inner_optimizers if not engine.checks.should_check_grads else None
+        if isinstance(engine, FlatShardEngine) and engine.reduces_grads:
+            return amp.should_skip_sharded_step(
+                self._optimizer, fused, engine.grads.grad_tensors(), self._comm, is_inf_checked=self._has_checked_inf
+            )
+        return amp.should_skip_step(self._optimizer, fused, engine.params, self._comm, is_join_enabled=in_join)
+
+    @property
+    def _inner_optimizers(self) -> list[Optimizer]:
+        return [member.optimizer for member in self._engine.inner.local_optimizers]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modes of optimizers: schedule-free ones have other values in the parameters while they train than for evaluation.
+
+
+class TrainEvalMixin:
+    """`train()` and `eval()`, where the inner optimizer has them. Called on all ranks."""
+
+    _engine: Engine
+    param_groups: list[ParamGroup]
+    initialized: bool
+
+    @property
+    def train(self) -> Callable[[], None]:
+        """Parameters become those that are trained, on all ranks."""
+        return self._mode_setter("train")
+
+    @property
+    def eval(self) -> Callable[[], None]:
+        """Parameters become those to evaluate and to save, on all ranks."""
+        return self._mode_setter("eval")
+
+    def _mode_setter(self, mode: str) -> Callable[[], None]:
+        if not self.initialized or not any(member.has_mode(mode) for member in self._engine.inner.local_optimizers):
+            raise AttributeError(f"the optimizer that is sharded has no {mode}()")
+        return partial(self._set_mode, mode)
+
+    @abstractmethod
+    def _require_final_layout(self, call: str) -> None:
+        """Raise if owners may still change. That of the class that has modes comes first."""
+
+    def _set_mode(self, mode: str) -> None:
+        """Each rank switches what it owns, and all get everything. What fails on one rank is raised on all."""
+        engine, groups = self._engine, self.param_groups
+
+        def prepare() -> Prepared[Callable[[], None]]:
+            self._require_final_layout(mode)
+            engine.check_groups(groups)
+            engine.wait_until_idle()
+            return Prepared(engine.snapshot(groups), describe_groups(groups))
+
+        put_back = prepare_all(engine.comm, f"{mode}()", prepare)
+        attempt = StepOutcome()
+        attempt.run(lambda: engine.set_mode(groups, mode))
+        verdict = exchange_status(engine.comm, f"the end of {mode}()", b"", attempt.failure)
+        if verdict.failure_level:
+            put_back()
+        engine.broadcast_params()()
+        if verdict.failure_level:
+            raise_failure(engine.comm, f"{mode}()", attempt.error)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# `ZeroRedundancyOptimizer`: wires the parts together and delegates.
 
 
 class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
@@ -109,7 +307,7 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
         self._peer_checkpointer = self._make_copying()
         self.initialized = True
         watch_plain_steps(self)
-        from .reporting.announcing import log_summary
+        from .report import log_summary
 
         log_summary(self._builder, self._engine)
 
@@ -207,7 +405,7 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
 
     def report(self) -> "Report":
         """Who owns what, what it takes on this rank, what the last step took. Any rank may call it: nothing is sent."""
-        from .reporting.counting import make_report
+        from .report import make_report
 
         settled = self._ddp_overlap is None or self._ddp_overlap.is_initialized
         return make_report(self._builder, self._engine, self.param_groups, self.peer_snapshots, is_layout_final=settled)

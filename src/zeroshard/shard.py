@@ -9,27 +9,32 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from .engine.autograd import GradHooks, hooked_param_ids
-from .engine.module_hooks import BufferBroadcast, DoubleReduceGuard, ParamPrefetch, ZeroGradWrapper, abandon_prefetches
+from ._logging import warn_at_caller
+from ._types import Rank
 from .build import EngineBuilder
-from .comm.consensus import check_all_equal
 from .comm.collectives import Comm
+from .comm.consensus import check_all_equal
 from .comm.mesh import ShardGroupSize, make_comm
 from .config import ZeroConfig, reject_config_options
+from .engine.autograd_hooks import GradHooks, hooked_param_ids
+from .engine.flat_engine import FlatShardEngine
+from .engine.grad_reducer import GradReducer
+from .engine.inner import OPTIMIZER_KEY, OptimizerConstructor, OptimizerFactory, ParamGroup, enable_fused
+from .engine.module_hooks import (
+    BufferBroadcast,
+    DoubleReduceGuard,
+    ParamPrefetch,
+    ZeroGradWrapper,
+    abandon_prefetches,
+    broadcast_coalesced,
+    describe_for_broadcast,
+)
+from .engine.optimizer_shard import OptimizerSpec
 from .errors import ConfigError
 from .layout.layout import Layout
-from ._logging import warn_at_caller
 from .optimizer import ZeroRedundancyOptimizer
 from .params import ParsedParams, reject_dtensor
 from .rules import ParamRule, assign_params_to_rules, make_class_names
-from .engine.buffers import broadcast_coalesced, describe_for_broadcast
-from .engine.flat_engine import FlatShardEngine
-from .engine.fused import enable_fused
-from .engine.grad_reducer import GradReducer
-from .engine.inner import OptimizerConstructor, OptimizerFactory, ParamGroup
-from .engine.parts import OptimizerSpec
-from .engine.team import OPTIMIZER_KEY
-from ._types import Rank
 
 if TYPE_CHECKING:
     from .peer_checkpoint.snapshot import NamedBuffers

@@ -17,20 +17,72 @@ from itertools import accumulate, compress
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast, overload
 
 import torch
+import torch.distributed as dist
 
-from .engine.join import ZeroJoinHook
-from .errors import ConfigError
-from .objects import broadcast_object
-from .engine.inner import PER_RANK_KEYS, OptimizerConstructor, ParamGroup
+from ._types import Rank
+from .comm.collectives import Comm
+from .comm.consensus import Prepared, prepare_all
+from .comm.process_group import Group
 from .engine.base import Closure
+from .engine.inner import PER_RANK_KEYS, OptimizerConstructor, ParamGroup
+from .engine.join import ZeroJoinHook
 from .engine.param_store import FlatParamBuffers
 from .engine.whole_engine import WholeParamEngine
-from .state.trees import map_tensors
-from .stateful import StateDictMixin
-from ._types import Rank
+from .errors import ConfigError
+from .state.serialization import check_types_allowed, dumps, find_custom_types, loads
+from .state.tensor_utils import map_tensors
+from .state_dict_mixin import StateDictMixin
 
 if TYPE_CHECKING:
     from .optimizer import ZeroRedundancyOptimizer
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Python objects between ranks, without running code.
+
+
+def broadcast_object(
+    obj: Any,
+    src_rank: int,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+) -> Any:
+    """The source's object on every rank of the group, its tensors on `device`; the source returns its own.
+
+    `src_rank` is a global rank. What `torch.load(weights_only=True)` would not read is refused, on all ranks.
+    """
+    comm = Comm(Group(group))
+
+    def prepare() -> Prepared[tuple[bytes | None, list[str]]]:
+        _check_device_exists(device)
+        data = dumps(obj) if comm.group.from_global(src_rank) == comm.group.rank else None
+        return Prepared((data, find_custom_types(data) if data is not None else []), [f"src_rank={src_rank}"])
+
+    data, types = prepare_all(comm, "broadcast_object", prepare)
+    check_types_allowed(comm, "broadcast_object", types)
+    received = comm.broadcast_bytes(data, comm.group.from_global(src_rank))
+    if data is not None:
+        return obj
+    return map_tensors(loads(received), lambda tensor: tensor.to(device))
+
+
+def _check_device_exists(device: torch.device | str) -> None:
+    """Where it is not there, that is found before anything is sent."""
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:
+        raise ConfigError(f"broadcast_object: device={device!r:.200} is none that this rank has: {error}") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names that torch marks private in its file of this name, and that public code and PyTorch's own tests use.
+#
+# Attributes are read-only views of the layout, and methods call what the optimizer has under another name. torch's
+# meaning holds, and so do torch's values where parameters are dealt out in the same way. `ZeroRedundancyOptimizer`
+# assigns them in its body.
+#
+# Parameters of a rank are listed in the order of the groups, as in `optim.param_groups`; torch lists the largest first.
+
 
 __all__ = ["ZeroRedundancyOptimizer"]
 

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from zeroshard.checkpoint.metadata import CheckpointMetadata
-from zeroshard.checkpoint.contents import from_byte_tensor, to_byte_tensor
 from zeroshard.checkpoint.directory import MANIFEST_FILE, Manifest, read_manifest
-from zeroshard.checkpoint.outline import parse_tensor_header
-from zeroshard.checkpoint.reader import read_values
+from zeroshard.checkpoint.metadata import CheckpointMetadata
+from zeroshard.checkpoint.reader import parse_tensor_header, read_values
+from zeroshard.checkpoint.saver import from_byte_tensor, to_byte_tensor
 from zeroshard.errors import CheckpointError
-from zeroshard.planner.headers import read_safetensors
+from zeroshard.planner.shapes import read_safetensors
 
 _folder = tempfile.TemporaryDirectory()
 FOLDERS = [Path(_folder.name)]

@@ -28,8 +28,8 @@ from zeroshard import (
     checkpoint,
     shard,
 )
-from zeroshard.rules import profile_step_cost
 from zeroshard.peer_checkpoint.restore import restore_from_peers
+from zeroshard.rules import profile_step_cost
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

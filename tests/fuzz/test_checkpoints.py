@@ -16,8 +16,7 @@ from tests.support.fuzzing import NAMES, rounds, spoil_directory, spoiled
 from tests.support.monitoring import watched
 from tests.support.oracles import assert_same
 from zeroshard import CheckpointError, checkpoint
-from zeroshard.checkpoint.folder import CheckpointDir
-from zeroshard.checkpoint.directory import MANIFEST_FILE
+from zeroshard.checkpoint.directory import MANIFEST_FILE, CheckpointDir
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -18,7 +18,7 @@ from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
 from zeroshard import CheckpointError, ZeroConfig, ZeroError, ZeroRedundancyOptimizer, shard
 from zeroshard.layout.partition import FlatShards
-from zeroshard.state.trees import map_tensors
+from zeroshard.state.tensor_utils import map_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -13,8 +13,7 @@ from torch import nn
 from transformers import dynamic_module_utils
 
 from zeroshard import ConfigError
-from zeroshard.planner.shapes import ModelShape
-from zeroshard.planner.sources import load_model_shape
+from zeroshard.planner.shapes import ModelShape, load_model_shape
 
 WIDTH = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 DECODER = {"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 32}

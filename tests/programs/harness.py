@@ -208,15 +208,15 @@ class MasterOptimizer:
 @contextlib.contextmanager
 def host_memory_stands_for_a_gpu() -> Iterator[None]:
     """Without a GPU: all moves of offloaded state are made, within host memory."""
-    from zeroshard import build as assembly
-    from zeroshard.runtime import offload
+    from zeroshard import build
+    from zeroshard.engine import offload
 
     before = offload.is_offload_device
     try:
-        offload.is_offload_device = assembly.is_offload_device = lambda _: True  # type: ignore[attr-defined,assignment]
+        offload.is_offload_device = build.is_offload_device = lambda _: True  # type: ignore[attr-defined,assignment]
         yield
     finally:
-        offload.is_offload_device = assembly.is_offload_device = before  # type: ignore[attr-defined]
+        offload.is_offload_device = build.is_offload_device = before  # type: ignore[attr-defined]
 
 
 # ---- Operations of the loop

@@ -279,7 +279,7 @@ def test_without_numpy(ctx: RankContext, tmp_path: Path) -> None:
     """torch's checkpoints cannot do without it on several ranks."""
     run = TrainingRun()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zeroshard.checkpoint.saving.find_spec", lambda _: None)
+        patch.setattr("zeroshard.checkpoint.saver.find_spec", lambda _: None)
         if ctx.world_size == 1:
             run.save(tmp_path)
             return

@@ -39,9 +39,9 @@ from tests.support.checkpoints import (
 from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
 from zeroshard import CheckpointError, ConfigError, RankMismatchError, ZeroRedundancyOptimizer, checkpoint, shard
-from zeroshard.checkpoint.contents import get_rng_states
 from zeroshard.checkpoint.directory import MANIFEST_FILE, Manifest
-from zeroshard.state.codec import dumps
+from zeroshard.checkpoint.saver import get_rng_states
+from zeroshard.state.serialization import dumps
 
 # ---- damaged and hostile files: what counts as damage is tested in tests/unit/test_checkpoint_refusals.py
 

@@ -16,7 +16,7 @@ from tests.support.checkpoints import ADAMW, WAYS, TrainingRun, Way, dropin, fla
 from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
 from zeroshard import CheckpointError, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
-from zeroshard.checkpoint import reader as reading
+from zeroshard.checkpoint import reader
 from zeroshard.checkpoint.metadata import CheckpointMetadata
 
 
@@ -104,15 +104,15 @@ def test_a_disk_that_fails_after_all_was_checked(ctx: RankContext, tmp_path: Pat
     other = TrainingRun(seed=5, way=way)
     done: list[Any] = []
 
-    def fail(self: reading.ReadPlan, *args: Any) -> None:
+    def fail(self: reader.ReadPlan, *args: Any) -> None:
         done.append(args)
         if ctx.rank == ctx.world_size - 1 and len(done) > 5:
             raise OSError(5, "Input/output error")
         original(self, *args)
 
-    original = reading.ReadPlan._read_tensor
+    original = reader.ReadPlan._read_tensor
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading.ReadPlan, "_read_tensor", fail)
+        patch.setattr(reader.ReadPlan, "_read_tensor", fail)
         with pytest.raises(CheckpointError, match=r"Input/output error.*loaded in parts now: load a checkpoint before"):
             other.load(tmp_path)
     other.load(tmp_path)

@@ -18,7 +18,7 @@ from tests.support.checkpoints import by_name, first_ranks
 from tests.support.oracles import set_grads
 from zeroshard import FlatShards, WholeParams, ZeroConfig, ZeroRedundancyOptimizer, checkpoint
 from zeroshard.layout.partition import Partitioner
-from zeroshard.state.records import MASTER_KEY
+from zeroshard.state.state_dict import MASTER_KEY
 
 WORLD = 3
 PARTITIONS: list[Partitioner] = [FlatShards(bucket_bytes=64), FlatShards(bucket_bytes=1 << 20), WholeParams()]

@@ -26,7 +26,7 @@ from tests.support.checkpoints import ADAMW, WAYS, Way, assert_same_state, by_na
 from tests.support.tiers import sampled
 from tests.support.tools import convert
 from zeroshard import ZeroRedundancyOptimizer, checkpoint, shard
-from zeroshard.cli.describe import describe_checkpoint
+from zeroshard.cli.checkpoint import describe_checkpoint
 
 every_way = sampled("way", WAYS)
 

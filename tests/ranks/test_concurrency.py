@@ -36,7 +36,7 @@ from tests.support.concurrency import (
 from tests.support.oracles import ZERO1, ZERO2, assert_same, mlp, seeded, some_configs
 from tests.support.tiers import sampled
 from zeroshard import ZeroConfig, checkpoint
-from zeroshard.checkpoint import save as saving, writing
+from zeroshard.checkpoint import saver
 
 # ---- several optimizers
 
@@ -182,14 +182,14 @@ def allowed_to_have_children() -> Iterator[None]:
 @contextmanager
 def held_back() -> Iterator[threading.Event]:
     """Saves wait, before they write, until the event is set."""
-    go, write_parts = threading.Event(), writing.write_shards
+    go, write_parts = threading.Event(), saver.write_shards
 
     def wait_and_write(*args: Any) -> Any:
         assert go.wait(TIMEOUT_S)
         return write_parts(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "write_shards", wait_and_write)
+        patch.setattr(saver, "write_shards", wait_and_write)
         yield go
 
 

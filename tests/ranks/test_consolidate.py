@@ -21,7 +21,7 @@ from tests.support.monitoring import recorded
 from tests.support.optimizers import Keeper
 from tests.support.oracles import Twins, assert_same, in_groups, set_grads, small_model
 from zeroshard import CheckpointError, RankFailedError, RankMismatchError, ZeroRedundancyOptimizer
-from zeroshard.state import serialization as exchange
+from zeroshard.state import serialization
 
 Pair = namedtuple("Pair", "left right")
 
@@ -233,7 +233,7 @@ def test_bytes_go_to_the_target_alone_and_in_bounded_pieces(ctx: RankContext) ->
     mine = sum(tensor.nbytes for state in twins.zero.optim.state.values() for tensor in state.values())
     most, to = 512, ctx.world_size - 1
     with pytest.MonkeyPatch.context() as patch, recorded() as traffic:
-        patch.setattr(exchange, "MESSAGE_BYTES", most)
+        patch.setattr(serialization, "MESSAGE_BYTES", most)
         twins.zero.consolidate_state_dict(to)
     talk = [(verb, size) for verb, size in traffic if verb not in ("isend", "irecv")]
     assert talk == [("all_reduce", 72), ("all_reduce", 8)]  # the agreement, and whether there are types to be allowed
@@ -347,7 +347,7 @@ def test_nothing_that_a_rank_sends_is_executed(ctx: RankContext, tmp_path: Path)
     twins = Twins(Adam)
     twins.train(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, "dumps", pack_unchecked)
+        patch.setattr(serialization, "dumps", pack_unchecked)
         if ctx.rank == 1:
             twins.zero.state.clear()  # what follows a refused header would wait for its receiver
             twins.zero.state["trap"] = Trap(tmp_path / "sprung")

@@ -26,13 +26,12 @@ from tests.support.launch import torchrun
 from tests.support.oracles import assert_same, small_model
 from zeroshard import RankLostError
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.process_group import Group
-from zeroshard.comm.joining import with_backend
-from zeroshard.doctor import checkup, command, collect as measure, trial
-from zeroshard.doctor.findings import ERROR, WARNING
-from zeroshard.doctor.places import ranks_by_node
+from zeroshard.comm.process_group import Group, with_backend
+from zeroshard.doctor import collect
+from zeroshard.doctor import report as command
+from zeroshard.doctor.checks import ERROR, WARNING
+from zeroshard.doctor.collect import measure_speed, ranks_by_node
 from zeroshard.doctor.report import make_report
-from zeroshard.doctor.speed import measure_speed
 
 VERBS = ["all-reduce", "reduce-scatter", "all-gather", "broadcast"]
 GLOO = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
@@ -41,7 +40,7 @@ GLOO = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 @contextmanager
 def quickly() -> Iterator[None]:
     """Measured is as little as possible."""
-    with patch.object(measure, "_MEASUREMENT_BUDGET_S", 0.0), patch.object(checkup, "_MAX_CPU_MESSAGE_BYTES", 2**20):
+    with patch.object(collect, "_MEASUREMENT_BUDGET_S", 0.0), patch.object(collect, "_MAX_CPU_MESSAGE_BYTES", 2**20):
         yield
 
 
@@ -98,7 +97,7 @@ def test_an_environment_that_differs(ctx: RankContext, tmp_path: Path) -> None:
     for name, level, expected in (("TORCH_SOMETHING", WARNING, 0), ("NCCL_ALGO", ERROR, 1)):
         mine = {name: f"of rank {ctx.rank}"} if ctx.rank == 1 else {}
         with quickly(), patch.dict(os.environ, mine):
-            report = make_report(checkup.collect_job_info(Group(), "", lambda _: None))
+            report = make_report(collect.collect_job_info(Group(), "", lambda _: None))
         (found,) = [it for it in report.findings if it.what == f"environment: {name}"]
         assert (found.level, found.found) == (level, "rank 1: 'of rank 1'; ranks 0, 2: not set")
         assert report.exit_status == expected
@@ -117,13 +116,13 @@ def test_nccl_where_there_are_no_gpus(ctx: RankContext, tmp_path: Path) -> None:
 @ranks(3)
 def test_ranks_whose_steps_come_out_different(ctx: RankContext, tmp_path: Path) -> None:
     """One loses a bit of its result."""
-    real = trial.run_trial
+    real = collect.run_trial
 
-    def spoiled(group: Group, device: torch.device) -> trial.TrialResult:
+    def spoiled(group: Group, device: torch.device) -> collect.TrialResult:
         found = real(group, device)
         return replace(found, digest="another") if ctx.rank == 1 else found
 
-    with quickly(), patch.object(checkup, "run_trial", spoiled):
+    with quickly(), patch.object(collect, "run_trial", spoiled):
         status, out = printed(ctx, [], tmp_path)
     assert ctx.gather(status) == [1] * ctx.world_size
     if ctx.rank == 0:
@@ -154,8 +153,8 @@ def test_a_rank_that_fails_alone_keeps_nobody_waiting(ctx: RankContext) -> None:
 
     failing = ctx.rank == 1
     expected = pytest.raises(OSError if failing else RankLostError, match="no such speed")
-    with quickly(), expected, patch.object(checkup, "measure_speed", fail if failing else measure_speed):
-        checkup.collect_job_info(Group(), "", lambda _: None)
+    with quickly(), expected, patch.object(collect, "measure_speed", fail if failing else measure_speed):
+        collect.collect_job_info(Group(), "", lambda _: None)
 
 
 @ranks(4)
@@ -163,7 +162,7 @@ def test_ways_within_and_between_hosts(ctx: RankContext) -> None:
     """As if two ranks ran on each of two hosts."""
     place = {"LOCAL_RANK": str(ctx.rank % 2), "LOCAL_WORLD_SIZE": "2"}
     with quickly(), patch.dict(os.environ, place):
-        found = checkup.collect_job_info(Group(), "", lambda _: None)
+        found = collect.collect_job_info(Group(), "", lambda _: None)
     assert ranks_by_node(found.rank_infos) == [[0, 1], [2, 3]]
     for it in found.measurements:
         assert it.rates is not None
@@ -175,7 +174,7 @@ def test_ways_within_and_between_hosts(ctx: RankContext) -> None:
 def test_a_trial_changes_nothing_around_it(ctx: RankContext) -> None:
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
-    found = trial.run_trial(Group(), torch.device("cpu"))
+    found = collect.run_trial(Group(), torch.device("cpu"))
     assert torch.equal(torch.random.get_rng_state(), before)
     assert found.difference < 1e-12
     assert found.after < found.before
@@ -192,28 +191,28 @@ def test_over_another_backend_than_that_of_words(ctx: RankContext) -> None:
     assert data.process_group is not words.process_group
     assert (data.rank, data.size, data.timeout) == (words.rank, words.size, words.timeout)
     with quickly():
-        timings = measure.CollectiveBenchmark(Comm(data), torch.device("cpu")).measure_timings(2**20)
+        timings = collect.CollectiveBenchmark(Comm(data), torch.device("cpu")).measure_timings(2**20)
     assert [it.verb for it in timings] == VERBS
-    assert trial.run_trial(data, torch.device("cpu")).difference < 1e-12
+    assert collect.run_trial(data, torch.device("cpu")).difference < 1e-12
 
 
 @ranks(2)
 def test_a_trial_sees_steps_that_are_wrong(ctx: RankContext) -> None:
     """Guard of the guard: the sharded one gets slightly other data."""
-    real = trial._trial_step
+    real = collect._trial_step
 
     def otherwise(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> None:
         real(model, optimizer, rows * 1.001 if isinstance(optimizer, zeroshard.ShardedOptimizer) else rows)
 
-    with patch.object(trial, "_trial_step", otherwise):
-        assert trial.run_trial(Group(), torch.device("cpu")).difference > 1e-6
+    with patch.object(collect, "_trial_step", otherwise):
+        assert collect.run_trial(Group(), torch.device("cpu")).difference > 1e-6
 
 
 @ranks(1, 2, 3)
 def test_the_advice_can_be_pasted(ctx: RankContext) -> None:
     """What it says makes an optimizer that trains as the plain one does."""
     with quickly():
-        advice = make_report(checkup.collect_job_info(Group(), "", lambda _: None)).advice
+        advice = make_report(collect.collect_job_info(Group(), "", lambda _: None)).advice
     assert ctx.gather(advice) == [advice] * ctx.world_size
     model, plain_model, names = small_model(), small_model(), {"zeroshard": zeroshard, "torch": torch}
     scope: dict[str, Any] = {**names, "model": model}

@@ -51,8 +51,7 @@ from zeroshard import (
     ZeroRedundancyOptimizer,
     shard,
 )
-from zeroshard.engine.checksums import Checksums
-from zeroshard.engine.checks import find_majority
+from zeroshard.engine.checks import Checksums, find_majority
 
 EACH = ConsistencyCheck(every=1)
 FLIPS = 40

@@ -28,7 +28,7 @@ from zeroshard.build import EngineBuilder
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.process_group import Group
 from zeroshard.engine.inner import OptimizerFactory
-from zeroshard.engine.parts import OptimizerSpec
+from zeroshard.engine.optimizer_shard import OptimizerSpec
 
 Options = dict[str, Any]
 

@@ -47,7 +47,7 @@ from zeroshard import (
 )
 from zeroshard.comm import gloo as pairs
 from zeroshard.comm.transport import sum_in_rank_order
-from zeroshard.runtime import under_way
+from zeroshard.engine import grad_reducer
 from zeroshard.engine.grad_bucket import BufferPool
 
 Where = dict[str, Any]
@@ -200,7 +200,7 @@ def test_sums_that_cannot_be_made(ctx: RankContext, config: ZeroConfig, which: r
         assert len(twins.zero.layout.buckets) == 5
         for patience in (0.0, 1.0):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(under_way, "WAIT_TIMEOUT_S", patience)
+                patch.setattr(grad_reducer, "WAIT_TIMEOUT_S", patience)
                 with spoiled_sums(ctx, which):
                     twins.sides[0].backward(7)
                     with raised_on_all(ctx):

@@ -11,11 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support import RankContext, ranks
 from tests.support.oracles import ZERO1, ZERO2, assert_replicas_are_equal, batch, grids, mlp, seeded, within
 from zeroshard import shard
-from zeroshard.comm.process_group import Group
+from zeroshard._types import Span
 from zeroshard.comm.hybrid import NcclHybridTransport
 from zeroshard.comm.nccl import NcclTransport
-from zeroshard.policies import Reduce
-from zeroshard._types import Span
+from zeroshard.comm.process_group import Group
+from zeroshard.config import Reduce
 
 pytestmark = pytest.mark.gpu
 

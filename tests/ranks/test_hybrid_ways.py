@@ -30,17 +30,17 @@ from tests.support.oracles import (
 )
 from tests.support.tiers import sampled
 from zeroshard import FlatShards, ShardedOptimizer, ZeroConfig, shard
-from zeroshard.comm import transport_cache as choice
-from zeroshard.comm.transport_cache import select_transport
+from zeroshard._types import Span
+from zeroshard.comm import transport_cache
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.process_group import Group
 from zeroshard.comm.gloo import GlooTransport
 from zeroshard.comm.hybrid import GlooHybridTransport, NcclHybridTransport, split_evenly
 from zeroshard.comm.mesh import make_comm
 from zeroshard.comm.nccl import AllReduceTransport, NcclTransport
+from zeroshard.comm.process_group import Group
 from zeroshard.comm.transport import ShardTransport
-from zeroshard.policies import Reduce
-from zeroshard._types import Span
+from zeroshard.comm.transport_cache import select_transport
+from zeroshard.config import Reduce
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -176,7 +176,7 @@ def test_training_by_ways_of_other_backends(ctx: RankContext, way: type[ShardTra
     """As with gloo and CUDA tensors, and as with NCCL. Rows of one rank are left to NCCL: gloo would mix up sums across
     them with words in the same group."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "select_group_transport", lambda group, _, reduce, **__: way(group, reduce))
+        patch.setattr(transport_cache, "select_group_transport", lambda group, _, reduce, **__: way(group, reduce))
         for grid in [(2, 2)] if way is NcclTransport else real_grids(ctx):
             for config in (ZERO2, ZERO1, replace(ZERO2, deterministic_reduce=True)):
                 twins = ShardTwins(config, where=within(grid))

@@ -34,8 +34,8 @@ from zeroshard import (
     remaining_params,
     shard,
 )
+from zeroshard.engine import grad_reducer
 from zeroshard.profiling import TRACE_PREFIX, Phase
-from zeroshard.runtime import under_way
 
 PAGE = Path(__file__).parents[2] / "docs" / "profiling.md"
 
@@ -223,7 +223,7 @@ def test_times_of_the_last_step_are_kept(ctx: RankContext) -> None:
     clock = optimizer._engine.comm.profiler
     assert clock.last_step.step_s == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(under_way, "WAIT_TIMEOUT_S", 30.0)
+        patch.setattr(grad_reducer, "WAIT_TIMEOUT_S", 30.0)
         for number in range(3):
             torch.autograd.backward(regression(model, number))
             torch.autograd.backward(regression(model, number))

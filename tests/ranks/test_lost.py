@@ -20,11 +20,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.support import RankContext, ranks
 from zeroshard import FlatShards, RankLostError, ZeroConfig, shard
-from zeroshard.comm import words
-from zeroshard.comm.collectives import Comm
-from zeroshard.comm.process_group import Group
-from zeroshard.comm.failure import _GlooConnections
 from zeroshard._types import format_ranks
+from zeroshard.comm import failure
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.failure import _GlooConnections
+from zeroshard.comm.process_group import Group
 
 LOST = 1
 """The rank that is lost."""
@@ -41,7 +41,7 @@ def patient() -> Iterator[None]:
     """Whoever leaves a word has left it by then, also where the machine is busy."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("PATIENCE", "GRACE", "ANSWER"):
-            patch.setattr(words, name, 3.0)
+            patch.setattr(failure, name, 3.0)
         yield
 
 
@@ -188,7 +188,7 @@ def test_a_store_that_does_not_answer_keeps_nobody_waiting_and_accuses_nobody(ct
             hang_up(comm.group)
             continue
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(words, "_get_store", lambda it=store: it)
+            patch.setattr(failure, "_get_store", lambda it=store: it)
             with pytest.raises(RankLostError) as caught:
                 comm.all_reduce_max([0])
             store.over.set()

@@ -53,7 +53,7 @@ from zeroshard import (
     checkpoint,
     shard,
 )
-from zeroshard.engine.nonfinite import NonFiniteSteps, _are_finite
+from zeroshard.engine.checks import NonFiniteSteps, _are_finite
 
 SKIP = NonFiniteGrads("skip")
 Spoiled = dict[int, tuple[str, int, float]]

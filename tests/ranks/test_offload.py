@@ -33,9 +33,9 @@ from zeroshard import (
     remaining_params,
     shard,
 )
+from zeroshard._types import Rank
 from zeroshard.engine.host_buffers import HostTransfer
 from zeroshard.state.shard_tensor import ShardTensor
-from zeroshard._types import Rank
 
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 SEVERAL = FlatShards(bucket_bytes=4000)
@@ -71,21 +71,21 @@ def _noted(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 @contextmanager
 def everything_is_far(device: str) -> Iterator[None]:
     """On a machine without a GPU, host memory stands for that of the device: all moves are made, within it."""
-    places = (zeroshard.runtime.offload, zeroshard.assembly)
-    before = zeroshard.runtime.offload.is_offload_device
-    small, zeroshard.runtime.host.MIN_OFFLOAD_NUMEL = zeroshard.runtime.host.MIN_OFFLOAD_NUMEL, 2
+    places = (zeroshard.engine.offload, zeroshard.build)
+    before = zeroshard.engine.offload.is_offload_device
+    small, zeroshard.engine.host_buffers.MIN_OFFLOAD_NUMEL = zeroshard.engine.host_buffers.MIN_OFFLOAD_NUMEL, 2
     room, zeros = HostTransfer.allocate, HostTransfer.zeros
     HOMES.clear()
     try:
         HostTransfer.allocate, HostTransfer.zeros = _noted(room), _noted(zeros)  # type: ignore[method-assign]
         for place in places if device == "cpu" else ():
-            place.is_far = lambda _: True  # type: ignore[attr-defined]
+            place.is_offload_device = lambda _: True  # type: ignore[attr-defined]
         yield
     finally:
-        zeroshard.runtime.host.MIN_OFFLOAD_NUMEL = small
+        zeroshard.engine.host_buffers.MIN_OFFLOAD_NUMEL = small
         HostTransfer.allocate, HostTransfer.zeros = room, zeros  # type: ignore[method-assign]
         for place in places:
-            place.is_far = before  # type: ignore[attr-defined]
+            place.is_offload_device = before  # type: ignore[attr-defined]
 
 
 def net(device: str, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from tests.support import RankContext, ranks
 from tests.support.oracles import assert_same, average
-from zeroshard.comm import gloo as pairs
-from zeroshard.comm.process_group import Group
-from zeroshard.comm.gloo import GlooTransport
-from zeroshard.policies import Reduce
 from zeroshard._types import Span
+from zeroshard.comm import gloo
+from zeroshard.comm.gloo import GlooTransport
+from zeroshard.comm.process_group import Group
+from zeroshard.config import Reduce
 
 LENGTH = 1000
 
@@ -23,8 +23,8 @@ LENGTH = 1000
 def in_short_pieces() -> GlooTransport:
     """A way in which a slice takes many rows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pairs, "CHUNK_ROW_BYTES", 128)
-        patch.setattr(pairs, "MIN_CHUNK_BYTES", 128)
+        patch.setattr(gloo, "CHUNK_ROW_BYTES", 128)
+        patch.setattr(gloo, "MIN_CHUNK_BYTES", 128)
         return GlooTransport(Group(), Reduce())
 
 
@@ -68,7 +68,7 @@ def test_what_is_received_takes_little_memory(ctx: RankContext) -> None:
         flat, into = flats_of(ctx.world_size, turn)[ctx.rank], torch.empty(shards[ctx.rank].length)
         made.reduce_scatter(flat, shards, into, 1.0).wait()
     rooms = made._reduce_thread._free_buffers
-    assert 0 < len(rooms) <= pairs.MAX_ROWS_IN_FLIGHT
+    assert 0 < len(rooms) <= gloo.MAX_ROWS_IN_FLIGHT
     assert all(room.nbytes <= 128 * (ctx.world_size - 1) for room in rooms)
 
 

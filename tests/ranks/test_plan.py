@@ -29,10 +29,9 @@ from zeroshard import (
     remaining_params,
     shard,
 )
+from zeroshard.engine.grad_bucket import local_grad
 from zeroshard.planner import Network, Plan, plan
-from zeroshard.engine.sharded_grad import local_grad
-from zeroshard.state.trees import map_tensors
-from zeroshard.state.tensor_utils import inner_tensors, is_wrapper_subclass
+from zeroshard.state.tensor_utils import inner_tensors, is_wrapper_subclass, map_tensors
 
 SMALL = FlatShards(bucket_bytes=1 << 16)
 MASTERS = torch.float32

@@ -15,20 +15,20 @@ from tests.support.launch import torchrun
 from tests.support.monitoring import recorded
 from tests.support.oracles import Pair, mlp
 from zeroshard import shard
-from zeroshard.runtime import probe_cache
+from zeroshard.engine import probe
 
 
 @ranks(2, 3)
 def test_a_hit_on_one_rank_and_a_miss_on_another(ctx: RankContext) -> None:
     """The same messages and the same numbers."""
-    probe_cache.clear_probe_cache()
+    probe.clear_probe_cache()
     verbs = []
     for _ in range(2):
         with recorded() as traffic:
             Pair(torch.optim.AdamW, lr=0.05).train(2)
         verbs.append(sorted(traffic.verbs))
         if ctx.rank == 1:
-            probe_cache.clear_probe_cache()
+            probe.clear_probe_cache()
     assert verbs[0] == verbs[1]
 
 
@@ -83,4 +83,4 @@ def test_an_optimizer_that_communicates_is_probed_by_all_ranks(ctx: RankContext)
     for _ in range(2):
         shard(mlp(), AveragingSGD, lr=0.1)
         if ctx.rank == 1:
-            probe_cache.clear_probe_cache()
+            probe.clear_probe_cache()

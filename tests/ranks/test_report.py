@@ -30,8 +30,8 @@ from zeroshard import (
     remaining_params,
     shard,
 )
-from zeroshard.report import Report
 from zeroshard._types import Rank
+from zeroshard.report import Report
 
 
 def iterate(model: nn.Module, optimizer: Any, number: int) -> None:

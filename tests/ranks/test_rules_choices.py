@@ -45,9 +45,9 @@ from zeroshard import (
     remaining_params,
     shard,
 )
+from zeroshard.engine import grad_reducer
 from zeroshard.layout import partition
 from zeroshard.rules import profile_step_cost
-from zeroshard.runtime import under_way
 
 
 class Shared(SGD):
@@ -241,7 +241,7 @@ def test_whole_matrices_travel_while_backward_runs(ctx: RankContext) -> None:
     """The matrices of the last layers are on their way before the first layer's gradient is there."""
     sent: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(under_way, "WAIT_TIMEOUT_S", 30.0)
+        patch.setattr(grad_reducer, "WAIT_TIMEOUT_S", 30.0)
         patch.setattr(partition, "default_bucket_bytes", lambda *_: 300)  # two matrices
         model = seeded(stairs)
         zero = shard(model, Muon, **MUON)

@@ -34,7 +34,7 @@ from zeroshard import (
     remaining_params,
     shard,
 )
-from zeroshard.comm.aside import BackgroundComm
+from zeroshard.comm.collectives import BackgroundComm
 from zeroshard.peer_checkpoint.restore import restore_from_peers
 from zeroshard.peer_checkpoint.snapshot import PeerSnapshots
 

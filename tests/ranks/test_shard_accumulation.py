@@ -28,7 +28,7 @@ from tests.support.oracles import (
 )
 from tests.support.tiers import sampled
 from zeroshard import ShardedOptimizer, ZeroConfig, shard
-from zeroshard.engine.sharded_grad import ShardedGrad
+from zeroshard.engine.grad_bucket import ShardedGrad
 
 every_clearing = sampled("by_model", [False, True], ids=["optimizer", "model"])
 

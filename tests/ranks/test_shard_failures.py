@@ -20,9 +20,8 @@ from tests.support.tiers import sampled
 from zeroshard import FlatShards, RankFailedError, ZeroConfig, ZeroRedundancyOptimizer
 from zeroshard.comm import gloo as pairs
 from zeroshard.comm.transport import sum_in_rank_order
-from zeroshard.engine import grad_reducer as grad_sync, under_way
-from zeroshard.engine.grad_bucket import BufferPool
-from zeroshard.engine.slots import GradBucket
+from zeroshard.engine import grad_reducer
+from zeroshard.engine.grad_bucket import BufferPool, GradBucket
 
 FAILING = 1
 """The rank that fails, or the only one."""
@@ -123,7 +122,7 @@ def test_no_memory_to_pack_gradients_in(ctx: RankContext, config: ZeroConfig, fi
     forget_buffers(twins)
     with pytest.MonkeyPatch.context() as patch:
         if ctx.world_size == 1:
-            patch.setattr(grad_sync.GradReducer, "_accumulate_on_single_rank", _no_memory)
+            patch.setattr(grad_reducer.GradReducer, "_accumulate_on_single_rank", _no_memory)
         with out_of_memory(ctx):
             twins.sides[0].backward(7)
     with raised_on_all(ctx):
@@ -139,7 +138,7 @@ def _no_memory(*_: Any) -> None:
 @ranks(2, 3, timeout=20)
 def test_gradients_that_cannot_be_copied_at_once(ctx: RankContext) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grad_sync, "EAGER_COPY_MIN_BYTES", 0)
+        patch.setattr(grad_reducer, "EAGER_COPY_MIN_BYTES", 0)
         twins = ShardTwins(ZERO2)
         if fails(ctx):
             patch.setattr(GradBucket, "copy_in", _no_memory)
@@ -171,7 +170,7 @@ def test_slices_that_cannot_be_added_up(ctx: RankContext, config: ZeroConfig, wh
     assert len(twins.zero.layout.buckets) == 5
     for patience in (0.0, 1.0):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(under_way, "WAIT_TIMEOUT_S", patience)
+            patch.setattr(grad_reducer, "WAIT_TIMEOUT_S", patience)
             twins.train(1)
             with spoiled_sums(ctx, which):
                 twins.sides[0].backward(7)
@@ -235,7 +234,7 @@ def test_clearing_hides_no_failure(ctx: RankContext, config: ZeroConfig) -> None
 def test_all_ranks_may_fail_at_once(ctx: RankContext, config: ZeroConfig) -> None:
     twins = ShardTwins(config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grad_sync.GradReducer, "_start_reduce", _no_memory)
+        patch.setattr(grad_reducer.GradReducer, "_start_reduce", _no_memory)
         twins.sides[0].backward(7)
     with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
         twins.zero.step()

@@ -15,9 +15,9 @@ from tests.support import RankContext, ranks
 from tests.support.oracles import mlp, regression, seeded
 from tests.support.tiers import sampled
 from zeroshard import FlatShards, ZeroConfig, shard
-from zeroshard.engine import grad_reducer as grad_sync, under_way
-from zeroshard.engine.slots import GradBucket
-from zeroshard.engine.under_way import MAX_IN_FLIGHT, FinishReduce, InFlightReduces
+from zeroshard.engine import grad_reducer
+from zeroshard.engine.grad_bucket import GradBucket
+from zeroshard.engine.grad_reducer import MAX_IN_FLIGHT, FinishReduce, InFlightReduces
 
 ONE, FEW = ZeroConfig(), ZeroConfig(partition=FlatShards(bucket_bytes=400))
 """One bucket for all parameters, and one for a few of them."""
@@ -60,7 +60,7 @@ def test_as_with_small_ones(ctx: RankContext, number: int) -> None:
         put_in(self, param, grad)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grad_sync, "EAGER_COPY_MIN_BYTES", 0)
+        patch.setattr(grad_reducer, "EAGER_COPY_MIN_BYTES", 0)
         patch.setattr(GradBucket, "copy_in", counting)
         vars(scenario)["__rank_body__"](ctx, **options)
     assert any(ctx.gather(bool(put)))
@@ -72,7 +72,7 @@ def test_clearing_in_the_middle_of_a_pass(ctx: RankContext, to_none: bool) -> No
     """What is copied already and has not been sent is cleared, too."""
     model = seeded(mlp, 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grad_sync, "EAGER_COPY_MIN_BYTES", 0)
+        patch.setattr(grad_reducer, "EAGER_COPY_MIN_BYTES", 0)
         optimizer = shard(model, torch.optim.SGD, lr=0.1)
     params = list(model.parameters())
 
@@ -101,7 +101,7 @@ def test_few_buckets_are_under_way_at_a_time(ctx: RankContext) -> None:
         take_in(self, receive)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(under_way, "WAIT_TIMEOUT_S", 30.0)
+        patch.setattr(grad_reducer, "WAIT_TIMEOUT_S", 30.0)
         patch.setattr(InFlightReduces, "finish_arrived", watched)
         model = seeded(lambda: mlp(20), 0)
         optimizer = shard(model, torch.optim.SGD, lr=0.1, config=FEW)

@@ -19,9 +19,8 @@ from tests.support import RankContext, ranks
 from tests.support.monitoring import recorded
 from tests.support.oracles import ZERO2, both_stages, mlp, regression, seeded
 from zeroshard import FlatShards, ShardedOptimizer, ZeroConfig, shard
-from zeroshard.runtime import under_way
-from zeroshard.engine.grad_bucket import MAX_IDLE_BUFFERS
-from zeroshard.engine.sharded_grad import local_grad
+from zeroshard.engine import grad_reducer
+from zeroshard.engine.grad_bucket import MAX_IDLE_BUFFERS, local_grad
 
 MIB = 2**20
 
@@ -76,7 +75,7 @@ def test_bytes_on_the_wire_are_at_most_those_of_ddp(ctx: RankContext, stage: Lit
 def calls_of_an_iteration(layers: int, config: ZeroConfig) -> tuple[Counter[str], ShardedOptimizer]:
     model = seeded(lambda: mlp(layers), 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(under_way, "WAIT_TIMEOUT_S", 30.0)
+        patch.setattr(grad_reducer, "WAIT_TIMEOUT_S", 30.0)
         optimizer = shard(model, torch.optim.AdamW, lr=0.1, config=config)
         for number in range(2):
             with recorded() as traffic:

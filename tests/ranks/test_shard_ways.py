@@ -13,12 +13,12 @@ from torch import Tensor
 
 from tests.support import RankContext, ranks
 from tests.support.oracles import assert_same, average
-from zeroshard.comm.process_group import Group
+from zeroshard._types import Span
 from zeroshard.comm.gloo import GlooTransport
 from zeroshard.comm.nccl import AllReduceTransport, NcclTransport, NcclUnevenTransport, select_group_transport
+from zeroshard.comm.process_group import Group
 from zeroshard.comm.transport import ShardTransport
-from zeroshard.policies import Reduce
-from zeroshard._types import Span
+from zeroshard.config import Reduce
 
 WAYS = [GlooTransport, AllReduceTransport, NcclTransport, NcclUnevenTransport]
 Cuts = list[int]

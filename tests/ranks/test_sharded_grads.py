@@ -28,7 +28,7 @@ from tests.support.oracles import (
     through_branches,
 )
 from zeroshard import GradScaler, ShardedOptimizer, ZeroConfig, shard
-from zeroshard.engine.sharded_grad import ShardedGrad
+from zeroshard.engine.grad_bucket import ShardedGrad
 
 USES: dict[str, Callable[[nn.Module], object]] = {
     "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),

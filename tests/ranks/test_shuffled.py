@@ -44,8 +44,8 @@ from zeroshard import (
     remaining_params,
     shard,
 )
-from zeroshard.comm.work import PendingWork
 from zeroshard.comm.transport import ThreadedWork
+from zeroshard.comm.work import PendingWork
 from zeroshard.engine.param_gather import ParamAllGather
 
 SEEDS = 20 if os.environ.get("ZEROSHARD_FAULTS") else 2

@@ -25,7 +25,7 @@ from zeroshard import (
     ZeroRedundancyOptimizer,
     broadcast_object,
 )
-from zeroshard.state import serialization as exchange
+from zeroshard.state import serialization
 
 
 class WithScale(nn.Module):
@@ -118,9 +118,9 @@ def test_a_new_snapshot_never_meets_the_old_one(ctx: RankContext) -> None:
         found.extend(tensor() is not None for tensor in old)
         return receive(*args)
 
-    receive = exchange.receive_state
+    receive = serialization.receive_state
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, "receive_state", watching)
+        patch.setattr(serialization, "receive_state", watching)
         twins.zero.consolidate_state_dict()
     assert found == ([False] * 6 * (ctx.world_size - 1) if ctx.rank == 0 else [])
 

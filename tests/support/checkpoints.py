@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from tests.support.oracles import assert_same
 from zeroshard import CheckpointError, FlatShards, WholeParams, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
-from zeroshard.state.trees import map_tensors, snapshot_to_host
+from zeroshard.state.tensor_utils import map_tensors, snapshot_to_host
 
 # ---- Models and optimizers that are saved
 

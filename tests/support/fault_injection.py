@@ -33,11 +33,23 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.pool import PRELOAD, connect_store, open_store
-from zeroshard import ConsistencyCheck, FlatShards, NonFiniteGrads, PeerCheckpoint, RankLostError, ZeroConfig, ZeroError, ZeroRedundancyOptimizer, build as assembly, checkpoint, shard
-from zeroshard.checkpoint import reader as reading, writing
-from zeroshard.engine import param_gather as param_sync, slots, param_store as store
-from zeroshard.state import serialization as exchange
-from zeroshard.state.trees import map_tensors
+from zeroshard import (
+    ConsistencyCheck,
+    FlatShards,
+    NonFiniteGrads,
+    PeerCheckpoint,
+    RankLostError,
+    ZeroConfig,
+    ZeroError,
+    ZeroRedundancyOptimizer,
+    build,
+    checkpoint,
+    shard,
+)
+from zeroshard.checkpoint import reader, saver
+from zeroshard.engine import grad_bucket, param_gather, param_store
+from zeroshard.state import serialization
+from zeroshard.state.tensor_utils import map_tensors
 
 # ---- Faults
 
@@ -92,14 +104,14 @@ class Trap:
 
     def set(self) -> None:
         """Into the code that all ranks go through. The process is not used for anything else afterwards."""
-        self._before(assembly.EngineBuilder, "engine", Place.CONSTRUCTOR)
-        self._before(slots.GradBucket, "_start", Place.REDUCTION)
-        self._before(param_sync.ParamAllGather, "start", Place.GATHER)
-        self._before(param_sync.ParamBroadcast, "start", Place.GATHER)
-        self._before(exchange.StateSender, "send", Place.CONSOLIDATION)
-        self._before(exchange, "receive", Place.CONSOLIDATION)
-        self._before(writing._SavePlanner, "transform_object", Place.SAVE)
-        self._before(reading.ReadPlan, "_read", Place.LOAD)
+        self._before(build.EngineBuilder, "make_engine", Place.CONSTRUCTOR)
+        self._before(grad_bucket.GradBucket, "_launch_reduce", Place.REDUCTION)
+        self._before(param_gather.ParamAllGather, "start", Place.GATHER)
+        self._before(param_gather.ParamBroadcast, "start", Place.GATHER)
+        self._before(serialization.StateSender, "send", Place.CONSOLIDATION)
+        self._before(serialization, "receive_state", Place.CONSOLIDATION)
+        self._before(saver._SavePlanner, "transform_object", Place.SAVE)
+        self._before(reader.ReadPlan, "_read_tensor", Place.LOAD)
 
     def spring(self, place: Place) -> bool:
         """Whether the caller is to make a wrong shape."""
@@ -152,14 +164,14 @@ class Trap:
                     end.shutdown(socket.SHUT_RDWR)
 
 
-_SPOILED = (torch.Tensor, reading.TensorLocation, store.BroadcastPlan)
+_SPOILED = (torch.Tensor, reader.TensorLocation, param_store.BroadcastPlan)
 
 
 def _misshapen(value: Any) -> Any:
     """One element too few: of a tensor, of what a file has, of a parameter that another rank sends."""
-    if isinstance(value, reading.TensorLocation):
+    if isinstance(value, reader.TensorLocation):
         return value._replace(tensor=value.tensor[1:] if value.tensor.dim() else value.tensor.reshape(1))
-    if isinstance(value, store.BroadcastPlan):
+    if isinstance(value, param_store.BroadcastPlan):
         parcel: Any = next(it for it in value.messages if it.owner != dist.get_rank())
         parcel._params = [_misshapen(parcel._params[0].detach()), *parcel._params[1:]]
         return value

@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from tests.support.launch import fingerprint
 from tests.support.pool import PRELOAD
 from zeroshard import checkpoint, shard
-from zeroshard.checkpoint import save as saving, writing
+from zeroshard.checkpoint import saver
 
 # ---- Hosts
 
@@ -368,9 +368,9 @@ def _train(end: Connection[News, str], plan: Plan) -> str:
 
     def write_parts(*given: Any) -> Any:
         stop(step // plan.every * plan.every, "save")
-        return writing.write_shards(*given)
+        return saver.write_shards(*given)
 
-    setattr(saving, "write_shards", write_parts)  # noqa: B010 (mypy knows it as another's)
+    setattr(saver, "write_shards", write_parts)  # noqa: B010 (mypy knows it as another's)
     for step in range(start + 1, plan.steps + 1):
         stop(step, "forward")
         torch.autograd.backward(loss_of(model, part_of_batch(step, rank, world_size), world_size))

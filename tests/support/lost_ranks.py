@@ -25,14 +25,23 @@ from torch.distributed.distributed_c10d import PrefixStore
 from tests.support.checkpoints import save
 from tests.support.oracles import added
 from tests.support.pool import PRELOAD, connect_store
-from zeroshard import CheckpointError, FlatShards, PeerCheckpoint, RankLostError, ShardedOptimizer, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
+from zeroshard import (
+    CheckpointError,
+    FlatShards,
+    PeerCheckpoint,
+    RankLostError,
+    ShardedOptimizer,
+    ZeroConfig,
+    ZeroRedundancyOptimizer,
+    checkpoint,
+    shard,
+)
+from zeroshard._types import Rank
+from zeroshard.comm.collectives import BackgroundComm, Comm
 from zeroshard.peer_checkpoint import restore as recovery
-from zeroshard.comm.aside import BackgroundComm
-from zeroshard.comm.collectives import Comm
 from zeroshard.peer_checkpoint.restore import restore_from_peers
 from zeroshard.peer_checkpoint.snapshot import PeerCheckpointer, PeerSnapshots
 from zeroshard.state.serialization import StateSender
-from zeroshard._types import Rank
 
 # ---- Jobs that save one checkpoint after the other
 
@@ -208,9 +217,9 @@ class End(NamedTuple):
 
 
 FALLS: dict[str, tuple[Any, str]] = {
-    "what ranks hold is compared": (recovery, "_survey"),
+    "what ranks hold is compared": (recovery, "_take_inventory"),
     "shares are sent": (StateSender, "send"),
-    "all that was rebuilt is taken over": (recovery, "_fill"),
+    "all that was rebuilt is taken over": (recovery, "_write_params_and_buffers"),
     "the next copy is made": (PeerCheckpointer, "take"),
 }
 """Moments in `restore` at which a process kills itself, and what it would have done then."""

@@ -40,8 +40,8 @@ from zeroshard import (
     remaining_params,
     shard,
 )
-from zeroshard.engine.ddp import CommHook
 from zeroshard.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
+from zeroshard.engine.ddp import CommHook
 from zeroshard.layout.spec import ParamSpec
 
 # ---- The drop-in beside the plain optimizer, on equal gradients

@@ -14,15 +14,19 @@ from typing import Any, NamedTuple
 import pytest
 
 from zeroshard.cli.app import main
+from zeroshard.doctor.collect import (
+    CollectiveTiming,
+    GpuInfo,
+    JobInfo,
+    Link,
+    RankInfo,
+    RankMeasurements,
+    RankSpeed,
+    TrialResult,
+)
+from zeroshard.planner.estimate import Network
 from zeroshard.planner.request import OptimizerChoice, PlanRequest, make_config
-from zeroshard.doctor.checkup import JobInfo, RankMeasurements
-from zeroshard.doctor.facts import GpuInfo, RankInfo
-from zeroshard.doctor.links import Link
-from zeroshard.doctor.collect import CollectiveTiming
-from zeroshard.doctor.speed import RankSpeed
-from zeroshard.doctor.trial import TrialResult
 from zeroshard.planner.shapes import ModelShape, ParamShape
-from zeroshard.planner.usage import Network
 
 # ---- The command line, called in this process
 

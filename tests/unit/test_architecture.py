@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -14,75 +15,15 @@ import zeroshard
 ROOT = Path(zeroshard.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-# Bottom up, as in ARCHITECTURE.md: a package or module, and those it may import.
-MAY_IMPORT: dict[str, set[str]] = {
-    "errors": set(),
-    "units": set(),
-    "notices": set(),
-    "labels": set(),
-    "layout": {"units", "errors"},
-    "policies": {"errors"},
-    "config": {"layout", "policies", "errors"},
-    "params": {"layout", "errors"},
-    "rules": {"notices", "layout", "state", "errors"},
-    "comm": {"labels", "notices", "policies", "units", "errors"},
-    "state": {"notices", "layout", "comm", "units", "errors"},
-    "runtime": {"labels", "notices", "layout", "policies", "params", "comm", "state", "units", "errors"},
-    "adapters": {"labels", "notices", "layout", "comm", "state", "runtime", "units", "errors"},
-    "dividing": {"layout", "config", "runtime", "units", "errors"},
-    "assembly": {
-        *("dividing", "notices", "layout", "config", "params", "policies", "comm", "state", "runtime", "units"),
-        "errors",
-    },
-    "state_dicts": {"labels", "assembly", "layout", "comm", "state", "runtime", "units", "errors"},
-    "objects": {"comm", "state", "units", "errors"},
-}
-MAY_IMPORT["measuring"] = {"rules", "layout", "comm", "runtime", "units", "errors"}
-MAY_IMPORT["stepping"] = {"labels", "adapters", "comm", "runtime", "units"}
-MAY_IMPORT["stateful"] = {"labels", "state_dicts", "adapters", "comm", "runtime", "state"}
-# "optimizer" for annotations, and when its class is asked for: a module with the name of torch's has torch's names.
-MAY_IMPORT["zero_redundancy_optimizer"] = {
-    *("objects", "adapters", "runtime", "state", "stateful", "units", "errors", "optimizer"),
-}
-MAY_IMPORT["modes"] = {"comm", "state", "runtime"}
-MAY_IMPORT["second_copy"] = {"labels", "notices", "layout", "policies", "comm", "state", "runtime", "units", "errors"}
-MAY_IMPORT["pictures"] = {"errors"}
-MAY_IMPORT["reporting"] = {
-    *("labels", "notices", "layout", "config", "policies", "assembly", "state", "runtime", "second_copy", "units"),
-    *("pictures", "errors"),
-}
-MAY_IMPORT["optimizer"] = set(MAY_IMPORT) - {"objects", "rules", "measuring"}
-MAY_IMPORT["sharded"] = set(MAY_IMPORT) - {"objects", "measuring"}
-MAY_IMPORT["recovery"] = {"labels", "layout", "comm", "state", "runtime", "second_copy", "optimizer", "units", "errors"}
-MAY_IMPORT["checkpoint"] = {
-    *("labels", "notices", "layout", "comm", "state", "state_dicts", "runtime", "optimizer", "units", "errors"),
-}
-MAY_IMPORT["scaler"] = {"optimizer"}
-MAY_IMPORT["ddp_hooks"] = {"optimizer", "adapters"}
-MAY_IMPORT["planning"] = {"dividing", "rules", "layout", "policies", "config", "state", "runtime", "units", "errors"}
-MAY_IMPORT["replacing"] = {"notices", "zero_redundancy_optimizer", "ddp_hooks"}
-MAY_IMPORT["__init__"] = {
-    *("optimizer", "sharded", "rules", "measuring", "scaler", "ddp_hooks", "objects", "config", "policies", "layout"),
-    *("errors", "checkpoint", "second_copy", "recovery", "planning", "replacing", "reporting"),
-}
-MAY_IMPORT["integrations"] = {
-    "objects",
-    "scaler",
-    "sharded",
-    "optimizer",
-    "checkpoint",
-    "config",
-    "comm",
-    "errors",
-    "notices",
-}
-MAY_IMPORT["running"] = {"replacing"}
-MAY_IMPORT["doctor"] = {"__init__", "comm", "layout", "policies", "config", "sharded", "units", "errors"}
-MAY_IMPORT["cli"] = {
-    *("checkpoint", "planning", "config", "policies", "rules", "layout", "state", "running", "doctor", "units"),
-    *("pictures", "errors"),
-}
-MAY_IMPORT["__main__"] = {"cli", "running", "doctor", "__init__"}
+# Bottom up, as in ARCHITECTURE.md: a package or module imports only what stands above it in this list. Imports inside
+# functions and for annotations may reach further down: they load heavy parts on first use.
+LAYERS = (
+    *("errors", "_types", "_logging", "_plotting", "profiling"),
+    *("layout", "params", "config", "comm", "state", "engine"),
+    *("build", "state_dict_mixin", "zero_redundancy_optimizer", "rules", "optimizer", "shard"),
+    *("grad_scaler", "ddp_hooks", "torch_patch", "__init__"),
+    *("peer_checkpoint", "report", "checkpoint", "planner", "doctor", "integrations", "cli", "__main__"),
+)
 
 
 class Import(NamedTuple):
@@ -103,16 +44,11 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path) for path in FILES}
 
 
-def imports(path: Path, *, run: bool = False) -> list[Import]:
-    """All imports of a file, also those inside functions. `run`: without those for annotations alone."""
+def imports(path: Path, *, on_load: bool = False) -> list[Import]:
+    """All imports of a file. `on_load`: only those that run when the module is loaded."""
     package = module_name(path).split(".")[:-1]
     found: list[Import] = []
-    tree = parse(path)
-    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    left_out = {id(node) for block in blocks for node in ast.walk(block)} if run else set()
-    for node in ast.walk(tree):
-        if id(node) in left_out:
-            continue
+    for node in _walk(parse(path), on_load=on_load):
         if isinstance(node, ast.Import):
             found += [Import(alias.name, ()) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -122,10 +58,20 @@ def imports(path: Path, *, run: bool = False) -> list[Import]:
     return found
 
 
-def imported_modules(path: Path, *, run: bool = False) -> set[str]:
+def _walk(node: ast.AST, *, on_load: bool) -> Iterator[ast.AST]:
+    """`on_load`: not into functions, nor into `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(node):
+        is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+        is_for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        if not (on_load and (is_function or is_for_types)):
+            yield child
+            yield from _walk(child, on_load=on_load)
+
+
+def imported_modules(path: Path, *, on_load: bool = False) -> set[str]:
     """The modules of the package that a file imports."""
     used: set[str] = set()
-    for module, names in imports(path, run=run):
+    for module, names in imports(path, on_load=on_load):
         if module.partition(".")[0] != "zeroshard":
             continue
         submodules = {f"{module}.{name}" for name in names} & MODULES
@@ -139,19 +85,20 @@ def layer(module: str) -> str:
 
 
 def test_imports_follow_the_order_of_layers() -> None:
-    assert {layer(module) for module in MODULES} == set(MAY_IMPORT)
-    forbidden = []
+    assert {layer(module) for module in MODULES} == set(LAYERS)
+    place = {name: number for number, name in enumerate(LAYERS)}
+    wrong = []
     for path in FILES:
-        own = layer(module_name(path))
-        allowed = MAY_IMPORT[own] | {own}
-        forbidden += [f"{module_name(path)} -> {it}" for it in imported_modules(path) if layer(it) not in allowed]
-    assert not forbidden
-    graph = {module_name(path): imported_modules(path, run=True) - {module_name(path)} for path in FILES}
+        own = module_name(path)
+        used = imported_modules(path, on_load=True)
+        wrong += [f"{own} -> {module}" for module in used if place[layer(module)] > place[layer(own)]]
+    assert not wrong
+    graph = {module_name(path): imported_modules(path, on_load=True) - {module_name(path)} for path in FILES}
     TopologicalSorter(graph).prepare()  # raises on a cycle
 
 
 def test_the_core_depends_on_torch_alone() -> None:
-    optional = {"cli": {"typer", "rich"}, "reporting": {"matplotlib"}}
+    optional = {"cli": {"typer", "rich"}, "zeroshard": {"matplotlib"}, "planner": {"matplotlib"}}
     for path in FILES:
         tops = {module.partition(".")[0] for module, _ in imports(path)}
         extra = optional.get(path.parent.name, set())
@@ -202,12 +149,12 @@ def test_layouts_are_pure() -> None:
 
 def test_these_checks_see_what_is_there() -> None:
     """A few imports and calls that certainly exist."""
-    assert "zeroshard.units" in imported_modules(ROOT / "layout" / "layout.py")
-    assert "zeroshard.layout.specs" in imported_modules(ROOT / "layout" / "layout.py")
+    assert "zeroshard._types" in imported_modules(ROOT / "layout" / "layout.py")
+    assert "zeroshard.layout.spec" in imported_modules(ROOT / "layout" / "layout.py")
     assert "zeroshard.ddp_hooks" in imported_modules(ROOT / "__init__.py")
-    assert "zeroshard.comm.group" in imported_modules(ROOT / "objects.py")
-    names = ROOT / "zero_redundancy_optimizer.py"
-    assert imported_modules(names) - imported_modules(names, run=True) == {"zeroshard.optimizer"}
+    assert "zeroshard.comm.process_group" in imported_modules(ROOT / "zero_redundancy_optimizer.py")
+    lazy = imported_modules(ROOT / "optimizer.py") - imported_modules(ROOT / "optimizer.py", on_load=True)
+    assert lazy == {"zeroshard.report", "zeroshard.peer_checkpoint.snapshot"}
     assert {"broadcast", "all_reduce", "isend"} <= dist_names(ROOT / "comm" / "collectives.py")
     assert all(map(communicates, ("broadcast", "all_reduce", "isend", "barrier", "new_group")))
     assert not any(map(communicates, ("get_rank", "is_initialized", "ProcessGroup", "GradBucket")))

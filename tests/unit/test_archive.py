@@ -24,11 +24,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from tests.support.checkpoints import edit_metadata
 from zeroshard import CheckpointError, checkpoint
 from zeroshard.checkpoint import metadata as archive
-from zeroshard.checkpoint.metadata import CheckpointMetadata
-from zeroshard.checkpoint.chunks import check_chunks
 from zeroshard.checkpoint.directory import MANIFEST_FILE, Manifest, read_manifest
-from zeroshard.checkpoint.outline import parse_tensor_header as outlined
+from zeroshard.checkpoint.metadata import CheckpointMetadata, check_chunks
 from zeroshard.checkpoint.progress import Progress
+from zeroshard.checkpoint.reader import parse_tensor_header as outlined
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -3,9 +3,8 @@
 import pytest
 
 from tests.support.oracles import spec, specs
-from zeroshard.layout.balance import Balance, compute_balance
 from zeroshard.layout.layout import Layout
-from zeroshard.layout.partition import FlatShards, MixedPartitioner, WholeParams
+from zeroshard.layout.partition import Balance, FlatShards, MixedPartitioner, WholeParams, compute_balance
 from zeroshard.layout.spec import ParamSpec
 
 

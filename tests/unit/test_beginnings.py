@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from zeroshard.engine.beginnings import is_init_neutral, probe_initial_state
 from zeroshard.engine.inner import OptimizerFactory
+from zeroshard.engine.probe import is_init_neutral, probe_initial_state
 
 SHAPES: list[tuple[int, ...]] = [(4, 3), (5, 2)]
 

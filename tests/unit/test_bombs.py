@@ -20,11 +20,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from tests.support.checkpoints import edit_metadata
 from tests.support.tools import status_of
 from zeroshard import CheckpointError
-from zeroshard.checkpoint.metadata import CheckpointMetadata
-from zeroshard.checkpoint.outline import parse_tensor_header
-from zeroshard.checkpoint.reader import read_values
-from zeroshard.checkpoint.showing import safe_repr
-from zeroshard.state.codec import loads
+from zeroshard.checkpoint.metadata import CheckpointMetadata, safe_repr
+from zeroshard.checkpoint.reader import parse_tensor_header, read_values
+from zeroshard.state.serialization import loads
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.timeout(60)]
 

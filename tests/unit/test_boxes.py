@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.layout.chunks import Chunk, split_into_chunks
 from zeroshard._types import Span
+from zeroshard.layout.chunks import Chunk, split_into_chunks
 
 Dims = list[tuple[int, int]]
 """Sizes and steps."""

@@ -38,7 +38,7 @@ from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
 from zeroshard import ConfigError, checkpoint, shard
 from zeroshard.checkpoint.directory import MANIFEST_FILE, Manifest
-from zeroshard.state.codec import dumps
+from zeroshard.state.serialization import dumps
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.runtime import checksums
-from zeroshard.engine.checksums import COALESCE_MAX_BYTES, Checksums, make_odd_weights
+from zeroshard.engine import checks
+from zeroshard.engine.checks import COALESCE_MAX_BYTES, Checksums, make_odd_weights
 
 DTYPES = [
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128),
@@ -124,8 +124,8 @@ def test_sums_are_those_of_values_and_not_of_where_they_lie(dtype: torch.dtype) 
 
 
 def test_other_orders_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(checksums.CHUNK_WORDS, "cpu", 512)
-    monkeypatch.setattr(checksums, "COALESCE_MAX_BYTES", 64)
+    monkeypatch.setitem(checks.CHUNK_WORDS, "cpu", 512)
+    monkeypatch.setattr(checks, "COALESCE_MAX_BYTES", 64)
     images = torch.randn(9, 8, 7, 6).to(memory_format=torch.channels_last)
     shapes = {
         "channels": images,
@@ -149,8 +149,8 @@ def test_other_orders_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_long_ones_are_cut_and_short_ones_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every bit at the seams counts, in any place."""
-    monkeypatch.setitem(checksums.CHUNK_WORDS, "cpu", 64)
-    monkeypatch.setattr(checksums, "COALESCE_MAX_BYTES", 100)
+    monkeypatch.setitem(checks.CHUNK_WORDS, "cpu", 64)
+    monkeypatch.setattr(checks, "COALESCE_MAX_BYTES", 100)
     tensors = [drawn(numel, torch.bfloat16, numel) for numel in (3, 5, 1000, 129, 50, 50, 50, 0, 7)]
     before = total(*tensors)
     for tensor in tensors:

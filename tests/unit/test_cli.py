@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from tests.support.checkpoints import assert_same_state, by_name, net, plain, train
 from tests.support.tools import convert, status_of
 from zeroshard import __version__, checkpoint
-from zeroshard.cli import stored
+from zeroshard.cli import checkpoint as cli_checkpoint
 from zeroshard.errors import CheckpointError
 
 KINDS = ("torch", "dcp", "safetensors")
@@ -150,12 +150,12 @@ def read_model(target: Path, kind: str, like: dict[str, torch.Tensor]) -> dict[s
 
 
 @every_kind
-@pytest.mark.parametrize("most", [16, 100, stored.MAX_CHUNK_BYTES])
+@pytest.mark.parametrize("most", [16, 100, cli_checkpoint.MAX_CHUNK_BYTES])
 @pytest.mark.parametrize("from_file", [True, False], ids=["file", "directory"])
 def test_every_tensor_in_pieces_of_any_size(
     tmp_path: Path, kind: str, most: int, from_file: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored, "MAX_CHUNK_BYTES", most)
+    monkeypatch.setattr(cli_checkpoint, "MAX_CHUNK_BYTES", most)
     model, source = all_kinds_of_tensors(), tmp_path / "source"
     if from_file:
         torch.save({"model": model}, source)

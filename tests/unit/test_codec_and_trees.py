@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from zeroshard.errors import CheckpointError
-from zeroshard.state.codec import dumps, extract_tensors, loads
-from zeroshard.state.trees import deepcopy_except_tensors, dense_flat_view, map_tensors, snapshot_to_host
+from zeroshard.state.serialization import dumps, extract_tensors, loads
+from zeroshard.state.tensor_utils import deepcopy_except_tensors, dense_flat_view, map_tensors, snapshot_to_host
 
 
 class Pair(NamedTuple):

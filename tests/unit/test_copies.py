@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tests.support.optimizers import Keeper
 from tests.support.oracles import assert_same
 from zeroshard import CheckpointError
-from zeroshard.layout.spec import ParamSpec
-from zeroshard.peer_checkpoint.copies import STATE_KEY, WEIGHTS_KEY, ShardAssembler, make_shard_data, slice_shard
-from zeroshard.state.shard_tensor import ShardTensor
-from zeroshard.state.parcels import pack_into_buffers, unpack_from_buffers
-from zeroshard.state.records import MASTER_KEY, StateShard
 from zeroshard._types import Span
+from zeroshard.layout.spec import ParamSpec
+from zeroshard.peer_checkpoint.snapshot import STATE_KEY, WEIGHTS_KEY, ShardAssembler, make_shard_data, slice_shard
+from zeroshard.state.serialization import pack_into_buffers, unpack_from_buffers
+from zeroshard.state.shard_tensor import ShardTensor
+from zeroshard.state.state_dict import MASTER_KEY, StateShard
 
 
 def spec_of(*shape: int, stride: tuple[int, ...] | None = None) -> ParamSpec:

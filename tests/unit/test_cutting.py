@@ -14,10 +14,9 @@ from torch.optim import AdamW, Optimizer
 from tests.support.optimizers import Blocks
 from tests.unit import test_separable as own
 from tests.unit.test_separable import Own, norm, recipe
-from zeroshard.layout.grain import ShardGranularity
-from zeroshard.engine.probe import SplitRule, probe_split_rule
 from zeroshard.engine.inner import OptimizerFactory
-from zeroshard.engine.selftest import probe_traits
+from zeroshard.engine.probe import SplitRule, probe_split_rule, probe_traits
+from zeroshard.layout.partition import ShardGranularity
 
 
 @pytest.fixture(autouse=True)

@@ -13,18 +13,33 @@ import torch
 
 import zeroshard
 from tests.support.tools import GIB, some_facts, some_gpu, some_job, some_measured, with_facts, with_measured
-from zeroshard.doctor import command, facts, watch
-from zeroshard.doctor.advice import NetworkProfile, profile_network, recommend_options
-from zeroshard.doctor.checkup import JobInfo, RankMeasurements
-from zeroshard.doctor.facts import RankInfo
-from zeroshard.doctor.findings import ERROR, NOTE, WARNING, Finding
-from zeroshard.doctor.checks import run_checks
-from zeroshard.doctor.links import Link
-from zeroshard.doctor.collect import CollectiveTiming, NodeBandwidths
-from zeroshard.doctor.places import choose_backend, find_shared_gpus, has_equal_nodes, ranks_by_host, ranks_by_node
+from zeroshard.doctor import collect, report
+from zeroshard.doctor.checks import (
+    ERROR,
+    NOTE,
+    WARNING,
+    Finding,
+    NetworkProfile,
+    profile_network,
+    recommend_options,
+    run_checks,
+)
+from zeroshard.doctor.collect import (
+    CollectiveTiming,
+    JobInfo,
+    Link,
+    NodeBandwidths,
+    RankInfo,
+    RankMeasurements,
+    RankSpeed,
+    TrialResult,
+    choose_backend,
+    find_shared_gpus,
+    has_equal_nodes,
+    ranks_by_host,
+    ranks_by_node,
+)
 from zeroshard.doctor.report import make_report
-from zeroshard.doctor.speed import RankSpeed
-from zeroshard.doctor.trial import TrialResult
 
 HEALTHY = some_job()
 
@@ -343,7 +358,7 @@ def test_what_ranks_tell_each_other_comes_back_the_same() -> None:
 def test_what_a_rank_knows_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "NCCL_DEBUG": "INFO", "SECRET": "x"}.items():
         monkeypatch.setenv(name, value)
-    found = facts.collect_rank_info(5, "gloo")
+    found = collect.collect_rank_info(5, "gloo")
     assert (found.rank, found.local_rank, found.local_size, found.backend, found.gpu) == (5, 1, 2, "gloo", None)
     assert found.versions.keys() >= {"python", "torch", "zeroshard"}
     assert found.versions["torch"] == torch.__version__
@@ -360,7 +375,7 @@ def test_a_gpu_that_fails_is_said_and_not_raised(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
-    assert facts._probe_gpu(3) == (None, "cuda:1: CUDA error: out of order")
+    assert collect._probe_gpu(3) == (None, "cuda:1: CUDA error: out of order")
 
 
 @pytest.mark.parametrize(
@@ -368,7 +383,7 @@ def test_a_gpu_that_fails_is_said_and_not_raised(monkeypatch: pytest.MonkeyPatch
 )
 def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        command.main(arguments)
+        report.main(arguments)
     assert ended.value.code == 2
     told = capsys.readouterr().err
     assert "usage: zeroshard doctor" in told
@@ -381,7 +396,7 @@ def test_an_environment_that_does_not_say_enough(
     monkeypatch.setenv("RANK", "0")
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    assert command.main([]) == 1
+    assert report.main([]) == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("zeroshard doctor: not healthy: rank 0 of ?: the environment does not say which ranks")
@@ -396,7 +411,7 @@ def test_who_waits_too_long_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         ended.set()
 
     monkeypatch.setattr(os, "_exit", end)
-    with watch.Watchdog(0.01, "rank 1 of 2") as it:
+    with collect.Watchdog(0.01, "rank 1 of 2") as it:
         it.set_phase("measuring collectives")
         assert ended.wait(60)
     assert codes == [1]
@@ -407,7 +422,7 @@ def test_who_waits_too_long_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 def test_who_goes_on_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "_exit", lambda _: pytest.fail("ended"))
-    with watch.Watchdog(1000, "rank 0 of 2") as it:
+    with collect.Watchdog(1000, "rank 0 of 2") as it:
         for place in ("one", "another"):
             it.set_phase(place)
             (timer,) = [

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from tests.support.tiers import sampled
-from zeroshard.comm.ending import ABORT_TIMEOUT_S, DRAIN_TIMEOUT_S
+from zeroshard.comm.failure import ABORT_TIMEOUT_S, DRAIN_TIMEOUT_S
 
 BUSY = 5.0
 """Seconds that a busy machine may add."""

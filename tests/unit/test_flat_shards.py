@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tests.support.oracles import spec, specs
 from tests.unit.test_partition import GROUPS, WORLD_SIZES, Groups, steadily
 from zeroshard import ConfigError, FlatShards, ZeroConfig
+from zeroshard._types import MIB
 from zeroshard.layout.layout import Bucket, Layout
 from zeroshard.layout.partition import ALIGNMENT_BYTES
 from zeroshard.layout.spec import ParamSpec, make_param_specs
-from zeroshard._types import MIB
 
 BUCKET_BYTES = st.sampled_from([1, 4, 40, 100, 333, 1000, 8 * MIB])
 

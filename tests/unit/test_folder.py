@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from zeroshard import CheckpointError
-from zeroshard.checkpoint.folder import CheckpointDir
+from zeroshard.checkpoint.directory import CheckpointDir
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from torch import optim
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from zeroshard.engine.fused import enable_fused
-from zeroshard.engine.inner import OptimizerFactory
+from zeroshard.engine.inner import OptimizerFactory, enable_fused
 
 
 def recipe(

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.support.oracles import spec, specs
 from tests.unit.test_partition import WORLD_SIZES, steadily
 from zeroshard import ConfigError, FlatShards
-from zeroshard.layout.grain import ShardGranularity
 from zeroshard.layout.layout import Layout
+from zeroshard.layout.partition import ShardGranularity
 from zeroshard.layout.spec import ParamSpec
 
 SIZES = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 30).map(lambda n: 8 * n)), min_size=1, max_size=6)

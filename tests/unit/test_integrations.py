@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR, ReduceLROnPlateau, SequentialLR
 
 from zeroshard import ConfigError
-from zeroshard.integrations import _common as plain
+from zeroshard.integrations import _common
 from zeroshard.integrations._common import make_scaler, retarget_scheduler
 
 CLASSES = [
@@ -39,15 +39,15 @@ def test_a_missing_framework_is_told_with_what_to_install(monkeypatch: pytest.Mo
 def test_another_is_made_of_what_an_optimizer_was_made_with(optimizer_class: Any) -> None:
     given = {"lr": 0.125, "maximize": True} if optimizer_class is not torch.optim.Muon else {"nesterov": False}
     plainly, specially = optimizer_class(params()), optimizer_class(params(), **given)
-    assert plain._prepare_constructor_args(plainly).value == {}, "and zeroshard.shard may choose"
-    taken = plain._prepare_constructor_args(specially).value
+    assert _common._prepare_constructor_args(plainly).value == {}, "and zeroshard.shard may choose"
+    taken = _common._prepare_constructor_args(specially).value
     assert taken == given
     assert optimizer_class(params(), **taken).defaults == specially.defaults
 
 
 def test_rates_that_are_tensors_stay_so() -> None:
     rate = torch.tensor(0.5)
-    assert plain._prepare_constructor_args(torch.optim.SGD(params(), lr=rate)).value == {"lr": rate}
+    assert _common._prepare_constructor_args(torch.optim.SGD(params(), lr=rate)).value == {"lr": rate}
 
 
 def test_groups_name_what_is_special_to_them() -> None:
@@ -59,7 +59,7 @@ def test_groups_name_what_is_special_to_them() -> None:
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.1)
     optimizer.param_groups[1]["lr"] = 0.3
-    first, second = plain._iter_named_groups(model, optimizer)
+    first, second = _common._iter_named_groups(model, optimizer)
     assert first == {"params": [("weight", model.weight)], "weight_decay": 0.5, "mine": 1}
     assert second == {"params": [("bias", model.bias)], "lr": 0.3}
 
@@ -71,7 +71,7 @@ class Quiet(torch.optim.SGD):
 
 def test_what_an_optimizer_does_not_keep_is_asked_for() -> None:
     with pytest.raises(ConfigError, match=r"a Quiet does not say what it was made with as secret.*zeroshard\.shard"):
-        plain._prepare_constructor_args(Quiet(params(), 1))
+        _common._prepare_constructor_args(Quiet(params(), 1))
 
 
 @pytest.mark.filterwarnings("error")

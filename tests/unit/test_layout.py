@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.oracles import spec
-from zeroshard.errors import LayoutError
-from zeroshard.layout.layout import Bucket, BucketSlot, Layout
-from zeroshard.layout.shards import EqualShards, Shards, WholeParamShards
 from zeroshard._types import Rank, Span
+from zeroshard.errors import LayoutError
+from zeroshard.layout.layout import Bucket, BucketSlot, EqualShards, Layout, Shards, WholeParamShards
 
 CPU = torch.device("cpu")
 PARAMS = (

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.support.oracles import spec, specs
+from zeroshard._types import MIB, Span
+from zeroshard.engine.grad_bucket import FOREACH_BATCH_SIZE, MAX_IDLE_BUFFERS, BucketBuffer, BucketPacker, BufferPool
 from zeroshard.layout.layout import Bucket, Layout
 from zeroshard.layout.partition import FlatShards, WholeParams
 from zeroshard.layout.spec import ParamSpec
-from zeroshard.engine.grad_bucket import FOREACH_BATCH_SIZE, MAX_IDLE_BUFFERS, BucketBuffer, BucketPacker, BufferPool
-from zeroshard._types import MIB, Span
 
 CPU = torch.device("cpu")
 GARBAGE = 77.0

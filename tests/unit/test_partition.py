@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.oracles import spec, specs
+from zeroshard._types import Rank
 from zeroshard.layout.layout import Layout
 from zeroshard.layout.partition import ALIGNMENT_BYTES, AssignedOwners, WholeParams
 from zeroshard.layout.spec import ParamSpec, make_param_specs
-from zeroshard._types import Rank
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex128, torch.uint8]
 WORLD_SIZES = st.integers(1, 9)

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from tests.support.tools import ADAMW, EVIL, SGD, small_wish
-from zeroshard.planner import pictures as plan_page
+from zeroshard.planner import pictures
 from zeroshard.planner.plan import Plan
-from zeroshard.planner.sources import freeze_params
+from zeroshard.planner.shapes import freeze_params
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 if "ZEROSHARD_BROWSER" not in os.environ and BROWSER is None:
@@ -34,9 +34,9 @@ WORLDS = (1, 2, 4, 64, 1024)
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "plan.html"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_page, "PAGE_WORLD_SIZES", WORLDS)
-        patch.setattr(plan_page, "COMMON_OPTIMIZERS", (ADAMW, SGD))
-        plan_page.write_page(small_wish(EVIL), ADAMW, "bf16+fp32", path)
+        patch.setattr(pictures, "PAGE_WORLD_SIZES", WORLDS)
+        patch.setattr(pictures, "COMMON_OPTIMIZERS", (ADAMW, SGD))
+        pictures.write_page(small_wish(EVIL), ADAMW, "bf16+fp32", path)
     return path
 
 
@@ -180,9 +180,9 @@ def test_a_single_number_of_ranks_is_drawn(browser: Any, tmp_path: Path, frozen:
     """Also of a model that sends nothing, since nothing in it trains."""
     path, wish = tmp_path / "plan.html", replace(small_wish(), ranks=[96], shard_group_size=96)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_page, "PAGE_WORLD_SIZES", WORLDS[:3])
-        patch.setattr(plan_page, "COMMON_OPTIMIZERS", ())
-        plan_page.write_page(
+        patch.setattr(pictures, "PAGE_WORLD_SIZES", WORLDS[:3])
+        patch.setattr(pictures, "COMMON_OPTIMIZERS", ())
+        pictures.write_page(
             replace(wish, model=freeze_params(wish.model, ["*"] if frozen else [])), ADAMW, "fp32", path
         )
     page, wrong = browser.new_page(), []

@@ -14,13 +14,22 @@ from rich.console import Console
 
 import zeroshard
 from tests.support.tools import ADAMW, small_model, small_wish, status_of, write_module
-from zeroshard.planner.request import OptimizerChoice, parse_options, resolve_optimizer_class
-from zeroshard.planner.plan_quantities import format_bytes, format_seconds, parse_bandwidth, parse_bytes, parse_ranks, parse_seconds
 from zeroshard.cli.plan import print_plan
-from zeroshard.planner.plan_words import breakdown_at_peak, format_min_ranks
 from zeroshard.errors import ConfigError
+from zeroshard.planner.pictures import breakdown_at_peak, format_min_ranks
 from zeroshard.planner.plan import METHODS, Plan
-from zeroshard.planner.sources import load_model_shape
+from zeroshard.planner.request import (
+    OptimizerChoice,
+    format_bytes,
+    format_seconds,
+    parse_bandwidth,
+    parse_bytes,
+    parse_options,
+    parse_ranks,
+    parse_seconds,
+    resolve_optimizer_class,
+)
+from zeroshard.planner.shapes import load_model_shape
 
 NAMES = [method.name for method in METHODS]
 

@@ -13,8 +13,7 @@ from tests.support.tools import status_of
 from zeroshard import ZeroConfig
 from zeroshard.cli.plan import print_plan
 from zeroshard.planner import plan
-from zeroshard.planner.presets import PRESETS
-from zeroshard.planner.sources import load_model_shape
+from zeroshard.planner.shapes import PRESETS, load_model_shape
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
 

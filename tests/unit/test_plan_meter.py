@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from zeroshard.planner.meter import StateMeter, TensorMeta, _measure_on_meta
 from zeroshard.engine.inner import OptimizerFactory
+from zeroshard.planner.meter import StateMeter, TensorMeta, _measure_on_meta
 
 SHAPES: list[TensorMeta] = [
     (shape, torch.float32) for shape in ((40, 30), (30, 20), (30, 20), (40, 30), (40, 30), (16, 16), (30, 20), (8, 64))

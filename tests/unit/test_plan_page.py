@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.tools import ADAMW, EVIL, SGD, Reader, embedded, small_wish, status_of, write_module
-from zeroshard.planner import pictures as plan_page
-from zeroshard.planner.request import OptimizerChoice
-from zeroshard.planner.plan_words import MEMORY_COLOURS
 from zeroshard.errors import ConfigError
+from zeroshard.planner import pictures
+from zeroshard.planner.pictures import MEMORY_COLOURS
 from zeroshard.planner.plan import METHODS
+from zeroshard.planner.request import OptimizerChoice
 
 WORLDS = (2, 4, 64)
 
@@ -21,9 +21,9 @@ WORLDS = (2, 4, 64)
 @pytest.fixture(scope="module")
 def page() -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_page, "PAGE_WORLD_SIZES", WORLDS)
-        patch.setattr(plan_page, "PAGE_PRECISIONS", ("fp32",))
-        return plan_page.render_page(small_wish(EVIL), SGD, "bf16+fp32")
+        patch.setattr(pictures, "PAGE_WORLD_SIZES", WORLDS)
+        patch.setattr(pictures, "PAGE_PRECISIONS", ("fp32",))
+        return pictures.render_page(small_wish(EVIL), SGD, "bf16+fp32")
 
 
 def test_it_parses_and_needs_nothing_else(page: str) -> None:
@@ -68,7 +68,7 @@ def test_numbers_are_those_of_plan(page: str) -> None:
             rows = [dict(zip(data["fields"], row, strict=True)) for row in data["rows"][label][precision]]
             assert len(rows) == len(estimates) == len(WORLDS) * len(METHODS)
             for row, expected in zip(rows, estimates, strict=True):
-                same = {name: expected[name] for name in (*plan_page.PAGE_FIELDS, "sent", "messages")}
+                same = {name: expected[name] for name in (*pictures.PAGE_FIELDS, "sent", "messages")}
                 assert {name: row[name] for name in same} == same
                 assert row["seconds"] == pytest.approx(expected["seconds"], rel=1e-5)
                 assert row["balance"] == pytest.approx(expected["balance"], abs=1e-6)
@@ -79,29 +79,29 @@ def test_numbers_are_those_of_plan(page: str) -> None:
 
 @pytest.mark.parametrize(("row", "worlds"), [(None, [1, 2, 4, 64]), (3, [3, 6, 12]), (32, [32, 64]), (96, [96])])
 def test_numbers_of_ranks_are_whole_rows(monkeypatch: pytest.MonkeyPatch, row: int | None, worlds: list[int]) -> None:
-    monkeypatch.setattr(plan_page, "PAGE_WORLD_SIZES", (1, 2, 4, 64))
-    monkeypatch.setattr(plan_page, "COMMON_OPTIMIZERS", ())
+    monkeypatch.setattr(pictures, "PAGE_WORLD_SIZES", (1, 2, 4, 64))
+    monkeypatch.setattr(pictures, "COMMON_OPTIMIZERS", ())
     wish = replace(small_wish(), ranks=worlds[-1:], shard_group_size=row)
-    assert plan_page.collect_page_data(wish, ADAMW, "fp32")["worlds"] == worlds
+    assert pictures.collect_page_data(wish, ADAMW, "fp32")["worlds"] == worlds
 
 
 def test_what_cannot_be_planned_is_left_out_unless_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_page, "PAGE_WORLD_SIZES", (2,))
-    monkeypatch.setattr(plan_page, "PAGE_PRECISIONS", ())
-    monkeypatch.setattr(plan_page, "COMMON_OPTIMIZERS", (ADAMW, OptimizerChoice("SparseAdam")))
-    data = plan_page.collect_page_data(small_wish(), ADAMW, None)
+    monkeypatch.setattr(pictures, "PAGE_WORLD_SIZES", (2,))
+    monkeypatch.setattr(pictures, "PAGE_PRECISIONS", ())
+    monkeypatch.setattr(pictures, "COMMON_OPTIMIZERS", (ADAMW, OptimizerChoice("SparseAdam")))
+    data = pictures.collect_page_data(small_wish(), ADAMW, None)
     assert data["optimizers"] == ["AdamW"]
     assert data["precisions"][0] == "as the model is"
     with pytest.raises(ConfigError, match="SparseAdam"):
-        plan_page.collect_page_data(small_wish(), OptimizerChoice("SparseAdam"), None)
+        pictures.collect_page_data(small_wish(), OptimizerChoice("SparseAdam"), None)
 
 
 def test_the_command_writes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan_page, "PAGE_WORLD_SIZES", (1, 2))
-    monkeypatch.setattr(plan_page, "PAGE_PRECISIONS", ())
-    monkeypatch.setattr(plan_page, "COMMON_OPTIMIZERS", (ADAMW,))
+    monkeypatch.setattr(pictures, "PAGE_WORLD_SIZES", (1, 2))
+    monkeypatch.setattr(pictures, "PAGE_PRECISIONS", ())
+    monkeypatch.setattr(pictures, "COMMON_OPTIMIZERS", (ADAMW,))
     arguments = ("plan", write_module(tmp_path), "--ranks", "2,3", "--options", "lr=0.1", "--memory", "1MB", "--html")
     assert status_of(*arguments, tmp_path / "plan.html") == 0
     assert capsys.readouterr().err.endswith(f"Written: {tmp_path / 'plan.html'}\n")

@@ -15,9 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.planner.presets import PRESETS, load_preset
-from zeroshard.planner.shapes import ModelShape
-from zeroshard.planner.sources import freeze_params, load_model_shape
+from zeroshard.planner.shapes import PRESETS, ModelShape, freeze_params, load_model_shape, load_preset
 
 PUBLISHED = {
     "gpt2": 124_439_808,

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from zeroshard import ConfigError, ConsistencyCheck, NonFiniteGrads, ZeroConfig
-from zeroshard.config import reject_config_options
-from zeroshard.policies import MasterWeights, Reduce, ZeroStage1, ZeroStage2, sum_dtype
+from zeroshard.config import MasterWeights, Reduce, ZeroStage1, ZeroStage2, reject_config_options, sum_dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64, "bfloat16", float, 16])

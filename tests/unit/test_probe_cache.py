@@ -15,15 +15,14 @@ import torch
 from torch.optim import SGD, Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
-from zeroshard.runtime import probe_cache
+from zeroshard.engine import probe
 from zeroshard.engine.inner import OptimizerFactory
-from zeroshard.engine.probe_cache import memoize_probe
-from zeroshard.engine.selftest import OptimizerTraits, probe_traits
+from zeroshard.engine.probe import OptimizerTraits, memoize_probe, probe_traits
 
 
 @pytest.fixture(autouse=True)
 def _empty_cache() -> None:
-    probe_cache.clear_probe_cache()
+    probe.clear_probe_cache()
 
 
 class Probe:
@@ -249,8 +248,8 @@ def test_a_self_test_that_runs_out_of_memory_is_made_again(monkeypatch: pytest.M
 
 
 def test_old_answers_make_room() -> None:
-    probe = Probe()
-    for number in range(probe_cache.MAX_ANSWERS_PER_CLASS + 1):
-        probe.ask(recipe(lr=float(number)))
-    assert probe.is_cached(recipe(lr=1.0))
-    assert not probe.is_cached(recipe(lr=0.0))
+    counting = Probe()
+    for number in range(probe.MAX_ANSWERS_PER_CLASS + 1):
+        counting.ask(recipe(lr=float(number)))
+    assert counting.is_cached(recipe(lr=1.0))
+    assert not counting.is_cached(recipe(lr=0.0))

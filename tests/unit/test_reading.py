@@ -17,13 +17,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.unit.test_boxes import Dims, extent_of, strided
 from zeroshard import CheckpointError
-from zeroshard.checkpoint import reader as reading
-from zeroshard.checkpoint.metadata import CheckpointMetadata
-from zeroshard.checkpoint.outline import parse_tensor_header
-from zeroshard.checkpoint.progress import Progress
-from zeroshard.checkpoint.reader import ReadPlan, read_values
-from zeroshard.state.shard_tensor import ShardTensor
 from zeroshard._types import Span
+from zeroshard.checkpoint import reader
+from zeroshard.checkpoint.metadata import CheckpointMetadata
+from zeroshard.checkpoint.progress import Progress
+from zeroshard.checkpoint.reader import ReadPlan, parse_tensor_header, read_values
+from zeroshard.state.shard_tensor import ShardTensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -32,9 +31,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def ways(request: pytest.FixtureRequest) -> Iterator[None]:
     """Small pieces, so that a tensor takes several; places of tensors from the outline, and from torch."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "READ_CHUNK_BYTES", 24)
+        patch.setattr(reader, "READ_CHUNK_BYTES", 24)
         if request.param == "asked":
-            patch.setattr(reading, "parse_tensor_header", lambda *_: None)
+            patch.setattr(reader, "parse_tensor_header", lambda *_: None)
         yield
 
 
@@ -135,7 +134,7 @@ def test_whole_tensors(dims: Dims, like_saved: bool) -> None:
 
 def test_what_lies_alike_is_read_without_memory_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = saved(tmp_path, rows=torch.randn(6, 8), turned=torch.randn(8, 6).t(), columns=torch.randn(6, 8))
-    monkeypatch.setattr(reading, "iter_chunks", lambda *_: pytest.fail("read in pieces"))
+    monkeypatch.setattr(reader, "iter_chunks", lambda *_: pytest.fail("read in pieces"))
     targets = {"rows": torch.zeros(6, 8), "turned": torch.zeros(8, 6).t()}
     found = read_values(archive, targets)
     assert found["rows"] is targets["rows"]

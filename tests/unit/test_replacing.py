@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
 from torch.distributed.optim import zero_redundancy_optimizer
 
 import zeroshard
-from zeroshard import ddp_hooks, torch_patch as replacing
+from zeroshard import ddp_hooks, torch_patch
 from zeroshard import zero_redundancy_optimizer as compat
 
 HOOKS = ("hook_with_zero_step", "hook_with_zero_step_interleaved")
@@ -147,7 +147,7 @@ def test_modules_that_import_more_when_they_are_asked_are_not_asked(monkeypatch:
 
 
 def test_without_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
-    replacing._make_patches.cache_clear()
+    torch_patch._make_patches.cache_clear()
     monkeypatch.setattr(dist, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match=r"needs torch\.distributed, which this build of torch does not have"):
         zeroshard.replace_torch()
@@ -173,6 +173,6 @@ def test_in_a_fresh_interpreter_it_gives_no_warning() -> None:
 
 def test_filters_of_warnings_stay_as_they_were() -> None:
     before = list(warnings.filters)
-    replacing._make_patches.cache_clear()
+    torch_patch._make_patches.cache_clear()
     zeroshard.replace_torch().undo()
     assert warnings.filters == before

@@ -7,14 +7,11 @@ import pytest
 import torch
 
 from zeroshard import ConfigError, FlatShards, WholeParams
-from zeroshard.profiling import Phase, PhaseTime, StepTimes
-from zeroshard.layout.balance import compute_balance
 from zeroshard.layout.layout import Layout
-from zeroshard.layout.partition import Partitioner
+from zeroshard.layout.partition import Partitioner, compute_balance
 from zeroshard.layout.spec import ParamSpec
-from zeroshard.report import Report
-from zeroshard.reporting.text import format_bytes, format_seconds
-from zeroshard.reporting.values import CommVolume, Counters, MemoryUse
+from zeroshard.profiling import Phase, PhaseTime, StepTimes
+from zeroshard.report import CommVolume, Counters, MemoryUse, Report, format_bytes, format_seconds
 
 CPU = torch.device("cpu")
 NAME = "transformer.encoder.layers.{}.attention.projection.of.queries.and.keys.weight"

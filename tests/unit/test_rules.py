@@ -170,9 +170,9 @@ def by_hand(params: Any) -> AdamW:
             "a ParamRule takes a selector such as matrix_params(), not <class 'torch.optim",
         ),
         (
-            lambda: ParamRule(matrix_params, Muon),
+            lambda: ParamRule(matrix_params, Muon),  # type: ignore[arg-type]
             "a ParamRule takes a selector such as matrix_params(), not <function matrix_params",
-        ),  # type: ignore[arg-type]
+        ),
         (lambda: ParamRule("embed", Muon), "a ParamRule takes a selector such as matrix_params(), not 'embed'"),  # type: ignore[arg-type]
         (lambda: ParamRule(matrix_params(), "Muon"), "a ParamRule takes a class such as torch.optim.AdamW, not 'Muon'"),
         (

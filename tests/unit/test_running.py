@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard import running
+from zeroshard import torch_patch
 
 SCRIPT = """\
 import sys, json, pickle, inspect, multiprocessing
@@ -91,12 +91,12 @@ def test_a_module_sees_what_python_shows_it(folder: Path) -> None:
 def test_exceptions_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "fails.py"
     script.write_text("def f():\n    raise OSError('of the script')\nf()\n")
-    monkeypatch.setattr(running, "replace_torch", lambda: None)
+    monkeypatch.setattr(torch_patch, "replace_torch", lambda: None)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     with pytest.raises(OSError, match="of the script") as raised:
-        running.run_command([str(script), "x"])
+        torch_patch.run_command([str(script), "x"])
     frames = traceback.extract_tb(raised.tb)[-2:]
     assert [(frame.filename, frame.lineno, frame.name) for frame in frames] == [
         (str(script), 3, "<module>"),
@@ -107,19 +107,19 @@ def test_exceptions_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("arguments", [[], ["-m"], ["--json", "script.py"]], ids=" ".join)
 def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert running.run_command(arguments) == 2
-    assert capsys.readouterr() == ("", running.RUN_USAGE)
+    assert torch_patch.run_command(arguments) == 2
+    assert capsys.readouterr() == ("", torch_patch.RUN_USAGE)
 
 
 @pytest.mark.parametrize("arguments", [["-h"], ["--help", "script.py"]], ids=" ".join)
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert running.run_command(arguments) == 0
-    assert capsys.readouterr() == (running.RUN_USAGE, "")
+    assert torch_patch.run_command(arguments) == 0
+    assert capsys.readouterr() == (torch_patch.RUN_USAGE, "")
 
 
 def test_a_script_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = str(tmp_path / "missing.py")
-    assert running.run_command([missing]) == 2
+    assert torch_patch.run_command([missing]) == 2
     assert capsys.readouterr() == ("", f"{missing} cannot be run: No such file or directory\n")
-    assert running.run_command([str(tmp_path)]) == 2
+    assert torch_patch.run_command([str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"{tmp_path} cannot be run: Is a directory: try {tmp_path / '__main__.py'}\n"

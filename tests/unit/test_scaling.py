@@ -18,16 +18,15 @@ import zeroshard
 from tests.support.oracles import spec
 from tests.support.tiers import sampled
 from tests.unit.test_partition import GROUPS, WORLD_SIZES, Groups, steadily
-from zeroshard.comm import nccl as comm_shards
+from zeroshard._types import Rank, Span
+from zeroshard.comm import nccl
 from zeroshard.comm.transport import non_empty_shards
 from zeroshard.layout import layout as layouts
-from zeroshard.layout import partition, shards
-from zeroshard.layout.balance import compute_balance
-from zeroshard.layout.layout import Layout
-from zeroshard.layout.partition import FlatShards, MixedPartitioner, WholeParams
-from zeroshard.layout.shards import EqualShards, ExplicitShards, WholeParamShards
+from zeroshard.layout import layout as shards
+from zeroshard.layout import partition
+from zeroshard.layout.layout import EqualShards, ExplicitShards, Layout, WholeParamShards
+from zeroshard.layout.partition import FlatShards, MixedPartitioner, WholeParams, compute_balance
 from zeroshard.layout.spec import ParamSpec, make_param_specs
-from zeroshard._types import Rank, Span
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FEW, MANY = 8, 4096
@@ -110,14 +109,14 @@ def test_shards_of_any_kind_tell_which_have_elements() -> None:
     assert list(non_empty_shards(equal)) == list(non_empty_shards(list(equal))) == expected
 
 
-@pytest.mark.parametrize("ranks", [comm_shards.MAX_SEQUENTIAL_ADDS + 1, MANY])
+@pytest.mark.parametrize("ranks", [nccl.MAX_SEQUENTIAL_ADDS + 1, MANY])
 def test_slices_of_many_ranks_are_added_by_one_call(ranks: int) -> None:
     class Arrived:
         def wait(self) -> None:
             pass
 
     rows, into = torch.randn(ranks, 5).bfloat16(), torch.empty(5)
-    comm_shards._BatchedSumWork(rows, Arrived(), into, 1 / ranks).wait()
+    nccl._BatchedSumWork(rows, Arrived(), into, 1 / ranks).wait()
     torch.testing.assert_close(into, rows.double().mean(0).float(), rtol=1e-4, atol=1e-6)
 
 

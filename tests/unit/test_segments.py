@@ -12,10 +12,10 @@ from torch import optim
 
 from tests.support.oracles import spec, specs
 from zeroshard import FlatShards
+from zeroshard._types import Rank, Span
+from zeroshard.engine.flat_params import FlatParam, FlatParams
 from zeroshard.layout.layout import Layout
 from zeroshard.layout.spec import ParamSpec
-from zeroshard.engine.flat_params import FlatParam, FlatParams
-from zeroshard._types import Rank, Span
 
 MOMENTA = frozenset({"exp_avg", "exp_avg_sq"})
 

@@ -14,8 +14,8 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zeroshard.engine.probe import probe_split_rule
 from zeroshard.engine.inner import OptimizerFactory
+from zeroshard.engine.probe import probe_split_rule
 
 Shapes = list[tuple[int, ...]]
 SHAPES: Shapes = [(4, 3), (7,), (2, 3, 2)]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from zeroshard.comm.process_group import SingleRankGroup
-from zeroshard.comm.work import PendingWork, WorkList
 from zeroshard.comm.nccl import BackendSumWork
+from zeroshard.comm.process_group import SingleRankGroup
 from zeroshard.comm.transport import sum_in_rank_order
+from zeroshard.comm.work import PendingWork, WorkList
 
 
 class Arrived:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from tests.support.oracles import spec
 from zeroshard import ConfigError
+from zeroshard._types import Rank
 from zeroshard.layout.layout import Layout
 from zeroshard.layout.partition import ALIGNMENT_BYTES, MixedPartitioner, assign_owners
 from zeroshard.layout.spec import ParamSpec
-from zeroshard._types import Rank
 
 WHOLE, CUT = (0, 2), (1, 3)
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from tests.support.monitoring import allocated
+from zeroshard.engine import param_store
+from zeroshard.engine.param_store import FlatParamBuffers, InPlaceMessage, ParamStore, StagedMessage, UnflattenedParams
 from zeroshard.errors import BindingError
 from zeroshard.layout.layout import Layout
 from zeroshard.layout.partition import FlatShards, WholeParams
 from zeroshard.layout.spec import make_param_specs
-from zeroshard.engine import param_store as module
-from zeroshard.engine.param_store import FlatParamBuffers, InPlaceMessage, ParamStore, StagedMessage, UnflattenedParams
 
 RANKS = 3
 Kind = Callable[[], ParamStore]
@@ -69,9 +69,9 @@ def bound(kind: Kind, params: Sequence[torch.Tensor]) -> ParamStore:
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits that a few hundred elements reach."""
-    monkeypatch.setattr(module, "MIN_IN_PLACE_BYTES", 1024)
-    monkeypatch.setattr(module, "MESSAGE_BYTES", 1536)
-    monkeypatch.setattr(module, "STAGING_BYTES", 6144)
+    monkeypatch.setattr(param_store, "MIN_IN_PLACE_BYTES", 1024)
+    monkeypatch.setattr(param_store, "MESSAGE_BYTES", 1536)
+    monkeypatch.setattr(param_store, "STAGING_BYTES", 6144)
 
 
 # ---- flat buffers
@@ -302,7 +302,7 @@ class Ranks:
     def ship(self, moving: bytes) -> None:
         """Send as real ranks do, each parcel unpacked as late as the window allows."""
         shipments = [store.plan_broadcast(moving) for store in self.stores]
-        waiting: deque[tuple[module.BroadcastMessage, ...]] = deque()
+        waiting: deque[tuple[param_store.BroadcastMessage, ...]] = deque()
         window = min(shipment.max_in_flight for shipment in shipments)
         for parcels in zip(*(shipment.messages for shipment in shipments), strict=True):
             if len(waiting) == window:
@@ -316,7 +316,7 @@ class Ranks:
         while waiting:
             self._arrive(waiting.popleft())
 
-    def _arrive(self, parcels: tuple[module.BroadcastMessage, ...]) -> None:
+    def _arrive(self, parcels: tuple[param_store.BroadcastMessage, ...]) -> None:
         for rank, parcel in enumerate(parcels):
             if rank != parcel.owner:
                 parcel.unpack()
@@ -473,9 +473,9 @@ def test_staging_stays_within_its_bound(world_size: int) -> None:
         shipment = store.plan_broadcast(moving)
         staged = [parcel.payload for parcel in shipment.messages if isinstance(parcel, StagedMessage)]
         largest = max(wire.nbytes for wire in staged)
-        assert shipment.max_in_flight == 1 or shipment.max_in_flight * largest <= module.STAGING_BYTES
+        assert shipment.max_in_flight == 1 or shipment.max_in_flight * largest <= param_store.STAGING_BYTES
         storages |= {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in staged}
-    assert sum(storages.values()) <= module.STAGING_BYTES
+    assert sum(storages.values()) <= param_store.STAGING_BYTES
 
 
 @pytest.mark.usefixtures("small_limits")

@@ -11,9 +11,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.support.oracles import spec
 from zeroshard import ConfigError
-from zeroshard.layout.spec import ParamSpec
 from zeroshard.engine.inner import OptimizerFactory
-from zeroshard.engine.work import FLOPS_PER_ELEMENT, FlopCost, MeasuredCost, convert_cost_to_flops, measure_step_seconds, numel_cost
+from zeroshard.engine.probe import (
+    FLOPS_PER_ELEMENT,
+    FlopCost,
+    MeasuredCost,
+    convert_cost_to_flops,
+    measure_step_seconds,
+    numel_cost,
+)
+from zeroshard.layout.spec import ParamSpec
 
 
 def recipe(factory: Any, shape: tuple[int, ...] = (4, 3), **options: Any) -> OptimizerFactory:

@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import CheckpointError
-from zeroshard.state.codec import dumps, extract_tensors, loads
+from zeroshard.state.serialization import dumps, extract_tensors, loads
 from zeroshard.state.shard_tensor import ShardTensor
-from zeroshard.state.trees import clone_tensor, snapshot_to_host
-from zeroshard.state.tensor_utils import concat_subclass_shards, inner_tensors, is_wrapper_subclass, slice_subclass
+from zeroshard.state.tensor_utils import (
+    clone_tensor,
+    concat_subclass_shards,
+    inner_tensors,
+    is_wrapper_subclass,
+    slice_subclass,
+    snapshot_to_host,
+)
 
 SHAPE = (48, 256)
 CLASSES = ["OptimState8bit", "OptimState4bit", "OptimStateFp8"]

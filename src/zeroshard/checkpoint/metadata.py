@@ -7,23 +7,204 @@ are read as `torch.load(weights_only=True)` reads them, and no name in the metad
 import io
 import pickle
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from reprlib import Repr
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from ..comm.process_group import Group
 from ..errors import CheckpointError
-from .chunks import check_chunks
-from .sealed import FrozenType, SafeUnpickler, make_frozen_type
-from .showing import safe_repr
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What an unpickler may hand out, and what it may be told to do, so that nothing in a file can change the process.
+
+
+_ALLOWED_OPCODES = (
+    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK),
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2),
+    *(pickle.LONG1, pickle.LONG4, pickle.BINFLOAT, pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8),
+    *(pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.BINBYTES8),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
+    *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET, pickle.MEMOIZE),
+    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD),
+)
+"""What Python has written since protocol 2 for numbers, texts, plain containers and objects."""
+
+_PICKLE_DISPATCH: dict[int, Callable[..., None]] = vars(pickle._Unpickler)["dispatch"]
+
+
+class FrozenType(type):
+    # Pickle sets attributes of whatever it was handed, by its opcode BUILD: also of classes and functions, and of
+    # objects that the process shares, like members of enums. They would stay changed for the whole process.
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise pickle.UnpicklingError(f"it changes '{name}' of {cls.__name__}")
+
+
+def make_frozen_type(constructor: Callable[..., Any]) -> type:
+    """In a file it is a class or a function; it makes what `make` returns, which must be a new object or unchangeable.
+
+    Pickle makes objects by `__new__` alone, and takes them whatever they are.
+    """
+    return FrozenType("a sealed class", (), {"__slots__": (), "__new__": lambda _, *given: constructor(*given)})
+
+
+class SafeUnpickler(pickle._Unpickler):
+    """Knows the opcodes that are needed, and takes no more memory than its file has.
+
+    Hazard: the one in C makes a list as long as the largest number that a file gives to a value, 64 GB for 10 bytes.
+    And a tuple of tuples of tuples that is the key of a dict is hashed without end, or until the stack overflows.
+    """
+
+    dispatch: ClassVar[dict[int, Callable[..., None]]]
+    stack: list[Any]
+
+    def is_allowed_key(self, value: Any) -> bool:
+        """Whether it may be the key of a dict."""
+        return type(value) in (str, int)
+
+    def load_setitem(self) -> None:
+        self._check_keys(self.stack[-2:-1])
+        _PICKLE_DISPATCH[pickle.SETITEM[0]](self)
+
+    def load_setitems(self) -> None:
+        self._check_keys(self.stack[::2])
+        _PICKLE_DISPATCH[pickle.SETITEMS[0]](self)
+
+    def _check_keys(self, keys: list[Any]) -> None:
+        for key in keys:
+            if type(key) is not str and not self.is_allowed_key(key):
+                raise pickle.UnpicklingError(f"it has a {type(key).__name__} as a key")
+
+
+def _reject_opcode(opcode: int) -> Callable[..., None]:
+    def reject(_: SafeUnpickler) -> None:
+        raise pickle.UnpicklingError(f"it has the opcode {bytes([opcode])!r}, which nothing here needs")
+
+    return reject
+
+
+SafeUnpickler.dispatch = {
+    opcode: load if bytes([opcode]) in _ALLOWED_OPCODES else _reject_opcode(opcode)
+    for opcode, load in _PICKLE_DISPATCH.items()
+}
+SafeUnpickler.dispatch |= {
+    pickle.SETITEM[0]: SafeUnpickler.load_setitem,
+    pickle.SETITEMS[0]: SafeUnpickler.load_setitems,
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values of files in errors: short, whatever they are.
+
+
+class _SafeRepr(Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxother, self.maxstring = 2, 80, 80
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        """Of a tuple of a class of its own, its values; of others not more than what they are."""
+        if isinstance(x, (bool, float, type(None))):
+            return repr(x)
+        return self.repr_tuple(tuple(x), level) if isinstance(x, tuple) else f"a {type(x).__name__}"
+
+    def repr_int(self, x: int, level: int) -> str:  # noqa: ARG002
+        return repr(x) if x.bit_length() < 256 else f"a number of {x.bit_length()} bits"
+
+
+def safe_repr(value: Any) -> str:
+    """Hazard: a tuple of tuples of tuples, each twice the same, is short in a file, and without end written out."""
+    return _SafeRepr().repr(value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a checkpoint's metadata say of a tensor: every element of it is in exactly one chunk.
+#
+# Where none is torch reads nothing, and says nothing.
+
+
+_MAX_DIMS = 64
+"""That a tensor may have."""
+
+
+def check_chunks(key: str, tensor: TensorStorageMetadata) -> None:
+    dtype: Any = tensor.properties.dtype
+    if not _is_valid_size(tensor.size) or not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"'{key}' is of size {safe_repr(tensor.size)} and dtype {safe_repr(dtype)}")
+    for chunk in tensor.chunks:
+        if not _is_chunk_inside(chunk, tensor.size):
+            raise CheckpointError(
+                f"'{key}' has the size {tuple(tensor.size)}, but a part that goes beyond: {_format_chunk(chunk)}"
+            )
+    # Not numel(), which overflows.
+    there, all_of_it = sum(prod(chunk.sizes) for chunk in tensor.chunks), prod(tensor.size)
+    if there != all_of_it:
+        raise CheckpointError(f"'{key}' has {all_of_it} elements, but parts with {there} of them")
+    if len(tensor.chunks) > 1 and _has_overlap(_chunk_bounds(tensor.chunks)):
+        raise CheckpointError(f"'{key}' has parts that overlap")
+
+
+def _is_valid_size(value: Any) -> bool:
+    return isinstance(value, torch.Size) and len(value) <= _MAX_DIMS and min(value, default=0) >= 0
+
+
+def _is_chunk_inside(chunk: Any, size: Sequence[int]) -> bool:
+    if not isinstance(chunk, ChunkStorageMetadata) or not (
+        _is_valid_size(chunk.offsets) and _is_valid_size(chunk.sizes)
+    ):
+        return False
+    if not len(chunk.offsets) == len(chunk.sizes) == len(size):
+        return False
+    return all(map(lambda first, count, most: first + count <= most, chunk.offsets, chunk.sizes, size))
+
+
+def _format_chunk(chunk: Any) -> str:
+    return f"{safe_repr(getattr(chunk, 'sizes', None))} from {safe_repr(getattr(chunk, 'offsets', None))} on"
+
+
+class _ChunkBounds(NamedTuple):
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+
+def _chunk_bounds(chunks: Iterable[ChunkStorageMetadata]) -> list[_ChunkBounds]:
+    ends = ((it, tuple(a + b for a, b in zip(it.offsets, it.sizes, strict=True))) for it in chunks if prod(it.sizes))
+    return [_ChunkBounds(tuple(it.offsets), end) for it, end in ends]
+
+
+def _has_overlap(chunk_bounds: Sequence[_ChunkBounds]) -> bool:
+    """Goes along the dimension that is cut most often, so that each box is compared with few others."""
+    dims = range(len(chunk_bounds[0].start)) if chunk_bounds else ()
+    dim = max(dims, key=lambda it: len({box.start[it] for box in chunk_bounds}), default=0)
+    near: list[_ChunkBounds] = []
+    for box in sorted(chunk_bounds, key=lambda it: it.start[dim : dim + 1]):
+        near = [other for other in near if other.stop[dim] > box.start[dim]]
+        if any(_intersects(box, other) for other in near):
+            return True
+        near.append(box)
+    return False
+
+
+def _intersects(a: _ChunkBounds, b: _ChunkBounds) -> bool:
+    return all(map(lambda first, end, start, stop: first < stop and start < end, *a, *b))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A directory that `torch.distributed.checkpoint` wrote, read without running code from it.
+#
+# torch's own reader unpickles whatever the files say. Here only the classes that make up DCP's metadata are known,
+# values
+# are read as `torch.load(weights_only=True)` reads them, and no name in the metadata leads outside the directory.
+
 
 _METADATA_FILE = ".metadata"
 _SPARSE_LIST_LIMIT = 1024

@@ -3,25 +3,130 @@
 The only place in this folder that tells them apart.
 """
 
-from collections.abc import Callable, Collection, Iterable
-from contextlib import ExitStack
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
-from ..optimizer import ZeroRedundancyOptimizer
-from ..engine.rooms import StateKeys
 from ..engine.base import Engine, StateAllocator
-from ..engine.wrapping import rebuild_subclass_state
-from ..state.state_dict import StateDict
-from ..state.records import MASTER_KEY, infer_param_shaped_keys
-from ..state.tensor_utils import flatten_subclasses
+from ..engine.inner import OptimizerFactory
+from ..engine.probe import isolated_probe, probe_initial_state
+from ..engine.state import StateKeys, rebuild_subclass_state
+from ..optimizer import ZeroRedundancyOptimizer
+from ..state.shard_tensor import ShardTensor
+from ..state.state_dict import MASTER_KEY, StateDict, infer_param_shaped_keys
+from ..state.tensor_utils import clone_tensor, deepcopy_except_tensors, flatten_subclasses, map_tensors
 from ..state_dict_mixin import local_state_dict
-from .changing import are_torch_methods
-from .expecting import can_use_state_key, make_factory
-from .staging import copy_to_host
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Copies in host memory.
+
+
+def copy_to_host(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A copy that stays as it is while training goes on."""
+    result: dict[str, Any] = map_tensors(state_dict, _copy_tensor_to_host)
+    return result
+
+
+def _copy_tensor_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, ShardTensor) or not hasattr(tensor, "to_local"):
+        copy = tensor.detach().to("cpu")
+        return copy.clone() if tensor.device.type == "cpu" else copy
+    return tensor.detach().clone().cpu()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a running optimizer would keep of a parameter, asked on tensors that have a shape and no memory.
+
+
+_IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
+"""Ways to do the same, which need memory."""
+
+
+def probe_expected_state(optimizer: Optimizer, options: Mapping[str, Any], param: torch.Tensor) -> dict[Any, Any]:
+    """What it keeps, as tensors of the right shapes; empty if it keeps nothing or cannot be asked."""
+    probe = torch.empty(tuple(param.shape), dtype=param.dtype, device="meta")
+    plainly = {
+        key: False if key in _IMPLEMENTATION_OPTIONS else value for key, value in options.items() if key != "params"
+    }
+    recipe = make_factory(optimizer, plainly)
+    with isolated_probe(recipe), suppress(Exception):
+        return probe_initial_state(recipe, plainly, [probe])[0]
+    return {}
+
+
+def can_use_state_key(optimizer: Optimizer, options: Mapping[str, Any], param: torch.Tensor, key: str) -> bool:
+    """Whether a plain one would use that state of a parameter; also if it cannot be asked."""
+    expected = probe_expected_state(optimizer, options, param)
+    return not expected or key in expected
+
+
+def make_factory(optimizer: Optimizer, options: Mapping[str, Any]) -> OptimizerFactory:
+    """How to make another one of that class."""
+    return OptimizerFactory(type(optimizer), [], True, _required_arguments(type(optimizer), options))
+
+
+def _required_arguments(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that have no default. The others are in the group."""
+    wanted = list(inspect.signature(optimizer_class).parameters.values())[1:]
+    return {it.name: options[it.name] for it in wanted if it.default is it.empty and it.name in options}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a load changes, and how it is undone where it fails later, on this rank or on another.
+
+
+@contextmanager
+def transaction() -> Iterator[ExitStack]:
+    """A place for ways to undo what was done: they are taken, the last first, if the block raises."""
+    with ExitStack() as undo:
+        yield undo
+        undo.pop_all()
+
+
+def load_scheduler(scheduler: Any, state: Any, undo: ExitStack) -> None:
+    before = map_tensors(deepcopy_except_tensors(scheduler.state_dict()), clone_tensor)
+    undo.callback(scheduler.load_state_dict, before)
+    scheduler.load_state_dict(state)
+
+
+def load_model(model: torch.nn.Module, state: Mapping[str, Any], undo: ExitStack, *, strict: bool) -> None:
+    mine = get_model_state_dict(model)
+    undo.callback(set_model_state_dict, model, copy_to_host(mine))
+    empty = {name: value for name, value in mine.items() if is_empty_container(value)}
+    set_model_state_dict(model, {**empty, **state}, options=StateDictOptions(strict=strict))
+
+
+def is_empty_container(value: Any) -> bool:
+    """A container of nothing, which is not written."""
+    return isinstance(value, (dict, list, tuple)) and not value
+
+
+def has_custom_load(model: torch.nn.Module) -> bool:
+    """Whether loading runs code that is not torch's and may fail. Else it copies what was found to fit."""
+    return any(map(_has_load_overrides, model.modules()))
+
+
+def _has_load_overrides(module: torch.nn.Module) -> bool:
+    hooks = module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks
+    kind = type(module)
+    return bool(hooks) or not are_torch_methods(kind._load_from_state_dict, kind.load_state_dict, kind.set_extra_state)
+
+
+def are_torch_methods(*methods: Any) -> bool:
+    return all(method.__module__.startswith("torch.") for method in methods)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizers that are saved, or loaded into: ours, whose state is spread over ranks, and all others.
+#
+# The only place in this folder that tells them apart.
+
 
 StateShapes = Iterable[tuple[int, Any, torch.Size]]
 """Of state tensors: the number of a parameter, the key, the shape."""

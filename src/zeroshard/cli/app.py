@@ -14,16 +14,21 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
 
+from .._types import replace_unprintable
 from ..checkpoint.progress import Progress
-from ..doctor import command
+from ..doctor import report as command
 from ..errors import ZeroError
-from ..running import run_command
-from .describe import describe_checkpoint
-from .files import atomic_output
-from .formats import FORMAT_WRITERS
-from .plan_command import plan
-from .show import print_description, replace_unprintable
-from .checkpoint import open_checkpoint, select_weights, wrap_errors_for
+from ..torch_patch import run_command
+from .checkpoint import (
+    FORMAT_WRITERS,
+    atomic_output,
+    describe_checkpoint,
+    open_checkpoint,
+    print_description,
+    select_weights,
+    wrap_errors_for,
+)
+from .plan import plan
 
 _TABLE_WIDTH = 160
 """Of tables that are not shown in a terminal."""

@@ -1,25 +1,284 @@
 """Checkpoints to convert: directories of `torch.distributed.checkpoint`, and files of `torch.save`."""
 
+import json
+import mmap
+import os
+import pickle
+import re
+import shutil
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
+from uuid import uuid4
 
 import torch
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.utils import _create_file_view
+from torch.serialization import skip_data
 
-from ..checkpoint.metadata import CheckpointMetadata, Entry
-from ..checkpoint.contents import MODEL, OPTIM, RANKS, SCHEDULER, to_byte_tensor
-from ..checkpoint.load import find_checkpoint
-from ..checkpoint.directory import Manifest, manifest_fields, read_manifest
+from .._types import align_up, replace_unprintable
+from ..checkpoint.directory import (
+    MANIFEST_FILE,
+    Manifest,
+    build_manifest,
+    fsync_dir,
+    manifest_fields,
+    read_manifest,
+    write_and_fsync,
+)
+from ..checkpoint.loader import PARAM_GROUPS, STATE, SavedOptimizer, find_checkpoint, param_group_entries, set_nested
+from ..checkpoint.metadata import CheckpointMetadata, Entry, safe_repr
 from ..checkpoint.progress import Progress
-from ..checkpoint.reader import read_values
-from ..checkpoint.saved_optimizer import PARAM_GROUPS, STATE, SavedOptimizer, param_group_entries, set_nested
-from ..checkpoint.showing import safe_repr
+from ..checkpoint.reader import iter_chunks, locate_tensor, open_file, read_values
+from ..checkpoint.saver import MODEL, OPTIM, RANKS, SCHEDULER, tensor_to_bytes, to_byte_tensor
 from ..errors import CheckpointError, ZeroError
+from ..state.serialization import loads
 from ..state.state_dict import describe_options
-from .contents import MANIFEST_KEY, CheckpointContents, Leaf, ModelWeights, flatten_leaves, is_serialized
-from .stored import InMemoryTensor, make_checkpoint_tensor, wrap_tensor
+from ..state.tensor_utils import map_tensors
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensors where they are stored, read a few MiB at a time.
+
+
+MAX_CHUNK_BYTES = 16 * 2**20
+"""Of a tensor, in memory at one time."""
+
+
+class TensorChunk(NamedTuple):
+    """A box of a tensor's elements."""
+
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StoredTensor(ABC):
+    """A tensor somewhere, of known shape."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @abstractmethod
+    def iter_chunks(self) -> Iterator[TensorChunk]:
+        """All elements, each part to be used up before the next is taken."""
+
+
+@dataclass(frozen=True)
+class InMemoryTensor(StoredTensor):
+    """In memory, or in a file that is mapped there."""
+
+    tensor: torch.Tensor
+
+    def iter_chunks(self) -> Iterator[TensorChunk]:
+        return _split_into_chunks((0,) * len(self.shape), self.tensor)
+
+
+def wrap_tensor(tensor: torch.Tensor) -> InMemoryTensor:
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise CheckpointError(f"a tensor of layout {tensor.layout} and dtype {tensor.dtype} cannot be converted")
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return InMemoryTensor(tuple(plain.shape), plain.dtype, plain)
+
+
+def _split_into_chunks(offsets: tuple[int, ...], tensor: torch.Tensor) -> Iterator[TensorChunk]:
+    """In halves until they are small, along the dimension that keeps each half together in memory."""
+    if tensor.nbytes <= MAX_CHUNK_BYTES:
+        yield TensorChunk(offsets, tensor)
+        return
+    dim = max(range(tensor.dim()), key=lambda it: (tensor.shape[it] > 1, tensor.stride(it)))
+    first, second = tensor.tensor_split(2, dim)
+    yield from _split_into_chunks(offsets, first)
+    yield from _split_into_chunks(
+        _add_offsets(offsets, [first.size(dim) if it == dim else 0 for it in range(tensor.dim())]), second
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointTensor(StoredTensor):
+    """In the files of a checkpoint, in one chunk or many."""
+
+    metadata: CheckpointMetadata
+    key: str
+    chunks: Sequence[ChunkStorageMetadata]
+
+    def iter_chunks(self) -> Iterator[TensorChunk]:
+        for chunk in self.chunks:
+            if chunk.sizes.numel():
+                yield from self._iter_stored_chunk(chunk)
+
+    def _iter_stored_chunk(self, chunk: ChunkStorageMetadata) -> Iterator[TensorChunk]:
+        index = MetadataIndex(self.key, chunk.offsets)
+        with open_file(self.metadata, self.metadata.storage_info(index).relative_path) as stream:
+            start, like = locate_tensor(self.metadata, stream, index)
+            boxes = (
+                iter_chunks(stream, start, like)
+                if like.is_meta
+                else _split_into_chunks((0,) * like.dim(), wrap_tensor(like).tensor)
+            )
+            for offsets, tensor in boxes:
+                yield TensorChunk(_add_offsets(chunk.offsets, offsets), tensor)
+
+
+def make_checkpoint_tensor(metadata: CheckpointMetadata, key: str, tensor: TensorStorageMetadata) -> CheckpointTensor:
+    return CheckpointTensor(tuple(tensor.size), tensor.properties.dtype, metadata, key, tensor.chunks)
+
+
+def _add_offsets(offsets: Sequence[int], delta: Sequence[int]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(offsets, delta, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a checkpoint holds, wherever it is stored, under the names that `zeroshard.checkpoint` gives it.
+
+
+MANIFEST_KEY = "zeroshard"
+"""In files that have everything in one dict: what the manifest of a checkpoint says."""
+
+LeafPath = tuple[Any, ...]
+Leaf = Any
+"""A `Stored` tensor, or a value that is small."""
+
+
+@dataclass
+class CheckpointContents:
+    """Tensors stay where they are stored until they are asked for."""
+
+    leaves: dict[LeafPath, Leaf] = field(default_factory=dict)
+    """By path: (model, name), (optim, state, name, key), and what else there is. Without the groups."""
+    param_groups: list[dict[str, Any]] | None = None
+    """Of the optimizer, with names of parameters."""
+    manifest: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.leaves.values() if isinstance(leaf, StoredTensor))
+
+    def under(self, *path: Any) -> dict[LeafPath, Leaf]:
+        """What is there, by the rest of its path."""
+        return {it[len(path) :]: leaf for it, leaf in self.leaves.items() if it[: len(path)] == path}
+
+    def param_group_leaves(self) -> dict[LeafPath, Leaf]:
+        """The groups as leaves too."""
+        groups = enumerate(self.param_groups or ())
+        return dict(leaf for number, group in groups for leaf in flatten_leaves((OPTIM, PARAM_GROUPS, number), group))
+
+    def other_leaves(self) -> dict[LeafPath, Leaf]:
+        """What belongs neither to the model nor to the optimizer's state."""
+        return {it: leaf for it, leaf in self.leaves.items() if it[0] != MODEL and it[:2] != (OPTIM, STATE)}
+
+
+class ModelWeights(CheckpointContents):
+    """Parameters and buffers alone, by the names that the model has for them."""
+
+
+def flatten_leaves(path: LeafPath, value: Any) -> Iterator[tuple[LeafPath, Leaf]]:
+    """Tensors and other values in nested dicts."""
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from flatten_leaves((*path, str(key)), item)
+    else:
+        yield path, wrap_tensor(value) if isinstance(value, torch.Tensor) else value
+
+
+def is_serialized(path: LeafPath) -> bool:
+    """Whether `zeroshard.checkpoint.save` packs what is there into bytes."""
+    return path == (SCHEDULER,) or (path[0] == RANKS and len(path) == 2)
+
+
+def deserialize_leaf(leaf: Leaf) -> Leaf:
+    """What was packed; else the leaf itself."""
+    if not isinstance(leaf, InMemoryTensor) or leaf.dtype != torch.uint8:
+        return leaf
+    try:
+        return loads(tensor_to_bytes(leaf.tensor))
+    except Exception:  # bytes of somebody else
+        return leaf
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files that are laid out first and filled then, and are there complete or not at all.
+
+
+class TensorSlot(NamedTuple):
+    """Where in a file a tensor's elements belong, row after row."""
+
+    offset: int
+    stored: StoredTensor
+
+
+def write_tensors(file: Path, slots: Sequence[TensorSlot], progress: Progress) -> None:
+    """Write tensors to their places in a file that has its full length already."""
+    with file.open("r+b") as stream:
+        # Hazard: a disk that is full when a mapped page is written ends the process. So the space is taken before.
+        if size := file.stat().st_size:
+            os.posix_fallocate(stream.fileno(), 0, size)
+        for slot in slots:
+            if slot.stored.nbytes:
+                _write_tensor(stream.fileno(), slot, progress)
+        os.fsync(stream.fileno())
+
+
+def _write_tensor(descriptor: int, slot: TensorSlot, progress: Progress) -> None:
+    stored, skipped = slot.stored, slot.offset % mmap.ALLOCATIONGRANULARITY
+    window = mmap.mmap(descriptor, skipped + stored.nbytes, offset=slot.offset - skipped)
+    flat = torch.frombuffer(window, dtype=torch.uint8, offset=skipped, count=stored.nbytes)
+    target = flat.view(stored.dtype).view(stored.shape)
+    for offsets, part in stored.iter_chunks():
+        box = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
+        target[box].copy_(part)
+        window.madvise(mmap.MADV_DONTNEED)  # what was written is the system's now, and leaves our memory
+        progress.advance(part.nbytes)
+
+
+@contextmanager
+def atomic_output(target: Path) -> Iterator[Path]:
+    """A hidden name to write to, which becomes `target` at the end, or goes away with what was written."""
+    _reject_existing(target)
+    if not target.parent.is_dir():
+        raise CheckpointError(f"{target.parent} is no directory: make it first")
+    hidden = target.parent / f".{target.name}.converting-{uuid4().hex}"
+    try:
+        yield hidden
+        _reject_existing(target)
+        hidden.rename(target)
+        fsync_dir(target.parent)
+    except OSError as error:
+        raise CheckpointError(f"{target} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True) if hidden.is_dir() else hidden.unlink(missing_ok=True)
+
+
+def _reject_existing(target: Path) -> None:
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists already. Remove it first, or give another name.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints to convert: directories of `torch.distributed.checkpoint`, and files of `torch.save`.
+
 
 _OPTIMIZER_KEYS = (OPTIM, "optimizer")
 
@@ -227,3 +486,410 @@ def _serialize_leaves(key: str, value: Any) -> dict[Any, Leaf]:
             for rank, it in value.items()
         }
     return dict(flatten_leaves((key,), value))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Formats to convert to. Each lays out a file without the tensors, says where they belong, and has them filled in.
+
+
+_ALIGNMENT_BYTES = 64
+_DATA_FILE = "__0_0.distcp"
+_SAFETENSORS_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+
+FormatWriter = Callable[[CheckpointContents, Path, Progress], None]
+
+
+# ---- torch.save
+
+
+def write_torch(contents: CheckpointContents, file: Path, progress: Progress) -> None:
+    """A dict for `torch.load(weights_only=True)`, with the optimizer's state as torch's own optimizers have it."""
+    outline = _TensorFaker()
+    tree = outline.replace_tensors(_build_torch_state_dict(contents))
+    with file.open("w+b") as stream:
+        _save_without_data(tree, stream)
+    with file.open("rb") as stream:
+        slots = _locate_slots(stream, 0, file.stat().st_size, outline.tensors)
+    write_tensors(file, slots, progress)
+
+
+def _build_torch_state_dict(contents: CheckpointContents) -> dict[str, Any]:
+    if isinstance(contents, ModelWeights):
+        return {name: leaf for (name,), leaf in contents.leaves.items()}
+    tree: dict[str, Any] = {MODEL: {name: leaf for (name,), leaf in contents.under(MODEL).items()}}
+    if contents.param_groups is not None:
+        tree[OPTIM] = {STATE: _index_state(contents), PARAM_GROUPS: _index_param_groups(contents.param_groups)}
+    for path, leaf in contents.other_leaves().items():
+        set_nested(tree, path, deserialize_leaf(leaf) if is_serialized(path) else leaf)
+    if contents.manifest:
+        tree[MANIFEST_KEY] = contents.manifest
+    return tree
+
+
+def _index_param_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    numbered, number = [], 0
+    for group in groups:
+        names = list(group["params"])
+        numbers = list(range(number, number + len(names)))
+        numbered.append({**group, "params": numbers, "param_names": names})
+        number += len(names)
+    return numbered
+
+
+def _index_state(contents: CheckpointContents) -> dict[Any, Any]:
+    """By numbers of parameters. What belongs to none of them keeps its name."""
+    names = [name for group in contents.param_groups or () for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    state: dict[Any, Any] = {}
+    for (name, *keys), leaf in contents.under(OPTIM, STATE).items():
+        set_nested(state, (numbers.get(name, name), *keys), leaf)
+    return dict(sorted(state.items(), key=lambda it: it[0] if isinstance(it[0], int) else len(names)))
+
+
+class _TensorFaker:
+    """Values with stand-ins that have no memory in the place of tensors."""
+
+    def __init__(self) -> None:
+        self.tensors: list[StoredTensor] = []
+        """The tensors, in the order in which pickling will meet them."""
+        self._fake_mode = FakeTensorMode()
+
+    def replace_tensors(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.replace_tensors(wrap_tensor(value))
+        if isinstance(value, StoredTensor):
+            self.tensors.append(value)
+            with self._fake_mode:
+                return torch.empty(value.shape, dtype=value.dtype)
+        if isinstance(value, dict):
+            return {key: self.replace_tensors(item) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self.replace_tensors(item) for item in value)
+        return value
+
+
+def _save_without_data(tree: Any, stream: BinaryIO) -> None:
+    with skip_data(materialize_fake_tensors=True):
+        torch.save(tree, stream)
+
+
+def _locate_slots(stream: BinaryIO, start: int, length: int, tensors: Sequence[StoredTensor]) -> list[TensorSlot]:
+    """Where the tensors of one `torch.save` belong."""
+    view: Any = _create_file_view(stream, start, length)  # type: ignore[arg-type]
+    reader: Any = torch._C.PyTorchFileReader(view)
+    numbered = [(number, stored) for number, stored in enumerate(tensors) if stored.nbytes]
+    return [TensorSlot(start + reader.get_record_offset(f"data/{number}"), stored) for number, stored in numbered]
+
+
+# ---- torch.distributed.checkpoint
+
+
+def write_dcp(contents: CheckpointContents, directory: Path, progress: Progress) -> None:
+    """A directory as if one rank had saved it."""
+    directory.mkdir()
+    data, slots = directory / _DATA_FILE, []
+    metadata = Metadata({}, {}, {}, StorageMeta(save_id=str(uuid4())), filesystem.CURRENT_DCP_VERSION)
+    leaves, outline = {**contents.leaves, **contents.param_group_leaves()}, _TensorFaker()
+    with data.open("w+b") as stream:
+        places = {path: _append_leaf(stream, leaf, outline) for path, leaf in leaves.items()}
+    with data.open("rb") as stream:
+        for path, leaf in leaves.items():
+            _add_metadata(metadata, path, leaf, *places[path])
+            slots += _locate_slots(stream, *places[path], [leaf]) if isinstance(leaf, StoredTensor) else []
+    write_tensors(data, slots, progress)
+    with (directory / filesystem._metadata_fn).open("wb") as stream:
+        pickle.dump(metadata, stream)
+    if contents.manifest:
+        write_and_fsync(directory / MANIFEST_FILE, build_manifest(contents.manifest, directory, progress).to_json())
+    fsync_dir(directory)
+
+
+def _append_leaf(stream: BinaryIO, leaf: Any, faker: _TensorFaker) -> tuple[int, int]:
+    """Where it begins in the file, and how long it is."""
+    start = stream.seek(align_up(stream.tell(), _ALIGNMENT_BYTES))
+    if isinstance(leaf, StoredTensor):
+        _save_without_data(faker.replace_tensors(leaf), stream)
+    else:
+        torch.save(leaf, stream)
+    return start, stream.tell() - start
+
+
+def _add_metadata(metadata: Metadata, path: tuple[Any, ...], leaf: Any, start: int, length: int) -> None:
+    key = ".".join(map(str, path))
+    if key in metadata.state_dict_metadata:
+        raise CheckpointError(f"two values would have the name '{key}'")
+    index = MetadataIndex(key)
+    metadata.state_dict_metadata[key] = BytesStorageMetadata()
+    if isinstance(leaf, StoredTensor):
+        size, first = torch.Size(leaf.shape), torch.Size([0] * len(leaf.shape))
+        properties, chunks = TensorProperties(dtype=leaf.dtype), [ChunkStorageMetadata(first, size)]
+        metadata.state_dict_metadata[key] = TensorStorageMetadata(properties, size, chunks)
+        index = MetadataIndex(key, first)
+    metadata.planner_data[key] = path
+    metadata.storage_data[index] = filesystem._StorageInfo(_DATA_FILE, start, length)
+
+
+# ---- safetensors
+
+
+def write_safetensors(contents: CheckpointContents, file: Path, progress: Progress) -> None:
+    """Tensors by their full names; what is not a tensor is JSON in the header."""
+    leaves = {".".join(map(str, path)): leaf for path, leaf in contents.leaves.items()}
+    tensors = [(name, leaf) for name, leaf in leaves.items() if isinstance(leaf, StoredTensor)]
+    tensors.sort(key=lambda it: -it[1].dtype.itemsize)  # so that each lies at a multiple of its elements' size
+    header: dict[str, Any] = {"__metadata__": _safetensors_metadata(contents, leaves)}
+    places, end = [], 0
+    for name, stored in tensors:
+        places.append(end)
+        end += stored.nbytes
+        header[name] = {
+            "dtype": _safetensors_dtype(name, stored),
+            "shape": stored.shape,
+            "data_offsets": [places[-1], end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + end)
+    slots = [TensorSlot(8 + len(text) + place, stored) for place, (_, stored) in zip(places, tensors, strict=True)]
+    write_tensors(file, slots, progress)
+
+
+def _safetensors_dtype(name: str, stored: StoredTensor) -> str:
+    if stored.dtype not in _SAFETENSORS_DTYPE_NAMES:
+        raise CheckpointError(f"'{name}' has dtype {stored.dtype}, for which safetensors has no name")
+    return _SAFETENSORS_DTYPE_NAMES[stored.dtype]
+
+
+def _safetensors_metadata(contents: CheckpointContents, leaves: dict[str, Any]) -> dict[str, str]:
+    values = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, StoredTensor)}
+    if contents.param_groups is not None:
+        values[PARAM_GROUPS] = contents.param_groups
+    if contents.manifest:
+        values[MANIFEST_KEY] = contents.manifest
+    return {"format": "pt", **{name: _to_json(name, value) for name, value in values.items()}}
+
+
+def _to_json(name: str, value: Any) -> str:
+    try:
+        return json.dumps(map_tensors(value, torch.Tensor.tolist))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"'{name}' cannot be written as JSON, as safetensors needs it: {error}") from error
+
+
+FORMAT_WRITERS: dict[str, FormatWriter] = {"torch": write_torch, "dcp": write_dcp, "safetensors": write_safetensors}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is in a checkpoint, told from its metadata and the sizes of its files alone.
+
+
+_DISTCP_FILE = re.compile(r"__(\d+)_\d+\.distcp")
+
+
+@dataclass(frozen=True)
+class EntrySummary:
+    """A tensor, or something else, of which neither shape nor dtype is known."""
+
+    shape: tuple[int, ...] | None
+    dtype: str | None
+    bytes: int
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """What one rank has written."""
+
+    files: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Totals:
+    elements: int
+    """Of the model."""
+    model_bytes: int
+    state_bytes: int
+    other_bytes: int
+    file_bytes: int
+
+
+@dataclass(frozen=True)
+class CheckpointDescription:
+    path: str
+    step: int | None
+    """None if the checkpoint does not say, as those that are not of `zeroshard.checkpoint.save`."""
+    world_size: int
+    """How many ranks have saved it."""
+    torch: str | None
+    model: dict[str, EntrySummary]
+    state: dict[str, dict[str, EntrySummary]]
+    """By names of parameters and keys."""
+    state_keys: list[str]
+    other: dict[str, EntrySummary]
+    ranks: dict[int, RankFiles]
+    totals: Totals
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def describe_checkpoint(path: Path) -> CheckpointDescription:
+    """Of a directory with a checkpoint, or the latest one in a folder."""
+    directory = find_checkpoint(path)
+    archive, manifest, ranks = (
+        open_metadata(directory),
+        manifest_fields(read_manifest(directory)),
+        _files_per_rank(directory),
+    )
+    model = {".".join(map(str, entry.path[1:])): _summarize_entry(entry) for entry in archive.under(MODEL)}
+    state: dict[str, dict[str, EntrySummary]] = {}
+    if archive.under(OPTIM):
+        # Nothing is read: that there are options is enough to find out names.
+        saved = SavedOptimizer(archive, {entry.key: () for entry in param_group_entries(archive)})
+        for name, items in saved.state.items():
+            state[name] = {".".join(map(str, keys)): _summarize_entry(entry) for keys, entry in items}
+    other = {
+        entry.key: _summarize_entry(entry)
+        for entry in sorted(archive.entries, key=lambda it: it.key)
+        if _is_other_entry(entry)
+    }
+    values = [value for items in state.values() for value in items.values()]
+    return CheckpointDescription(
+        path=str(directory),
+        step=manifest.get("step"),
+        world_size=manifest.get("world_size") or max(ranks, default=0) + 1,
+        torch=manifest.get("torch"),
+        model=model,
+        state=state,
+        state_keys=sorted({key for items in state.values() for key in items}),
+        other=other,
+        ranks=ranks,
+        totals=Totals(
+            elements=sum(prod(it.shape) for it in model.values() if it.shape is not None),
+            model_bytes=_sum_bytes(model.values()),
+            state_bytes=_sum_bytes(values),
+            other_bytes=_sum_bytes(other.values()),
+            file_bytes=sum(share.bytes for share in ranks.values()),
+        ),
+    )
+
+
+def _summarize_entry(entry: Entry) -> EntrySummary:
+    if entry.tensor is None:
+        return EntrySummary(None, None, 0)
+    dtype = str(entry.tensor.properties.dtype).removeprefix("torch.")
+    return EntrySummary(tuple(entry.tensor.size), dtype, entry.nbytes)
+
+
+def _is_other_entry(entry: Entry) -> bool:
+    if entry.path[0] == OPTIM and len(entry.path) > 1:
+        return str(entry.path[1]).partition(".")[0] not in (STATE, PARAM_GROUPS)
+    return bool(entry.path[0] != MODEL)
+
+
+def _files_per_rank(directory: Path) -> dict[int, RankFiles]:
+    sizes: dict[int, list[int]] = defaultdict(list)
+    for file in directory.iterdir():
+        if match := _DISTCP_FILE.fullmatch(file.name):
+            sizes[int(match[1])].append(file.stat().st_size)
+    return {rank: RankFiles(len(files), sum(files)) for rank, files in sorted(sizes.items())}
+
+
+def _sum_bytes(entries: Iterable[EntrySummary]) -> int:
+    return sum(value.bytes for value in entries)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A description as tables.
+
+
+_KEY_MEANINGS = {RANKS: "random states of that rank, and its extra", SCHEDULER: "state of the scheduler"}
+
+
+def print_description(description: CheckpointDescription, console: Console) -> None:
+    console.print(_description_headline(description))
+    if description.model or description.state:
+        console.print(_param_table(description))
+    if description.other:
+        console.print(_other_entries_table(description.other))
+    console.print(_rank_files_table(description.ranks))
+    console.print(_totals_text(description))
+
+
+def _description_headline(description: CheckpointDescription) -> Text:
+    step = "step unknown" if description.step is None else f"step {description.step}"
+    ranks = "1 rank" if description.world_size == 1 else f"{description.world_size} ranks"
+    return _to_text(
+        f"{description.path}: {step}, saved by {ranks}"
+        + (f" with torch {description.torch}" if description.torch else "")
+    )
+
+
+def _param_table(description: CheckpointDescription) -> Table:
+    table = _new_table("model and optimizer", "name", "shape", "dtype", "size", "state", "size of state")
+    for name in {**description.model, **description.state}:
+        state = description.state.get(name, {})
+        size = decimal(sum(value.bytes for value in state.values())) if state else ""
+        table.add_row(
+            _to_text(name), *_entry_cells(description.model.get(name)), _to_text(", ".join(sorted(state))), size
+        )
+    return table
+
+
+def _other_entries_table(entries: Mapping[str, EntrySummary]) -> Table:
+    table = _new_table("other contents", "key", "shape", "dtype", "size", "what it is")
+    for key, value in entries.items():
+        table.add_row(_to_text(key), *_entry_cells(value), _KEY_MEANINGS.get(key.partition(".")[0], ""))
+    return table
+
+
+def _rank_files_table(ranks: Mapping[int, RankFiles]) -> Table:
+    table = _new_table("files", "rank", "files", "size")
+    for rank, share in ranks.items():
+        table.add_row(str(rank), str(share.files), decimal(share.bytes))
+    return table
+
+
+def _totals_text(description: CheckpointDescription) -> Text:
+    totals, parts = description.totals, f"{description.totals.elements:,} elements"
+    return Text(
+        f"{parts}, model {decimal(totals.model_bytes)}, state {decimal(totals.state_bytes)}, other "
+        f"{decimal(totals.other_bytes)}; files {decimal(totals.file_bytes)}"
+    )
+
+
+def _new_table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold", justify="right" if "size" in column else "left")
+    return table
+
+
+def _entry_cells(entry: EntrySummary | None) -> tuple[str, str, str]:
+    if entry is None or entry.shape is None:
+        return "", "", ""
+    return " x ".join(map(str, entry.shape)) or "scalar", str(entry.dtype), decimal(entry.bytes)
+
+
+def _to_text(text: str) -> Text:
+    """Without markup."""
+    return Text(replace_unprintable(text))

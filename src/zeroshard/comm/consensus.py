@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic, NamedTuple, NoReturn, TypeVar
 
-from ..errors import RankFailedError, RankLostError, RankMismatchError
-from ..profiling import Phase
 from .._logging import log_rank
 from .._types import format_ranks
+from ..errors import RankFailedError, RankLostError, RankMismatchError
+from ..profiling import Phase
 from .collectives import Comm, encode_text
 
 T = TypeVar("T")

@@ -14,14 +14,14 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ..profiling import ProfilerPaused
-from ..policies import Reduce
 from .._types import MIB, Rank, Span, align_up
+from ..config import Reduce
+from ..profiling import ProfilerPaused
 from .collectives import view_as_bytes
-from .ending import join_at_exit
+from .failure import join_at_exit
 from .process_group import Group
-from .work import PendingWork, WorkList
 from .transport import ReduceWork, ShardTransport, ThreadedWork, split_shards, sum_in_rank_order
+from .work import PendingWork, WorkList
 
 P2P_TAG_BASE = 1 << 20
 """Beyond what users give their own messages."""

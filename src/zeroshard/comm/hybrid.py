@@ -13,15 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..policies import sum_dtype
 from .._types import Span, align_up
-from .ending import join_at_exit
-from .process_group import Group
-from .failure import FailureDetector
+from ..config import sum_dtype
+from .failure import FailureDetector, join_at_exit
 from .gloo import GlooTransport
-from .work import PendingWork
 from .nccl import BackendSumWork, NcclTransport, OrderedSumWork, all_gather_flat, all_reduce_nbytes
+from .process_group import Group
 from .transport import ReduceWork, ShardTransport, ThreadedWork
+from .work import PendingWork
 
 SPLIT_ALIGN_NUMEL = 16
 """Elements: where a replica's part of a sum starts."""

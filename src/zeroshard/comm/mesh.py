@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError
-from .consensus import Prepared, prepare_all
 from .collectives import Comm
+from .consensus import Prepared, prepare_all
 from .process_group import Group
 
 NODE: Literal["node"] = "node"

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..profiling import ProfilerPaused
-from ..policies import Reduce, sum_dtype
 from .._types import Span
+from ..config import Reduce, sum_dtype
+from ..profiling import ProfilerPaused
 from .collectives import view_as_bytes
-from .process_group import Group
 from .gloo import GlooTransport
-from .work import PendingWork, Waitable, WorkList
+from .process_group import Group
 from .transport import ReduceWork, ShardTransport, non_empty_shards, sum_in_rank_order
+from .work import PendingWork, Waitable, WorkList
 
 MAX_SEQUENTIAL_ADDS = 16
 """Slices that are added one after the other, with a call each, where no order is asked for."""

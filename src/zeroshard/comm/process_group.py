@@ -1,5 +1,8 @@
 """The process group, and this process's place in it."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
 from numbers import Integral
@@ -9,10 +12,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError
 from .._types import GlobalRank, Rank
-from .ending import install_exit_handlers
-from .failure import FailureDetector, get_failure_detector
+from ..errors import ConfigError, RankLostError
+from .failure import FailureDetector, get_failure_detector, install_exit_handlers
 
 _dedicated_gloo_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """One for each process group that has something to do in the background."""
@@ -122,3 +124,52 @@ def init_single_rank(timeout: timedelta | None = None) -> None:
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A process that has joined no job yet: in, and out again.
+
+
+def is_launched_by_torchrun() -> bool:
+    """Whether torchrun, or whoever sets the same variables, has started this process as one of several ranks."""
+    return "RANK" in os.environ
+
+
+@contextmanager
+def init_from_env(timeout: timedelta) -> Iterator[Group]:
+    """All ranks that were started together, with messages between hosts; this process alone if none were."""
+    try:
+        _init_process_group(timeout)
+    except ValueError as error:
+        raise ConfigError(f"the environment does not say which ranks there are: {error}") from error
+    except RuntimeError as error:
+        raise RankLostError(_describe_rendezvous_failure(error, timeout)) from error
+    try:
+        yield Group()
+    finally:
+        dist.destroy_process_group()
+
+
+def _init_process_group(timeout: timedelta) -> None:
+    if is_launched_by_torchrun():
+        dist.init_process_group("gloo", timeout=timeout)
+    else:
+        init_single_rank(timeout)
+
+
+def _describe_rendezvous_failure(error: RuntimeError, timeout: timedelta) -> str:
+    reason = str(error).partition("\n")[0]
+    return (
+        f"the ranks did not all find each other within {timeout.total_seconds():g} seconds ({reason}). Look whether "
+        "all of them were started, whether MASTER_ADDR and MASTER_PORT can be reached from each host, and whether host "
+        "names lead to addresses that others can reach (else set GLOO_SOCKET_IFNAME)."
+    )
+
+
+def with_backend(group: Group, backend: str) -> Group:
+    """The same ranks with messages of this backend. On all of them."""
+    if dist.get_backend(group.process_group) == backend:
+        return group
+    with group.failure_detector:
+        made = dist.new_group(group.members, group.timeout, backend)
+    return Group(made)

@@ -8,8 +8,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from ..policies import Reduce, sum_dtype
 from .._types import Rank, Span
+from ..config import Reduce, sum_dtype
 from .process_group import Group
 from .work import PendingWork
 

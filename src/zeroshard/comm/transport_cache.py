@@ -2,7 +2,7 @@
 
 import torch
 
-from ..policies import Reduce
+from ..config import Reduce
 from .collectives import Comm
 from .gloo import GlooTransport
 from .hybrid import GlooHybridTransport, NcclHybridTransport

@@ -1,16 +1,243 @@
 """What is wrong with a job, or may be. Pure: every rank has the same values, and so comes to the same end."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
+from typing import Literal
 
-from .._types import format_ranks
-from .agreeing import check_same_across_ranks
-from .checkup import JobInfo
-from .facts import RankInfo
-from .findings import ERROR, NOTE, WARNING, Finding
-from .places import find_shared_gpus, ranks_by_host, ranks_by_node
+import torch
+
+from .._types import MIB, format_ranks
+from ..layout.partition import default_bucket_bytes
+from .collect import CollectiveTiming, JobInfo, RankInfo, find_shared_gpus, ranks_by_host, ranks_by_node
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What there is to say of a job.
+
+
+NOTE: Literal["note"] = "note"
+WARNING: Literal["warning"] = "warning"
+ERROR: Literal["error"] = "error"
+Level = Literal["note", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is worth a look. An error makes the job unhealthy; the others do not."""
+
+    level: Level
+    what: str
+    found: str
+    expected: str
+    do: str
+
+
+def is_healthy(findings: Iterable[Finding]) -> bool:
+    return all(finding.level != ERROR for finding in findings)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From what was measured to options of `shard`. Pure.
+
+
+_MAX_LATENCY_FRACTION = 0.05
+"""Of the time of a bucket's message."""
+_MAX_BUCKET_MIB = 512
+_SLOW_INTER_NODE_RATIO = 0.5
+"""Between hosts as a part of within: from there on it pays to share within a host."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Python that can be pasted, and why it says that."""
+
+    config: str
+    call: str
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NetworkProfile:
+    """What decides. Seconds, and bytes a second of a bucket."""
+
+    backend: str
+    world_size: int
+    num_nodes: int
+    latency_s: float
+    bandwidth: float
+    intra_node_bandwidth: float | None = None
+    inter_node_bandwidth: float | None = None
+
+
+def profile_network(job: JobInfo) -> NetworkProfile:
+    verbs = [slowest_timing(job, name) for name in ("reduce-scatter", "all-gather")]
+    rates = [it.rates for it in job.measurements if it.rates is not None]
+    return NetworkProfile(
+        backend=job.backend,
+        world_size=len(job.rank_infos),
+        num_nodes=len(ranks_by_node(job.rank_infos)),
+        latency_s=max(it.small for it in verbs),
+        bandwidth=min(it.nbytes / max(it.large, 1e-9) for it in verbs),
+        intra_node_bandwidth=median(it.within for it in rates) if rates else None,
+        inter_node_bandwidth=median(it.between for it in rates) if rates else None,
+    )
+
+
+def slowest_timing(job: JobInfo, collective: str) -> CollectiveTiming:
+    """As the slowest ranks have timed it: all wait for them."""
+    found = [it for measured in job.measurements for it in measured.timings if it.verb == collective]
+    first = found[0]
+    small, large = max(it.small for it in found), max(it.large for it in found)
+    return CollectiveTiming(collective, first.way, small, large, first.nbytes, first.crossing)
+
+
+def recommend_options(profile: NetworkProfile) -> Advice:
+    size, reasons = _recommend_bucket_mib(profile)
+    overlap = profile.backend == "nccl" or profile.num_nodes > 1
+    options = [] if size is None else [f"partition=zeroshard.FlatShards(bucket_bytes={size} * 2**20)"]
+    reasons.append("stage=2, the default: gradients take 1/N of their size, at the traffic of stage=1")
+    if overlap and profile.world_size > 1:
+        options.append("overlap_param_gather=True")
+        reasons.append("overlap_param_gather: parameters travel while the next forward pass runs")
+    config, more = f"zeroshard.ZeroConfig({', '.join(options)})", ""
+    if profile.intra_node_bandwidth is not None and profile.inter_node_bandwidth is not None:
+        pays = profile.inter_node_bandwidth < _SLOW_INTER_NODE_RATIO * profile.intra_node_bandwidth
+        more = ', shard_group_size="node"' if pays else ""
+        between, within = profile.inter_node_bandwidth / 1e9, profile.intra_node_bandwidth / 1e9
+        compared = f"{between:.2f} GB/s between hosts, {within:.2f} GB/s within"
+        reasons.append(f"{'shard_group_size' if pays else 'no shard_group_size'}: {compared}")
+    given = f", config={config}" if options else ""
+    call = f"optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=3e-4{given}{more})"
+    return Advice(config, call, tuple(reasons))
+
+
+def _recommend_bucket_mib(profile: NetworkProfile) -> tuple[int | None, list[str]]:
+    """In MiB, so large that latency is a small part of a message's time; None where the default is."""
+    if profile.world_size == 1:
+        return None, ["one rank: nothing travels, and buckets of any size will do"]
+    device = torch.device("cuda" if profile.backend == "nccl" else "cpu")
+    default = default_bucket_bytes(device, profile.world_size) // MIB
+    needed = profile.latency_s * profile.bandwidth / _MAX_LATENCY_FRACTION / MIB
+    size = default if needed <= 2 * default else min(_next_power_of_two(needed), _MAX_BUCKET_MIB)
+    share = profile.latency_s / (profile.latency_s + size * MIB / profile.bandwidth)
+    measured = f"latency {profile.latency_s * 1e3:.2f} ms, {profile.bandwidth / 1e9:.2f} GB/s of a bucket"
+    kind = "the default" if size == default else "more than the default"
+    reason = f"buckets of {size} MiB, {kind}: {measured}, so that {share:.1%} of a message's time is latency"
+    return None if size == default else size, [reason]
+
+
+def _next_power_of_two(value: float) -> int:
+    size = 1
+    while size < value:
+        size *= 2
+    return size
+
+
+def slowest_timings(job: JobInfo) -> Sequence[CollectiveTiming]:
+    """Of all verbs, in the order in which they were measured."""
+    return [slowest_timing(job, it.verb) for it in job.measurements[0].timings]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Do all ranks run the same, with the same settings? Pure.
+
+
+_RANK_LOCAL_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
+_RESULT_CHANGING_VARIABLES = ("NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
+"""Ranks with different ones wait for each other for ever, or compute different numbers."""
+_HARMLESS_VERSIONS = ("python",)
+
+
+def check_same_across_ranks(rank_infos: Sequence[RankInfo]) -> Iterator[Finding]:
+    """Named by ranks, with their values."""
+    yield from _check_versions(rank_infos)
+    yield from _check_torch_settings(rank_infos)
+    yield from _check_environment(rank_infos)
+    asked = _ranks_by_value(rank_infos, lambda it: it.backend or "none")
+    if len(asked) > 1:
+        yield Finding(
+            ERROR,
+            "--backend",
+            _format_ranks_by_value(asked),
+            "the same on all ranks",
+            "start all hosts with the same command",
+        )
+
+
+def _check_versions(rank_infos: Sequence[RankInfo]) -> Iterator[Finding]:
+    for name in _all_keys(it.versions for it in rank_infos):
+        sides = _ranks_by_value(rank_infos, partial(_get_version, name))
+        if len(sides) > 1:
+            level: Level = WARNING if name in _HARMLESS_VERSIONS else ERROR
+            yield Finding(
+                level,
+                f"version of {name}",
+                _format_ranks_by_value(sides),
+                "one version on all ranks",
+                f"install the same {name} on all hosts, or start the same interpreter there",
+            )
+
+
+def _check_torch_settings(rank_infos: Sequence[RankInfo]) -> Iterator[Finding]:
+    for name in _all_keys(it.settings for it in rank_infos):
+        sides = _ranks_by_value(rank_infos, partial(_get_torch_setting, name))
+        if len(sides) > 1:
+            yield Finding(
+                ERROR,
+                f"setting of torch: {name}",
+                _format_ranks_by_value(sides),
+                "the same on all ranks, since it changes numbers",
+                "look for what sets it on some hosts only, such as sitecustomize or the environment",
+            )
+
+
+def _check_environment(rank_infos: Sequence[RankInfo]) -> Iterator[Finding]:
+    for name in _all_keys(it.environment for it in rank_infos):
+        sides = _ranks_by_value(rank_infos, partial(_get_variable, name))
+        if len(sides) > 1 and name not in _RANK_LOCAL_VARIABLES:
+            changes = name in _RESULT_CHANGING_VARIABLES
+            yield Finding(
+                ERROR if changes else WARNING,
+                f"environment: {name}",
+                _format_ranks_by_value(sides),
+                "the same on all ranks" + (", else they hang or compute other numbers" if changes else ""),
+                f"export {name} in the same way on all hosts, unless it is meant to differ",
+            )
+
+
+def _all_keys(dicts: Iterable[Mapping[str, str]]) -> list[str]:
+    return sorted({name for it in dicts for name in it})
+
+
+def _ranks_by_value(rank_infos: Sequence[RankInfo], get_value: Callable[[RankInfo], str]) -> dict[str, list[int]]:
+    """The ranks that have each value, those of the fewest first: they are the ones to look at."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for it in rank_infos:
+        found[get_value(it)].append(it.rank)
+    return dict(sorted(found.items(), key=lambda side: len(side[1])))
+
+
+def _format_ranks_by_value(ranks_by_value: dict[str, list[int]]) -> str:
+    return "; ".join(f"{format_ranks(ranks)}: {value}" for value, ranks in ranks_by_value.items())
+
+
+def _get_version(name: str, rank_info: RankInfo) -> str:
+    return rank_info.versions.get(name, "none")
+
+
+def _get_torch_setting(name: str, rank_info: RankInfo) -> str:
+    return rank_info.settings[name]
+
+
+def _get_variable(name: str, rank_info: RankInfo) -> str:
+    return repr(rank_info.environment[name]) if name in rank_info.environment else "not set"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is wrong with a job, or may be. Pure: every rank has the same values, and so comes to the same end.
+
 
 _MAX_CLOCK_SKEW_S = 1.0
 """Seconds."""

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.optim import Optimizer
 
-from ..comm.consensus import check_all_equal, exchange_status
-from ..comm.collectives import Comm
 from .._logging import warn_at_caller
+from ..comm.collectives import Comm
+from ..comm.consensus import check_all_equal, exchange_status
 
 
 def is_scaler_step(outer_optimizer: Optimizer) -> bool:

@@ -11,25 +11,31 @@ from typing import Any
 
 import torch
 
-from ..comm.consensus import EncodedOptions, Failure, Prepared, Status, exchange_status, prepare_all, raise_failure, raise_first_mismatch
-from ..comm.collectives import Comm, encode_text
-from ..errors import BindingError
-from ..profiling import Phase
-from ..layout.layout import Layout
 from .._logging import log_rank
-from ..state.state_dict import SavedState, describe_groups
-from ..state.shard_tensor import ShardTensor
-from ..state.records import MASTER_KEY, StateShard
 from .._types import Rank
-from .beginnings import init_state, is_init_neutral
-from .grad_check import GradConsistencyCheck
+from ..comm.collectives import Comm, encode_text
+from ..comm.consensus import (
+    EncodedOptions,
+    Failure,
+    Prepared,
+    Status,
+    exchange_status,
+    prepare_all,
+    raise_failure,
+    raise_first_mismatch,
+)
+from ..errors import BindingError
+from ..layout.layout import Layout
+from ..profiling import Phase
+from ..state.shard_tensor import ShardTensor
+from ..state.state_dict import MASTER_KEY, SavedState, StateShard, describe_groups
+from .checks import GradConsistencyCheck, GradSample, StepChecks
+from .grad_bucket import local_grad
 from .inner import InnerOptimizer, LocalOptimizer, ParamGroup
-from .looks import StepChecks
-from .nonfinite import GradSample
 from .param_gather import ParamAllGather, ParamBroadcast
-from .rooms import StateKeys
-from .sharded_grad import local_grad
 from .param_store import FlatParamBuffers, ParamStore
+from .probe import init_state, is_init_neutral
+from .state import StateKeys
 
 PARTIAL_UPDATE = "What other ranks own has been updated: for numbers as if nothing had failed, load a checkpoint."
 """After a step that failed on a rank."""

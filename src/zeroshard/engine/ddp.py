@@ -19,18 +19,19 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from ..comm.consensus import Failure, Prepared, exchange_status, prepare_all, raise_failure
+from .._types import Rank
 from ..comm.collectives import Comm
+from ..comm.consensus import Failure, Prepared, exchange_status, prepare_all, raise_failure
 from ..errors import ConfigError
-from ..profiling import Phase
 from ..layout.layout import Layout
 from ..layout.partition import AssignedOwners, Partitioner, assign_owners
 from ..layout.spec import make_param_specs
+from ..profiling import Phase
+from .autograd_hooks import NO_BACKWARD, current_backward_id, queue_after_backward
+from .grad_reducer import GradReducer
 from .inner import OptimizerConstructor, ParamGroup
-from .whole_engine import WholeParamEngine
-from .._types import Rank
-from .engine_events import NO_BACKWARD, current_backward_id, queue_after_backward
 from .join import broadcast_options
+from .whole_engine import WholeParamEngine
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 GradsByParam = dict[torch.Tensor, torch.Tensor]
@@ -345,3 +346,43 @@ def _view_as_param(flat_grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor
     if not torch.ops.aten.is_non_overlapping_and_dense(param):
         return flat_grad.view(param.shape)
     return flat_grad.as_strided(param.shape, param.stride(), flat_grad.storage_offset())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients from DDP's buckets, whatever those are, to their owners.
+
+
+def make_comm_hook(reducer: GradReducer, params: Sequence[torch.Tensor]) -> CommHook:
+    """A communication hook that hands gradients to `sync`, and to DDP what it gave. More `params` may be added."""
+    index: dict[int, int] = {}
+    handed: list[int] = []
+
+    def hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        members = bucket.parameters()
+        for added in range(len(index), len(params)):
+            index[id(params[added])] = added
+        for param, grad in zip(members, split_bucket(bucket.buffer(), members), strict=True):
+            if id(param) not in index:
+                raise ConfigError(
+                    f"DDP reduces a parameter of shape {tuple(param.shape)} that the optimizer does not have. Give it "
+                    "all parameters that DDP reduces, or freeze the others before DDP wraps the model."
+                )
+            # Hazard: inside Join a rank without inputs is given zeros here, while old gradients are in `param.grad`.
+            reducer.mark_ready(index[id(param)], grad)
+            handed.append(index[id(param)])
+        if bucket.is_last():
+            reducer.finish_backward()
+            _queue_after_ddp_backward(partial(reducer.record_param_grads, tuple(handed)))
+            handed.clear()
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    return hook
+
+
+def _queue_after_ddp_backward(action: Callable[[], None]) -> None:
+    """Inside Join, on a rank without inputs, there is no backward pass, and `param.grad` is none of what was given."""
+    if current_backward_id() != NO_BACKWARD:
+        # Hazard: DDP writes `param.grad` at the end of backward, which it queues after the last bucket's hook.
+        queue_after_backward(lambda: queue_after_backward(action))

@@ -9,32 +9,27 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
-from ..comm.consensus import exchange_status, raise_failure
-from ..comm.collectives import Comm
-from ..errors import BindingError
-from ..profiling import Phase
-from ..layout.layout import Bucket, Layout, ParamShard
-from ..policies import CPUOffload, MasterWeights
-from ..state.state_dict import SavedState
-from ..state.shard_tensor import ShardTensor, make_empty_shard
-from ..state.records import MASTER_KEY, StateShard
 from .._types import Rank
-from .beginnings import init_state
+from ..comm.collectives import Comm
+from ..comm.consensus import exchange_status, raise_failure
+from ..config import CPUOffload, MasterWeights
+from ..errors import BindingError
+from ..layout.layout import Bucket, Layout, ParamShard
+from ..profiling import Phase
+from ..state.shard_tensor import ShardTensor, make_empty_shard
+from ..state.state_dict import MASTER_KEY, SavedState, StateShard
+from .base import PARTIAL_UPDATE, Closure, CollectiveClosure, Engine, StateAllocator, StepOutcome
+from .checks import GradSample, ReplicaGuard
+from .flat_params import FlatParam, make_storage
 from .grad_source import GradSource, LocalGrads
 from .host_buffers import HostTransfers
-from .inner import InnerOptimizer, LocalOptimizer, ParamGroup
-from .masters import make_storage
-from .nonfinite import GradSample
+from .inner import OPTIMIZER_KEY, CompositeOptimizer, InnerOptimizer, LocalOptimizer, ParamGroup
 from .offload import OffloadPipeline
+from .optimizer_shard import OptimizerShard, OptimizerSpec, OptimizerStateView, ParamStateView
 from .param_gather import ParamAllGather
-from .parts import OptimizerShard, OptimizerSpec
-from .rooms import StateKeys
-from .rows import ReplicaGuard
-from .flat_params import FlatParam
-from .optimizer_shard import OptimizerStateView, ParamStateView
-from .base import PARTIAL_UPDATE, Closure, CollectiveClosure, Engine, StateAllocator, StepOutcome
 from .param_store import FlatParamBuffers
-from .team import OPTIMIZER_KEY, CompositeOptimizer
+from .probe import init_state
+from .state import StateKeys
 
 
 class OptimizerSharding(NamedTuple):

@@ -13,28 +13,370 @@ and all ranks drop what they have and raise.
 """
 
 import logging
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from struct import pack
 from threading import RLock
+from weakref import ReferenceType, ref
 
 import torch
 
-from ..comm.consensus import raise_failure
-from ..comm.transport_cache import TransportCache
-from ..comm.collectives import Comm
-from ..errors import RankLostError, RankMismatchError
-from ..profiling import Phase
-from ..layout.layout import Bucket, Layout
 from .._logging import log_rank, warn_at_caller
-from ..policies import MasterWeights, Reduce, ZeroStage
+from ..comm.collectives import Comm
+from ..comm.consensus import raise_failure
+from ..comm.failure import UnusedBuckets
+from ..comm.transport_cache import TransportCache
+from ..config import MasterWeights, Reduce, ZeroStage
+from ..errors import RankLostError, RankMismatchError
+from ..layout.layout import Bucket, Layout
+from ..profiling import Phase
+from .grad_bucket import (
+    BufferPool,
+    GradBucket,
+    OptionalGrads,
+    PendingReduce,
+    ReduceOutput,
+    ShardedGrad,
+    drop_placeholder,
+    local_grad,
+)
 from .grad_source import GradSource
-from .grad_bucket import BufferPool, OptionalGrads
-from .rounds import BucketSchedule
-from .sent import CHANGED_AFTER_REDUCTION, GradVersions
-from .sharded_grad import ShardedGrad, drop_placeholder, local_grad
-from .slots import GradBucket, PendingReduce, ReduceOutput
-from .under_way import InFlightReduces
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Buckets of gradients that have been sent, and when to wait for them.
+
+
+MIN_IN_FLIGHT = 1
+"""The newest buckets are left on their way: taking them in at once would stop what they are to overlap with."""
+MAX_IN_FLIGHT = 2
+WAIT_TIMEOUT_S = 0.1
+"""Seconds that a rank waits, inside a backward pass, for the oldest of more buckets than that, so that memory is
+bounded where ranks keep pace; and for all of them before it settles, so that what fails is known in time. In vain once
+a step only: another may send nothing before this one settles."""
+
+
+FinishReduce = Callable[[PendingReduce], None]
+"""Takes one in. Raises nothing that this rank alone knows of."""
+
+
+class InFlightReduces:
+    """The oldest first."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._profiler = comm.profiler
+        self._unused_buckets = UnusedBuckets(comm.data_parallel.group.rank, comm.group.failure_detector)
+        self._pending: deque[PendingReduce] = deque()
+        self._timeout_s = WAIT_TIMEOUT_S
+        self.are_ranks_in_step = True
+        """All ranks had sent as much when they last settled."""
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def __iter__(self) -> Iterator[PendingReduce]:
+        return iter(self._pending)
+
+    def add(self, pending: PendingReduce) -> None:
+        self._pending.append(pending)
+        self._unused_buckets.add()
+
+    def reset(self) -> None:
+        """A step has all that it waited for."""
+        self._timeout_s = WAIT_TIMEOUT_S
+        self._unused_buckets.reset()
+
+    def discard_results(self) -> None:
+        # Hazard: waiting here for what is under way would be waiting for ranks that may not send it before they settle.
+        self._pending = deque(sending._replace(is_needed=False) for sending in self._pending)
+        self._unused_buckets.reset()
+
+    def finish_arrived(self, finish_reduce: FinishReduce) -> None:
+        while len(self) > MIN_IN_FLIGHT:
+            crowded = len(self) > MAX_IN_FLIGHT
+            if not self._wait_for_oldest(self._timeout_s if crowded else 0):
+                self._timeout_s = 0 if crowded else self._timeout_s
+                return
+            self._finish_oldest(finish_reduce)
+
+    def finish_within_timeout(self, finish_reduce: FinishReduce) -> None:
+        """What arrives soon: if that fails, all ranks learn of it by the statement."""
+        while self and self._wait_for_oldest(self._timeout_s if self.are_ranks_in_step else 0):
+            self._finish_oldest(finish_reduce)
+        self._timeout_s = 0 if self else self._timeout_s
+
+    def finish_all(self, finish_reduce: FinishReduce) -> None:
+        while self:
+            self._finish_oldest(finish_reduce)
+
+    def describe_missing(self, num_sent: int, layout: Layout) -> str:
+        """What of so many buckets a rank waits for, for an error; "" if for nothing."""
+        missing = [it.bucket.index for it in self if not it.work.is_ready(0)]
+        if not missing:
+            return ""
+        num_sent = max(num_sent, len(missing))
+        next_one = layout.describe_bucket(missing[0], "gradients")
+        return f"{num_sent - len(missing)} of {num_sent} buckets that were sent have arrived, next: {next_one}"
+
+    def _finish_oldest(self, finish_reduce: FinishReduce) -> None:
+        """It is among these until it has arrived, for errors to name it."""
+        finish_reduce(self._pending[0])
+        self._pending.popleft()
+
+    def _wait_for_oldest(self, timeout_s: float) -> bool:
+        """Whether the oldest has come, after so many seconds at most."""
+        slot, arriving, *_ = self._pending[0]
+        if not timeout_s or arriving.is_ready(0):
+            return arriving.is_ready(0)
+        with self._profiler.phase(Phase.WAIT_GRADS, slot.index):
+            return arriving.is_ready(timeout_s)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whose turn it is: buckets go in the same order on all ranks, round after round.
+
+
+class BucketSchedule:
+    """Which bucket goes next, and whose gradients it waits for.
+
+    A backward pass sends one round: every bucket once, however many parameters it has used. So ranks that make the same
+    backward passes have sent as many buckets at each `zero_grad`, whichever parameters each of them has used.
+
+    What had no gradients last time is not waited for: an unused parameter must not keep a bucket waiting, nor an unused
+    bucket the others.
+    """
+
+    def __init__(self) -> None:
+        self.buckets: list[GradBucket] = []
+        self.bucket_of: dict[int, GradBucket] = {}
+        self.num_sent = self.num_cleared = 0
+        """Buckets that were sent since gradients were last settled, all and before they were last cleared."""
+        self._is_open = False
+        self._num_remaining = 0
+        """Buckets that the open round, that of the present backward pass, has yet to send."""
+        self._send_order: list[GradBucket] = []
+        self._params: Sequence[torch.Tensor] = ()
+        self._ready_flags = bytearray()
+        self._expected_flags = bytearray()
+        self._expected_from = b""
+
+    def extend(self, buckets: Iterable[GradBucket], params: Sequence[torch.Tensor]) -> None:
+        for slot in buckets:
+            self.buckets.append(slot)
+            self.bucket_of |= dict.fromkeys(slot.params, slot)
+            if any(place.spec.trainable for place in slot.slots):
+                self._send_order.append(slot)
+        self._params = params
+        self._set_expected(bytes(len(params)))
+
+    @property
+    def next_bucket(self) -> GradBucket:
+        return self._send_order[self.num_sent % len(self._send_order)]
+
+    def start_backward(self) -> None:
+        """A backward pass has made a gradient: it sends every bucket once, when it is full or at the end of the pass.
+
+        Gradients for a bucket that it has sent already wait for the next pass, or the step.
+        """
+        if not self._is_open:
+            self._is_open, self._num_remaining = True, len(self._send_order)
+
+    def finish_backward(self) -> None:
+        """All buckets of the round have been sent."""
+        assert not self._num_remaining
+        self._is_open = False
+
+    @property
+    def has_remaining(self) -> bool:
+        """The open round has buckets that were not sent."""
+        return self._num_remaining > 0
+
+    @property
+    def is_next_ready(self) -> bool:
+        return self.has_remaining and not self.next_bucket.num_missing
+
+    def is_pending(self, index: int) -> bool:
+        return bool(self._expected_flags[index]) and not self._ready_flags[index]
+
+    def mark_ready(self, index: int) -> bool:
+        """A gradient that was awaited is there; whether its bucket is full now."""
+        slot, self._ready_flags[index] = self.bucket_of[index], 1
+        slot.num_missing -= 1
+        return not slot.num_missing
+
+    def mark_taken(self, index: int) -> None:
+        self._ready_flags[index] = 0
+
+    def mark_sent(self, bucket: GradBucket) -> None:
+        if bucket in self._send_order:
+            self.num_sent += 1
+            self._num_remaining -= self.has_remaining
+        bucket.num_missing = bucket.num_expected
+
+    def expect(self, index: int) -> None:
+        """A gradient of this parameter adds up in a pass that sends nothing, so the pass that sends waits for it."""
+        if index in self.bucket_of and not self._expected_flags[index]:
+            slot, self._expected_flags[index] = self.bucket_of[index], 1
+            slot.num_expected += 1
+            slot.num_missing += 1
+
+    def reset(self) -> None:
+        self.num_sent = self.num_cleared = self._num_remaining = 0
+        self._is_open = False
+        self._ready_flags = bytearray(len(self._params))
+        for slot in self.buckets:
+            slot.num_missing = slot.num_expected
+
+    def update_expected(self, grad_mask: bytes, *, force: bool) -> None:
+        """Wait for these from now on. `anew`: also if they are those of last time, but others may train now."""
+        if force or grad_mask != self._expected_from:
+            self._set_expected(grad_mask)
+        used = [slot for slot in self.buckets if 0 not in grad_mask or any(map(grad_mask.__getitem__, slot.params))]
+        self._send_order = used or self._send_order
+
+    def _set_expected(self, grad_mask: bytes) -> None:
+        self._expected_from = grad_mask
+        used = grad_mask if any(grad_mask) else b"\1" * len(grad_mask)
+        flags = [param.requires_grad and used[index] for index, param in enumerate(self._params)]
+        self._expected_flags = bytearray(map(bool, flags))
+        for slot in self.buckets:
+            slot.num_expected = sum(map(self._expected_flags.__getitem__, slot.params))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients that were reduced and stay in `param.grad`, where anybody may write to them afterwards.
+
+
+CHANGED_AFTER_REDUCTION = (
+    "was changed in param.grad after it was reduced, or after the average was clipped or unscaled. param.grad does not "
+    "hold the average: torch.nn.utils.clip_grad_norm_() uses another norm on every rank. "
+    "Use optimizer.clip_grad_norm_(), optimizer.clip_grad_value_() or zeroshard.GradScaler. To edit gradients, "
+    "accumulate them inside no_sync() and edit them before step(); to set new ones, call zero_grad() first."
+)
+
+
+@dataclass
+class _ReducedGrad:
+    grad_ref: ReferenceType[torch.Tensor]
+    version: int
+    accumulation_count: int
+    is_pending: bool = True
+    """No step has used it yet, and it was not cleared."""
+
+
+class GradVersions:
+    """What was sent as it is, by parameter; to notice what else is in `param.grad` by now."""
+
+    def __init__(self) -> None:
+        self._reduced: dict[int, _ReducedGrad] = {}
+        self._accumulation_count = 0
+        self.is_scaled = False
+        """The average was clipped or unscaled, and must not be made again from gradients that were not."""
+
+    def record(self, index: int, grad: torch.Tensor | None) -> None:
+        if grad is None:
+            self._reduced.pop(index, None)
+        else:
+            self._reduced[index] = _ReducedGrad(ref(grad), _tensor_version(grad), self._accumulation_count)
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._reduced
+
+    def mark_scaled(self, params: Sequence[torch.Tensor]) -> None:
+        """The average is clipped or unscaled. It is made of gradients that are still in `param.grad`."""
+        self._reduced = {index: sent for index, sent in self._reduced.items() if params[index].grad is not None}
+        self.is_scaled = True
+
+    def clear(self) -> None:
+        self._reduced.clear()
+
+    def split_cleared(
+        self, params: Sequence[torch.Tensor], written_by_backward: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Parameters whose gradients were cleared, or set for another step, since they were sent; and the others.
+
+        What a backward pass has made since may be zero by chance, and so is left out.
+        """
+        cleared: list[int] = []
+        others: list[int] = []
+        for index, sent in self._reduced.items():
+            grad = params[index].grad
+            if grad is None:
+                cleared.append(index)
+            elif not self.is_changed(index, grad):
+                others.append(index)
+            elif not written_by_backward[index] and not self._may_share_version(sent, grad):
+                (cleared if not sent.is_pending or _is_all_zero(grad) else others).append(index)
+        return cleared, others
+
+    def _may_share_version(self, reduced: _ReducedGrad, grad: torch.Tensor) -> bool:
+        """Hazard: views of one DDP bucket share a version, so that adding to one gradient changes its neighbors."""
+        return grad._is_view() and reduced.accumulation_count != self._accumulation_count
+
+    def mark_accumulation(self) -> None:
+        """A backward pass adds to some gradients."""
+        self._accumulation_count += 1
+
+    def mark_zeroed(self, params: Sequence[torch.Tensor]) -> None:
+        """All are zeros, as is their average."""
+        for index in list(self._reduced):
+            self.record(index, params[index].grad)
+        self.mark_stepped()
+
+    def mark_stepped(self) -> None:
+        """What is written from now on is a gradient for another step."""
+        for sent in self._reduced.values():
+            sent.is_pending = False
+
+    def is_changed(self, index: int, grad: torch.Tensor) -> bool:
+        """Another one has taken its place, or it was written to."""
+        sent = self._reduced.get(index)
+        return sent is not None and (sent.grad_ref() is not grad or sent.version != _tensor_version(grad))
+
+    def find_late_edit(self, params: Sequence[torch.Tensor], written_by_backward: Sequence[int]) -> int | None:
+        """The first that somebody has changed between its reduction and the step, unless a backward pass has."""
+        grads = ((index, params[index].grad) for index in self._reduced if not written_by_backward[index])
+        return next((index for index, grad in grads if grad is not None and self._is_late_edit(index, grad)), None)
+
+    def _is_late_edit(self, index: int, grad: torch.Tensor) -> bool:
+        if not self.is_changed(index, grad):
+            return False
+        sent = self._reduced[index]
+        if self.is_scaled:
+            return True
+        if not sent.is_pending:
+            return False  # a gradient of the user's own, which is sent
+        return not self._may_share_version(sent, grad) and not _is_all_zero(grad)
+
+
+def _is_all_zero(grad: torch.Tensor) -> bool:
+    """As `model.zero_grad(set_to_none=False)` leaves it."""
+    values = grad._values() if grad.layout == torch.sparse_coo else grad
+    return not values.detach().count_nonzero()
+
+
+def _tensor_version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients to their owners: a gradient is ready, its bucket is full, its slices are on their way.
+#
+# All ranks send buckets in the same order, round after round: a bucket goes when all its parameters have gradients and
+# its elders have gone. A rank where that never happens, since it used other parameters or made no backward pass at all,
+# catches up in `settle`, with zeros for what it lacks. So no rank relies on another inside a backward pass; it waits
+# for
+# others there only when much is under way, and not for long.
+#
+# A large gradient is copied into its bucket as soon as it is there, and freed; small ones together when the bucket
+# goes.
+# What is in `param.grad` in `settle` and has not travelled yet (it came too late, or from `no_sync`) goes along then.
+#
+# A rank that fails stops sending, and keeps quiet about it until `settle`. There it sends zeros for what others wait
+# for,
+# and all ranks drop what they have and raise.
+
 
 EAGER_COPY_MIN_BYTES = 256 * 1024
 """Bytes of a gradient that is copied on its own."""

@@ -7,10 +7,10 @@ from typing import ClassVar
 import torch
 
 from ..comm.collectives import Comm
+from ..config import MasterWeights
 from ..errors import RankMismatchError
 from ..layout.layout import Bucket, Layout, ParamShard
-from ..policies import MasterWeights
-from ..state.records import flatten_in_memory_order
+from ..state.state_dict import flatten_in_memory_order
 
 
 class GradSource(ABC):

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..policies import CPUOffload
+from ..config import CPUOffload
 
 MIN_OFFLOAD_NUMEL = 1024
 """Tensors of fewer elements stay: step counts, for example, which some optimizers want on the device."""

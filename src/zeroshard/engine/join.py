@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
-from ..comm.collectives import Comm
-from .inner import ParamGroup
-from .base import Closure, Engine
-from ..state.codec import dumps, loads
-from ..state.serialization import StateSender, receive_state
 from .._types import Rank
+from ..comm.collectives import Comm
+from ..state.serialization import StateSender, dumps, loads, receive_state
+from .base import Closure, Engine
+from .inner import ParamGroup
 
 
 class JoinStatus(NamedTuple):

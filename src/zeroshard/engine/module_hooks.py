@@ -12,7 +12,8 @@ A copy of the model, deep or saved, has none of this. Nothing here keeps the opt
 """
 
 import functools
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from threading import RLock
 from typing import Any
 from weakref import WeakMethod, WeakValueDictionary
@@ -21,15 +22,108 @@ import torch
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .._types import Rank
 from ..comm.collectives import Comm
 from ..errors import ConfigError
 from ..profiling import Phase
-from .buffers import ModelBuffers
+from .autograd_hooks import GradHooks
 from .flat_engine import FlatShardEngine
-from .sharded_grad import drop_placeholder
-from .._types import Rank
-from .autograd import GradHooks
+from .grad_bucket import drop_placeholder
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Buffers of a model, and parameters that no optimizer holds, made equal on all ranks.
+
+
+class ModelBuffers:
+    """Brings one rank's buffers to all others."""
+
+    def __init__(self, comm: Comm, model: torch.nn.Module) -> None:
+        self._comm = comm
+        # By name, since modules may replace their buffers. One that is none may become a cache of each rank's own.
+        named = [(module, name, it) for module in model.modules() for name, it in module._buffers.items()]
+        self._locations = [(module, name) for module, name, it in named if it is not None]
+
+    @property
+    def needs_broadcast(self) -> bool:
+        """And another rank to bring them to."""
+        return bool(self._locations) and self._comm.group.size > 1
+
+    def broadcast(self, source: Rank) -> None:
+        """On all ranks, which must have buffers of the same shapes."""
+        broadcast_coalesced(self._comm, self._iter_buffers(), source)
+
+    def _iter_buffers(self) -> Iterator[torch.Tensor]:
+        for module, name in self._locations:
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.numel():
+                yield buffer
+
+
+def describe_for_broadcast(comm: Comm, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """What must be equal on all ranks for `make_equal`. Raises where a tensor cannot travel."""
+    if comm.group.size > 1:
+        for name, tensor in tensors.items():
+            _validate_for_broadcast(comm, name, tensor)
+    # Each device has messages of its own, whatever its number is on this rank.
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors.values()))
+    which = {it: it.type + (f" ({n} of {len(devices)} devices)" if n > 1 else "") for n, it in enumerate(devices, 1)}
+    return [f"{name}: {it.dtype} {tuple(it.shape)} on {which[it.device]}" for name, it in tensors.items()]
+
+
+def _validate_for_broadcast(comm: Comm, name: str, tensor: torch.Tensor) -> None:
+    """Hazard: only ranks that receive a tensor write to it, so that these alone would raise."""
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized:
+        kind = "a nested tensor" if tensor.is_nested else "quantized" if tensor.is_quantized else tensor.layout
+        raise ConfigError(
+            f"{name} cannot be broadcast from rank 0, because it is {kind}. Make it dense, for example with to_dense() "
+            "or dequantize(), or keep it as a plain attribute of the module, not as a buffer."
+        )
+    if is_traceable_wrapper_subclass(tensor):
+        raise ConfigError(
+            f"{name} cannot be broadcast from rank 0, because it is a {type(tensor.data).__name__}. Make it a plain "
+            "tensor, or keep it as a plain attribute of the module, not as a buffer."
+        )
+    if tensor.numel() and any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ConfigError(
+            f"{name} has elements that share memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}), as "
+            "expand() makes them, so it cannot receive the values of rank 0. Give it memory of its own with clone() or "
+            "contiguous()."
+        )
+    if tensor.numel() and not comm.group.supports_device(tensor.device):
+        raise ConfigError(f"the backend of the process group cannot carry {name} on {tensor.device}")
+
+
+@torch.no_grad()
+def broadcast_coalesced(comm: Comm, tensors: Iterable[torch.Tensor], source: Rank) -> None:
+    """On all ranks: tensors become those of `source`; one message for each dtype and device."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors if comm.group.size > 1 else ():
+        kinds[tensor.dtype, tensor.device].append(tensor)
+    for alike in kinds.values():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
+        comm.broadcast(flat, source).wait()
+        if comm.group.rank != source:
+            parts = torch.split(flat, [tensor.numel() for tensor in alike])
+            for tensor, part in zip(alike, parts, strict=True):
+                # As in DDP autograd does not count it: a pass whose backward is yet to come has used the tensor.
+                tensor.data.copy_(part.view(tensor.shape))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a sharded optimizer hangs on the model, so that the model is right whenever it is used.
+#
+# - Gates: a module's forward pass waits for its parameters, which may be under way.
+# - Guards: while they are, a module keeps its parameters in a dict that waits for them first. `parameters()`,
+#   `state_dict()`, loading, copying, saving and moving the model all go through it. Another optimizer's step waits,
+#   too.
+# - Buffers are made equal after each step, and before a forward pass with gradients that follows another one without a
+#   step in between, unless that one was inside `no_sync()`.
+# - `model.zero_grad()` clears what the optimizer keeps of gradients, too.
+# - A forward pass through `DistributedDataParallel`, which would average gradients a second time, is refused.
+#
+# A copy of the model, deep or saved, has none of this. Nothing here keeps the optimizer alive.
 
 
 class ForwardPreHook:

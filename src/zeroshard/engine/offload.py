@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from ..profiling import Phase, StepProfiler
+from .flat_params import FlatParam, OffloadedMasterStorage, ShardStorage, State
 from .host_buffers import HostTransfer, HostTransfers, is_offloadable
 from .inner import LocalOptimizer
-from .masters import OffloadedMasterStorage, ShardStorage
-from .parts import OptimizerShard
-from .flat_params import FlatParam, State
+from .optimizer_shard import OptimizerShard
 
 
 def is_offload_device(device: torch.device) -> bool:

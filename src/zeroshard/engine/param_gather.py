@@ -6,13 +6,13 @@ from threading import RLock
 
 import torch
 
-from ..comm.transport_cache import TransportCache
-from ..comm.collectives import Comm
-from ..comm.work import InFlightWindow, PendingWork
-from ..profiling import Phase
-from ..layout.layout import Bucket, Layout
 from .._logging import warn_at_caller
-from ..policies import Reduce
+from ..comm.collectives import Comm
+from ..comm.transport_cache import TransportCache
+from ..comm.work import InFlightWindow, PendingWork
+from ..config import Reduce
+from ..layout.layout import Bucket, Layout
+from ..profiling import Phase
 from .param_store import BroadcastMessage, BroadcastPlan, InPlaceMessage
 
 

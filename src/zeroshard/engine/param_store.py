@@ -24,12 +24,12 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.utils.dlpack import from_dlpack
 
+from .._types import MIB, Rank, Span, align_up
 from ..errors import BindingError
 from ..layout.layout import Bucket, Layout, ParamShard
 from ..layout.partition import ALIGNMENT_BYTES
 from ..layout.spec import ParamSpec
 from ..params import check_no_aliasing
-from .._types import MIB, Rank, Span, align_up
 
 _T = TypeVar("_T")
 

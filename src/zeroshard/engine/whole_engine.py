@@ -7,24 +7,20 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ..comm.consensus import Failure, exchange_status, raise_failure
 from ..comm.collectives import Comm
-from ..profiling import Phase
+from ..comm.consensus import Failure, exchange_status, raise_failure
 from ..layout.chunks import storage_numel
 from ..layout.layout import Layout
-from ..state.state_dict import SavedState, extract_local_state_dict
+from ..profiling import Phase
 from ..state.shard_tensor import ShardTensor, make_empty_shard
-from ..state.records import StateShard
-from .grad_check import GradConsistencyCheck
-from .inner import LocalOptimizer, ParamGroup
-from .loading import load_state
-from .nonfinite import GradSample
-from .param_gather import ParamBroadcast
-from .parts import OptimizerSpec
-from .rooms import StateKeys, allocate_full
+from ..state.state_dict import SavedState, StateShard, extract_local_state_dict
 from .base import PARTIAL_UPDATE, Closure, CollectiveClosure, Engine, StateAllocator, StepOutcome
+from .checks import GradConsistencyCheck, GradSample
+from .inner import LocalOptimizer, ParamGroup, load_state
+from .optimizer_shard import OptimizerSpec
+from .param_gather import ParamBroadcast
 from .param_store import ParamStore
-from .wrapping import rebuild_subclass_state
+from .state import StateKeys, allocate_full, rebuild_subclass_state
 
 
 class WholeParamEngine(Engine):

@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoint import latest, save
-from ..comm.consensus import Prepared, prepare_all
 from ..comm.collectives import Comm
+from ..comm.consensus import Prepared, prepare_all
 from ..comm.process_group import Group, init_single_rank
 from ..errors import ConfigError
-from ..objects import broadcast_object
-from ..optimizer import ZeroRedundancyOptimizer
 from ..grad_scaler import GradScaler
+from ..optimizer import ZeroRedundancyOptimizer
 from ..shard import ShardedOptimizer, shard
+from ..zero_redundancy_optimizer import broadcast_object
 
 _SHARD_HINT = "Make the sharded one yourself: zeroshard.shard(model, ...) in its place."
 

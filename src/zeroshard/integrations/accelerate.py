@@ -22,7 +22,15 @@ from ..config import ZeroConfig
 from ..errors import CheckpointError, ConfigError
 from ..grad_scaler import GradScaler
 from ..shard import ShardedOptimizer
-from ._common import broadcast_from_rank0, check_on_rank0, let_scaler_skip_steps, make_scaler, retarget_scheduler, shard_optimizer, write_checkpoint
+from ._common import (
+    broadcast_from_rank0,
+    check_on_rank0,
+    let_scaler_skip_steps,
+    make_scaler,
+    retarget_scheduler,
+    shard_optimizer,
+    write_checkpoint,
+)
 
 SHARD_DIR_NAME = "zeroshard"
 """Of a checkpoint: what all ranks have written."""

@@ -16,17 +16,24 @@ try:
 except ImportError as error:
     raise ImportError("zeroshard.integrations.lightning needs Lightning: pip install 'lightning>=2.6'") from error
 
+from .._logging import warn_at_caller
 from ..checkpoint import load
-from ..comm.consensus import Prepared, prepare_all, rollback_on_error
 from ..comm.collectives import Comm
-from ..comm.process_group import Group
+from ..comm.consensus import Prepared, prepare_all, rollback_on_error
 from ..comm.mesh import ShardGroupSize
+from ..comm.process_group import Group
 from ..config import ZeroConfig
 from ..errors import CheckpointError, ConfigError
-from .._logging import warn_at_caller
 from ..grad_scaler import GradScaler
 from ..shard import ShardedOptimizer
-from ._common import check_on_rank0, let_scaler_skip_steps, make_scaler, retarget_scheduler, shard_optimizer, write_checkpoint
+from ._common import (
+    check_on_rank0,
+    let_scaler_skip_steps,
+    make_scaler,
+    retarget_scheduler,
+    shard_optimizer,
+    write_checkpoint,
+)
 
 _ALLOWED_OPTIONS = {
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),

@@ -15,8 +15,8 @@ from ..checkpoint import load
 from ..comm.mesh import ShardGroupSize
 from ..config import ZeroConfig
 from ..errors import ConfigError
-from .accelerate import SHARD_DIR_NAME, Accelerator
 from ._common import retarget_scheduler, write_checkpoint
+from .accelerate import SHARD_DIR_NAME, Accelerator
 
 _CONFLICTING_ARGS = ("fsdp", "deepspeed", "parallelism_config")
 _OVERRIDDEN_METHODS = (

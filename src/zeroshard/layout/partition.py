@@ -7,16 +7,71 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from ..errors import ConfigError
 from .._types import MIB, Rank, Span, align_up
-from .grain import ShardGranularity
-from .layout import Bucket, BucketSlot, Layout
-from .shards import AlignedShards, EqualShards, WholeParamShards
+from ..errors import ConfigError
+from .layout import AlignedShards, Bucket, BucketSlot, EqualShards, Layout, WholeParamShards
 from .spec import ParamSpec
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where a parameter may be cut: anywhere, or where the blocks of an optimizer begin.
+
+
+class ShardGranularity(NamedTuple):
+    """Pieces of a parameter that is cut have a multiple of `align` elements, and at least `least` of them."""
+
+    align: int = 1
+    min_numel: int = 1
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Parameters may be cut anywhere."""
+        return self == ShardGranularity()
+
+    @property
+    def min_shard_numel(self) -> int:
+        """Elements of the shortest piece."""
+        return align_up(self.min_numel, self.align)
+
+    def satisfies(self, required: "ShardGranularity") -> bool:
+        """Whether all that is cut so is cut as `needed` wants it."""
+        return self.align % required.align == 0 and self.min_shard_numel >= required.min_shard_numel
+
+    def can_split(self, spec: ParamSpec) -> bool:
+        """Whether a parameter may be cut at all. Blocks count its elements in order, so they must lie in order."""
+        if self.is_elementwise:
+            return True
+        return spec.is_contiguous and spec.numel % self.align == 0 and spec.numel >= 2 * self.min_shard_numel
+
+    def nearest_boundary(self, offset: int, spec: ParamSpec, shard_numel: int) -> int:
+        """The end of a piece that is nearest to a place in the parameter's memory; its own ends are such, too.
+
+        `shard`: elements from one such place to the next. Where they are few, cuts are so far apart that no piece
+        between two of them is too short.
+        """
+        if self.is_elementwise:
+            return offset
+        if not self.can_split(spec):
+            return _nearer_of(offset, 0, spec.storage_numel)
+        step = self.align if shard_numel >= 2 * self.min_shard_numel else self.min_shard_numel
+        first, last = self.min_shard_numel, (spec.storage_numel - self.min_shard_numel) // step * step
+        if offset < first:
+            return _nearer_of(offset, 0, first)
+        if offset > last:
+            return _nearer_of(offset, last, spec.storage_numel)
+        return _nearer_of(offset, offset // step * step, align_up(offset, step))
+
+
+def _nearer_of(offset: int, low: int, high: int) -> int:
+    return low if offset - low <= high - offset else high
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Strategies that make layouts.
+
 
 ALIGNMENT_BYTES = 64
 """Bytes: where a parameter starts in a bucket, for vector loads and cache lines."""
@@ -375,3 +430,40 @@ class _LoadBalancer:
         self._loads[rank] = load + cost
         heapq.heapreplace(self._heap, (load + cost, tie, rank))
         return Rank(rank)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How evenly the ranks are loaded.
+
+
+class Balance(NamedTuple):
+    numel_per_rank: tuple[int, ...]
+    """Trained elements of each rank: its state is as large."""
+    cost_per_rank: tuple[float, ...]
+    """What each rank's update takes, in the unit of the costs."""
+
+    def __str__(self) -> str:
+        return f"Balance(memory_imbalance={self.memory_imbalance:.3f}, compute_imbalance={self.compute_imbalance:.3f})"
+
+    @property
+    def memory_imbalance(self) -> float:
+        """The elements of the rank with most, over the mean."""
+        return _max_over_mean(self.numel_per_rank)
+
+    @property
+    def compute_imbalance(self) -> float:
+        """The work of the rank with most, over the mean."""
+        return _max_over_mean(self.cost_per_rank)
+
+
+def compute_balance(layout: Layout, cost: CostFn) -> Balance:
+    """Of all that is trained. A rank that owns a part of a parameter has that part of its cost."""
+
+    def cost_of(spec: ParamSpec, numel: int) -> float:
+        return cost(spec) * numel / spec.storage_numel if spec.trainable and spec.storage_numel else 0.0
+
+    return Balance(tuple(layout.numel_per_rank(trainable=True)), tuple(layout.sum_per_rank(cost_of)))
+
+
+def _max_over_mean(loads: tuple[float, ...]) -> float:
+    return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0

@@ -6,21 +6,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..comm.consensus import Prepared, prepare_all
+from .._types import Rank, Span
 from ..comm.collectives import Comm
+from ..comm.consensus import Prepared, prepare_all
+from ..engine.base import Engine
 from ..errors import CheckpointError
-from ..profiling import Phase
 from ..layout.layout import Layout
 from ..optimizer import ZeroRedundancyOptimizer
-from ..engine.base import Engine
-from .snapshot import SHARED_STATE, NamedBuffers, PeerSnapshots, Snapshot, describe_params
-from .copies import AssembledShard, ShardAssembler, slice_shard
-from ..state.serialization import StateSender, receive_state
-from ..state.parcels import unpack_from_buffers
-from ..state.readers import check_types_allowed
-from ..state.records import MASTER_KEY
-from ..state.trees import snapshot_to_host
-from .._types import Rank, Span
+from ..profiling import Phase
+from ..state.serialization import StateSender, check_types_allowed, receive_state, unpack_from_buffers
+from ..state.state_dict import MASTER_KEY
+from ..state.tensor_utils import snapshot_to_host
+from .snapshot import (
+    SHARED_STATE,
+    AssembledShard,
+    NamedBuffers,
+    PeerSnapshots,
+    ShardAssembler,
+    Snapshot,
+    describe_params,
+    slice_shard,
+)
 
 _CALL_NAME = "restore"
 SliceForRank = Callable[[int, Rank], Any]

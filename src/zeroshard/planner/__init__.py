@@ -1,6 +1,6 @@
 """Estimate memory and communication per rank from shapes, before anything runs."""
 
+from .estimate import Network
 from .plan import Plan, plan
-from .usage import Network
 
 __all__ = ["Network", "Plan", "plan"]

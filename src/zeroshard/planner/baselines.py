@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from .._types import MIB
 from ..layout.layout import Layout
 from ..layout.partition import WholeParams
 from ..layout.spec import ParamSpec
-from .._types import MIB
+from .estimate import Estimate, MemoryEstimate, Traffic, TrainingSetup
 from .shapes import ParamShape
-from .training import TrainingSetup
-from .usage import Estimate, MemoryEstimate, Traffic
 
 _DDP_BUCKET_BYTES = 25 * MIB
 

@@ -13,11 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..engine.beginnings import build_for_probes
 from ..engine.inner import LocalOptimizer, OptimizerFactory
-from ..engine.selftest import isolated_probe, step_once
-from ..state.trees import map_tensors
-from ..state.tensor_utils import inner_tensors, is_wrapper_subclass
+from ..engine.probe import build_for_probes, isolated_probe, step_once
+from ..state.tensor_utils import inner_tensors, is_wrapper_subclass, map_tensors
 
 TensorMeta = tuple[tuple[int, ...], torch.dtype]
 

@@ -2,16 +2,108 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from .._plotting import new_figure, save_figure
+from .._types import replace_unprintable
 from ..errors import ConfigError, ZeroError
 from .plan import Plan
-from .request import MUON_ADAMW, OptimizerChoice, PlanRequest
-from .plan_words import MEMORY_COLOURS, breakdown_at_peak, display_unit, format_exclusions
+from .request import MUON_ADAMW, OptimizerChoice, PlanRequest, format_bytes
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a plan means, in sentences.
+
+
+MEMORY_COLOURS = {
+    "parameters": "#0072b2",
+    "gradients": "#e69f00",
+    "state": "#009e73",
+    "masters": "#cc79a7",
+    "activations": "#56b4e9",
+    "on top": "#8c8c8c",
+}
+"""Of parts, everywhere the same. They differ also for the colour-blind."""
+PHASE_LABELS = {"making the optimizer": "making", "backward": "backward", "step": "step"}
+
+
+def display_unit(plan: Plan) -> tuple[str, float]:
+    """One for everything that is shown, so that numbers can be compared."""
+    return ("GB", 1e9) if max(it.memory.peak for it in plan) >= 2e9 else ("MB", 1e6)
+
+
+def format_headline(plan: Plan) -> str:
+    """Without the name of the model, which comes from others."""
+    buffers = f", {format_bytes(plan.model.buffer_bytes)} of buffers" if plan.model.buffer_bytes else ""
+    frozen = sum(it.numel for it in plan.model.params if not it.trainable)
+    still = f", {frozen:,} of them frozen" if frozen else ""
+    rows = "" if plan.shard_group_size is None else f"; zeroshard in rows of {plan.shard_group_size} ranks"
+    return f"{plan.model.numel:,} parameters{still}{buffers}, {plan.optimizer}, {plan.precision}{rows}"
+
+
+def format_min_ranks(plan: Plan) -> str | None:
+    """With 80 GB a rank, on the planned ranks: DDP never, torch ZeRO from 64 ranks, ..."""
+    if plan.memory is None:
+        return None
+    numbers = sorted({it.ranks for it in plan})
+    words = ", ".join(
+        f"{method} {_format_min_ranks_of_method(least, numbers)}" for method, least in plan.min_ranks().items()
+    )
+    before = "" if any(it.memory.activations for it in plan) else ", before activations"
+    where = f", on {' and '.join(f'{it:,}' for it in numbers)} ranks" if len(numbers) < 4 else ", of the planned ranks"
+    return f"With {format_bytes(plan.memory)} a rank{where}{before}: {words}."
+
+
+def _format_min_ranks_of_method(min_ranks: int | None, planned_ranks: list[int]) -> str:
+    if min_ranks is None:
+        return "never" if len(planned_ranks) > 1 else "does not fit"
+    if min_ranks == planned_ranks[0]:
+        return "always" if len(planned_ranks) > 1 else "fits"
+    return f"from {min_ranks:,} ranks"
+
+
+def format_peer_checkpoint_traffic(plan: Plan) -> str | None:
+    """Second copies: for each a rank sends 1.5 GB on 8 ranks, 188 MB on 64 ranks."""
+    sent = {it.ranks: it.peer_checkpoint_bytes for it in plan if it.peer_checkpoint_bytes}
+    if not sent:
+        return None
+    words = ", ".join(f"{format_bytes(count)} on {ranks:,} ranks" for ranks, count in sent.items())
+    return f"Second copies: for each a rank sends {words}. Host memory is that while the next is under way."
+
+
+def format_exclusions(plan: Plan) -> str:
+    said = max(it.memory.activations for it in plan)
+    counted = f"Counted are {format_bytes(said)} of activations, in backward. " if said else ""
+    activations = "" if said else "activations (--activations says how much they take), "
+    return (
+        f"{counted}Not counted: {activations}memory that the allocator loses to fragmentation, and the CUDA context "
+        "(around half a GB)."
+    )
+
+
+def format_network_assumptions(plan: Plan) -> str:
+    network = plan.network
+    row = "" if network.within is None else f" ({format_bytes(network.within)}/s inside a row)"
+    return (
+        f"Network time: what a step sends, at {format_bytes(network.bandwidth)}/s{row} and {network.latency * 1e6:g} "
+        "us a message, if nothing overlaps; at best, with log2 N messages one after the other in a collective."
+    )
+
+
+def breakdown_at_peak(row: Mapping[str, int], phase: str) -> dict[str, int]:
+    """Parts that add up to the peak: what is kept, and what is on top of it in that phase."""
+    parts = {part: row[part] for part in ("parameters", "gradients", "state", "masters")}
+    parts["activations"] = row["activations"] if phase == "backward" else 0
+    return {**parts, "on top": row["peak"] - sum(parts.values())}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A plan as one page to explore: numbers made here, for a grid of choices; the page selects and draws.
+
 
 PAGE_WORLD_SIZES = tuple(2**power for power in range(13))
 PAGE_FIELDS = ("parameters", "gradients", "state", "masters", "buffers", "activations", "peak", "host", "total")
@@ -118,3 +210,55 @@ def _dump_inert_json(data: dict[str, Any]) -> str:
     """JSON in which nothing ends the element that it stands in, whatever the model is called."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A plan as a picture: a panel a number of ranks, a bar a method, and a line where the memory ends.
+
+
+_DPI = 150
+
+
+def draw_plan(plan: Plan, target: Path) -> Path:
+    """The file that was written."""
+    numbers = sorted({it.ranks for it in plan})
+    figure = new_figure("--picture", figsize=(10, 1.3 + 1.55 * len(numbers)), dpi=_DPI)
+    panels = figure.subplots(len(numbers), 1, sharex=True, squeeze=False)[:, 0]
+    unit = display_unit(plan)
+    for panel, number in zip(panels, numbers, strict=True):
+        _draw_panel(panel, plan, number, unit)
+    panels[-1].set_xlabel(f"memory of the rank that has most, at the peak ({unit[0]})")
+    name = replace_unprintable(plan.model.name).replace("$", r"\$")
+    figure.suptitle(f"{name}: {plan.model.numel:,} parameters, {plan.optimizer}, {plan.precision}", fontsize=12)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
+    return save_figure(figure, target)
+
+
+def _draw_panel(panel: Any, plan: Plan, ranks: int, unit: tuple[str, float]) -> None:
+    rows = [row for row in plan.as_dict()["estimates"] if row["ranks"] == ranks]
+    names, left = [row["method"] for row in rows], [0.0] * len(rows)
+    parts = [breakdown_at_peak(row, row["peak_phase"]) for row in rows]
+    for part, colour in MEMORY_COLOURS.items():
+        widths = [it[part] / unit[1] for it in parts]
+        if part in ("masters", "activations") and not any(row[part] for row in plan.as_dict()["estimates"]):
+            continue
+        panel.barh(names, widths, left=left, color=colour, label=part, height=0.72, edgecolor="white", linewidth=0.6)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for place, end in enumerate(left):
+        panel.annotate(f"{end:,.1f}", (end, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    if plan.memory is not None:
+        label = f"{format_bytes(plan.memory)} of memory"
+        panel.axvline(plan.memory / unit[1], color="#d55e00", linestyle="--", linewidth=1.4, label=label)
+    _style_panel(panel, ranks)
+
+
+def _style_panel(panel: Any, ranks: int) -> None:
+    panel.set_title("1 rank" if ranks == 1 else f"{ranks:,} ranks", loc="left", fontsize=10, fontweight="bold")
+    panel.invert_yaxis()
+    panel.margins(x=0.08)
+    panel.tick_params(axis="y", length=0)
+    panel.grid(axis="x", color="#dddddd", linewidth=0.6)
+    panel.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        panel.spines[side].set_visible(False)

@@ -8,14 +8,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ..config import ZeroConfig
+from ..engine.inner import OptimizerConstructor
 from ..errors import ConfigError
 from ..rules import ParamRule
-from ..engine.inner import OptimizerConstructor
 from .baselines import DDPBaseline, FSDP2Baseline, TorchZeroBaseline
+from .estimate import ZERO1, ZERO2, Estimate, Network, TrainingSetup
 from .shapes import ModelShape
-from .estimate import ZERO1, ZERO2
-from .training import TrainingSetup
-from .usage import Estimate, Network
 
 Option = TypeVar("Option", Network, ZeroConfig)
 DEFAULT_RANKS = (1, 8, 64, 512)

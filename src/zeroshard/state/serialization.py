@@ -1,20 +1,262 @@
 """State from one rank to another: structure first, then the bytes of the tensors in bounded pieces."""
 
-from collections.abc import Callable, Iterator, Sequence
+import io
+import pickletools
+import zipfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 
-from ..comm.consensus import Prepared, prepare_all
-from ..comm.collectives import Comm, view_as_bytes
-from ..comm.work import InFlightWindow
-from ..errors import ConfigError
 from .._types import MIB, Rank
-from .codec import dumps, extract_tensors, loads
-from .readers import check_types_allowed, find_custom_types
-from .trees import dense_flat_view, map_tensors, snapshot_to_host
-from .tensor_utils import map_inner_tensors
+from ..comm.collectives import Comm, view_as_bytes
+from ..comm.consensus import Prepared, prepare_all
+from ..comm.work import InFlightWindow
+from ..errors import CheckpointError, ConfigError, RankMismatchError
+from .tensor_utils import dense_flat_view, is_wrapper_subclass, map_inner_tensors, map_tensors, snapshot_to_host
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Objects as bytes that can be read back without running code.
+
+
+def dumps(value: Any) -> bytes:
+    """`value` as `torch.save` writes it, refused unless `torch.load(weights_only=True)` will take it back."""
+    try:
+        return _dumps_checked(value)
+    except Exception as error:
+        where, part = _find_unserializable(value)
+        reason = str(error).split("WeightsUnpickler error: ")[-1].partition("\n")[0] or type(error).__name__
+        raise CheckpointError(
+            f"{where}: a {type(part).__name__} cannot be sent safely: {reason} "
+            "Keep to tensors, numbers, strings and plain containers, or allow its types with "
+            "torch.serialization.add_safe_globals on every rank."
+        ) from error
+
+
+def dumps_unchecked(value: Any) -> bytes:
+    """`value` of plain containers and numbers, which need no trial."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def loads(data: bytes) -> Any:
+    """What was packed, with all tensors in host memory."""
+    open_torch_archive(io.BytesIO(data))
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def open_torch_archive(stream: Any) -> Any:
+    """Torch's reader of what `torch.save` wrote. Raises if its records take more memory than they have in the file.
+
+    Torch never compresses them, but reads some that are: 300 KB would become 300 MB. Old versions do not tell sizes.
+    """
+    reader: Any = torch._C.PyTorchFileReader(stream)
+    stream.seek(0, io.SEEK_END)
+    stored = stream.tell()
+    stream.seek(0)
+    sizes = map(reader.get_record_size, reader.get_all_records()) if hasattr(reader, "get_record_size") else ()
+    if (unpacked := sum(sizes)) > stored:
+        raise CheckpointError(f"its records take {unpacked} bytes, and it has {stored}")
+    return reader
+
+
+def extract_tensors(value: Any) -> tuple[Any, list[torch.Tensor]]:
+    """`value` with memory-less stand-ins for its tensors, and the tensors in order.
+
+    Sparse tensors and others without plain memory stay where they are. Of those that are made of others, these are
+    taken out.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def to_meta(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            return tensor.detach()
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        tensors.append(tensor)
+        if dense_flat_view(tensor) is None:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    return map_tensors(value, lambda tensor: map_inner_tensors(tensor, to_meta)), tensors
+
+
+def _dumps_checked(value: Any) -> bytes:
+    data = dumps_unchecked(value)
+    loads(data)
+    return data
+
+
+def _find_unserializable(value: Any, path: str = "") -> tuple[str, Any]:
+    """The smallest part of `value` that cannot be packed, and the path to it."""
+    for key, part in _children(value):
+        try:
+            _dumps_checked(part)
+        except Exception:
+            return _find_unserializable(part, f"{path}[{key!r}]")
+    return path or "the value itself", value
+
+
+def _children(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(value) if isinstance(value, (list, tuple)) else ()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Can those who receive it read it? Types beyond torch's own must be allowed on every rank.
+
+
+def find_custom_types(data: bytes) -> list[str]:
+    """Names of the types in it that torch's own list does not have, and the user has allowed."""
+    return sorted(_pickled_type_names(data) & _user_safe_globals())
+
+
+def check_types_allowed(comm: Comm, call: str, used_types: Sequence[str]) -> None:
+    """Raise on all ranks if one of them sends a type that another has not allowed. Called on all ranks.
+
+    What ranks have allowed and nobody uses may differ: many libraries allow their types when they are imported.
+    """
+    everyone = comm.data_parallel
+    if comm.is_single_rank or not everyone.all_reduce_max([bool(used_types)])[0]:
+        return
+    wanted = {name for text in everyone.all_gather_text("\n".join(used_types)) for name in text.splitlines()}
+    lacking = everyone.all_gather_text(", ".join(sorted(wanted - _user_safe_globals())))
+    if any(lacking):
+        told = "; ".join(f"rank {rank} has not allowed {names}" for rank, names in enumerate(lacking) if names)
+        raise RankMismatchError(f"{call}: {told}. Call torch.serialization.add_safe_globals on every rank.")
+
+
+def _user_safe_globals() -> set[str]:
+    """What the user, or a library, has allowed beyond torch's own list."""
+    allowed = [entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals()]
+    return {f"{entry.__module__}.{entry.__qualname__}" for entry in allowed}
+
+
+def _pickled_type_names(data: bytes) -> set[str]:
+    """Of the types that are needed to read it."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        (path,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        return {
+            str(name).replace(" ", ".") for op, name, _ in pickletools.genops(archive.read(path)) if op.name == "GLOBAL"
+        }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nested values with thousands of tensors as a few long ones: copied to host memory, and sent, in a few pieces.
+
+
+PackedValue = dict[str, Any]
+_TENSOR_TAG = "zeroshard.place"
+_PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+_COPY_BATCH_BYTES = 32 * MIB
+"""What is put together on a device at once."""
+
+
+def pack_into_buffers(value: Any) -> PackedValue:
+    """A copy in host memory that nothing changes later: an outline of it, as bytes, with places in `flats`.
+
+    Raises if it could not be read back without running code.
+    """
+    packing = _BufferPacker()
+    outline = packing.pack(value)
+    data = dumps(outline) if packing.has_non_plain_values else dumps_unchecked(outline)
+    flats = [_concat_on_host(parts) for parts in packing.tensors_by_dtype.values()]
+    types = find_custom_types(data) if packing.has_non_plain_values else []
+    return {"outline": torch.frombuffer(bytearray(data), dtype=torch.uint8), "flats": flats, "types": types}
+
+
+def unpack_from_buffers(packed: PackedValue) -> Any:
+    """The value, whose tensors are views of those in `flats`."""
+    flats = packed["flats"]
+
+    def view(tensor_ref: tuple[Any, ...]) -> torch.Tensor:
+        _, kind, start, shape, stride = tensor_ref
+        tensor: torch.Tensor = flats[kind].as_strided(shape, stride, flats[kind].storage_offset() + start)
+        return tensor
+
+    return _restore_tensors(loads(bytes(packed["outline"].tolist())), view)
+
+
+class _BufferPacker:
+    def __init__(self) -> None:
+        self.tensors_by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        self.has_non_plain_values = False
+        """There is more in it than plain containers, numbers and tensors."""
+        self._numel_by_dtype: dict[torch.dtype, int] = defaultdict(int)
+        self._buffer_index: dict[torch.dtype, int] = {}
+
+    def pack(self, value: Any) -> Any:
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            return self._pack_tensor(value)
+        if kind is dict:
+            return {key: self.pack(item) for key, item in value.items()}
+        if kind is list or kind is tuple:
+            return kind([self.pack(item) for item in value])
+        return value if kind in _PLAIN_TYPES else self._pack_non_plain(value)
+
+    def _pack_tensor(self, tensor: torch.Tensor) -> Any:
+        memory = _plain_flat_view(tensor)
+        if memory is None:
+            return self._pack_non_plain(tensor)
+        dtype = tensor.dtype
+        number = self._buffer_index.setdefault(dtype, len(self._buffer_index))
+        self.tensors_by_dtype.setdefault(dtype, []).append(memory)
+        start = self._numel_by_dtype[dtype]
+        self._numel_by_dtype[dtype] += memory.numel()
+        return (_TENSOR_TAG, number, start, tuple(tensor.shape), tensor.stride())
+
+    def _pack_non_plain(self, value: Any) -> Any:
+        self.has_non_plain_values = True
+        return snapshot_to_host(value)
+
+
+def _plain_flat_view(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The flat memory of a plain tensor; None for others, and for what has gaps."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    if not plain or is_wrapper_subclass(tensor) or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return None
+    return dense_flat_view(tensor) if tensor.numel() else None
+
+
+def _restore_tensors(value: Any, view: Callable[[tuple[Any, ...]], torch.Tensor]) -> Any:
+    kind = type(value)
+    if kind is dict:
+        return {key: _restore_tensors(item, view) for key, item in value.items()}
+    if kind is tuple and value and type(value[0]) is str and value[0] == _TENSOR_TAG:
+        return view(value)
+    return kind([_restore_tensors(item, view) for item in value]) if kind in (list, tuple) else value
+
+
+def _concat_on_host(tensors: list[torch.Tensor]) -> torch.Tensor:
+    flat = torch.empty(sum(part.numel() for part in tensors), dtype=tensors[0].dtype, device="cpu")
+    start, room, batch = 0, _COPY_BATCH_BYTES, list[torch.Tensor]()
+    for part in tensors:
+        if batch and (part.device != batch[0].device or part.nbytes > room):
+            start, room = _copy_batch(batch, flat, start), _COPY_BATCH_BYTES
+        batch.append(part)
+        room -= part.nbytes
+    _copy_batch(batch, flat, start)
+    return flat
+
+
+def _copy_batch(batch: list[torch.Tensor], buffer: torch.Tensor, start: int) -> int:
+    """Copies, and empties the batch; where the next begins."""
+    target = buffer[start : start + sum(part.numel() for part in batch)]
+    if batch[0].device.type == "cpu":
+        torch.cat(batch, out=target)
+    else:
+        target.copy_(batch[0] if len(batch) == 1 else torch.cat(batch))
+    batch.clear()
+    return start + target.numel()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# State from one rank to another: structure first, then the bytes of the tensors in bounded pieces.
+
 
 MESSAGE_BYTES = 4 * MIB
 MAX_IN_FLIGHT_MESSAGES = 2

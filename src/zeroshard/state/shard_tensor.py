@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..layout.chunks import Chunk, split_into_chunks, storage_numel
 from .._types import Span
-from .trees import dense_flat_view, map_tensors
+from ..layout.chunks import Chunk, split_into_chunks, storage_numel
+from .tensor_utils import dense_flat_view, map_tensors
 
 if TYPE_CHECKING:  # DCP takes a second to import, and who never saves does not need it
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
