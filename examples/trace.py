@@ -27,7 +27,7 @@ COLORS = {
     "(receive|wait for) gradients": "#F0E442",
     "(send|wait for) parameters": "#E69F00",
     "inner step": "#009E73",
-    "agree": "#D55E00",
+    "consensus": "#D55E00",
     "": "#CC79A7",
 }
 """By what is in a name; those of Okabe and Ito, which can be told apart by all."""

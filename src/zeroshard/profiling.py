@@ -1,7 +1,7 @@
-"""What the parts of the work are called, in traces of `torch.profiler` and in reports, and how long they take.
+"""Phases of the work: their labels in `torch.profiler` traces and their times in reports.
 
-`with clock.part(Label.PACK, bucket):` gives both, the label and the time. No name is made while nobody profiles. Times
-are those of the host: on a GPU work goes on behind it.
+`with profiler.phase(Phase.PACK_GRADS, bucket):` does both: it labels the phase in a trace and times it. Label strings
+are built only while a profiler is active. Times are host times: on a GPU the device runs asynchronously.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from torch.autograd.profiler import record_function
 
 try:
     from torch._C._autograd import _enable_record_function, _profiler_enabled
-except ImportError:  # of another torch: there are no labels then
+except ImportError:  # another torch version: no labels
 
     def _profiler_enabled() -> bool:
         return False
@@ -27,116 +27,120 @@ TRACE_PREFIX = "zeroshard: "
 
 
 class Phase(Enum):
-    """A part of the work. In traces its name may go on: of which bucket, or of which class."""
+    """A phase of the work: its label, and its description in docs/profiling.md."""
 
-    STEP = "step", "all that `step()` does; as a time, what no other part has"
-    CLOSURE = "closure", "the closure that was given to `step()`"
-    PACK_GRADS = "pack gradients", "gradients of a bucket are copied to where they are sent from"
-    SEND_GRADS = "send gradients", "messages with slices of them start, each to its owner"
-    WAIT_GRADS = "wait for gradients", "much is under way, or all must be known: wait for a bucket, but not for long"
-    RECEIVE_GRADS = "receive gradients", "wait for the sum of a bucket's slices, and keep it; on GPUs also add up"
-    WAIT_DDP = "wait for DDP", "wait for gradients that DDP reduces in its bucket of that number"
-    SYNC_GRADS = "settle gradients", "parameters of the last step are there, ranks agree, and all gradients arrive"
-    CONSENSUS = "agree", "one small message: do all ranks do the same, and did one fail?"
-    CLIP_GRADS = "clip gradients", "`clip_grad_norm_` or `clip_grad_value_`, with what settles gradients"
-    UNSCALE_GRADS = "unscale gradients", "for a GradScaler"
-    CHECK_CONSISTENCY = "look for drift", "check sums of all parameters, compared"
-    CHECK_NONFINITE = "look for non-finite gradients", "for `NonFiniteGrads(...)`"
-    ASSIGN_GRADS = "hand over gradients", "slices become gradients of what the inner optimizer holds"
-    INNER_STEP = "inner step", "the step of the class that was given, on what this rank owns"
-    PREFETCH_STATE = "fetch state", "state of a bucket starts coming from host memory, for `CPUOffload()`"
-    OFFLOAD_STATE = "stow state", "it starts going back"
-    ROUND_MASTER_WEIGHTS = "round master weights", "into the parameters, with `master_dtype`"
-    SEND_PARAMS = "send parameters", "messages with updated parameters start"
-    WAIT_PARAMS = "wait for parameters", "those of the others arrive"
-    WAIT_MODULE_PARAMS = "pass a gate", "a forward pass, or whoever looks at parameters, waits for those of a module"
+    STEP = "step", "total of `step()`; as an exclusive time, what no other phase covers"
+    CLOSURE = "closure", "the closure passed to `step()`"
+    PACK_GRADS = "pack gradients", "copy a bucket's gradients into its send buffer"
+    SEND_GRADS = "send gradients", "start the reduce-scatter of a bucket"
+    WAIT_GRADS = "wait for gradients", "bounded wait for a bucket: too many are in flight, or all are needed"
+    RECEIVE_GRADS = "receive gradients", "wait for the reduced shard of a bucket and store it; on GPUs also sum it"
+    WAIT_DDP = "wait for DDP", "wait for the gradients of a DDP bucket"
+    SYNC_GRADS = "synchronize gradients", "finish the last all-gather, reach consensus, wait for all gradients"
+    CONSENSUS = "consensus", "one small all-reduce: do all ranks make the same call, and did one fail?"
+    CLIP_GRADS = "clip gradients", "`clip_grad_norm_` or `clip_grad_value_`, including gradient synchronization"
+    UNSCALE_GRADS = "unscale gradients", "unscale for a GradScaler"
+    CHECK_CONSISTENCY = "check consistency", "compare checksums of all parameters across ranks"
+    CHECK_NONFINITE = "check for non-finite gradients", "the check of `NonFiniteGrads(...)`"
+    ASSIGN_GRADS = "assign gradients", "set gradient shards as `.grad` of the inner optimizer's parameters"
+    INNER_STEP = "inner step", "step of the given optimizer class on this rank's shard"
+    PREFETCH_STATE = "prefetch state", "start copying a bucket's state from host memory, for `CPUOffload()`"
+    OFFLOAD_STATE = "offload state", "start copying it back"
+    ROUND_MASTER_WEIGHTS = "round master weights", "round them into the parameters, with `master_dtype`"
+    SEND_PARAMS = "send parameters", "start the all-gather of updated parameters"
+    WAIT_PARAMS = "wait for parameters", "wait for the parameters that other ranks updated"
+    WAIT_MODULE_PARAMS = (
+        "wait for module parameters",
+        "a forward pass, or code that reads parameters, waits for those of one module",
+    )
     BROADCAST_BUFFERS = (
-        "make equal",
-        "buffers become those of rank 0, after a step or before a pass; at the start, parameters do",
+        "broadcast buffers",
+        "broadcast rank 0's buffers after a step or before a forward pass, and its parameters at construction",
     )
     PEER_CHECKPOINT = (
-        "copy to another rank",
-        "this rank's share is copied for `PeerCheckpoint(...)`, and starts going to its keeper",
+        "peer checkpoint",
+        "copy this rank's shard for `PeerCheckpoint(...)` and start sending it to a peer",
     )
     GATHER_STATE = "gather state", "`full_state_dict` or `consolidate_state_dict`"
     LOAD_STATE = "load state", "`load_state_dict`"
-    SAVE_COLLECT = "save: collect", "`checkpoint.save` finds what this rank saves; in the background it is copied"
-    SAVE_WRITE = "save: write", "a rank's part is written to its file"
-    SAVE_PUBLISH = "save: publish", "rank 0 makes the checkpoint visible, and removes old ones"
-    LOAD_VALIDATE = "load: look", "`checkpoint.load` looks at names, shapes, check sums"
-    LOAD_READ = "load: read", "values are read to where they belong"
-    RESTORE_FROM_PEERS = "restore", "`zeroshard.peer_checkpoint.restore_from_peers`"
+    SAVE_COLLECT = "save: collect", "`checkpoint.save` collects this rank's tensors; `async_save` also copies them"
+    SAVE_WRITE = "save: write", "write this rank's file"
+    SAVE_PUBLISH = "save: publish", "rank 0 makes the checkpoint visible and removes old ones"
+    LOAD_VALIDATE = "load: validate", "`checkpoint.load` checks names, shapes and checksums"
+    LOAD_READ = "load: read", "read values into their tensors"
+    RESTORE_FROM_PEERS = "restore from peers", "`zeroshard.peer_checkpoint.restore_from_peers`"
 
     def __init__(self, text: str, description: str) -> None:
         self.text, self.description = text, description
 
     def trace_name(self, detail: int | str | None = None) -> str:
-        """What it is called in a trace; `what`: the number of a bucket, or the name of a class."""
+        """Return the label in traces. `detail` is a bucket index or the name of an optimizer class."""
         if detail is None:
             return TRACE_PREFIX + self.text
         return f"{TRACE_PREFIX}{self.text} of {detail if isinstance(detail, str) else f'bucket {detail}'}"
 
 
 class PhaseTime(NamedTuple):
-    """How often a part was done, and the seconds of the host in it and in no part inside it."""
+    """Number of calls of a phase, and its exclusive host time: without the phases nested in it."""
 
     num_calls: int
     in_step_s: float
     outside_step_s: float
-    """Of `step()`: in backward and forward passes, and between."""
+    """In forward and backward passes, and between them and `step()`."""
 
 
 class StepTimes(NamedTuple):
-    """Of one step, and of all since the one before: the backward passes that belong to it, and the forward ones."""
+    """Times of one iteration: a step, and the forward and backward passes since the previous step."""
 
     phases: Mapping[Phase, PhaseTime] = {}
     iteration_s: float = 0.0
-    """From the end of the step before to the end of this one."""
+    """From the end of the previous step to the end of this one."""
 
     @property
     def step_s(self) -> float:
-        return sum(it.in_step_s for it in self.phases.values())
+        return sum(time.in_step_s for time in self.phases.values())
 
 
 class StepProfiler:
-    """Labels and times the work of one optimizer."""
+    """Labels and times the phases of one optimizer."""
 
     def __init__(self) -> None:
         self.last_step = StepTimes()
-        """Of the last step that has ended."""
+        """Times of the last step that has ended."""
         self.is_in_step = False
         self.current_timer: PhaseTimer | None = None
         self._totals: dict[Phase, list[float]] = {}
         self._iteration_start = perf_counter()
 
     def phase(self, phase: Phase, detail: int | str | None = None) -> "PhaseTimer":
-        """As a context: that part is done inside. `of`: the number of a bucket, or the name of a class."""
+        """Return a context manager for one phase. `detail` is a bucket index or the name of an optimizer class."""
         return PhaseTimer(self, phase, detail)
 
     def step(self) -> "PhaseTimer":
-        """As a context: a step is made inside."""
+        """Return a context manager for one optimizer step."""
         return _StepTimer(self, Phase.STEP, None)
 
     def end_step(self) -> None:
-        """A step is over."""
+        """Publish the times of this iteration as `last_step` and start the next one."""
         now = perf_counter()
-        parts = {
-            part: PhaseTime(int(calls), inside, outside) for part, (calls, outside, inside) in self._totals.items()
+        phases = {
+            phase: PhaseTime(int(num_calls), in_step_s, outside_step_s)
+            for phase, (num_calls, outside_step_s, in_step_s) in self._totals.items()
         }
-        self.last_step = StepTimes(parts, now - self._iteration_start)
+        self.last_step = StepTimes(phases, now - self._iteration_start)
         self._totals, self._iteration_start = {}, now
 
     def record(self, phase: Phase, seconds: float) -> None:
-        tally = self._totals.setdefault(phase, [0, 0.0, 0.0])
-        tally[0] += 1
-        tally[1 + self.is_in_step] += seconds
+        totals = self._totals.setdefault(phase, [0, 0.0, 0.0])
+        totals[0] += 1
+        totals[1 + self.is_in_step] += seconds
 
 
 class PhaseTimer:
-    """A part that is being done.
+    """Context manager that labels and times one call of a phase.
 
-    Autograd's threads do parts of their own only while the one that called backward waits: so all share one notion of
-    what runs inside what. Should two threads meet nevertheless, only times are less exact.
+    All threads share one nesting: autograd's threads run phases only while the thread that called backward waits. If
+    two threads do overlap, only the times get less exact.
     """
 
     __slots__ = ("_detail", "_parent", "_phase", "_profiler", "_start", "_trace_range", "inner_s")
@@ -147,8 +151,7 @@ class PhaseTimer:
         self._trace_range: Any = None
 
     def __enter__(self) -> None:
-        clock = self._profiler
-        self._parent, clock.current_timer = clock.current_timer, self
+        self._parent, self._profiler.current_timer = self._profiler.current_timer, self
         if _profiler_enabled():
             self._trace_range = record_function(self._phase.trace_name(self._detail))
             self._trace_range.__enter__()
@@ -157,13 +160,13 @@ class PhaseTimer:
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        spent = perf_counter() - self._start
+        elapsed = perf_counter() - self._start
         if self._trace_range is not None:
             self._trace_range.__exit__(error_type, error, traceback)
         if self._parent is not None:
-            self._parent.inner_s += spent
+            self._parent.inner_s += elapsed
         self._profiler.current_timer = self._parent
-        self._profiler.record(self._phase, spent - self.inner_s)
+        self._profiler.record(self._phase, elapsed - self.inner_s)
 
 
 class _StepTimer(PhaseTimer):
@@ -180,10 +183,10 @@ class _StepTimer(PhaseTimer):
 
 
 class ProfilerPaused:
-    """As a context: torch's profiler records nothing inside.
+    """Context manager inside which `torch.profiler` records nothing.
 
-    Hazard: what it records of a message of gloo ends with that. After the end of the profile it would be written to
-    memory that others have by then.
+    Hazard: the profiler's record of a gloo message ends when the message completes. After the end of the profile that
+    would write to memory that has been freed and reused.
     """
 
     __slots__ = ("_was_enabled",)

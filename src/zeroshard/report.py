@@ -364,7 +364,7 @@ def _format_times(report: ReportData) -> Iterator[str]:
     ordered = sorted(times.phases.items(), key=lambda it: -(it[1].in_step_s + it[1].outside_step_s))
     for label, it in ordered:
         inside, outside = (format_seconds(value) if value else "-" for value in (it.in_step_s, it.outside_step_s))
-        name = "all else in step()" if label.text == "step" else label.text
+        name = "other" if label.text == "step" else label.text
         yield f"  {name:<34}{it.num_calls:>8,}{inside:>14}{outside:>14}"
 
 
@@ -548,7 +548,7 @@ def _draw_memory(axes: Any, report: ReportData, num_rows: int) -> None:
 
 def _draw_times(axes: Any, report: ReportData, num_rows: int) -> None:
     ordered = sorted(report.times.phases.items(), key=lambda it: -(it[1].in_step_s + it[1].outside_step_s))
-    names = ["all else in step()" if label is Phase.STEP else label.text for label, _ in ordered]
+    names = ["other" if label is Phase.STEP else label.text for label, _ in ordered]
     inside, outside = [it.in_step_s * 1e3 for _, it in ordered], [it.outside_step_s * 1e3 for _, it in ordered]
     totals = [format_seconds(it.in_step_s + it.outside_step_s) for _, it in ordered]
     axes.barh(range(len(names)), inside, height=0.7, color=_COLORS[5], label="in step()")

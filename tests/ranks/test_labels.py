@@ -92,19 +92,19 @@ def test_every_part_of_a_step_has_a_label_in_its_place(ctx: RankContext, tmp_pat
     labels = labels_of(lambda: iterate(model, optimizer, 1), tmp_path / f"{ctx.rank}.json")
     buckets = len(optimizer.layout.buckets)
     assert buckets >= 2
-    ours = ["clip gradients", "settle gradients", "step", "look for drift"]
-    ours += ["look for non-finite gradients", "hand over gradients", "inner step of AdamW", "round master weights"]
-    ours += ["copy to another rank"]
-    shared = ["pass a gate", "wait for parameters of bucket 0", "send gradients of bucket 0", "agree"]
-    shared += ["receive gradients of bucket 0", "send parameters of bucket 0"]
+    ours = ["clip gradients", "synchronize gradients", "step", "check consistency"]
+    ours += ["check for non-finite gradients", "assign gradients", "inner step of AdamW", "round master weights"]
+    ours += ["peer checkpoint"]
+    shared = ["wait for module parameters", "wait for parameters of bucket 0", "send gradients of bucket 0"]
+    shared += ["consensus", "receive gradients of bucket 0", "send parameters of bucket 0"]
     assert set(ours) <= set(labels)
-    in_order(labels, "pack gradients", "clip", "settle", "step", "look for drift", "look for non", "hand", "inner")
-    in_order(labels, "inner step", "round master weights", "copy to another rank")
+    in_order(labels, "pack gradients", "clip", "synchronize", "step", "check con", "check for non", "assign", "inner")
+    in_order(labels, "inner step", "round master weights", "peer checkpoint")
     if ctx.world_size == 1:
         assert known(labels).isdisjoint({label.partition(" of ")[0] for label in shared})
         return
     assert set(shared) <= set(labels)
-    in_order(labels, "pass a gate", "wait for parameters", "pack", "send gradients", "receive gradients", "step")
+    in_order(labels, "wait for module", "wait for parameters", "pack", "send gradients", "receive gradients", "step")
     in_order(labels, "round master weights", "send parameters")
     packed = {f"pack gradients of bucket {it.index}" for it in optimizer.layout.buckets if len(it.slots) > 1}
     assert {label for label in labels if label.startswith("pack")} == packed, "one alone is sent as it lies"
@@ -126,7 +126,7 @@ def test_steps_of_whole_parameters_have_labels(ctx: RankContext, tmp_path: Path)
     labels = labels_of(step, tmp_path / f"{ctx.rank}.json")
     in_order(labels, "step", "inner step of AdamW", *(["closure", "send parameters"] if ctx.world_size > 1 else []))
     expected = {"step", "inner step"}
-    shared = {"closure", "agree", "send parameters", "wait for parameters"}
+    shared = {"closure", "consensus", "send parameters", "wait for parameters"}
     assert known(labels) == expected | (shared if ctx.world_size > 1 else set())
 
 
@@ -145,11 +145,11 @@ def test_state_that_rests_elsewhere_comes_and_goes(ctx: RankContext, tmp_path: P
         labels = labels_of(step, tmp_path / f"{ctx.rank}.json")
         held = {it.category: it.nbytes for it in optimizer.report().memory}
         assert held["master weights"] == 8 * 2 * 64 * 64 / ctx.world_size
-    chosen = [label for label in labels if label.startswith(("fetch", "inner", "round", "stow"))]
+    chosen = [label for label in labels if label.startswith(("prefetch", "inner", "round", "offload"))]
     update = ["inner step of AdamW", "round master weights"]
     assert chosen == [
-        *("fetch state of bucket 0", "fetch state of bucket 1", *update, "stow state of bucket 0"),
-        *(*update, "stow state of bucket 1", "stow state", "round master weights"),
+        *("prefetch state of bucket 0", "prefetch state of bucket 1", *update, "offload state of bucket 0"),
+        *(*update, "offload state of bucket 1", "offload state", "round master weights"),
     ]
 
 
@@ -174,7 +174,7 @@ def test_steps_inside_ddp_have_labels(ctx: RankContext, tmp_path: Path) -> None:
     for number in range(3):
         torch.autograd.backward(regression(model, number))
     labels = labels_of(lambda: torch.autograd.backward(regression(model, 3)), tmp_path / f"{ctx.rank}.json")
-    assert known(labels) == {"wait for DDP", "inner step", "send parameters", "wait for parameters", "agree"}
+    assert known(labels) == {"wait for DDP", "inner step", "send parameters", "wait for parameters", "consensus"}
     assert optimizer._engine.comm.profiler.last_step.phases[Phase.INNER_STEP].num_calls >= 1
 
 
@@ -199,7 +199,7 @@ def test_state_and_checkpoints_have_labels(ctx: RankContext, tmp_path: Path) -> 
             optimizer.load_state_dict(state or {})
 
     labels = labels_of(work, tmp_path / f"{ctx.rank}.json")
-    in_order(labels, "gather state", "save: collect", "save: write", "save: publish", "load: look", "load: read")
+    in_order(labels, "gather state", "save: collect", "save: write", "save: publish", "load: validate", "load: read")
     assert "load state" in labels
 
 

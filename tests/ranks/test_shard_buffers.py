@@ -212,7 +212,7 @@ def test_what_becomes_a_buffer_later_is_each_ranks_own(ctx: RankContext) -> None
         zero.step()
     assert model.cache is not None
     assert len(model.cache) == 1 + ctx.rank
-    assert "make equal" not in str(zero.report()), "nothing to be brought"
+    assert "broadcast buffers" not in str(zero.report()), "nothing to be brought"
 
 
 @pytest.mark.parametrize("within", [1, 2])

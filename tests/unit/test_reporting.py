@@ -83,7 +83,7 @@ def test_times_are_ordered_and_told_apart() -> None:
     assert [" ".join(row) for row in rows[-3:]] == [
         "receive gradients 9 1.00 ms 4.00 ms",
         "inner step 1 3.00 ms -",
-        "all else in step() 1 100 us -",
+        "other 1 100 us -",
     ]
     assert "The last step took 4.10 ms, and 200.00 ms since the one before" in text
 
