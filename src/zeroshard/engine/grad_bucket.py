@@ -1,4 +1,10 @@
-"""Gradients of a bucket as one flat run of memory, copied only where they must be."""
+"""Pack the gradients of a bucket into one flat buffer and start its reduce-scatter.
+
+`BucketPacker` knows where each gradient lies in the flat buffer, `BufferPool` recycles the buffers, and `GradBucket`
+combines both with a transport. A bucket with a single dense gradient is sent without a copy.
+
+`ShardedGrad` is the placeholder that ZeRO-2 puts into `param.grad` while the gradient exists only as shards.
+"""
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
@@ -15,28 +21,28 @@ from ..profiling import Phase, StepProfiler
 from ..state.tensor_utils import dense_flat_view
 
 MAX_IDLE_BUFFERS = 3
-"""Idle buffers of a kind: one that is filled while two are under way."""
+"""Idle buffers that a pool keeps: one is filled while two are in flight."""
 
 FOREACH_BATCH_SIZE = 256
-"""Gradients that are copied by one call."""
+"""Maximum number of gradients in one `torch._foreach_*` call."""
 
 OptionalGrads = Iterable[torch.Tensor | None]
-"""Looked at one after the other, and only once."""
+"""Gradients in slot order, None where a parameter has none. Iterated once, one at a time."""
 
 
 class GradSlot:
-    """Where a parameter lies in a bucket."""
+    """The range of a parameter in its bucket, with the spec of that parameter."""
 
     def __init__(self, bucket_slot: BucketSlot, spec: ParamSpec) -> None:
         (self.param, self.span), self.spec = bucket_slot, spec
 
     def view_in(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its part of a flat buffer, in its shape."""
+        """Return the view of this slot in a flat buffer, with the shape and strides of the parameter."""
         return flat[slice(*self.span)].as_strided(self.spec.shape, self.spec.stride)
 
 
 class BucketBuffer:
-    """Flat memory, and the views of it that buckets have made."""
+    """A flat buffer, and the views into it that buckets have created, by bucket index."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
@@ -44,7 +50,7 @@ class BucketBuffer:
 
 
 class BufferPool:
-    """Buffers of one dtype on one device, each large enough for every bucket that several parameters share."""
+    """A pool of buffers of one dtype on one device, each large enough for every bucket that needs packing."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self._device = dtype, device
@@ -52,16 +58,16 @@ class BufferPool:
         self._idle: list[BucketBuffer] = []
 
     def idle_buffers(self) -> list[torch.Tensor]:
-        """The memory of idle buffers."""
         return [buffer.flat for buffer in self._idle]
 
     def reserve(self, numel: int) -> None:
+        """Make all further buffers large enough for `numel` elements."""
         if numel > self._buffer_numel:
             self._buffer_numel = numel
             self._idle.clear()
 
     def acquire(self, numel: int) -> BucketBuffer:
-        """A buffer for so many elements at least. One for more than there is room for is not kept."""
+        """Return a buffer of at least `numel` elements. A buffer beyond the reserved size is not pooled on release."""
         if self._idle and numel <= self._buffer_numel:
             return self._idle.pop()
         return BucketBuffer(torch.empty(max(numel, self._buffer_numel), dtype=self.dtype, device=self._device))
@@ -72,31 +78,36 @@ class BufferPool:
 
 
 class BucketPacker:
-    """How the gradients of a bucket are laid out on the way: as in the bucket, but without the padding at its end."""
+    """The layout of a bucket's gradients on the wire: as in the bucket, usually without the padding at its end."""
 
     def __init__(
         self, layout: Layout, bucket: Bucket, dtype: torch.dtype, *, include_padding: bool, scale: float = 1.0
     ) -> None:
-        """`padded`: the padding at the end travels too, so that all shards are equally long. `share`: a factor that
-        gradients are multiplied by when they are packed."""
+        """Describe `bucket`, packed in `dtype`.
+
+        Args:
+            include_padding: send the padding at the end too, which makes all shards equally long.
+            scale: factor that gradients are multiplied by when they are packed.
+        """
         self._bucket_index, self._dtype, self._scale = bucket.index, dtype, scale
-        self.slots = _make_slots(layout, bucket)
-        filled = max((place.span.stop for place in self.slots), default=0)
+        self.slots = [GradSlot(slot, layout.params[slot.param]) for slot in bucket.slots]
+        filled = max((slot.span.stop for slot in self.slots), default=0)
         self.numel = bucket.numel if include_padding else filled
         self.shards = bucket.shards.truncate(self.numel)
         self._padding_spans = _find_padding(self.slots, self.numel)
-        self._slots_with_gaps = {n for n, place in enumerate(self.slots) if place.spec.storage_numel > place.spec.numel}
+        self._slots_with_gaps = {n for n, slot in enumerate(self.slots) if slot.spec.storage_numel > slot.spec.numel}
+        """Slots of parameters whose strides leave gaps in memory."""
 
     def zero_copy_view(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """The only gradient of a bucket itself, if it lies in memory as it would be packed."""
+        """Return a flat view of a bucket's only gradient if its memory is what `pack` would produce, else None."""
         spec = self.slots[0].spec
         if grad is None or grad.layout != torch.strided or self._padding_spans:
             return None
-        lies_so = (grad.dtype, grad.shape, grad.stride()) == (self._dtype, spec.shape, spec.stride)
-        return dense_flat_view(grad) if lies_so else None
+        is_packed = (grad.dtype, grad.shape, grad.stride()) == (self._dtype, spec.shape, spec.stride)
+        return dense_flat_view(grad) if is_packed else None
 
     def copy_in(self, slot_index: int, grad: torch.Tensor, buffer: BucketBuffer) -> None:
-        """Copy one gradient into a buffer."""
+        """Copy one gradient into its slot of `buffer`."""
         view = self._views_of(buffer)[slot_index]
         if slot_index in self._slots_with_gaps:
             self._zero_gaps(slot_index, buffer)
@@ -106,19 +117,21 @@ class BucketPacker:
             torch.mul(_to_dense(grad), self._scale, out=view)
 
     def pack(self, grads: OptionalGrads, buffer: BucketBuffer, already_copied: Container[int] = ()) -> torch.Tensor:
-        """Copy them into a buffer, with zeros for what is missing. To those that were `put` there before they are
-        added."""
+        """Copy gradients into `buffer`, with zeros for None, and return the flat range to send.
+
+        Gradients of slots in `already_copied` are added to what `copy_in` wrote there.
+        """
         flat = buffer.flat[: self.numel]
         for span in self._padding_spans:
             flat[slice(*span)].zero_()
         copies = _ForeachBatch(self._copy_batch)
-        for place, (view, grad) in enumerate(zip(self._views_of(buffer), grads, strict=True)):
-            if place in already_copied:
+        for slot_index, (view, grad) in enumerate(zip(self._views_of(buffer), grads, strict=True)):
+            if slot_index in already_copied:
                 if grad is not None:
                     view.add_(_to_dense(grad), alpha=self._scale)
                 continue
-            if place in self._slots_with_gaps:
-                self._zero_gaps(place, buffer)
+            if slot_index in self._slots_with_gaps:
+                self._zero_gaps(slot_index, buffer)
             if grad is None:
                 view.zero_()
             else:
@@ -132,7 +145,7 @@ class BucketPacker:
             torch._foreach_mul_(targets, self._scale)
 
     def add(self, grads: OptionalGrads, buffer: BucketBuffer) -> None:
-        """Add them to what is in a buffer."""
+        """Add gradients to the contents of `buffer`."""
         sums = _ForeachBatch(partial(torch._foreach_add_, alpha=self._scale))
         for view, grad in zip(self._views_of(buffer), grads, strict=True):
             if grad is not None:
@@ -140,20 +153,19 @@ class BucketPacker:
         sums.flush()
 
     def _zero_gaps(self, slot_index: int, buffer: BucketBuffer) -> None:
-        """Zeros where the strides of a parameter leave gaps."""
         buffer.flat[slice(*self.slots[slot_index].span)].zero_()
 
     def _views_of(self, buffer: BucketBuffer) -> list[torch.Tensor]:
         if self._bucket_index not in buffer.views:
-            buffer.views[self._bucket_index] = [place.view_in(buffer.flat) for place in self.slots]
+            buffer.views[self._bucket_index] = [slot.view_in(buffer.flat) for slot in self.slots]
         return buffer.views[self._bucket_index]
 
 
 class _ForeachBatch:
-    """Pairs of tensors for one call, of which there are not too many at a time.
+    """Collects (target, source) pairs and passes them to `foreach_op`, at most `FOREACH_BATCH_SIZE` at a time.
 
-    Gradients exist for Python only while they are looked at. Thousands at once would each time set off the garbage
-    collector, and all be old when they are let go: it would then look at everything there is.
+    A gradient has a Python object only while it is referenced from here. Thousands of them at once would trigger the
+    garbage collector each time, and survive into its oldest generation, which leads to full collections.
     """
 
     def __init__(self, foreach_op: Callable[[list[torch.Tensor], list[torch.Tensor]], object]) -> None:
@@ -174,13 +186,9 @@ class _ForeachBatch:
             self._sources.clear()
 
 
-def _make_slots(layout: Layout, bucket: Bucket) -> list[GradSlot]:
-    return [GradSlot(room, layout.params[room.param]) for room in bucket.slots]
-
-
 def _find_padding(slots: Sequence[GradSlot], numel: int) -> list[Span]:
-    """What lies between parameters, and behind the last."""
-    edges = [0, *(edge for place in slots for edge in place.span), numel]
+    """Return the spans before, between and after the slots of a buffer of `numel` elements."""
+    edges = [0, *(edge for slot in slots for edge in slot.span), numel]
     return [Span(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 
 
@@ -189,11 +197,11 @@ def _to_dense(grad: torch.Tensor) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A placeholder in `param.grad` for a gradient that is sharded across ranks: whoever uses it gets an error.
+# Placeholder in `param.grad` for a gradient that is sharded across ranks.
 
 
 class ShardedGrad(torch.Tensor):
-    """Has the shape, dtype and device of its parameter and no storage. Operations on it raise."""
+    """A tensor with the shape, dtype and device of its parameter but no storage. Operations on it raise."""
 
     _label: str
 
@@ -237,88 +245,91 @@ class ShardedGrad(torch.Tensor):
         )
 
     def share_memory_(self) -> "ShardedGrad":
-        """Do nothing. Hazard: torch's own method would read the storage that is not there, and crash."""
+        """Do nothing. Hazard: torch's own method would access the storage, which does not exist, and crash."""
         return self
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
-            return None  # torch's GradScaler, perhaps on one rank: the step that it makes is refused on all
-        if func is torch.ops.aten._to_copy.default:  # a model is cast or moved, and its gradients with it
+            return None  # torch's GradScaler, perhaps on one rank only: its step then raises on all ranks
+        if func is torch.ops.aten._to_copy.default:  # a model is cast or moved together with its gradients
             options = {key: (kwargs or {}).get(key) for key in ("dtype", "device")}
             return ShardedGrad(args[0], args[0]._label, **options)
-        flat: list[Any] = []
-        torch.utils._pytree.tree_map_only(ShardedGrad, flat.append, (args, kwargs))
-        raise flat[0]._error(func)
+        placeholders: list[ShardedGrad] = []
+        torch.utils._pytree.tree_map_only(ShardedGrad, placeholders.append, (args, kwargs))
+        raise placeholders[0]._usage_error(func)
 
 
 def local_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient in `param.grad`, if it is a real one."""
+    """Return `param.grad`, or None if it is a placeholder."""
     grad = param.grad
     return None if type(grad) is ShardedGrad else grad
 
 
 def drop_placeholder(param: torch.Tensor) -> None:
+    """Set `param.grad` to None if it is a placeholder."""
     if type(param.grad) is ShardedGrad:
         param.grad = None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A bucket as gradients see it, and one round of them on its way.
+# Bucket: buffers, readiness and the reduce-scatter of its gradients.
 
 
 class GradBucket:
-    """A bucket as gradients see it."""
+    """The gradient side of a bucket: collects gradients in a buffer and reduce-scatters them.
+
+    Not thread-safe: `GradReducer` calls it with its lock held.
+    """
 
     def __init__(
         self, layout: Layout, bucket: Bucket, transport: ShardTransport, pool: BufferPool, profiler: StepProfiler
     ) -> None:
         self.index, self._transport, self._pool, self._profiler = bucket.index, transport, pool, profiler
         self.needs_packing = len(bucket.slots) > 1
-        """Gradients are copied together before they are sent."""
-        share = 1 / transport.num_ranks
-        # What would be rounded more than once, or is sent as it lies, is better multiplied after it was added up.
-        exact = pool.dtype == bucket.dtype == sum_dtype(pool.dtype)
-        before = share if transport.reduces_on_host and exact and self.needs_packing else 1.0
-        self._post_scale = share / before
+        """The bucket has several parameters: their gradients are copied into one buffer before they are sent."""
+        scale = 1 / transport.num_ranks
+        # Scale after the sum if scaling before would round more than once, or if a gradient is sent without a copy.
+        is_exact = pool.dtype == bucket.dtype == sum_dtype(pool.dtype)
+        pre_scale = scale if transport.reduces_on_host and is_exact and self.needs_packing else 1.0
+        self._post_scale = scale / pre_scale
         self.packer = BucketPacker(
-            layout, bucket, pool.dtype, include_padding=transport.needs_equal_shards, scale=before
+            layout, bucket, pool.dtype, include_padding=transport.needs_equal_shards, scale=pre_scale
         )
         self.slots = self.packer.slots
         self.has_grads = False
-        """Its shard has gradients, to which further ones are added."""
-        self.params = [place.param for place in self.slots]
+        """The shard of this bucket holds gradients of an earlier reduce."""
+        self.params = [slot.param for slot in self.slots]
         self.num_expected = self.num_missing = 0
-        """Parameters that train, and those of them of which the gradients are awaited."""
+        """Parameters that are expected to get a gradient, and those of them whose gradient is still missing."""
         if self.needs_packing:
             pool.reserve(self.packer.numel)
-        self._slot_index_of = {param: place for place, param in enumerate(self.params)}
+        self._slot_index_of = {param: slot_index for slot_index, param in enumerate(self.params)}
         self._open_buffer: BucketBuffer | None = None
         self._copied_slots: set[int] = set()
         self._shard_buffer: BucketBuffer | None = None
 
     def large_params(self, min_bytes: int) -> list[int]:
-        """Parameters of so many bytes or more."""
-        return [
-            place.param for place in self.slots if place.spec.storage_numel * place.spec.dtype.itemsize >= min_bytes
-        ]
+        """Return the parameters of at least `min_bytes`."""
+        return [slot.param for slot in self.slots if slot.spec.storage_numel * slot.spec.dtype.itemsize >= min_bytes]
 
     @property
     def copied_params(self) -> list[int]:
-        """Parameters whose gradients have been copied already, and wait for the others."""
-        return [self.params[place] for place in self._copied_slots]
+        """Parameters whose gradients `copy_in` has copied to the open buffer, which has not been sent."""
+        return [self.params[slot_index] for slot_index in self._copied_slots]
 
     def copy_in(self, param: int, grad: torch.Tensor) -> None:
-        """Copy a gradient to where it will be sent from, so that it can be freed."""
-        place = self._slot_index_of[param]
+        """Copy a gradient to the open buffer ahead of the others, which allows the caller to free it."""
+        slot_index = self._slot_index_of[param]
         with self._profiler.phase(Phase.PACK_GRADS, self.index):
-            self.packer.copy_in(place, grad, self._get_open_buffer())
-        self._copied_slots.add(place)
+            self.packer.copy_in(slot_index, grad, self._get_open_buffer())
+        self._copied_slots.add(slot_index)
 
     def start_reduce(self, grads: OptionalGrads, output: "ReduceOutput", *, owns_grads: bool) -> "PendingReduce":
-        """Send them, with those that were put in.
+        """Start the reduce-scatter of `grads` and of the gradients that `copy_in` has copied.
 
-        `ours`: nobody else holds them; else the next backward pass may add to them under way.
+        With `owns_grads` nothing else refers to the gradients, and a single one may be sent without a copy. Otherwise
+        the next backward pass may add to them while they are in flight.
         """
         if not self.needs_packing:
             (grad,) = grads = list(grads)
@@ -331,7 +342,7 @@ class GradBucket:
         return self._launch_reduce(flat, output, buffer)
 
     def start_reduce_zeros(self, output: "ReduceOutput") -> "PendingReduce":
-        """Send what nobody will use."""
+        """Start a reduce-scatter of zeros, for ranks that wait for this bucket. Its result is discarded."""
         buffer = self._pool.acquire(self.packer.numel)
         flat = self.packer.pack([None] * len(self.slots), buffer)
         return self._launch_reduce(flat, output, buffer)._replace(is_needed=False)
@@ -340,30 +351,31 @@ class GradBucket:
         self, flat: torch.Tensor, output: "ReduceOutput", buffer: BucketBuffer | None
     ) -> "PendingReduce":
         with self._profiler.phase(Phase.SEND_GRADS, self.index):
-            arriving = self._transport.reduce_scatter(flat, self.packer.shards, output.tensor, self._post_scale)
-        return PendingReduce(self, arriving, output, buffer)
+            work = self._transport.reduce_scatter(flat, self.packer.shards, output.tensor, self._post_scale)
+        return PendingReduce(self, work, output, buffer)
 
     def bytes_to_send(self, shard_dtype: torch.dtype) -> int:
-        """What this rank sends of it in a round. `into`: what its shard of gradients is."""
+        """Return the bytes that this rank sends to reduce the bucket once into shards of `shard_dtype`."""
         return self._transport.reduce_scatter_nbytes(self.packer.shards, self._pool.dtype, shard_dtype)
 
     def open_buffers(self) -> list[torch.Tensor]:
-        """Memory that waits for further gradients."""
+        """Return the buffer that is being filled, if there is one."""
         return [] if self._open_buffer is None else [self._open_buffer.flat]
 
     def clear(self, *, set_to_none: bool) -> None:
-        """Forget what was put in, or make it zero."""
+        """Discard the gradients that `copy_in` has copied, or zero them."""
         if set_to_none:
             self._copied_slots.clear()
-        for place in self._copied_slots:
-            self.slots[place].view_in(self._get_open_buffer().flat).zero_()
+        for slot_index in self._copied_slots:
+            self.slots[slot_index].view_in(self._get_open_buffer().flat).zero_()
 
     def release(self, pending: "PendingReduce") -> None:
+        """Return the buffer of a finished reduce to the pool."""
         if pending.buffer is not None:
             self._pool.release(pending.buffer)
 
     def wrap_shard(self, shard: torch.Tensor) -> BucketBuffer:
-        """The shard as something to pack into, with views made once."""
+        """Return `shard` as a buffer to pack into; its views are created once."""
         if self._shard_buffer is None or self._shard_buffer.flat is not shard:
             self._shard_buffer = BucketBuffer(shard)
         return self._shard_buffer
@@ -375,18 +387,20 @@ class GradBucket:
 
 
 class ReduceOutput(NamedTuple):
-    """Where the average is made."""
+    """The tensor that a reduce-scatter writes the average to."""
 
     tensor: torch.Tensor
     is_shard: bool
-    """It is the shard itself; else it has to be brought there."""
+    """The tensor is the shard itself; otherwise the result must be copied or added to the shard."""
 
 
 class PendingReduce(NamedTuple):
+    """A reduce-scatter in flight."""
+
     bucket: GradBucket
     work: ReduceWork
     output: ReduceOutput
     buffer: BucketBuffer | None
-    """What must be given back once it has arrived."""
+    """Returned to the pool when the reduce has finished; None if the gradient was sent without a copy."""
     is_needed: bool = True
-    """It was not cleared on the way."""
+    """False if the result must be discarded: it consists of zeros, or was cleared in flight."""
