@@ -1,4 +1,9 @@
-"""The user's optimizer class on this rank's parameters: the only holder of optimizer state."""
+"""The user's optimizer, built on this rank's parameters. It is the only holder of optimizer state.
+
+The sharded optimizer keeps the user's parameter groups ("outer groups") with all parameters and all options. The inner
+optimizer has the same groups, each with this rank's parameters only. Options are pushed to it before a step and pulled
+back afterwards.
+"""
 
 import functools
 import inspect
@@ -30,17 +35,17 @@ ParamGroup = dict[str, Any]
 OptimizerConstructor = Callable[..., Optimizer]
 
 PER_RANK_KEYS = ("params", "param_names")
-"""Keys of a group that differ between this rank's view and everyone's."""
+"""Keys of a parameter group whose values differ between ranks."""
 
 
 @dataclass(frozen=True)
 class OptimizerFactory:
-    """All it takes to make the user's optimizer. `groups` hold the user's own options and no defaults."""
+    """Everything needed to build the user's optimizer. `groups` hold the options that the user set, no defaults."""
 
     optimizer_class: OptimizerConstructor
     groups: list[ParamGroup]
     has_plain_params: bool
-    """No dicts were given, and none will be handed on."""
+    """The user passed parameters instead of group dicts, so `optimizer_class` gets parameters, too."""
     defaults: dict[str, Any]
 
     def __post_init__(self) -> None:
@@ -48,16 +53,16 @@ class OptimizerFactory:
 
     @property
     def name(self) -> str:
-        made_by = getattr(self.optimizer_class, "func", self.optimizer_class)
-        return getattr(made_by, "__qualname__", type(made_by).__qualname__)
+        constructor = getattr(self.optimizer_class, "func", self.optimizer_class)
+        return getattr(constructor, "__qualname__", type(constructor).__qualname__)
 
     def build(self, owned_ids: set[int]) -> "LocalOptimizer":
-        """An optimizer of the parameters whose ids are in `owned`."""
+        """Build an optimizer for the parameters whose ids are in `owned_ids`."""
         return LocalOptimizer(self, owned_ids)
 
 
 class InnerOptimizer(Protocol):
-    """The optimizers that a rank has, of one class or of several."""
+    """This rank's inner optimizers: one class (`LocalOptimizer`) or several (`CompositeOptimizer`)."""
 
     @property
     def local_optimizers(self) -> "list[LocalOptimizer]": ...
@@ -76,23 +81,23 @@ class InnerOptimizer(Protocol):
 
 
 class LocalOptimizer:
-    """Steps the inner optimizer, and keeps it fed with what it needs.
+    """An instance of the user's optimizer class that holds this rank's parameters.
 
-    Its groups are those of the user, each with this rank's parameters only. Hyper-parameters belong to the
-    outer groups: `push` brings them in before a step, `pull` brings what the step made of them back.
+    It has all groups of the user, each with this rank's parameters only. Hyper-parameters belong to the outer groups:
+    `push_options` copies them in before a step, `pull_options` copies back what the step changed.
     """
 
     def __init__(self, factory: OptimizerFactory, owned_ids: set[int]) -> None:
         self.factory = factory
         self._placeholders: list[torch.Tensor] = []
-        own = [self._make_local_group(group, owned_ids) for group in factory.groups]
+        local_groups = [self._make_local_group(group, owned_ids) for group in factory.groups]
         self.optimizer = factory.optimizer_class(
-            own[0]["params"] if factory.has_plain_params else own, **factory.defaults
+            local_groups[0]["params"] if factory.has_plain_params else local_groups, **factory.defaults
         )
-        made = len(self.optimizer.param_groups)
-        if made != len(own):
+        num_groups = len(self.optimizer.param_groups)
+        if num_groups != len(local_groups):
             raise ConfigError(
-                f"{factory.name} made {made} parameter groups of the {len(own)} it was given: "
+                f"{factory.name} made {num_groups} parameter groups of the {len(local_groups)} it was given: "
                 "group the parameters before they are handed to the sharded optimizer"
             )
         self._remove_placeholders()
@@ -104,82 +109,88 @@ class LocalOptimizer:
     def add_groups(
         self, outer_groups: Sequence[ParamGroup], new_groups: Sequence[ParamGroup], owned_ids: set[int]
     ) -> None:
-        """Add the `new` groups. `outer`: those that it has."""
+        """Add `new_groups`. `outer_groups` are the groups that exist already."""
         if self._overrides_add_param_group:
             self.push_options(outer_groups)
-        first = len(self._placeholders)
+        first_group = len(self._placeholders)
         for group in new_groups:
             self.optimizer.add_param_group(self._make_local_group(group, owned_ids))
-        self._remove_placeholders(first)
+        self._remove_placeholders(first_group)
 
     def drop_groups(self, first_group: int) -> None:
-        """Undo `add_groups`, also where it failed halfway, for all groups from number `first` on."""
+        """Remove all groups from index `first_group` on: undoes `add_groups`, even one that failed halfway."""
         for group in self.optimizer.param_groups[first_group:]:
             for param in group["params"]:
                 self.optimizer.state.pop(param, None)
         del self.optimizer.param_groups[first_group:], self._placeholders[first_group:]
 
     def push_options(self, outer_groups: Sequence[ParamGroup]) -> None:
-        for inner, group in zip(self.optimizer.param_groups, outer_groups, strict=True):
-            _copy_options(group, inner)
+        """Copy the options of the outer groups into the inner optimizer."""
+        for inner, outer in zip(self.optimizer.param_groups, outer_groups, strict=True):
+            _copy_options(outer, inner)
 
     def pull_options(self, outer_groups: Sequence[ParamGroup]) -> None:
-        for inner, group in zip(self.optimizer.param_groups, outer_groups, strict=True):
-            _copy_options(inner, group)
+        """Copy the options of the inner optimizer, which steps may change, back to the outer groups."""
+        for inner, outer in zip(self.optimizer.param_groups, outer_groups, strict=True):
+            _copy_options(inner, outer)
 
     def pull_added_options(self, outer_groups: Sequence[ParamGroup], first_group: int) -> None:
-        """Bring back what adding the groups from number `first` on made of their options."""
+        """Copy back options (such as defaults) that were set when the groups from `first_group` on were added."""
         if self._overrides_add_param_group:
             self.pull_options(outer_groups)
             return
-        for inner, group in zip(self.optimizer.param_groups[first_group:], outer_groups[first_group:], strict=True):
-            _copy_options(inner, group)
+        for inner, outer in zip(self.optimizer.param_groups[first_group:], outer_groups[first_group:], strict=True):
+            _copy_options(inner, outer)
 
     @property
     def _overrides_add_param_group(self) -> bool:
-        """Whether adding a group may read or change the options of others. If not, it costs no look at them."""
+        """Whether adding a group may read or change options of other groups. If not, copying those is skipped."""
         return type(self.optimizer).add_param_group is not Optimizer.add_param_group
 
     def check_optimizer_classes(self, saved_groups: Sequence[Mapping[str, Any]]) -> None:
-        """There is one, and groups do not name it."""
+        """Do nothing: with a single class, groups do not name theirs."""
 
     def extra_state(self) -> StateDict:
-        """What the optimizer's class adds to torch's state dict."""
+        """Return what the optimizer class adds to torch's state dict."""
         if type(self.optimizer).state_dict is Optimizer.state_dict:
             return {}
         return {k: v for k, v in self.optimizer.state_dict().items() if k not in ("state", "param_groups")}
 
     def shared_state(self) -> dict[Any, Any]:
-        """State that belongs to no parameter."""
+        """Return the state that belongs to no parameter."""
         return {key: value for key, value in self.optimizer.state.items() if not isinstance(key, torch.Tensor)}
 
     def snapshot_counters(self) -> Callable[[], None]:
-        """How to undo what steps do to numbers on the optimizer itself, to tensors in its groups, and to state that
-        belongs to no parameter."""
-        counts = {key: it for key, it in vars(self.optimizer).items() if isinstance(it, (int, float, torch.Tensor))}
-        options = [value for group in self.optimizer.param_groups for value in group.values()]
-        tensors = [it for it in (*counts.values(), *options) if isinstance(it, torch.Tensor)]
-        values = [tensor.detach().clone() for tensor in tensors]
-        shared = _copy_state(self.shared_state())
+        """Return a function that undoes what steps change besides parameters and their state.
+
+        That is: numbers and tensors that are attributes of the optimizer, tensors in its groups, and shared state.
+        """
+        attrs = {
+            name: value for name, value in vars(self.optimizer).items() if isinstance(value, (int, float, torch.Tensor))
+        }
+        options = [option for group in self.optimizer.param_groups for option in group.values()]
+        tensors = [value for value in (*attrs.values(), *options) if isinstance(value, torch.Tensor)]
+        saved_tensors = [tensor.detach().clone() for tensor in tensors]
+        saved_state = _copy_state(self.shared_state())
 
         def restore() -> None:
-            vars(self.optimizer).update(counts)
+            vars(self.optimizer).update(attrs)
             with torch.no_grad():
-                for tensor, value in zip(tensors, values, strict=True):
-                    tensor.copy_(value)
+                for tensor, saved in zip(tensors, saved_tensors, strict=True):
+                    tensor.copy_(saved)
             for key in self.shared_state():
                 del self.optimizer.state[key]
-            self.optimizer.state.update(_copy_state(shared))
+            self.optimizer.state.update(_copy_state(saved_state))
 
         return restore
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """The inner optimizer's step. Its own hooks fire, global ones do not: they fire for the outer step."""
+        """Step the inner optimizer. Its own hooks run; global hooks do not, because they run for the outer step."""
         with self._with_placeholders(), _track_step():
             return _step_without_global_hooks(self.optimizer, args, kwargs)
 
     def has_mode(self, mode: str) -> bool:
-        """Whether it wants to be told that it shall `train` or `eval`."""
+        """Return whether the optimizer has a method to enter `mode` ("train" or "eval"), as schedule-free ones do."""
         return callable(getattr(self.optimizer, mode, None))
 
     def set_mode(self, mode: str) -> None:
@@ -189,67 +200,69 @@ class LocalOptimizer:
 
     @contextmanager
     def restrict_to(self, param_ids: set[int]) -> Iterator[None]:
-        """Hide all parameters but those with the ids in `chosen`, and keep the groups' other values as they are."""
-        whole = [dict(group) for group in self.optimizer.param_groups]
+        """Hide all parameters except those whose ids are in `param_ids`. Changes to options inside the block are kept."""
+        full_groups = [dict(group) for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["params"] = [param for param in group["params"] if id(param) in param_ids]
         try:
             yield
         finally:
-            for group, before in zip(self.optimizer.param_groups, whole, strict=True):
-                group.update({key: before[key] for key in PER_RANK_KEYS if key in before})
+            for group, full_group in zip(self.optimizer.param_groups, full_groups, strict=True):
+                group.update({key: full_group[key] for key in PER_RANK_KEYS if key in full_group})
 
     def _make_local_group(self, group: ParamGroup, owned_ids: set[int]) -> ParamGroup:
-        """The group as its user gave it, with this rank's parameters, or a stand-in where it has none."""
+        """Return the user's group with this rank's parameters, or with a placeholder if it owns none of them."""
         names = group.get("param_names")
-        mine = [i for i, param in enumerate(group["params"]) if id(param) in owned_ids]
-        stand_in = _make_placeholder(group["params"])
-        self._placeholders.append(stand_in)
-        params: list[Any] = [group["params"][i] for i in mine] or [stand_in]
+        owned = [i for i, param in enumerate(group["params"]) if id(param) in owned_ids]
+        placeholder = _make_placeholder(group["params"])
+        self._placeholders.append(placeholder)
+        params: list[Any] = [group["params"][i] for i in owned] or [placeholder]
         if names is not None:
-            params = list(zip([names[i] for i in mine] or ["stand-in"], params, strict=True))
-        return {**{k: v for k, v in group.items() if k not in PER_RANK_KEYS}, "params": params}
+            params = list(zip([names[i] for i in owned] or ["stand-in"], params, strict=True))
+        return {**{key: value for key, value in group.items() if key not in PER_RANK_KEYS}, "params": params}
 
     @contextmanager
     def _with_placeholders(self) -> Iterator[None]:
-        """Put a stand-in without a gradient into each empty group: many optimizers refuse or stumble over
-        a group of none, while every optimizer knows parameters without gradients."""
-        for group, stand_in in zip(self.optimizer.param_groups, self._placeholders, strict=True):
+        """Put a placeholder without a gradient into each empty group.
+
+        Many optimizers reject an empty group or fail on it; all of them handle parameters without gradients.
+        """
+        for group, placeholder in zip(self.optimizer.param_groups, self._placeholders, strict=True):
             if not group["params"]:
-                group["params"] = [stand_in]
+                group["params"] = [placeholder]
         try:
             yield
         finally:
             self._remove_placeholders()
 
     def _remove_placeholders(self, first_group: int = 0) -> None:
-        """Take the stand-ins out again, in groups from number `first` on."""
-        for group, stand_in in zip(
+        """Remove the placeholders, and any state they got, from the groups from `first_group` on."""
+        for group, placeholder in zip(
             self.optimizer.param_groups[first_group:], self._placeholders[first_group:], strict=True
         ):
-            if len(group["params"]) == 1 and group["params"][0] is stand_in:
+            if len(group["params"]) == 1 and group["params"][0] is placeholder:
                 group["params"] = []
                 if "param_names" in group:
                     group["param_names"] = []
-                self.optimizer.state.pop(stand_in, None)
+                self.optimizer.state.pop(placeholder, None)
 
 
 _THREAD_LOCAL = local()
 
 
 def is_stepping() -> bool:
-    """Whether this thread is inside the step of an inner optimizer, which may consist of others."""
+    """Return whether this thread is inside the step of an inner optimizer, which may call other optimizers' steps."""
     return getattr(_THREAD_LOCAL, "steps", 0) > 0
 
 
 @contextmanager
 def _track_step() -> Iterator[None]:
-    before = getattr(_THREAD_LOCAL, "steps", 0)
-    _THREAD_LOCAL.steps = before + 1
+    depth = getattr(_THREAD_LOCAL, "steps", 0)
+    _THREAD_LOCAL.steps = depth + 1
     try:
         yield
     finally:
-        _THREAD_LOCAL.steps = before
+        _THREAD_LOCAL.steps = depth
 
 
 def _copy_state(state: dict[Any, Any]) -> dict[Any, Any]:
@@ -258,13 +271,13 @@ def _copy_state(state: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _make_placeholder(params: Sequence[torch.Tensor]) -> torch.Tensor:
-    """An empty parameter like those of the group: optimizers look at dtype, device and dimensions."""
+    """Return an empty parameter with the dtype, device and number of dimensions that optimizers check."""
     like = params[0] if params else torch.empty(0)
     return torch.nn.Parameter(like.detach().new_empty((0,) * like.dim()), requires_grad=like.is_floating_point())
 
 
 def _copy_options(source: ParamGroup, target: ParamGroup) -> None:
-    """All keys of `source`, and no others, in its order; what differs by rank stays."""
+    """Give `target` exactly the keys of `source`, in the same order, but keep the target's `PER_RANK_KEYS`."""
     kept = {key: target[key] for key in PER_RANK_KEYS if key in target}
     target.clear()
     target.update(source)
@@ -272,37 +285,43 @@ def _copy_options(source: ParamGroup, target: ParamGroup) -> None:
 
 
 def _step_without_global_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    hooked = type(optimizer).step
-    unhooked = getattr(hooked, "__wrapped__", None) if getattr(hooked, "hooked", False) else None
-    if unhooked is None or "step" in vars(optimizer):
+    wrapped_step = type(optimizer).step  # torch wraps `step` of each class to run hooks, and marks it with `hooked`
+    plain_step = getattr(wrapped_step, "__wrapped__", None) if getattr(wrapped_step, "hooked", False) else None
+    if plain_step is None or "step" in vars(optimizer):
         return optimizer.step(*args, **kwargs)
     args = (optimizer, *args)
-    for before in list(optimizer._optimizer_step_pre_hooks.values()):
-        args, kwargs = before(optimizer, args, kwargs) or (args, kwargs)
-    result = unhooked(*args, **kwargs)
-    for after in list(optimizer._optimizer_step_post_hooks.values()):
-        after(optimizer, args, kwargs)
+    for pre_hook in list(optimizer._optimizer_step_pre_hooks.values()):
+        args, kwargs = pre_hook(optimizer, args, kwargs) or (args, kwargs)
+    result = plain_step(*args, **kwargs)
+    for post_hook in list(optimizer._optimizer_step_post_hooks.values()):
+        post_hook(optimizer, args, kwargs)
     return result
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Loading as torch's optimizers do it, without what torch's loading spoils.
+# Loading through `Optimizer.load_state_dict`, with the types of all values preserved.
 
 
 def load_state(
     optimizer: Optimizer, state_dict: StateDict, caller_tensors: Any, *, keep_on_host: bool = False
 ) -> Callable[[], None]:
-    """Load a dict through the optimizer's own `load_state_dict`; returns how to undo it.
+    """Load `state_dict` through the optimizer's own `load_state_dict` and return a function that undoes it.
 
-    `on_host`: state stays in host memory, if it is not small; else it goes where torch puts it.
-    Hooks, overrides and `__setstate__` of the class see what they would see unsharded. Of the tensors in `local` those
-    that are also in `foreign` are the caller's: they are copied. Nothing of his is changed.
+    Hooks, overrides and `__setstate__` of the class see what they would see unsharded. The caller's dict and tensors
+    are not changed.
+
+    Args:
+        optimizer: The inner optimizer.
+        state_dict: The state of this rank's parameters, in torch's format.
+        caller_tensors: A tree with the tensors that belong to the caller. Tensors of `state_dict` that share memory
+            with them are copied; all others are taken over.
+        keep_on_host: Keep state in host memory unless it is small. Otherwise it goes where torch puts it.
     """
-    before = dict(vars(optimizer))
+    saved_attrs = dict(vars(optimizer))
 
     def undo() -> None:
         vars(optimizer).clear()
-        vars(optimizer).update(before)
+        vars(optimizer).update(saved_attrs)
 
     with rollback_on_error(undo):
         with _preserve_types(optimizer, keep_on_host=keep_on_host):
@@ -312,21 +331,21 @@ def load_state(
 
 
 def has_builtin_load(optimizer: Optimizer) -> bool:
-    """Whether no code of others runs while it loads."""
+    """Return whether loading runs torch's own code only: no hooks and no overrides."""
     hooks = (*optimizer._optimizer_load_state_dict_pre_hooks, *optimizer._optimizer_load_state_dict_post_hooks)
     methods = (type(optimizer).load_state_dict, type(optimizer).__setstate__)
     return not hooks and all(method.__module__.startswith("torch.") for method in methods)
 
 
 class _Opaque:
-    """A value on its way through torch's loading, which would change its type."""
+    """Wraps a value whose type torch's loading would change, so that it passes through unchanged."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 def _make_opaque(state_dict: StateDict, params: list[torch.Tensor], *, keep_on_host: bool) -> StateDict:
-    """The dict for torch to load, with what it would spoil sealed, copied and already cast."""
+    """Return the dict for torch to load. Values that torch would change are copied, cast and wrapped in `_Opaque`."""
     groups = state_dict["param_groups"]
 
     def wrap(param_id: Any, key: Any, value: Any) -> Any:
@@ -334,25 +353,25 @@ def _make_opaque(state_dict: StateDict, params: list[torch.Tensor], *, keep_on_h
             return value
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
-            stays = keep_on_host and tensor is value and is_offloadable(tensor)
-            like = torch.empty(0, dtype=params[param_id].dtype, device="cpu") if stays else params[param_id]
+            is_host_state = keep_on_host and tensor is value and is_offloadable(tensor)
+            like = torch.empty(0, dtype=params[param_id].dtype, device="cpu") if is_host_state else params[param_id]
             return Optimizer._process_value_according_to_param_policy(like, tensor, param_id, groups, key)
 
         return _Opaque(map_tensors(deepcopy_except_tensors(value), cast))
 
     state: dict[Any, Any] = {}
-    for number, value in state_dict["state"].items():
-        if not isinstance(number, int) or number >= len(params):
-            state[number] = map_tensors(deepcopy_except_tensors(value), clone_tensor)
+    for param_id, value in state_dict["state"].items():
+        if not isinstance(param_id, int) or param_id >= len(params):
+            state[param_id] = map_tensors(deepcopy_except_tensors(value), clone_tensor)
         elif isinstance(value, Mapping):
-            state[number] = {key: wrap(number, key, item) for key, item in value.items()}
+            state[param_id] = {key: wrap(param_id, key, item) for key, item in value.items()}
         else:
-            state[number] = wrap(number, None, value)
+            state[param_id] = wrap(param_id, None, value)
     return {**state_dict, "state": state}
 
 
 def _is_preserved_by_torch(value: Any) -> bool:
-    """Whether torch's loading makes an equal copy: it rebuilds containers, but only the plain ones well."""
+    """Return whether torch's loading makes an equal copy. It rebuilds containers, but only plain ones correctly."""
     if type(value) is dict:
         return all(map(_is_preserved_by_torch, value.values()))
     if type(value) in (list, tuple, set):
@@ -374,7 +393,7 @@ def _unwrap(value: Any) -> Any:
 
 @contextmanager
 def _preserve_types(optimizer: Optimizer, *, keep_on_host: bool) -> Iterator[None]:
-    """While torch loads: seal what it would spoil at the last moment, and open it before `__setstate__` sees it."""
+    """Wrap values in `_Opaque` after all other pre-hooks of a load, and unwrap them before `__setstate__` runs."""
 
     def set_state(state: StateDict) -> None:
         _unwrap_state(state["state"])
@@ -382,7 +401,7 @@ def _preserve_types(optimizer: Optimizer, *, keep_on_host: bool) -> Iterator[Non
 
     params = [param for group in optimizer.param_groups for param in group["params"]]
     handle = optimizer.register_load_state_dict_pre_hook(
-        lambda _, saved: _make_opaque(saved, params, keep_on_host=keep_on_host)
+        lambda _, state_dict: _make_opaque(state_dict, params, keep_on_host=keep_on_host)
     )
     vars(optimizer)["__setstate__"] = set_state
     try:
@@ -393,27 +412,27 @@ def _preserve_types(optimizer: Optimizer, *, keep_on_host: bool) -> Iterator[Non
 
 
 def _copy_shared(optimizer: Optimizer, shared_storages: set[int]) -> None:
-    """Copy tensors that were taken over from the caller as they were."""
+    """Copy the state tensors whose memory is in `shared_storages`, which belongs to the caller."""
 
     def copy_if_shared(tensor: torch.Tensor) -> torch.Tensor:
-        shared = tensor.layout != torch.strided or _storage_ptr(tensor) in shared_storages
-        return tensor.clone() if shared else tensor
+        is_shared = tensor.layout != torch.strided or _storage_ptr(tensor) in shared_storages
+        return tensor.clone() if is_shared else tensor
 
     for param, value in optimizer.state.items():
         optimizer.state[param] = map_tensors(value, lambda tensor: map_inner_tensors(tensor, copy_if_shared))
 
 
 def _collect_storages(value: Any) -> set[int]:
-    found: set[int] = set()
+    storages: set[int] = set()
 
     def add(tensor: torch.Tensor) -> None:
         if is_wrapper_subclass(tensor):
             map_tensors(inner_tensors(tensor), add)
         elif tensor.layout == torch.strided:
-            found.add(_storage_ptr(tensor.local if isinstance(tensor, ShardTensor) else tensor))
+            storages.add(_storage_ptr(tensor.local if isinstance(tensor, ShardTensor) else tensor))
 
     map_tensors(value, add)
-    return found
+    return storages
 
 
 def _storage_ptr(tensor: torch.Tensor) -> int:
@@ -421,22 +440,24 @@ def _storage_ptr(tensor: torch.Tensor) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Optimizers of several classes that work as one.
+# Several optimizer classes behind one interface.
 
 
 OPTIMIZER_KEY = "optimizer"
-"""The option of a group that names its class, where there are several."""
+"""The group option that names the optimizer class of the group, if there are several classes."""
 
 
 class CompositeMember(Protocol):
+    """One optimizer class of a `CompositeOptimizer`."""
+
     name: str
     group_ids: list[int]
-    """Of the groups that it has."""
+    """Indices of its groups among the outer groups."""
     inner: LocalOptimizer
 
 
 class CompositeOptimizer:
-    """This rank's inner optimizers, one for each kind that the user has given. Each sees its own groups only."""
+    """This rank's inner optimizers, one per optimizer rule of the user. Each sees its own groups only."""
 
     def __init__(self, members: Sequence[CompositeMember], profiler: StepProfiler) -> None:
         self._members, self._profiler = members, profiler
@@ -456,15 +477,15 @@ class CompositeOptimizer:
 
     def pull_added_options(self, outer_groups: Sequence[ParamGroup], first_group: int) -> None:
         for member, groups in self._iter_members(outer_groups):
-            member.inner.pull_added_options(groups, sum(number < first_group for number in member.group_ids))
+            member.inner.pull_added_options(groups, sum(index < first_group for index in member.group_ids))
             self._set_optimizer_key(member, groups)
 
     def _set_optimizer_key(self, member: CompositeMember, groups: Sequence[ParamGroup]) -> None:
         for group in groups if len(self._members) > 1 else ():
-            group[OPTIMIZER_KEY] = member.name  # a loaded dict of other origin does not have it
+            group[OPTIMIZER_KEY] = member.name  # missing in state dicts that another optimizer saved
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """All step. A closure is called once, for all of them."""
+        """Step all members. A closure is called once, not once per member."""
         if len(self._members) == 1:
             return self._step_member(self._members[0], *args, **kwargs)
         loss = None
@@ -480,42 +501,42 @@ class CompositeOptimizer:
             return member.inner.step(*args, **kwargs)
 
     def check_optimizer_classes(self, saved_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse groups of a loaded dict that say that they are of other classes."""
+        """Raise `CheckpointError` if loaded groups name other optimizer classes than those that update them here."""
         for member in self._members if len(self._members) > 1 else ():
-            for number in member.group_ids:
-                found = saved_groups[number].get(OPTIMIZER_KEY, member.name)
-                if _strip_rule_number(found) != _strip_rule_number(member.name):
+            for index in member.group_ids:
+                saved_name = saved_groups[index].get(OPTIMIZER_KEY, member.name)
+                if _strip_rule_number(saved_name) != _strip_rule_number(member.name):
                     raise CheckpointError(
-                        f"group {number} of the loaded state dict is of {found}, but {member.name} updates it here. "
-                        "Give shard() rules with the classes that it was saved with"
+                        f"group {index} of the loaded state dict is of {saved_name}, but {member.name} updates it "
+                        "here. Give shard() rules with the classes that it was saved with"
                     )
 
     def extra_state(self) -> StateDict:
-        """What a class adds to torch's state dict. Those that do are refused where there are several."""
+        """Return what a single class adds to torch's state dict. Classes that do are rejected if there are several."""
         return self._members[0].inner.extra_state() if len(self._members) == 1 else {}
 
     def _iter_members(self, outer_groups: Sequence[ParamGroup]) -> Iterator[tuple[CompositeMember, list[ParamGroup]]]:
         for member in self._members:
-            yield member, [outer_groups[number] for number in member.group_ids]
+            yield member, [outer_groups[index] for index in member.group_ids]
 
 
 def _strip_rule_number(name: str) -> str:
-    """Without the number that tells rules of the same class apart."""
+    """Remove the suffix that distinguishes rules with the same class."""
     return name.partition(" ")[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The fused implementation of an optimizer, where torch has one.
+# Fused and foreach implementations.
 
 
 _IMPL_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
 
 
 def enable_fused(factory: OptimizerFactory) -> OptimizerFactory:
-    """`recipe` with `fused=True`, unless the user has chosen, or there is no such thing for the device.
+    """Return the factory with `fused=True`, unless the user chose an implementation or the device has no fused one.
 
-    Not on the CPU: fused kernels there round in another way than the default loops, and the last elements of a tensor
-    in another way than the rest, so that bits would depend on where parameters are cut.
+    Never on the CPU. Fused CPU kernels round differently from the default loops, and they round the last elements of a
+    tensor differently from the rest, so results would depend on where parameters are split.
     """
     params = [param for group in factory.groups for param in group["params"]]
     if can_choose_impl(factory, "fused") and all(map(_supports_fused, params)):
@@ -524,17 +545,17 @@ def enable_fused(factory: OptimizerFactory) -> OptimizerFactory:
 
 
 def can_choose_impl(factory: OptimizerFactory, impl: str) -> bool:
-    """Whether there is a `fused`, or a `foreach` implementation, and the user has not chosen any.
+    """Return whether the class has an `impl` ("fused" or "foreach") option and the user chose no implementation.
 
-    Of torch's own classes only: what others mean by the word, or need for it, nobody knows.
+    Only for torch's own classes: other classes may give these options another meaning or further requirements.
     """
-    made: Any = factory.optimizer_class
-    preset: dict[str, Any] = {}
-    if isinstance(made, functools.partial):
-        made, preset = made.func, made.keywords
-    given = {*preset, *factory.defaults, *(key for group in factory.groups for key in group)}
-    is_torchs = (getattr(made, "__module__", None) or "").startswith("torch.optim.")
-    return given.isdisjoint(_IMPL_OPTIONS) and is_torchs and impl in inspect.signature(made).parameters
+    constructor: Any = factory.optimizer_class
+    partial_options: dict[str, Any] = {}
+    if isinstance(constructor, functools.partial):
+        constructor, partial_options = constructor.func, constructor.keywords
+    chosen = {*partial_options, *factory.defaults, *(key for group in factory.groups for key in group)}
+    is_torch_class = (getattr(constructor, "__module__", None) or "").startswith("torch.optim.")
+    return chosen.isdisjoint(_IMPL_OPTIONS) and is_torch_class and impl in inspect.signature(constructor).parameters
 
 
 def _supports_fused(param: torch.Tensor) -> bool:
