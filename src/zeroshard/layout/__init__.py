@@ -1,1 +1,1 @@
-"""Who owns what: integers and dtypes only, no tensor allocated, no process group."""
+"""Layout: which rank owns which elements of which parameter. Pure values; no tensors, no process group."""

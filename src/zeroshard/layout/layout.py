@@ -1,13 +1,13 @@
-"""The frozen answer to: which rank owns which span of which parameter, and where does it lie.
+"""Layout: an immutable description of which rank owns which span of which parameter, and where it lies.
 
-A bucket is one flat run of memory of one dtype on one device. Every parameter has a room in one bucket, and rank r owns
-the r-th of a bucket's shards. Where rooms and shards overlap are pieces: what a rank owns of a parameter.
+A bucket is one flat buffer of one dtype on one device. Each parameter has one slot in one bucket, and rank r owns the
+r-th shard of every bucket. The overlap of a slot and a shard is a `ParamShard`: what a rank owns of a parameter. ::
 
-    bucket 0   |    shard of rank 0    |  shard of rank 1  |   shard of rank 2   |
-    whole      | p0 ....... | p3 ..... | p1 .............. | p2 .... | p4 . | p5 |
-    cut        | p0 ....... | p1 .....   p1 ..... | p2 ...   p2 | p3 .. | p4 | p5 |
+    bucket 0       |    shard of rank 0    |  shard of rank 1  |   shard of rank 2   |
+    whole params   | p0 ....... | p3 ..... | p1 .............. | p2 .... | p4 . | p5 |
+    flat shards    | p0 ....... | p1 .....   p1 ..... | p2 ...   p2 | p3 .. | p4 | p5 |
 
-Rooms are kept, pieces are computed: with thousands of ranks there are many more of these.
+A layout stores slots and computes param shards on demand: with thousands of ranks there are many more of the latter.
 """
 
 import hashlib
@@ -27,27 +27,27 @@ from ..errors import LayoutError
 from .spec import ParamSpec
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How a bucket is divided: one shard a rank, however many ranks there are.
+# Shards of a bucket: one span per rank.
 
 
 class Shards(Sequence[Span]):
-    """One span a rank, in the order of ranks. What is kept does not grow with their number."""
+    """One span per rank, in rank order. Memory use does not depend on the number of ranks."""
 
     @abstractmethod
     def owner_at(self, offset: int) -> Rank:
-        """The rank in whose shard a place lies."""
+        """Return the rank whose shard contains `offset`."""
 
     @abstractmethod
     def non_empty(self) -> Iterable[tuple[Rank, Span]]:
-        """Those with elements, by rank: perhaps few of many."""
+        """Yield ranks with a non-empty shard, in rank order. There may be few of them."""
 
     @abstractmethod
     def truncate(self, stop: int) -> "Shards":
-        """The same, of a bucket that ends here."""
+        """Return the same shards, cut off at `stop`."""
 
     @abstractmethod
     def find_problems(self, numel: int) -> Iterator[str]:
-        """Why they do not cover a bucket of so many elements."""
+        """Yield the reasons why the shards do not cover a bucket of `numel` elements."""
 
     @abstractmethod
     def _span_of(self, rank: int) -> Span: ...
@@ -58,7 +58,7 @@ class Shards(Sequence[Span]):
     def __getitem__(self, rank: slice) -> list[Span]: ...
     def __getitem__(self, rank: int | slice) -> Span | list[Span]:
         if isinstance(rank, slice):
-            return [self._span_of(one) for one in range(*rank.indices(len(self)))]
+            return [self._span_of(index) for index in range(*rank.indices(len(self)))]
         if not 0 <= rank < len(self):
             raise IndexError(f"there is no rank {rank}")
         return self._span_of(rank)
@@ -66,7 +66,7 @@ class Shards(Sequence[Span]):
 
 @dataclass(frozen=True)
 class EqualShards(Shards):
-    """All are equally long, but those that reach beyond the end."""
+    """Shards of equal length, except those that would end beyond `stop`."""
 
     shard_numel: int
     world_size: int
@@ -94,21 +94,23 @@ class EqualShards(Shards):
 
 @dataclass(frozen=True)
 class ExplicitShards(Shards):
-    """Of any lengths. Ranks that are not named have nothing."""
+    """Shards of any lengths. Ranks that are not listed own nothing."""
 
     spans: Mapping[Rank, Span]
-    """In the order of ranks, one behind the other."""
+    """In rank order, adjacent."""
     world_size: int
 
     def owner_at(self, offset: int) -> Rank:
-        found = bisect_right(self._starts, offset) - 1
-        return self._ranks[max(found, 0)] if self._ranks else Rank(0)
+        position = bisect_right(self._starts, offset) - 1
+        return self._ranks[max(position, 0)] if self._ranks else Rank(0)
 
     def non_empty(self) -> Iterable[tuple[Rank, Span]]:
         return ((rank, shard) for rank, shard in self.spans.items() if shard.length)
 
     def truncate(self, stop: int) -> "ExplicitShards":
-        return replace(self, spans={rank: Span(min(a, stop), min(b, stop)) for rank, (a, b) in self.spans.items()})
+        return replace(
+            self, spans={rank: Span(min(first, stop), min(last, stop)) for rank, (first, last) in self.spans.items()}
+        )
 
     def find_problems(self, numel: int) -> Iterator[str]:
         if self._ranks != sorted(self._ranks) or not all(0 <= rank < self.world_size for rank in self._ranks):
@@ -141,41 +143,31 @@ class ExplicitShards(Shards):
 
 
 class WholeParamShards(ExplicitShards):
-    """As long as what each rank was dealt: no parameter is cut."""
+    """Each shard holds whole parameters: none is split between ranks."""
 
 
 class AlignedShards(ExplicitShards):
-    """Almost equally long: they end where parameters may be cut."""
+    """Shards of nearly equal length that end where the optimizer allows a parameter to be split."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The frozen answer to: which rank owns which span of which parameter, and where does it lie.
-#
-# A bucket is one flat run of memory of one dtype on one device. Every parameter has a room in one bucket, and rank r
-# owns
-# the r-th of a bucket's shards. Where rooms and shards overlap are pieces: what a rank owns of a parameter.
-#
-#     bucket 0   |    shard of rank 0    |  shard of rank 1  |   shard of rank 2   |
-#     whole      | p0 ....... | p3 ..... | p1 .............. | p2 .... | p4 . | p5 |
-#     cut        | p0 ....... | p1 .....   p1 ..... | p2 ...   p2 | p3 .. | p4 | p5 |
-#
-# Rooms are kept, pieces are computed: with thousands of ranks there are many more of these.
+# Buckets and the layout that they make up.
 
 
 T = TypeVar("T", int, float)
 
 
 class BucketSlot(NamedTuple):
-    """Where a parameter lies in its bucket: all elements of its memory, gaps that its strides leave included."""
+    """Where a parameter lies in its bucket. The span covers all its memory, including gaps between its strides."""
 
     param: int
     span: Span
 
 
 class ParamShard(NamedTuple):
-    """What a rank owns of a parameter.
+    """The part of a parameter that one rank owns.
 
-    `in_param` counts the elements of the parameter's memory; `in_bucket` is as long.
+    `in_param` is a span of the parameter's memory, `in_bucket` the same elements in the bucket.
     """
 
     param: int
@@ -187,7 +179,7 @@ class ParamShard(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """One flat run of memory, divided into one shard a rank. Its rooms are in the order of their memory."""
+    """A flat buffer, divided into one shard per rank. Slots are in memory order."""
 
     index: int
     dtype: torch.dtype
@@ -202,38 +194,41 @@ class Bucket:
 
     @property
     def has_whole_params(self) -> bool:
-        """Each parameter belongs to one rank."""
+        """Whether each parameter belongs to exactly one rank."""
         return isinstance(self.shards, WholeParamShards)
 
     @cached_property
     def params(self) -> list[int]:
-        return [room.param for room in self.slots]
+        return [slot.param for slot in self.slots]
 
     @cached_property
     def digest(self) -> bytes:
-        """Equal for buckets with the same rooms and shards, on whichever device number."""
+        """A hash that is equal for buckets with equal slots and shards. The device index does not count."""
         numbers = array("q", [self.numel, len(self.slots)])
         for param, span in self.slots:
             numbers.extend((param, *span))
-        kind = f"{self.dtype}@{self.device.type} {self.shards}"
-        return hashlib.blake2b(numbers.tobytes() + kind.encode(), digest_size=16).digest()
+        text = f"{self.dtype}@{self.device.type} {self.shards}"
+        return hashlib.blake2b(numbers.tobytes() + text.encode(), digest_size=16).digest()
 
     @property
     def param_shards(self) -> Iterator[ParamShard]:
-        """Those of all ranks, in the order of their memory."""
-        for room in self.slots:
-            yield from self.param_shards_in_slot(room)
+        """The param shards of all ranks, in memory order."""
+        for slot in self.slots:
+            yield from self.param_shards_in_slot(slot)
 
     def param_shards_in_slot(self, slot: BucketSlot) -> Iterator[ParamShard]:
-        """What ranks own of one parameter."""
+        """Yield the shards of one parameter, in rank order."""
         last = self.shards.owner_at(max(slot.span.stop - 1, slot.span.start))
         for rank in range(self.shards.owner_at(slot.span.start), last + 1):
-            piece = self.param_shard(slot, Rank(rank))
-            if piece is not None:
-                yield piece
+            param_shard = self.param_shard(slot, Rank(rank))
+            if param_shard is not None:
+                yield param_shard
 
     def numel_by_rank_range(self, slot: BucketSlot) -> Iterator[tuple[range, int]]:
-        """Ranks that own as many elements of one parameter, and how many: the first, the last, those between."""
+        """Yield ranges of ranks that own equally many elements of one parameter, and that number.
+
+        These are the first rank, the ranks in between and the last one.
+        """
         start, stop = slot.span
         first, last = self.shards.owner_at(start), self.shards.owner_at(max(stop - 1, start))
         if first == last:
@@ -244,41 +239,41 @@ class Bucket:
         yield range(last, last + 1), stop - self.shards[last].start
 
     def param_shards_of_rank(self, rank: Rank) -> Iterator[ParamShard]:
-        """What one rank owns."""
+        """Yield what one rank owns, in memory order."""
         shard = self.shards[rank]
-        first = bisect_left(self.slots, shard.start, key=lambda room: room.span.stop)
-        for room in islice(self.slots, first, None):
-            if room.span.start > shard.stop:
+        first = bisect_left(self.slots, shard.start, key=lambda slot: slot.span.stop)
+        for slot in islice(self.slots, first, None):
+            if slot.span.start > shard.stop:
                 return
-            piece = self.param_shard(room, rank)
-            if piece is not None:
-                yield piece
+            param_shard = self.param_shard(slot, rank)
+            if param_shard is not None:
+                yield param_shard
 
     def param_shard(self, slot: BucketSlot, rank: Rank) -> ParamShard | None:
-        """What a rank owns of a parameter. One without elements belongs to the rank in whose shard it lies."""
+        """Return what `rank` owns of a parameter. A parameter without elements belongs to the rank at its offset."""
         shard, (start, stop) = self.shards[rank], slot.span
-        mine = Span(max(start, shard.start), min(stop, shard.stop))
-        if not (mine.length > 0 or (start == stop and self.shards.owner_at(start) == rank)):
+        owned = Span(max(start, shard.start), min(stop, shard.stop))
+        if not (owned.length > 0 or (start == stop and self.shards.owner_at(start) == rank)):
             return None
         if start == stop:
-            mine = slot.span
-        return ParamShard(slot.param, Span(mine.start - start, mine.stop - start), self.index, mine, rank)
+            owned = slot.span
+        return ParamShard(slot.param, Span(owned.start - start, owned.stop - start), self.index, owned, rank)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All parameters, all buckets, checked when it is made."""
+    """All parameters and buckets of an optimizer. Raises `LayoutError` at construction if they are inconsistent."""
 
     world_size: int
     params: tuple[ParamSpec, ...]
     buckets: tuple[Bucket, ...]
     base: InitVar["Layout | None"] = None
-    """The layout that this one extends. Its parameters and buckets come first and are not checked again."""
+    """The layout that this one extends. Its parameters and buckets come first and are not validated again."""
 
     def __post_init__(self, base: "Layout | None") -> None:
         for problem in self._find_problems(base):
             raise LayoutError(f"inconsistent layout: {problem}")
-        # Reuse what is known of the base, so that adding a group costs as much as the group, not as the model.
+        # Reuse the cached values of the base: adding a group then costs as much as the group, not as the model.
         if base is not None and "_chained_digest" in vars(base):
             vars(self)["_chained_digest"] = _extend_digest(base._chained_digest, self.buckets[len(base.buckets) :])
         if base is not None and "_whole_param_numel" in vars(base):
@@ -291,40 +286,39 @@ class Layout:
         return Layout(world_size, (), ())
 
     def params_owned_by(self, rank: Rank, *, first_bucket: int = 0) -> tuple[int, ...]:
-        """Parameters that `rank` owns whole or in part, in order, from bucket `first_bucket` on."""
+        """Return the parameters that `rank` owns at least partly, sorted, from bucket `first_bucket` on."""
         buckets = islice(self.buckets, first_bucket, None)
-        return tuple(sorted(piece.param for bucket in buckets for piece in bucket.param_shards_of_rank(rank)))
+        return tuple(sorted(shard.param for bucket in buckets for shard in bucket.param_shards_of_rank(rank)))
 
     def bucket_of(self, param: int) -> int:
         return self._locations[param][0]
 
     def has_trainable_params(self, bucket: int) -> bool:
-        """Whether some parameter of a bucket is trained."""
         return any(self.params[param].trainable for param in self.buckets[bucket].params)
 
     def describe_bucket(self, index: int, contents: str) -> str:
-        """What is under way, in words: `contents` of a bucket."""
+        """Describe `contents` of a bucket for error messages about work in flight."""
         first, *others = (self.params[param].label for param in self.buckets[index].params)
         more = f" and {len(others)} more" if others else ""
         return f"{contents} of bucket {index} of {len(self.buckets)} ({first}{more})"
 
     def param_shards(self, param: int) -> tuple[ParamShard, ...]:
-        """In the order of its elements."""
-        bucket, room = self._locations[param]
-        return tuple(self.buckets[bucket].param_shards_in_slot(room))
+        """Return the shards of a parameter, in the order of its elements."""
+        bucket, slot = self._locations[param]
+        return tuple(self.buckets[bucket].param_shards_in_slot(slot))
 
     def param_shard(self, param: int, rank: Rank) -> ParamShard | None:
-        """What a rank owns of a parameter."""
-        bucket, room = self._locations[param]
-        return self.buckets[bucket].param_shard(room, rank)
+        """Return what `rank` owns of a parameter, or None."""
+        bucket, slot = self._locations[param]
+        return self.buckets[bucket].param_shard(slot, rank)
 
     def owner_of(self, param: int) -> Rank:
-        """The one rank that owns all of a parameter."""
-        (piece,) = self.param_shards(param)
-        return piece.owner
+        """Return the owner of a parameter that is not split."""
+        (param_shard,) = self.param_shards(param)
+        return param_shard.owner
 
     def numel_per_rank(self, *, trainable: bool) -> list[int]:
-        """Elements owned by each rank, of the trainable or of the frozen parameters."""
+        """Return how many elements each rank owns of the trainable, or of the frozen, parameters."""
 
         def count(spec: ParamSpec, numel: int) -> int:
             counts = spec.trainable == trainable and spec.storage_numel
@@ -333,26 +327,26 @@ class Layout:
         return self.sum_per_rank(count)
 
     def sum_per_rank(self, value_of: Callable[[ParamSpec, int], T]) -> list[T]:
-        """What each rank's elements are worth, given what so many elements of a parameter are.
+        """Sum `value_of(spec, numel)` over all that each rank owns.
 
-        Ranks are not looked at one by one where many own as much of a parameter.
+        Ranks that own equally much of a parameter are handled as a range, not one by one.
         """
         sums: list[Any] = [0] * self.world_size
-        rises: list[Any] = [0] * (self.world_size + 1)
+        deltas: list[Any] = [0] * (self.world_size + 1)
         for bucket in self.buckets:
-            for room in bucket.slots:
-                for ranks, elements in bucket.numel_by_rank_range(room):
-                    value = value_of(self.params[room.param], elements)
+            for slot in bucket.slots:
+                for ranks, numel in bucket.numel_by_rank_range(slot):
+                    value = value_of(self.params[slot.param], numel)
                     if len(ranks) == 1:
                         sums[ranks[0]] += value
                     else:
-                        rises[ranks.start] += value
-                        rises[ranks.stop] -= value
-        return [own + shared for own, shared in zip(sums, accumulate(rises[:-1]), strict=True)]
+                        deltas[ranks.start] += value
+                        deltas[ranks.stop] -= value
+        return [own + shared for own, shared in zip(sums, accumulate(deltas[:-1]), strict=True)]
 
     @property
     def digest(self) -> str:
-        """The same for layouts that put the same pieces into the same places, on whichever device numbers."""
+        """A hash that is equal for layouts with equal buckets. Device indices do not count."""
         return self._chained_digest.hex()
 
     @cached_property
@@ -360,12 +354,12 @@ class Layout:
         return _extend_digest(self.world_size.to_bytes(8, "big"), self.buckets)
 
     def whole_param_numel_per_rank(self, *, trainable: bool) -> list[float]:
-        """Elements of whole parameters that each rank was dealt, of the trainable or of the frozen ones."""
+        """Return how many elements of unsplit trainable, or frozen, parameters each rank owns."""
         return list(self._whole_param_numel[trainable])
 
     @cached_property
     def _whole_param_numel(self) -> tuple[list[int], list[int]]:
-        """Of the frozen, of the trainable parameters."""
+        """Per rank, of the frozen and of the trainable parameters."""
         return self._add_whole_param_numel(([0] * self.world_size, [0] * self.world_size), self.buckets)
 
     def _add_whole_param_numel(
@@ -380,16 +374,16 @@ class Layout:
 
     @cached_property
     def _locations(self) -> dict[int, tuple[int, BucketSlot]]:
-        return {room.param: (bucket.index, room) for bucket in self.buckets for room in bucket.slots}
+        return {slot.param: (bucket.index, slot) for bucket in self.buckets for slot in bucket.slots}
 
     def _find_problems(self, base: "Layout | None") -> Iterator[str]:
-        """What contradicts itself. Only the first is sure to be right: each check relies on the ones before."""
+        """Yield inconsistencies. Only the first is reliable: each check assumes that those before it passed."""
         params, buckets = (0, 0) if base is None else (len(base.params), len(base.buckets))
         if (
             base is not None
             and (
                 base.world_size != self.world_size
-                or self.params[:params] != base.params  # quick, since tuples look for identity first
+                or self.params[:params] != base.params  # fast: tuples compare identity first
                 or self.buckets[:buckets] != base.buckets
             )
         ):
@@ -397,14 +391,14 @@ class Layout:
         for index, spec in enumerate(self.params[params:], params):
             if spec.index != index:
                 yield f"{spec.label} stands at place {index}"
-        placed = bytearray(b"\1" * params + bytes(len(self.params) - params))
+        has_slot = bytearray(b"\1" * params + bytes(len(self.params) - params))
         for index, bucket in enumerate(self.buckets[buckets:], buckets):
             if bucket.index != index:
                 yield f"bucket {bucket.index} stands at place {index}"
             yield from self._find_shard_problems(bucket)
-            yield from self._find_slot_problems(bucket, placed)
-        if 0 in placed:
-            yield f"{self.params[placed.index(0)].label} has no room"
+            yield from self._find_slot_problems(bucket, has_slot)
+        if 0 in has_slot:
+            yield f"{self.params[has_slot.index(0)].label} has no slot"
 
     def _find_shard_problems(self, bucket: Bucket) -> Iterator[str]:
         if len(bucket.shards) != self.world_size:
@@ -413,16 +407,16 @@ class Layout:
             yield f"the shards of bucket {bucket.index} {problem}"
 
     def _find_slot_problems(self, bucket: Bucket, has_slot: bytearray) -> Iterator[str]:
-        """`placed`: a flag for each parameter that has a room."""
+        """Yield problems of a bucket's slots. `has_slot` has a flag per parameter, which this sets."""
         end = 0
         for param, span in bucket.slots:
             if not 0 <= param < len(self.params):
                 yield f"there is no parameter {param}"
             spec = self.params[param]
             if has_slot[param]:
-                yield f"{spec.label} has two rooms"
+                yield f"{spec.label} has two slots"
             if span.length != spec.storage_numel:
-                yield f"{spec.label} has {spec.storage_numel} elements and a room for {span.length}"
+                yield f"{spec.label} has {spec.storage_numel} elements and a slot of {span.length}"
             if not end <= span.start <= span.stop <= bucket.numel:
                 yield f"{spec.label} does not fit its place in bucket {bucket.index}"
             if bucket.has_whole_params and not bucket.shards[bucket.shards.owner_at(span.start)].contains(span):
@@ -433,7 +427,7 @@ class Layout:
 
 
 def _extend_digest(digest: bytes, buckets: Sequence[Bucket]) -> bytes:
-    """The digest of a layout with more buckets."""
+    """Return the digest of a layout after appending `buckets`."""
     for bucket in buckets:
         digest = hashlib.blake2b(digest + bucket.digest, digest_size=16).digest()
     return digest

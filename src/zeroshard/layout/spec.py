@@ -1,4 +1,4 @@
-"""What a layout needs to know of a parameter."""
+"""ParamSpec: what a layout knows about a parameter (shape, strides, dtype, group), without its tensor."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -11,12 +11,12 @@ import torch
 from .chunks import storage_numel
 
 ParamAttrs = tuple[tuple[str, float], ...]
-"""Names and values."""
+"""Names and values of the attributes that a user set on a parameter."""
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter as it was when the optimizer was built."""
+    """One parameter, as it was when the optimizer was built."""
 
     index: int
     name: str | None
@@ -34,7 +34,7 @@ class ParamSpec:
 
     @cached_property
     def storage_numel(self) -> int:
-        """Elements of memory between its first and its last: more than `numel` where the strides leave gaps."""
+        """Memory elements from the first to the last element: more than `numel` where the strides leave gaps."""
         return storage_numel(self.shape, self.stride)
 
     @cached_property
@@ -43,51 +43,52 @@ class ParamSpec:
 
     @property
     def is_contiguous(self) -> bool:
-        """Its elements lie in memory in their own order, without gaps."""
-        steps, expected = [], 1
+        """Whether the elements lie in memory in row-major order, without gaps."""
+        contiguous, numel = [], 1
         for size in reversed(self.shape):
-            steps.append(expected)
-            expected *= size
-        return all(size == 1 or it == step for size, it, step in zip(self.shape, self.stride, steps[::-1], strict=True))
+            contiguous.append(numel)
+            numel *= size
+        dims = zip(self.shape, self.stride, reversed(contiguous), strict=True)
+        return all(size == 1 or step == expected for size, step, expected in dims)
 
     @property
     def label(self) -> str:
-        """How errors call it."""
+        """The name of the parameter in error messages."""
         return f"parameter {self.index}" + (f" ({self.name})" if self.name else "")
 
     def describe(self) -> str:
-        """All that must be equal on every rank, in one line. Device numbers may differ, kinds may not."""
-        kind = str(self.dtype).removeprefix("torch.")
-        trains = "trainable" if self.trainable else "frozen"
+        """Return one line that must be equal on all ranks. Device indices may differ, device types may not."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        state = "trainable" if self.trainable else "frozen"
         return (
             f"{self.label} in group {self.group}: shape {self.shape}, strides {self.stride}, "
-            f"{kind} on {self.device.type}, {trains}"
+            f"{dtype} on {self.device.type}, {state}"
         )
 
 
 def make_param_specs(
     groups: Iterable[Mapping[str, Any]], *, first_index: int = 0, first_group: int = 0
 ) -> tuple[ParamSpec, ...]:
-    """Number the parameters of `groups` in order, starting at the given index and group."""
+    """Return the specs of all parameters of `groups`, numbered in order from `first_index` and `first_group`."""
     specs: list[ParamSpec] = []
-    for number, group in enumerate(groups, first_group):
+    for group_index, group in enumerate(groups, first_group):
         names = group.get("param_names") or [None] * len(group["params"])
         for name, param in zip(names, group["params"], strict=True):
-            specs.append(_make_param_spec(first_index + len(specs), name, param, number))
+            specs.append(_make_param_spec(first_index + len(specs), name, param, group_index))
     return tuple(specs)
 
 
 def _make_param_spec(index: int, name: str | None, param: torch.Tensor, group: int) -> ParamSpec:
-    # Sparse tensors have no strides; they are numbered like the others, so that a refusal can name them.
+    # Sparse tensors have no strides. They get an index like the others, so that the error that rejects them can name it.
     stride = param.stride() if param.layout == torch.strided else ()
-    shape, trains = tuple(param.shape), param.requires_grad
-    return ParamSpec(index, name, shape, stride, param.dtype, param.device, group, trains, read_param_attrs(param))
+    shape, trainable = tuple(param.shape), param.requires_grad
+    return ParamSpec(index, name, shape, stride, param.dtype, param.device, group, trainable, read_param_attrs(param))
 
 
 def read_param_attrs(param: torch.Tensor) -> ParamAttrs:
-    """Numbers and flags that its user has put on it, such as `param.lr_mul = 10.0`: an optimizer may look for them.
+    """Return the numbers and flags that the user set on a parameter, such as `param.lr_mul = 10.0`.
 
-    Private names are those of frameworks, and other values may keep a model alive.
+    An optimizer may read them. Names with an underscore belong to frameworks, and other values may keep a model alive.
     """
-    found = ((name, value) for name, value in vars(param).items() if type(value) in (bool, int, float))
-    return tuple(sorted((name, value) for name, value in found if not name.startswith("_")))
+    numbers = ((name, value) for name, value in vars(param).items() if type(value) in (bool, int, float))
+    return tuple(sorted((name, value) for name, value in numbers if not name.startswith("_")))
