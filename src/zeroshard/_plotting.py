@@ -1,4 +1,4 @@
-"""Pictures, drawn by matplotlib where that is installed."""
+"""Matplotlib figures; matplotlib is an optional dependency."""
 
 from importlib import import_module
 from pathlib import Path
@@ -8,18 +8,22 @@ from .errors import ConfigError
 
 
 def new_figure(feature: str, **options: Any) -> Any:
-    """`what` needs it, for the error where it is missing."""
+    """Return a new figure. `feature` names the caller in the error if matplotlib is missing.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
     try:
-        made: Any = import_module("matplotlib.figure").Figure
+        figure_class: Any = import_module("matplotlib.figure").Figure
     except ImportError as error:
         raise ConfigError(
             f"{feature} draws with matplotlib, which is not installed: pip install 'zeroshard[plot]'"
         ) from error
-    return made(layout="constrained", **options)
+    return figure_class(layout="constrained", **options)
 
 
 def save_figure(figure: Any, path: Path) -> Path:
-    """The file that was written: a PNG, or what the ending of its name says."""
+    """Write `figure` in the format of the file extension (PNG without one) and return the path of the file."""
     target = path if path.suffix else path.with_name(f"{path.name}.png")
     try:
         figure.savefig(target)

@@ -1,20 +1,20 @@
-"""Numbers with a meaning."""
+"""Types and small helpers that every package uses: ranks, spans, formatting."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, NewType
 
 Rank = NewType("Rank", int)
-"""A rank inside the optimizer's process group: what layouts speak of."""
+"""A rank within the optimizer's process group; layouts use these."""
 
 GlobalRank = NewType("GlobalRank", int)
-"""A rank of the whole job: what ``torch.distributed`` wants as source or destination."""
+"""A rank of the whole job; ``torch.distributed`` takes these as source or destination."""
 
 MIB = 1 << 20
 _MAX_RANKS_SHOWN = 8
 
 
 class Span(NamedTuple):
-    """The half-open range ``[start, stop)`` of elements."""
+    """A half-open range ``[start, stop)`` of elements."""
 
     start: int
     stop: int
@@ -28,16 +28,16 @@ class Span(NamedTuple):
 
 
 def align_up(value: int, step: int) -> int:
-    """The smallest multiple of `step` that is not below `value`."""
+    """Round `value` up to a multiple of `step`."""
     return -(-value // step) * step
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """A few of them, in words."""
+    """Format the first few ranks for a message: "ranks 0, 1, 2"."""
     shown = ", ".join(map(str, ranks[:_MAX_RANKS_SHOWN])) + (", ..." if len(ranks) > _MAX_RANKS_SHOWN else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def replace_unprintable(text: str) -> str:
-    """Replace what a terminal would interpret: names come from other people's files."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    """Replace characters that a terminal may interpret: names may come from untrusted files."""
+    return "".join(char if char.isprintable() else "?" for char in text)

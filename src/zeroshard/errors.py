@@ -1,30 +1,30 @@
-"""Everything zeroshard raises on its own account.
+"""The exceptions of zeroshard.
 
     ZeroError
-    ├── ConfigError (ValueError)          an argument that cannot work
-    ├── LayoutError                       an inconsistent layout: a bug in a partitioner
-    ├── BindingError (RuntimeError)       parameters are no longer what the optimizer was built on
-    ├── CheckpointError (ValueError)      a state dict that does not fit
-    ├── RankMismatchError (RuntimeError)  the ranks are about to do different things
-    ├── RankFailedError (RuntimeError)    another rank failed; its message is in this one
-    ├── RankLostError (RuntimeError)      another rank died, or did not answer in time
-    ├── ReplicaMismatchError (RuntimeError)         parameters are no longer the same on all ranks
-    └── NonFiniteError (RuntimeError)     gradients that are not finite, where that was to be an error
+    ├── ConfigError (ValueError)             an invalid argument
+    ├── LayoutError                          an inconsistent layout: a bug in a partitioner
+    ├── BindingError (RuntimeError)          a parameter was replaced, moved or reshaped after construction
+    ├── CheckpointError (ValueError)         a state dict or checkpoint that does not fit
+    ├── RankMismatchError (RuntimeError)     the ranks are about to do different things
+    ├── RankFailedError (RuntimeError)       another rank failed; its message is part of this one
+    ├── RankLostError (RuntimeError)         another rank died, or did not answer in time
+    ├── ReplicaMismatchError (RuntimeError)  parameters are no longer identical on all ranks
+    └── NonFiniteError (RuntimeError)        non-finite gradients, where the config asks for an error
 
-Wrong types raise ``TypeError`` as in torch.
+Wrong types raise ``TypeError``, as in torch.
 """
 
 
 class ZeroError(Exception):
-    """Base of all errors of this package."""
+    """Base class of all errors of this package."""
 
 
 class ConfigError(ZeroError, ValueError):
-    """An argument that cannot work, found before anything was changed."""
+    """An invalid argument; raised before anything is changed."""
 
 
 class LayoutError(ZeroError):
-    """A layout that contradicts itself."""
+    """An inconsistent layout."""
 
 
 class BindingError(ZeroError, RuntimeError):
@@ -32,24 +32,25 @@ class BindingError(ZeroError, RuntimeError):
 
 
 class CheckpointError(ZeroError, ValueError):
-    """A state dict that does not fit this optimizer, or state that cannot be sent safely."""
+    """A state dict or checkpoint does not fit this optimizer, or state cannot be serialized safely."""
 
 
 class RankMismatchError(ZeroError, RuntimeError):
-    """The ranks of the group disagree about what they are doing; raised on every rank."""
+    """The ranks make different calls, or the same call with different arguments; raised on every rank."""
 
 
 class RankFailedError(ZeroError, RuntimeError):
-    """Another rank of the group failed in the same call; raised on every rank that did not."""
+    """Another rank failed in the same call; raised on every rank that did not fail itself."""
 
 
 class RankLostError(ZeroError, RuntimeError):
-    """The connection to other ranks is lost, since one died or did not answer in time; raised on all that are left.
+    """Other ranks are lost: one died or did not answer in time; raised on all surviving ranks.
 
-    failed: ranks that have said by which error of their own they ended.
-    gone: ranks that have no connection any more and have left no word.
-    silent: ranks that have a connection, or had one until time was up, and have not said a word.
-    Both are empty where the store through which ranks hear of each other does not answer: nothing is known then.
+    failed: ranks that reported an error of their own.
+    exited: ranks whose connections are closed and that left no error report.
+    unresponsive: ranks that were connected, at least until the timeout, and left no error report.
+
+    `exited` and `unresponsive` are empty if the job's store does not answer: nothing is known about other ranks then.
     """
 
     def __init__(
@@ -63,17 +64,17 @@ class RankLostError(ZeroError, RuntimeError):
         self.failed, self.exited, self.unresponsive = failed, exited, unresponsive
 
     def copy(self) -> "RankLostError":
-        """The same, to be raised anew."""
+        """Return a new, equal exception: raising the same object again would extend its traceback."""
         return RankLostError(str(self), self.failed, self.exited, self.unresponsive)
 
 
 class ReplicaMismatchError(ZeroError, RuntimeError):
-    """Parameters are no longer the same on all ranks; raised on every rank, before anything is updated.
+    """Parameters are no longer identical on all ranks; raised on every rank, before anything is updated.
 
-    step: the step that found it, None if `check_consistency()` did.
-    ranks: those that differ from the majority or, without one, from the owner, in the first few parameters. They count
-        in all ranks that train together.
-    params: names of all parameters that differ, or their numbers where they have no names.
+    step: the step that found the mismatch; None if `check_consistency()` did.
+    ranks: data-parallel ranks that differ from the majority (from the owner if there is none) in the first few
+        parameters.
+    params: names of all parameters that differ, or their indices if they have no names.
     """
 
     def __init__(
@@ -84,4 +85,4 @@ class ReplicaMismatchError(ZeroError, RuntimeError):
 
 
 class NonFiniteError(ZeroError, RuntimeError):
-    """Gradients of a step are not finite; raised on every rank, before anything is updated."""
+    """The gradients of a step are not finite; raised on every rank, before anything is updated."""

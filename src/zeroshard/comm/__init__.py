@@ -1,1 +1,1 @@
-"""The only folder that talks to other ranks."""
+"""All communication between ranks. No other package calls `torch.distributed` collectives."""

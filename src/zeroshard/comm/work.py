@@ -1,4 +1,4 @@
-"""Work in flight."""
+"""Asynchronous communication in flight."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ class Waitable(Protocol):
 
 
 class PendingWork:
-    """A message under way, and the tensor it reads or writes.
+    """An asynchronous operation, and the tensor it reads or writes.
 
     Hazard: the tensor must stay alive, and its memory untouched, until `wait` has returned.
     """
@@ -32,7 +32,10 @@ class PendingWork:
 
 
 class WorkList:
-    """Several works as one. Also where one fails, all are over before that is raised: they use memory until then."""
+    """Several works as one.
+
+    If one fails, `wait` still waits for all others before it raises: they use their memory until then.
+    """
 
     def __init__(self, works: Sequence[Waitable]) -> None:
         self._works = works
@@ -49,14 +52,14 @@ class WorkList:
 
 
 class InFlightWindow:
-    """At most `limit` messages under way; what comes after a message runs once it has arrived."""
+    """At most `limit` operations in flight. A callback, if any, runs when its operation is waited for, in order."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._queue: deque[tuple[PendingWork, Callable[[], object] | None]] = deque()
 
     def wait_for_capacity(self) -> None:
-        """Wait until one more may start."""
+        """Wait until one more operation may start."""
         while len(self._queue) >= self._limit:
             self._finish_oldest()
 
@@ -69,7 +72,7 @@ class InFlightWindow:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        pending, then = self._queue.popleft()
-        pending.wait()
-        if then is not None:
-            then()
+        work, on_done = self._queue.popleft()
+        work.wait()
+        if on_done is not None:
+            on_done()
