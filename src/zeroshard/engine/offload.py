@@ -1,6 +1,10 @@
-"""State in host memory: it comes to the device bucket by bucket, is updated there, and goes back.
+"""CPU offload: optimizer state rests in host memory and is updated on the device, bucket by bucket.
 
-While one bucket is updated, the state of the next is on its way in, and that of the last on its way out.
+While one bucket is updated, the state of the next bucket is prefetched and that of the previous one is written back::
+
+    prefetch    | bucket 0 | bucket 1 | bucket 2 |          |
+    step        |          | bucket 0 | bucket 1 | bucket 2 |
+    write back  |          |          | bucket 0 | bucket 1 | bucket 2 |
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +22,7 @@ from .optimizer_shard import OptimizerShard
 
 
 def is_offload_device(device: torch.device) -> bool:
-    """Whether the host can spare memory there."""
+    """Return whether offloading saves memory on this device."""
     return device.type == "cuda"
 
 
@@ -29,29 +33,30 @@ class OffloadPipeline:
         self._host_transfers, self._storage, self._profiler = host_transfers, storage, profiler
 
     def step(self, optimizer_shard: OptimizerShard, kwargs: dict[str, Any]) -> Any:
-        """State of what has no gradient stays where it is, unless the optimizer moves that, too."""
-        step, everything = _SplitStep(optimizer_shard.inner, kwargs), optimizer_shard.traits.updates_without_grads
-        chosen = [segment for segment in optimizer_shard if everything or segment.param.grad is not None]
+        """Step an inner optimizer bucket by bucket and return the result of its `step`.
+
+        State of flat params without a gradient stays in host memory, unless the optimizer updates those too.
+        """
+        split_step, update_all = _SplitStep(optimizer_shard.inner, kwargs), optimizer_shard.traits.updates_without_grads
+        to_update = [flat_param for flat_param in optimizer_shard if update_all or flat_param.param.grad is not None]
 
         def update(flat_params: Sequence[FlatParam]) -> None:
-            with (
-                ExitStack() as after,
-                self._profiler.phase(Phase.INNER_STEP, optimizer_shard.name),
-            ):  # also where it fails
-                after.callback(self._storage.write_params, flat_params)
-                after.callback(optimizer_shard.flat_params.rebind, flat_params)
-                step.step_params(flat_params)
+            # The callbacks run in reverse order, also when the inner step fails.
+            with ExitStack() as callbacks, self._profiler.phase(Phase.INNER_STEP, optimizer_shard.name):
+                callbacks.callback(self._storage.write_params, flat_params)
+                callbacks.callback(optimizer_shard.flat_params.rebind, flat_params)
+                split_step.step_params(flat_params)
 
-        self._run_batches(optimizer_shard.inner, chosen, update)
-        if not chosen:
-            step.step_params([])  # it may count its steps
-        return step.result
+        self._run_batches(optimizer_shard.inner, to_update, update)
+        if not to_update:
+            split_step.step_params([])  # the optimizer may count its steps
+        return split_step.result
 
     def for_each_bucket(self, optimizer_shard: OptimizerShard, action: Callable[[], object]) -> None:
-        """Do something to all parameters of the inner optimizer and their state, on the device, some at a time."""
+        """Call `action` once per bucket, with the inner optimizer restricted to it and its state on the device."""
 
         def run_action(flat_params: Sequence[FlatParam]) -> None:
-            with optimizer_shard.inner.restrict_to({id(segment.param) for segment in flat_params}):
+            with optimizer_shard.inner.restrict_to({id(flat_param.param) for flat_param in flat_params}):
                 action()
 
         self._run_batches(optimizer_shard.inner, list(optimizer_shard), run_action)
@@ -62,38 +67,38 @@ class OffloadPipeline:
         flat_params: Sequence[FlatParam],
         action: Callable[[Sequence[FlatParam]], None],
     ) -> None:
-        runs = [list(run) for _, run in groupby(sorted(flat_params, key=_bucket_of), key=_bucket_of)]
-        hosts = [self._host_transfers.for_device(run[0].param.device) for run in runs]
-        batches = [
-            _OffloadedBucket(*it, local_optimizer, self._storage, self._profiler)
-            for it in zip(runs, hosts, strict=True)
+        by_bucket = [list(run) for _, run in groupby(sorted(flat_params, key=_bucket_of), key=_bucket_of)]
+        host_transfers = [self._host_transfers.for_device(run[0].param.device) for run in by_bucket]
+        buckets = [
+            _OffloadedBucket(bucket_params, host_transfer, local_optimizer, self._storage, self._profiler)
+            for bucket_params, host_transfer in zip(by_bucket, host_transfers, strict=True)
         ]
         try:
-            for number, batch in enumerate(batches):
-                for ahead in batches[number : number + 2]:
-                    ahead.prefetch()
-                batch.wait_for_prefetch()
-                action(batch.flat_params)
-                batch.write_back()
+            for position, bucket in enumerate(buckets):
+                for upcoming in buckets[position : position + 2]:
+                    upcoming.prefetch()
+                bucket.wait_for_prefetch()
+                action(bucket.flat_params)
+                bucket.write_back()
         finally:
-            self._write_back_all(batches)
+            self._write_back_all(buckets)
 
-    def _write_back_all(self, batches: Sequence["_OffloadedBucket"]) -> None:
-        """All that can be. What fails is raised at the end."""
-        failure: Exception | None = None
-        for batch in batches:
+    def _write_back_all(self, buckets: Sequence["_OffloadedBucket"]) -> None:
+        """Write back every bucket that is still on the device and wait. Raises the first error at the end."""
+        first_error: Exception | None = None
+        for bucket in buckets:
             try:
-                batch.write_back()
+                bucket.write_back()
             except Exception as error:
-                failure = failure or error
+                first_error = first_error or error
         with self._profiler.phase(Phase.OFFLOAD_STATE):
             self._host_transfers.synchronize()
-        if failure is not None:
-            raise failure
+        if first_error is not None:
+            raise first_error
 
 
 class _OffloadedBucket:
-    """Segments of a bucket, with their state and master weights."""
+    """The flat params of one bucket, with their state and master weights."""
 
     def __init__(
         self,
@@ -103,12 +108,8 @@ class _OffloadedBucket:
         storage: ShardStorage,
         profiler: StepProfiler,
     ) -> None:
-        self.flat_params, self._host_transfer, self._local_optimizer, self._profiler = (
-            flat_params,
-            host_transfer,
-            local_optimizer,
-            profiler,
-        )
+        self.flat_params, self._host_transfer = flat_params, host_transfer
+        self._local_optimizer, self._profiler = local_optimizer, profiler
         self._bucket_index = _bucket_of(flat_params[0])
         self._master_storage = storage if isinstance(storage, OffloadedMasterStorage) else None
         self._host_tensors: dict[tuple[int, Any], torch.Tensor] = {}
@@ -116,46 +117,54 @@ class _OffloadedBucket:
         self._prefetch_event: Any = None
 
     def prefetch(self) -> None:
-        """Start bringing everything to the device."""
+        """Start copying state and master weights to the device, unless they are there."""
         if self._is_on_device or not is_offload_device(self.flat_params[0].param.device):
             return
         self._is_on_device = True
         with self._profiler.phase(Phase.PREFETCH_STATE, self._bucket_index), self._host_transfer.use_h2d_stream():
             if self._master_storage is not None:
                 self._master_storage.prefetch(self._bucket_index, self._host_transfer)
-            for place, state, key, value in self._offloadable_state():
+            for position, state, key, value in self._offloadable_state():
                 if value.device.type == "cpu":
-                    self._host_tensors[place, key] = value
+                    self._host_tensors[position, key] = value
                     state[key] = self._host_transfer.prefetch(value)
         self._prefetch_event = self._host_transfer.record_prefetch()
 
     def wait_for_prefetch(self) -> None:
+        """Make the current stream wait for the prefetch."""
         self._host_transfer.wait_event(self._prefetch_event)
 
     def write_back(self) -> None:
-        """Start bringing it back; what is there for the first time gets a home. State for which there is no memory
-        stays on the device, and is used there."""
+        """Start copying state and master weights back to the host, unless they are there.
+
+        State created by this step gets new host memory. If that allocation fails, the state stays on the device, and
+        later steps use it there.
+        """
         if not self._is_on_device:
             return
         self._is_on_device = False
         with self._profiler.phase(Phase.OFFLOAD_STATE, self._bucket_index):
             if self._master_storage is not None:
                 self._master_storage.write_back(self._bucket_index, self._host_transfer)
-            for place, state, key, value in self._offloadable_state():
-                home = self._host_transfer.allocate(value, self._host_tensors.get((place, key)))
-                self._host_transfer.write_back(value, home)
-                state[key] = home
+            for position, state, key, value in self._offloadable_state():
+                host_tensor = self._host_transfer.allocate(value, self._host_tensors.get((position, key)))
+                self._host_transfer.write_back(value, host_tensor)
+                state[key] = host_tensor
 
     def _offloadable_state(self) -> Iterator[tuple[int, State, Any, torch.Tensor]]:
-        for place, segment in enumerate(self.flat_params):
-            state = self._local_optimizer.optimizer.state.get(segment.param, {})
+        """Yield the position of the flat param, its state, and a key and value of it that can be offloaded."""
+        for position, flat_param in enumerate(self.flat_params):
+            state = self._local_optimizer.optimizer.state.get(flat_param.param, {})
             for key, value in list(state.items()):
                 if is_offloadable(value):
-                    yield place, state, key, value
+                    yield position, state, key, value
 
 
 class _SplitStep:
-    """Many calls of `step`, each on some parameters, that count as one."""
+    """Several calls of `step`, each for a subset of the parameters, that count as one step.
+
+    Every call starts from the options and step counters as they were before the step; the last call advances them.
+    """
 
     def __init__(self, local_optimizer: LocalOptimizer, kwargs: dict[str, Any]) -> None:
         self._local_optimizer, self._kwargs = local_optimizer, kwargs
@@ -169,7 +178,7 @@ class _SplitStep:
             self._restore_counters()
             self._local_optimizer.push_options(self._options)
         self._has_started = True
-        with self._local_optimizer.restrict_to({id(segment.param) for segment in flat_params}):
+        with self._local_optimizer.restrict_to({id(flat_param.param) for flat_param in flat_params}):
             self.result = self._local_optimizer.step(**self._kwargs)
 
 
