@@ -1,8 +1,14 @@
-"""What the inner optimizer holds of flat buckets: few long tensors instead of one a parameter.
+"""The tensors that the inner optimizer updates: a few long flat params instead of one tensor per parameter.
 
-A segment is a run of this rank's pieces of one group in one bucket, all with the same marks. As long as all
-parameters in it get gradients it is updated as one tensor. When some do not, it is split, so that those keep their
-momenta, their step counts and themselves, as the unsharded optimizer leaves them.
+A flat param covers consecutive param shards of this rank, of one group in one bucket and with equal attributes::
+
+    bucket                    | p0 ....... | p1 .......... | p2 ... | p3 ....... |
+    shards                    | rank 0                | rank 1                   |
+    flat params of rank 1                             | p1, p2 and p3            |
+    if p2 has no gradient                             | p1 | p2 ... | p3 ....... |
+
+While all parameters in a flat param get gradients, the optimizer updates it as one tensor. If some get none, it is
+split, so these parameters keep their values, momenta and step counts, as they do with an unsharded optimizer.
 """
 
 import math
@@ -27,14 +33,14 @@ from .inner import ParamGroup
 from .param_store import FlatParamBuffers
 
 ShardViewFn = Callable[[int, Span, Sequence[int], Sequence[int]], torch.Tensor]
-"""A span of this rank's shard of a bucket, in a shape and with strides."""
+"""Returns a view of this rank's shard: (bucket, span in the shard, shape, stride)."""
 State = dict[Any, Any]
 MemoryLocation = tuple[int, torch.Size, tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
 class FlatParam:
-    """Neighbouring pieces, and the tensor over their memory that the inner optimizer updates."""
+    """Consecutive param shards, and the tensor over their memory that the inner optimizer updates."""
 
     param_shards: tuple[ParamShard, ...]
     group: int
@@ -47,109 +53,120 @@ class FlatParam:
         return self.param_shards[0].bucket
 
     def span_of(self, param_shard: ParamShard) -> Span:
-        """Where a piece lies in the tensor."""
+        """Return the position of a param shard in the flat tensor."""
         start = param_shard.in_bucket.start - self.param_shards[0].in_bucket.start
         return Span(start, start + param_shard.in_bucket.length)
 
     def view_of(self, shard: torch.Tensor) -> torch.Tensor:
-        """The part of a flat shard that goes with the tensor, in its shape; made once."""
+        """Return the elements of `shard` (a gradient shard, say) that match `param`, in its shape. The view is cached."""
         if self._cached_view is None or self._cached_view[0] is not shard:
             view = shard[slice(*self.in_shard)].as_strided(self.param.shape, self.param.stride())
-            object.__setattr__(self, "_view", (shard, view))
+            object.__setattr__(self, "_cached_view", (shard, view))
         assert self._cached_view is not None
         return self._cached_view[1]
 
 
 class FlatParams:
-    """All segments of a rank, and the inner optimizer's view of them."""
+    """All flat params that one inner optimizer has on this rank, by group, and its view of them."""
 
     def __init__(
         self, rank: Rank, shard_view: ShardViewFn, *, can_join_shards: bool, param_shaped_keys: frozenset[str]
     ) -> None:
-        """`joins`: the optimizer updates a flat run as it would update its parts; else each piece is on its own, and
-        one that is a whole parameter has its shape. `param_shaped`: keys of state that has that shape, too."""
-        self._rank, self._shard_view, self._can_join_shards, self._param_shaped_keys = (
-            rank,
-            shard_view,
-            can_join_shards,
-            param_shaped_keys,
-        )
+        """Start without any flat params.
+
+        Args:
+            rank: This rank in the shard group.
+            shard_view: Gives the memory to update.
+            can_join_shards: Whether the optimizer updates concatenated shards as it would update each on its own.
+                Otherwise every param shard is a flat param, and an unsplit parameter keeps its shape.
+            param_shaped_keys: Keys of state that has the shape of its parameter.
+        """
+        self._rank, self._shard_view = rank, shard_view
+        self._can_join_shards, self._param_shaped_keys = can_join_shards, param_shaped_keys
         self._layout = Layout.empty(0)
         self.by_group: list[list[FlatParam]] = []
-        """In the order of `_numbers`, each in the order of memory."""
+        """In the order of `_group_ids`; within a group in memory order."""
         self._group_ids: list[int] = []
         self._bound_locations: list[MemoryLocation] = []
-        """Where all segments lay when they were last where they belong."""
+        """Memory of all flat params when they were last bound to the shards."""
 
     def __iter__(self) -> Iterator[FlatParam]:
         return chain.from_iterable(self.by_group)
 
     def extend(self, layout: Layout, group_ids: Sequence[int]) -> None:
-        """Add segments for the buckets that `layout` has beyond the present ones. `numbers`: of all groups to hold."""
-        known, self._layout, self._group_ids = len(self._layout.buckets), layout, list(group_ids)
+        """Add flat params for the new buckets of `layout`. `group_ids` are all groups of the inner optimizer."""
+        first_new, self._layout, self._group_ids = len(self._layout.buckets), layout, list(group_ids)
         self.by_group.extend([] for _ in group_ids[len(self.by_group) :])
-        held = dict(zip(group_ids, self.by_group, strict=True))
-        for bucket in layout.buckets[known:]:
-            mine = (
-                piece for piece in bucket.param_shards_of_rank(self._rank) if layout.params[piece.param].group in held
+        by_group_id = dict(zip(group_ids, self.by_group, strict=True))
+        for bucket in layout.buckets[first_new:]:
+            owned = (
+                shard
+                for shard in bucket.param_shards_of_rank(self._rank)
+                if layout.params[shard.param].group in by_group_id
             )
-            for pieces in self._split_into_runs(mine, lambda piece: layout.params[piece.param].group):
-                segment = self._make_flat_param(pieces)
-                held[segment.group].append(segment)
+            for run in self._split_into_runs(owned, lambda shard: layout.params[shard.param].group):
+                flat_param = self._make_flat_param(run)
+                by_group_id[flat_param.group].append(flat_param)
 
     def rollback(self, layout: Layout, num_groups: int) -> None:
-        """Undo `extend`."""
+        """Undo `extend`: return to `layout` and the first `num_groups` groups."""
         self._layout = layout
         del self.by_group[num_groups:], self._group_ids[num_groups:]
 
     def make_inner_groups(self, groups: Sequence[ParamGroup]) -> list[ParamGroup]:
-        """The user's groups, with segments in the place of parameters. A group without any keeps the user's."""
-        own = [dict(group) for group in groups]
-        for group, segments in zip(own, self.by_group, strict=True):
-            if segments:
-                self._set_group_params(group, segments)
-        return own
+        """Return copies of the user's groups with flat params as "params".
+
+        A group without flat params on this rank keeps the user's parameters.
+        """
+        inner_groups = [dict(group) for group in groups]
+        for group, flat_params in zip(inner_groups, self.by_group, strict=True):
+            if flat_params:
+                self._set_group_params(group, flat_params)
+        return inner_groups
 
     def param_ids(self) -> set[int]:
-        return {id(segment.param) for segment in self}
+        return {id(flat_param.param) for flat_param in self}
 
     def split_by_mask(self, mask: bytes, optimizer: Optimizer) -> None:
-        """Split segments in which only some parameters are flagged, with their state."""
-        for segments, group in zip(self.by_group, optimizer.param_groups, strict=True):
-            if all(_is_uniform(segment, mask) for segment in segments):
+        """Split flat params, and their state, in which `mask` is set for some parameters only."""
+        for flat_params, group in self._pair_groups(optimizer):
+            if all(_is_uniform(flat_param, mask) for flat_param in flat_params):
                 continue
-            parts = [self._split_flat_param(segment, mask, optimizer) for segment in segments]
-            segments[:] = chain.from_iterable(parts)
-            self._set_group_params(group, segments)
+            split = [self._split_flat_param(flat_param, mask, optimizer) for flat_param in flat_params]
+            flat_params[:] = chain.from_iterable(split)
+            self._set_group_params(group, flat_params)
 
     def flat_param_of(self, param_shard: ParamShard) -> FlatParam:
-        """The one that a piece of this rank lies in."""
-        segments, place = self._find(param_shard)
-        return segments[place]
+        """Return the flat param that contains a param shard of this rank."""
+        flat_params, position = self._find(param_shard)
+        return flat_params[position]
 
     def isolate(self, param_shard: ParamShard, optimizer: Optimizer) -> FlatParam:
-        """Give a piece a segment of its own, with its state. Other segments keep their tensors."""
-        segments, place = self._find(param_shard)
-        pieces = segments[place].param_shards
-        if len(pieces) == 1:
-            return segments[place]
-        at = pieces.index(param_shard)
-        runs = [run for run in (pieces[:at], (param_shard,), pieces[at + 1 :]) if run]
-        segments[place : place + 1] = self._split_at_runs(segments[place], runs, optimizer)
-        self._set_group_params(optimizer.param_groups[self._group_position(param_shard)], segments)
+        """Split a param shard, with its state, into its own flat param. Other flat params keep their tensors."""
+        flat_params, position = self._find(param_shard)
+        shards = flat_params[position].param_shards
+        if len(shards) == 1:
+            return flat_params[position]
+        at = shards.index(param_shard)
+        runs = [run for run in (shards[:at], (param_shard,), shards[at + 1 :]) if run]
+        flat_params[position : position + 1] = self._split_at_runs(flat_params[position], runs, optimizer)
+        self._set_group_params(optimizer.param_groups[self._group_position(param_shard)], flat_params)
         return self.flat_param_of(param_shard)
 
     def join_stateless(self, optimizer: Optimizer) -> None:
-        """Join neighbours without state again. Hazard: views of state that is joined would no longer be its memory."""
-        for segments, group in self._pair_groups(optimizer) if self._can_join_shards else ():
+        """Join adjacent flat params that have no state.
+
+        Hazard: never join flat params with state. Views of their state that the user holds would no longer alias it.
+        """
+        for flat_params, group in self._pair_groups(optimizer) if self._can_join_shards else ():
             joined: list[FlatParam] = []
-            for (*_, has_state), run in groupby(segments, key=lambda it: self._merge_key(it, optimizer)):
-                neighbours = list(run)
-                pieces = tuple(piece for segment in neighbours for piece in segment.param_shards)
-                joined += neighbours if has_state or len(neighbours) == 1 else [self._make_flat_param(pieces)]
-            if len(joined) < len(segments):
-                segments[:] = joined
-                self._set_group_params(group, segments)
+            for (*_, has_state), run in groupby(flat_params, key=lambda item: self._merge_key(item, optimizer)):
+                adjacent = list(run)
+                shards = tuple(shard for flat_param in adjacent for shard in flat_param.param_shards)
+                joined += adjacent if has_state or len(adjacent) == 1 else [self._make_flat_param(shards)]
+            if len(joined) < len(flat_params):
+                flat_params[:] = joined
+                self._set_group_params(group, flat_params)
 
     def _merge_key(self, flat_param: FlatParam, optimizer: Optimizer) -> tuple[object, ...]:
         return (
@@ -159,69 +176,78 @@ class FlatParams:
         )
 
     def _find(self, param_shard: ParamShard) -> tuple[list[FlatParam], int]:
-        """All segments of its group, and the place among them of the one that it lies in."""
-        segments = self.by_group[self._group_position(param_shard)]
-        place = bisect_right(segments, (param_shard.bucket, param_shard.in_bucket.start), key=_bucket_position) - 1
-        while param_shard not in segments[place].param_shards:  # one without elements starts where the next one does
-            place -= 1
-        return segments, place
+        """Return the flat params of the shard's group, and the position of the one that contains it."""
+        flat_params = self.by_group[self._group_position(param_shard)]
+        start = (param_shard.bucket, param_shard.in_bucket.start)
+        position = bisect_right(flat_params, start, key=_bucket_position) - 1
+        while param_shard not in flat_params[position].param_shards:  # an empty one starts where the next one does
+            position -= 1
+        return flat_params, position
 
     def _group_position(self, param_shard: ParamShard) -> int:
         return self._group_ids.index(self._layout.params[param_shard.param].group)
 
     def reflatten(self, optimizer: Optimizer, merge_key_of: Callable[[ParamShard], object]) -> Callable[[], None]:
-        """Cut anew into runs of pieces that are `alike`, and drop all state; returns how to undo it."""
-        before = [list(segments) for segments in self.by_group]
-        state = dict(optimizer.state)
+        """Rebuild all flat params from runs of shards with equal `merge_key_of`, and drop all state.
+
+        Returns a function that restores the former flat params and their state.
+        """
+        flat_params_before = [list(flat_params) for flat_params in self.by_group]
+        state_before = dict(optimizer.state)
 
         def undo() -> None:
-            for (segments, group), kept in zip(self._pair_groups(optimizer), before, strict=True):
-                segments[:] = kept
-                self._set_group_params(group, segments)
+            for (flat_params, group), before in zip(self._pair_groups(optimizer), flat_params_before, strict=True):
+                flat_params[:] = before
+                self._set_group_params(group, flat_params)
             optimizer.state.clear()
-            optimizer.state.update(state)
+            optimizer.state.update(state_before)
 
-        for segments, group in self._pair_groups(optimizer):
-            pieces = [piece for segment in segments for piece in segment.param_shards]
-            segments[:] = [
+        for flat_params, group in self._pair_groups(optimizer):
+            shards = [shard for flat_param in flat_params for shard in flat_param.param_shards]
+            flat_params[:] = [
                 self._make_flat_param(run)
-                for run in self._split_into_runs(pieces, lambda p: (p.bucket, merge_key_of(p)))
+                for run in self._split_into_runs(shards, lambda shard: (shard.bucket, merge_key_of(shard)))
             ]
-            self._set_group_params(group, segments)
+            self._set_group_params(group, flat_params)
         for key in [key for key in optimizer.state if isinstance(key, torch.Tensor)]:
             del optimizer.state[key]
         return undo
 
     def rebind_if_moved(self) -> None:
-        """Notice memory that the optimizer has exchanged (`param.data = ...`): its values come into the shards."""
-        if [_memory_location(segment.param) for segment in self] != self._bound_locations:
+        """Call `rebind` for all flat params if the inner optimizer has moved any (`param.data = ...`)."""
+        if [_memory_location(flat_param.param) for flat_param in self] != self._bound_locations:
             self.rebind(self)
-            self._bound_locations = [_memory_location(segment.param) for segment in self]
+            self._bound_locations = [_memory_location(flat_param.param) for flat_param in self]
 
     @torch.no_grad()
     def rebind(self, flat_params: Iterable[FlatParam]) -> None:
-        """The same for some of them. What does not fit is dropped, and raised in the end."""
-        rooms = ((segment, self._view_span(segment.param_shards[0], segment.in_shard)) for segment in flat_params)
-        away = [(segment, room) for segment, room in rooms if _memory_location(segment.param) != _memory_location(room)]
-        shards = {room.untyped_storage().data_ptr() for _, room in away}
-        # Hazard: one may lie in the room of another, so what lies in shards is read before any is written.
-        values = [_clone_if_inside(shards, segment.param.detach()) for segment, _ in away]
-        misfits: list[str] = []
-        for (segment, room), value in zip(away, values, strict=True):
-            if _describe_tensor(value) == _describe_tensor(room):
-                room.copy_(value)
+        """Copy the values of moved flat params into the shards and make the flat params views of the shards again.
+
+        Raises:
+            BindingError: The optimizer has assigned a tensor with another dtype, device or shape. Its values are
+                dropped; all other flat params have been rebound.
+        """
+        targets = ((it, self._view_span(it.param_shards[0], it.in_shard)) for it in flat_params)
+        moved = [(it, target) for it, target in targets if _memory_location(it.param) != _memory_location(target)]
+        shard_ptrs = {target.untyped_storage().data_ptr() for _, target in moved}
+        # Hazard: a flat param may now alias the memory of another one, so clone values inside shards before writing.
+        values = [_clone_if_inside(shard_ptrs, flat_param.param.detach()) for flat_param, _ in moved]
+        mismatches: list[str] = []
+        for (flat_param, target), value in zip(moved, values, strict=True):
+            if _describe_tensor(value) == _describe_tensor(target):
+                target.copy_(value)
             else:
-                label = self._layout.params[segment.param_shards[0].param].label
-                misfits.append(f"{_describe_tensor(value)} instead of {_describe_tensor(room)} for {label}")
-            segment.param.data = room
-        if misfits:
+                label = self._layout.params[flat_param.param_shards[0].param].label
+                mismatches.append(f"{_describe_tensor(value)} instead of {_describe_tensor(target)} for {label}")
+            flat_param.param.data = target
+        if mismatches:
             raise BindingError(
-                f"the optimizer has assigned to `.data` of its parameters what they cannot be: {misfits[0]}. That was "
-                "not taken over. Its step() is to keep dtypes, devices and shapes."
+                f"the optimizer has assigned to `.data` of its parameters what they cannot be: {mismatches[0]}. That was "
+                "not taken over. Its step() must keep dtypes, devices and shapes."
             )
 
     def shard_state(self, flat_param: FlatParam, param_shard: ParamShard, state: State) -> State:
-        """The state of one piece of a segment: views of what has the parameter's shape, the rest as it is."""
+        """Return the state of one param shard: views of parameter-shaped values, all other values as they are."""
         if len(flat_param.param_shards) == 1:
             return dict(state)
         span = flat_param.span_of(param_shard)
@@ -231,40 +257,39 @@ class FlatParams:
         }
 
     def is_full_param(self, param_shard: ParamShard) -> bool:
-        """Whether it is a parameter in its own shape, with state that is not cut."""
+        """Return whether the optimizer gets the full parameter, in its own shape and with unsharded state."""
         return (
             not self._can_join_shards
             and param_shard.in_param.length == self._layout.params[param_shard.param].storage_numel
         )
 
     def is_sharded(self, key: Any, value: Any, param: torch.Tensor) -> bool:
-        """Whether a value has an element for each of the parameter's."""
+        """Return whether a state value has one element per element of the parameter, and so is sharded with it."""
         return isinstance(value, torch.Tensor) and self.has_param_shape(key, tuple(value.shape), tuple(param.shape))
 
     def add_param_shaped_keys(self, keys: frozenset[Any]) -> None:
-        """Of keys that the self-test did not see: options may have changed since."""
+        """Add keys that the probe did not see, because options have changed since."""
         self._param_shaped_keys |= keys
 
     def with_param_shaped_keys(self, keys: frozenset[Any]) -> "FlatParams":
-        """One that has learned that, over the same segments."""
+        """Return a shallow copy with additional param-shaped keys, over the same flat params."""
         other = copy(self)
         other.add_param_shaped_keys(keys)
         return other
 
     def is_param_shaped(self, key: Any) -> bool:
-        """Whether values under this key are known to have the parameter's shape."""
+        """Return whether the probe, or `add_param_shaped_keys`, says that state under this key has the parameter's shape."""
         return key in self._param_shaped_keys
 
     def has_param_shape(self, key: Any, shape: tuple[int, ...], param_shape: tuple[int, ...]) -> bool:
-        """Of one element the shape says nothing, so the self-test does."""
+        """Return whether state of this shape is param-shaped. For a single element only the probed keys can tell."""
         return shape == param_shape and (key in self._param_shaped_keys or math.prod(shape) > 1)
 
     def _set_group_params(self, group: ParamGroup, flat_params: Sequence[FlatParam]) -> None:
-        group["params"] = [segment.param for segment in flat_params]
+        group["params"] = [flat_param.param for flat_param in flat_params]
         if "param_names" in group:
-            group["param_names"] = [
-                str(self._layout.params[segment.param_shards[0].param].name) for segment in flat_params
-            ]
+            specs = self._layout.params
+            group["param_names"] = [str(specs[flat_param.param_shards[0].param].name) for flat_param in flat_params]
 
     def _pair_groups(self, optimizer: Optimizer) -> Iterable[tuple[list[FlatParam], ParamGroup]]:
         return zip(self.by_group, optimizer.param_groups, strict=True)
@@ -272,11 +297,12 @@ class FlatParams:
     def _split_into_runs(
         self, param_shards: Iterable[ParamShard], key: Callable[[ParamShard], object]
     ) -> Iterator[tuple[ParamShard, ...]]:
+        """Group consecutive shards with equal attributes and `key`; single shards if they cannot be joined."""
         if not self._can_join_shards:
-            return ((piece,) for piece in param_shards)
+            return ((shard,) for shard in param_shards)
         specs = self._layout.params
         return (
-            tuple(run) for _, run in groupby(param_shards, key=lambda piece: (specs[piece.param].attrs, key(piece)))
+            tuple(run) for _, run in groupby(param_shards, key=lambda shard: (specs[shard.param].attrs, key(shard)))
         )
 
     def _make_flat_param(self, param_shards: tuple[ParamShard, ...]) -> FlatParam:
@@ -290,7 +316,7 @@ class FlatParams:
         return FlatParam(param_shards, spec.group, span, param)
 
     def _view_span(self, first_shard: ParamShard, span: Span) -> torch.Tensor:
-        """The memory of a segment that begins with a piece."""
+        """Return the memory of a flat param that starts with `first_shard`, in the shape that the optimizer gets."""
         spec = self._layout.params[first_shard.param]
         shape, stride = (spec.shape, spec.stride) if self.is_full_param(first_shard) else ((span.length,), (1,))
         return self._shard_view(first_shard.bucket, span, shape, stride)
@@ -298,26 +324,26 @@ class FlatParams:
     def _split_flat_param(self, flat_param: FlatParam, mask: bytes, optimizer: Optimizer) -> list[FlatParam]:
         if _is_uniform(flat_param, mask):
             return [flat_param]
-        runs = self._split_into_runs(flat_param.param_shards, lambda piece: mask[piece.param])
+        runs = self._split_into_runs(flat_param.param_shards, lambda shard: mask[shard.param])
         return self._split_at_runs(flat_param, runs, optimizer)
 
     def _split_at_runs(
         self, flat_param: FlatParam, runs: Iterable[tuple[ParamShard, ...]], optimizer: Optimizer
     ) -> list[FlatParam]:
-        """A segment for each run of its pieces, with their state and, in the middle of a step, their gradients."""
-        parts = [self._make_flat_param(run) for run in runs]
+        """Replace a flat param by one per run, with its part of the state and, in the middle of a step, of the grad."""
+        sub_params = [self._make_flat_param(run) for run in runs]
         state, grad = optimizer.state.pop(flat_param.param, None), flat_param.param.grad
-        for part in parts:
+        for sub_param in sub_params:
             if state is not None:
-                optimizer.state[part.param] = self._split_state(flat_param, part, state)
+                optimizer.state[sub_param.param] = self._split_state(flat_param, sub_param, state)
             if grad is not None:
-                part.param.grad = grad[_slice_within(flat_param, part)]
-        return parts
+                sub_param.param.grad = grad[_slice_within(flat_param, sub_param)]
+        return sub_params
 
     def _split_state(self, flat_param: FlatParam, sub_param: FlatParam, state: State) -> State:
-        span = _slice_within(flat_param, sub_param)
+        within = _slice_within(flat_param, sub_param)
         return {
-            key: value[span] if self.is_sharded(key, value, flat_param.param) else _copy_mutable_state(value)
+            key: value[within] if self.is_sharded(key, value, flat_param.param) else _copy_mutable_state(value)
             for key, value in state.items()
         }
 
@@ -335,7 +361,7 @@ def _clone_if_inside(storage_ptrs: set[int], value: torch.Tensor) -> torch.Tenso
 
 
 def _is_uniform(flat_param: FlatParam, mask: bytes) -> bool:
-    return len({mask[piece.param] for piece in flat_param.param_shards}) == 1
+    return len({mask[shard.param] for shard in flat_param.param_shards}) == 1
 
 
 def _bucket_position(flat_param: FlatParam) -> tuple[int, int]:
@@ -343,13 +369,13 @@ def _bucket_position(flat_param: FlatParam) -> tuple[int, int]:
 
 
 def _slice_within(flat_param: FlatParam, sub_param: FlatParam) -> slice:
-    """Where a part of a segment lies in its tensor."""
+    """Return the position of `sub_param` in the tensor of the flat param that it was split from."""
     start = sub_param.in_shard.start - flat_param.in_shard.start
     return slice(start, start + sub_param.in_shard.length)
 
 
 def _copy_mutable_state(value: Any) -> Any:
-    """Step counts are tensors that optimizers change in place, as they may change lists: parts must not share them."""
+    """Copy state that is not sharded: optimizers change step counts and lists in place, so they cannot be shared."""
     return map_tensors(deepcopy_except_tensors(value), clone_tensor)
 
 
@@ -358,7 +384,7 @@ def _can_require_grad(tensor: torch.Tensor) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The memory that the inner optimizer updates: this rank's shard of a bucket, or a more precise copy of it.
+# Shard storage: the memory behind flat params, either this rank's shard of a bucket or its master weights.
 
 
 def make_storage(
@@ -368,7 +394,7 @@ def make_storage(
     host_transfers: HostTransfers | None,
     profiler: StepProfiler,
 ) -> "ShardStorage":
-    """The kind of memory that policies ask for."""
+    """Return the storage for the given master-weight and offload policies."""
     if masters is None:
         return ShardStorage(rank, param_store, host_transfers)
     if host_transfers is None:
@@ -377,10 +403,10 @@ def make_storage(
 
 
 class ShardStorage:
-    """Shards of buckets as they lie in the store."""
+    """The inner optimizer updates the shards in the param buffers directly: no master weights."""
 
     def __init__(self, rank: Rank, param_store: FlatParamBuffers, host_transfers: HostTransfers | None = None) -> None:
-        """`hosts`: state rests there, not where the parameters are."""
+        """`host_transfers`: offload state to host memory; None keeps it on the device of the parameters."""
         self.rank, self._param_store, self.host_transfers = rank, param_store, host_transfers
         self._layout = Layout.empty(0)
 
@@ -388,62 +414,63 @@ class ShardStorage:
         self._layout = layout
 
     def view(self, bucket: int, span: Span, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-        """A part of a shard, which the inner optimizer is to update."""
+        """Return a view of the memory that the inner optimizer updates; `span` is relative to the shard."""
         return self.update_target(bucket)[slice(*span)].as_strided(shape, stride)
 
     def update_target(self, bucket: int) -> torch.Tensor:
-        """What the inner optimizer is to update."""
+        """Return the flat tensor that the inner optimizer updates for a bucket: its shard or the master weights."""
         return self.shard(bucket)
 
     def allocate_state(self, bucket: int, span: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for state of a part of a shard, where state rests."""
+        """Return zeros for state of a part of a shard, in host memory if state is offloaded."""
         like = self.shard(bucket)[span]
         if self.host_transfers is None:
             return torch.zeros_like(like, dtype=dtype)
         return self.host_transfers.for_device(like.device).zeros(like.numel(), dtype)
 
     def shard(self, bucket: int) -> torch.Tensor:
+        """Return this rank's shard of a bucket, a view of the param buffers."""
         return self._param_store.buffer(bucket)[slice(*self._layout.buckets[bucket].shards[self.rank])]
 
     def param_view(self, param_shard: ParamShard) -> torch.Tensor:
-        """A piece of this rank as it lies in the store, flat."""
+        """Return a param shard of this rank as a flat view of the param buffers."""
         return self.shard(param_shard.bucket)[self.slice_in_shard(param_shard)]
 
     def master_view(self, param_shard: ParamShard) -> torch.Tensor | None:  # noqa: ARG002
-        """The more precise copy of a piece, if there is one."""
+        """Return the master weights of a param shard, flat, or None if it has none."""
         return None
 
     def has_master(self, bucket: int) -> bool:  # noqa: ARG002
-        """Whether there are more precise copies of a bucket."""
+        """Return whether a bucket has master weights."""
         return False
 
     def master_tensors(self) -> list[torch.Tensor]:
-        """All more precise copies, where they rest."""
+        """Return the memory of all master weights: on the host if they are offloaded."""
         return []
 
     def sync_user_edits(self, params: list[torch.Tensor]) -> None:
-        """Take over what was done to parameters since the last update."""
+        """Update master weights of parameters that the user changed since the last step."""
 
     def write_params(self, flat_params: Iterable[FlatParam]) -> None:
-        """Bring an update into the parameters' own memory."""
+        """Round updated master weights into the parameters."""
 
     def mark_synced(self, params: list[torch.Tensor]) -> None:
-        """Parameters are now as the last update has left them."""
+        """Record that parameters and master weights agree now."""
 
     def invalidate_masters(self) -> None:
-        """Parameters may be others than the copies."""
+        """Make the next `sync_user_edits` compare all parameters with their master weights."""
 
     def slice_in_shard(self, param_shard: ParamShard) -> slice:
-        """Where a piece lies in its shard."""
+        """Return the position of a param shard in this rank's shard of the bucket."""
         base = self._layout.buckets[param_shard.bucket].shards[self.rank].start
         return slice(param_shard.in_bucket.start - base, param_shard.in_bucket.stop - base)
 
 
 class MasterStorage(ShardStorage):
-    """Copies in another dtype, for buckets that the policy covers.
+    """Master weights: a copy of the shard in a more precise dtype, for each bucket that the policy covers.
 
-    A parameter that was changed from outside (a loaded model) is taken over where its value is another one than the
-    rounded copy. Changes that autograd does not count, through `param.data`, are not noticed.
+    If the user changes a parameter (loads a model, say), its master weights follow wherever the parameter differs from
+    their rounded value. Changes through `param.data` do not increment the version counter and are not detected.
     """
 
     def __init__(
@@ -461,7 +488,7 @@ class MasterStorage(ShardStorage):
 
     def extend(self, layout: Layout) -> None:
         super().extend(layout)
-        self._masters = {bucket: copy for bucket, copy in self._masters.items() if bucket < len(layout.buckets)}
+        self._masters = {bucket: master for bucket, master in self._masters.items() if bucket < len(layout.buckets)}
 
     def update_target(self, bucket: int) -> torch.Tensor:
         if not self.has_master(bucket):
@@ -485,40 +512,42 @@ class MasterStorage(ShardStorage):
 
     @torch.no_grad()
     def sync_user_edits(self, params: list[torch.Tensor]) -> None:
-        for piece in self._owned_param_shards():
-            if self._versions.get(piece.param) != params[piece.param]._version:
-                self._refresh_master(piece)
+        for shard in self._owned_param_shards():
+            if self._versions.get(shard.param) != params[shard.param]._version:
+                self._refresh_master(shard)
 
     @torch.no_grad()
     def write_params(self, flat_params: Iterable[FlatParam]) -> None:
         with self._profiler.phase(Phase.ROUND_MASTER_WEIGHTS):
-            for segment in flat_params:
-                if self.has_master(segment.bucket):
-                    self.shard(segment.bucket)[slice(*segment.in_shard)].copy_(segment.param.view(-1))
+            for flat_param in flat_params:
+                if self.has_master(flat_param.bucket):
+                    self.shard(flat_param.bucket)[slice(*flat_param.in_shard)].copy_(flat_param.param.view(-1))
 
     def mark_synced(self, params: list[torch.Tensor]) -> None:
-        self._versions = {piece.param: params[piece.param]._version for piece in self._owned_param_shards()}
+        self._versions = {shard.param: params[shard.param]._version for shard in self._owned_param_shards()}
 
     def invalidate_masters(self) -> None:
         self._versions.clear()
 
     def _refresh_master(self, param_shard: ParamShard) -> None:
-        copy = self.master_view(param_shard)
-        assert copy is not None, "of those that there are copies of"
-        own = self.param_view(param_shard).to(copy.device)
-        copy.copy_(torch.where(copy.to(own.dtype) == own, copy, own.to(copy.dtype)))
+        """Take over the elements of a parameter that differ from its rounded master weights."""
+        master = self.master_view(param_shard)
+        assert master is not None, "this bucket has no master weights"
+        param = self.param_view(param_shard).to(master.device)
+        master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
 
     def _owned_param_shards(self) -> list[ParamShard]:
+        """Return this rank's param shards that have master weights."""
         return [
-            piece
+            shard
             for bucket in self._layout.buckets
             if self._policy.covers(bucket.dtype)
-            for piece in bucket.param_shards_of_rank(self.rank)
+            for shard in bucket.param_shards_of_rank(self.rank)
         ]
 
 
 class OffloadedMasterStorage(MasterStorage):
-    """Copies that rest in host memory. On the device they have memory from `fetch` to `stow` only."""
+    """Master weights in host memory. Their device tensors have memory only between `prefetch` and `write_back`."""
 
     host_transfers: HostTransfers
 
@@ -535,28 +564,34 @@ class OffloadedMasterStorage(MasterStorage):
 
     def extend(self, layout: Layout) -> None:
         super().extend(layout)
-        self._host_masters = {bucket: home for bucket, home in self._host_masters.items() if bucket in self._masters}
+        self._host_masters = {
+            bucket: master for bucket, master in self._host_masters.items() if bucket in self._masters
+        }
 
     def update_target(self, bucket: int) -> torch.Tensor:
         if self.has_master(bucket) and bucket not in self._masters:
-            copy = super().update_target(bucket)
-            self._host_masters[bucket] = self.host_transfers.for_device(copy.device).allocate(copy).copy_(copy)
-            _free_memory(copy)
+            master = super().update_target(bucket)
+            self._host_masters[bucket] = self.host_transfers.for_device(master.device).allocate(master).copy_(master)
+            _free_memory(master)
         return super().update_target(bucket)
 
     def view(self, bucket: int, span: Span, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
         if not self.has_master(bucket) or self._is_on_device(bucket):
             return super().view(bucket, span, shape, stride)
-        copy = self.update_target(bucket)
-        _allocate_memory(copy)  # a view of what has no memory cannot be made
-        part = super().view(bucket, span, shape, stride)
-        _free_memory(copy)
-        return part
+        master = self.update_target(bucket)
+        _allocate_memory(master)  # torch cannot make a view of a tensor without memory
+        view = super().view(bucket, span, shape, stride)
+        _free_memory(master)
+        return view
 
     def write_params(self, flat_params: Iterable[FlatParam]) -> None:
-        """Those that are here. The others have been here, and were brought there then."""
-        here = (it for it in flat_params if self.has_master(it.bucket) and self._is_on_device(it.bucket))
-        super().write_params(here)
+        """Round master weights that are on the device. All others were rounded before they were written back."""
+        on_device = (
+            flat_param
+            for flat_param in flat_params
+            if self.has_master(flat_param.bucket) and self._is_on_device(flat_param.bucket)
+        )
+        super().write_params(on_device)
 
     def master_view(self, param_shard: ParamShard) -> torch.Tensor | None:
         if not self.has_master(param_shard.bucket):
@@ -568,13 +603,13 @@ class OffloadedMasterStorage(MasterStorage):
         return list(self._host_masters.values())
 
     def prefetch(self, bucket: int, host_transfer: HostTransfer) -> None:
-        """Start bringing the copies of a bucket to the device."""
+        """Start copying the master weights of a bucket to the device."""
         if self.has_master(bucket):
             _allocate_memory(self._masters[bucket])
             host_transfer.prefetch_into(self._masters[bucket], self._host_masters[bucket])
 
     def write_back(self, bucket: int, host_transfer: HostTransfer) -> None:
-        """Start bringing them back."""
+        """Start copying the master weights of a bucket to the host, and free their device memory."""
         if self.has_master(bucket):
             host_transfer.write_back(self._masters[bucket], self._host_masters[bucket])
             _free_memory(self._masters[bucket])
@@ -588,5 +623,5 @@ def _allocate_memory(tensor: torch.Tensor) -> None:
 
 
 def _free_memory(tensor: torch.Tensor) -> None:
-    """Give back its memory. Views of it stay, and must not be used."""
+    """Free a tensor's memory. Its views stay, but must not be used until memory is allocated again."""
     tensor.untyped_storage().resize_(0)
