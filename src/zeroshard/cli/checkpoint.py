@@ -1,4 +1,9 @@
-"""Checkpoints to convert: directories of `torch.distributed.checkpoint`, and files of `torch.save`."""
+"""`zeroshard checkpoint inspect` and `zeroshard checkpoint convert`.
+
+Conversion reads a `torch.distributed.checkpoint` (DCP) directory or a `torch.save` file into `CheckpointContents` and
+writes it as DCP, `torch.save` or safetensors. Tensors stay on disk: each writer lays out its file without tensor data,
+records the offset of every tensor, and then copies the data chunk by chunk. Memory use does not grow with the model.
+"""
 
 import json
 import mmap
@@ -56,15 +61,15 @@ from ..state.state_dict import describe_options
 from ..state.tensor_utils import map_tensors
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tensors where they are stored, read a few MiB at a time.
+# Stored tensors, read one chunk at a time.
 
 
 MAX_CHUNK_BYTES = 16 * 2**20
-"""Of a tensor, in memory at one time."""
+"""Largest part of a tensor that is in memory at one time."""
 
 
 class TensorChunk(NamedTuple):
-    """A box of a tensor's elements."""
+    """A rectangular block of a tensor, and its offset in each dimension."""
 
     offsets: tuple[int, ...]
     tensor: torch.Tensor
@@ -72,7 +77,7 @@ class TensorChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredTensor(ABC):
-    """A tensor somewhere, of known shape."""
+    """A tensor of known shape and dtype whose data is read in chunks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -83,12 +88,12 @@ class StoredTensor(ABC):
 
     @abstractmethod
     def iter_chunks(self) -> Iterator[TensorChunk]:
-        """All elements, each part to be used up before the next is taken."""
+        """Yield all elements. Use each chunk before asking for the next: its memory may be reused."""
 
 
 @dataclass(frozen=True)
 class InMemoryTensor(StoredTensor):
-    """In memory, or in a file that is mapped there."""
+    """A tensor in memory, or in a memory-mapped file."""
 
     tensor: torch.Tensor
 
@@ -97,6 +102,7 @@ class InMemoryTensor(StoredTensor):
 
 
 def wrap_tensor(tensor: torch.Tensor) -> InMemoryTensor:
+    """Wrap a dense tensor. Raises `CheckpointError` for sparse and quantized ones."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise CheckpointError(f"a tensor of layout {tensor.layout} and dtype {tensor.dtype} cannot be converted")
     plain = tensor.detach().resolve_conj().resolve_neg()
@@ -104,21 +110,21 @@ def wrap_tensor(tensor: torch.Tensor) -> InMemoryTensor:
 
 
 def _split_into_chunks(offsets: tuple[int, ...], tensor: torch.Tensor) -> Iterator[TensorChunk]:
-    """In halves until they are small, along the dimension that keeps each half together in memory."""
+    """Halve the tensor until its parts are small, along the dimension that keeps each half contiguous."""
     if tensor.nbytes <= MAX_CHUNK_BYTES:
         yield TensorChunk(offsets, tensor)
         return
-    dim = max(range(tensor.dim()), key=lambda it: (tensor.shape[it] > 1, tensor.stride(it)))
+    dim = max(range(tensor.dim()), key=lambda axis: (tensor.shape[axis] > 1, tensor.stride(axis)))
     first, second = tensor.tensor_split(2, dim)
     yield from _split_into_chunks(offsets, first)
     yield from _split_into_chunks(
-        _add_offsets(offsets, [first.size(dim) if it == dim else 0 for it in range(tensor.dim())]), second
+        _add_offsets(offsets, [first.size(dim) if axis == dim else 0 for axis in range(tensor.dim())]), second
     )
 
 
 @dataclass(frozen=True)
 class CheckpointTensor(StoredTensor):
-    """In the files of a checkpoint, in one chunk or many."""
+    """A tensor in the files of a DCP checkpoint, stored in one chunk or many."""
 
     metadata: CheckpointMetadata
     key: str
@@ -133,12 +139,12 @@ class CheckpointTensor(StoredTensor):
         index = MetadataIndex(self.key, chunk.offsets)
         with open_file(self.metadata, self.metadata.storage_info(index).relative_path) as stream:
             start, like = locate_tensor(self.metadata, stream, index)
-            boxes = (
+            blocks = (
                 iter_chunks(stream, start, like)
                 if like.is_meta
                 else _split_into_chunks((0,) * like.dim(), wrap_tensor(like).tensor)
             )
-            for offsets, tensor in boxes:
+            for offsets, tensor in blocks:
                 yield TensorChunk(_add_offsets(chunk.offsets, offsets), tensor)
 
 
@@ -151,25 +157,25 @@ def _add_offsets(offsets: Sequence[int], delta: Sequence[int]) -> tuple[int, ...
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a checkpoint holds, wherever it is stored, under the names that `zeroshard.checkpoint` gives it.
+# Contents of a checkpoint, independent of its format, under the names that `zeroshard.checkpoint` uses.
 
 
 MANIFEST_KEY = "zeroshard"
-"""In files that have everything in one dict: what the manifest of a checkpoint says."""
+"""Key of the manifest fields in formats that store everything in one dict."""
 
 LeafPath = tuple[Any, ...]
 Leaf = Any
-"""A `Stored` tensor, or a value that is small."""
+"""A `StoredTensor`, or a small value."""
 
 
 @dataclass
 class CheckpointContents:
-    """Tensors stay where they are stored until they are asked for."""
+    """The contents of a checkpoint in any format. Tensors are not read until they are written out."""
 
     leaves: dict[LeafPath, Leaf] = field(default_factory=dict)
-    """By path: (model, name), (optim, state, name, key), and what else there is. Without the groups."""
+    """Values by path: (model, name), (optim, state, name, key), and all other entries. Without parameter groups."""
     param_groups: list[dict[str, Any]] | None = None
-    """Of the optimizer, with names of parameters."""
+    """Parameter groups of the optimizer, with parameter names in `params`."""
     manifest: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -177,25 +183,25 @@ class CheckpointContents:
         return sum(leaf.nbytes for leaf in self.leaves.values() if isinstance(leaf, StoredTensor))
 
     def under(self, *path: Any) -> dict[LeafPath, Leaf]:
-        """What is there, by the rest of its path."""
-        return {it[len(path) :]: leaf for it, leaf in self.leaves.items() if it[: len(path)] == path}
+        """Return the leaves below `path`, keyed by the rest of their path."""
+        return {key[len(path) :]: leaf for key, leaf in self.leaves.items() if key[: len(path)] == path}
 
     def param_group_leaves(self) -> dict[LeafPath, Leaf]:
-        """The groups as leaves too."""
+        """Return the parameter groups as leaves."""
         groups = enumerate(self.param_groups or ())
         return dict(leaf for number, group in groups for leaf in flatten_leaves((OPTIM, PARAM_GROUPS, number), group))
 
     def other_leaves(self) -> dict[LeafPath, Leaf]:
-        """What belongs neither to the model nor to the optimizer's state."""
-        return {it: leaf for it, leaf in self.leaves.items() if it[0] != MODEL and it[:2] != (OPTIM, STATE)}
+        """Return the leaves outside the model and the optimizer state."""
+        return {path: leaf for path, leaf in self.leaves.items() if path[0] != MODEL and path[:2] != (OPTIM, STATE)}
 
 
 class ModelWeights(CheckpointContents):
-    """Parameters and buffers alone, by the names that the model has for them."""
+    """Parameters and buffers only, by their names in the model."""
 
 
 def flatten_leaves(path: LeafPath, value: Any) -> Iterator[tuple[LeafPath, Leaf]]:
-    """Tensors and other values in nested dicts."""
+    """Yield the path and value of each leaf of nested dicts."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
             yield from flatten_leaves((*path, str(key)), item)
@@ -204,35 +210,35 @@ def flatten_leaves(path: LeafPath, value: Any) -> Iterator[tuple[LeafPath, Leaf]
 
 
 def is_serialized(path: LeafPath) -> bool:
-    """Whether `zeroshard.checkpoint.save` packs what is there into bytes."""
+    """Return whether `zeroshard.checkpoint.save` stores the value at this path as serialized bytes."""
     return path == (SCHEDULER,) or (path[0] == RANKS and len(path) == 2)
 
 
 def deserialize_leaf(leaf: Leaf) -> Leaf:
-    """What was packed; else the leaf itself."""
+    """Return the deserialized value, or the leaf itself if it holds no bytes of ours."""
     if not isinstance(leaf, InMemoryTensor) or leaf.dtype != torch.uint8:
         return leaf
     try:
         return loads(tensor_to_bytes(leaf.tensor))
-    except Exception:  # bytes of somebody else
+    except Exception:  # not serialized by zeroshard
         return leaf
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Files that are laid out first and filled then, and are there complete or not at all.
+# Output files: tensor data at known offsets, atomic rename.
 
 
 class TensorSlot(NamedTuple):
-    """Where in a file a tensor's elements belong, row after row."""
+    """The file offset of a tensor's contiguous data."""
 
     offset: int
     stored: StoredTensor
 
 
 def write_tensors(file: Path, slots: Sequence[TensorSlot], progress: Progress) -> None:
-    """Write tensors to their places in a file that has its full length already."""
+    """Write tensors to their offsets in a file that already has its full length, and fsync it."""
     with file.open("r+b") as stream:
-        # Hazard: a disk that is full when a mapped page is written ends the process. So the space is taken before.
+        # Hazard: a full disk kills the process (SIGBUS) when a mapped page is written. Allocate the space before.
         if size := file.stat().st_size:
             os.posix_fallocate(stream.fileno(), 0, size)
         for slot in slots:
@@ -246,16 +252,16 @@ def _write_tensor(descriptor: int, slot: TensorSlot, progress: Progress) -> None
     window = mmap.mmap(descriptor, skipped + stored.nbytes, offset=slot.offset - skipped)
     flat = torch.frombuffer(window, dtype=torch.uint8, offset=skipped, count=stored.nbytes)
     target = flat.view(stored.dtype).view(stored.shape)
-    for offsets, part in stored.iter_chunks():
-        box = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
-        target[box].copy_(part)
-        window.madvise(mmap.MADV_DONTNEED)  # what was written is the system's now, and leaves our memory
-        progress.advance(part.nbytes)
+    for offsets, chunk in stored.iter_chunks():
+        box = tuple(slice(start, start + size) for start, size in zip(offsets, chunk.shape, strict=True))
+        target[box].copy_(chunk)
+        window.madvise(mmap.MADV_DONTNEED)  # written pages belong to the page cache: drop them from our RSS
+        progress.advance(chunk.nbytes)
 
 
 @contextmanager
 def atomic_output(target: Path) -> Iterator[Path]:
-    """A hidden name to write to, which becomes `target` at the end, or goes away with what was written."""
+    """Yield a hidden path to write to. Rename it to `target` on success; delete it on error."""
     _reject_existing(target)
     if not target.parent.is_dir():
         raise CheckpointError(f"{target.parent} is no directory: make it first")
@@ -277,33 +283,39 @@ def _reject_existing(target: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints to convert: directories of `torch.distributed.checkpoint`, and files of `torch.save`.
+# Readers: DCP directories and torch.save files.
 
 
 _OPTIMIZER_KEYS = (OPTIM, "optimizer")
 
 
 def open_checkpoint(path: Path, progress: Progress) -> CheckpointContents:
-    """Of a directory with check sums all files are read once, so that no damage goes on to other formats unseen."""
+    """Open a `torch.save` file, a DCP directory, or the latest checkpoint in a folder of them.
+
+    If the checkpoint has checksums, all its files are read and verified first: corruption must not be copied.
+    """
     with wrap_errors_for(path):
         return _open_torch_file(path) if path.is_file() else _open_dcp_directory(find_checkpoint(path), progress)
 
 
 def select_weights(path: Path, contents: CheckpointContents) -> ModelWeights:
-    """What `model.load_state_dict` takes. Raises if there is none of it."""
-    weights = ModelWeights({place: leaf for place, leaf in contents.under(MODEL).items() if place})
+    """Return what `model.load_state_dict` takes. Raises `CheckpointError` if the checkpoint has no model."""
+    weights = ModelWeights({name: leaf for name, leaf in contents.under(MODEL).items() if name})
     if not weights.leaves:
-        found = sorted({str(place[0]) for place in contents.leaves} | ({OPTIM} if contents.param_groups else set()))
+        keys = sorted({str(key[0]) for key in contents.leaves} | ({OPTIM} if contents.param_groups else set()))
         raise CheckpointError(
             f"{path} has no weights: they are expected under '{MODEL}', where checkpoint.save(model=...) puts them, "
-            f"and there are {safe_repr(found)}"
+            f"and there are {safe_repr(keys)}"
         )
     return weights
 
 
 @contextmanager
 def wrap_errors_for(path: Path, *, is_reading: bool = True) -> Iterator[None]:
-    """Whatever values are where others should be, it is said of the file. What a disk does to another is not."""
+    """Raise any error as a `CheckpointError` that names `path`.
+
+    With `is_reading=False`, an OSError passes: it comes from the file that is written, not from `path`.
+    """
     try:
         yield
     except ZeroError:
@@ -316,23 +328,23 @@ def wrap_errors_for(path: Path, *, is_reading: bool = True) -> Iterator[None]:
         raise CheckpointError(f"{path} is not in a form that is known: {type(error).__name__}: {error}") from error
 
 
-# ---- directories
+# ---- DCP directories
 
 
 def _open_dcp_directory(directory: Path, progress: Progress) -> CheckpointContents:
-    archive, manifest = open_metadata(directory), read_manifest(directory)
+    metadata, manifest = open_metadata(directory), read_manifest(directory)
     if manifest is not None:
         manifest.verify_checksums(directory, slice(None), progress)
     contents = CheckpointContents(manifest=manifest_fields(manifest))
-    small = [entry for entry in archive.entries if entry.tensor is None or is_serialized(entry.path)]
-    values = _read_entries(archive, small)
-    for entry in archive.entries:
+    small = [entry for entry in metadata.entries if entry.tensor is None or is_serialized(entry.path)]
+    values = _read_entries(metadata, small)
+    for entry in metadata.entries:
         if entry.path[0] == MODEL and len(entry.path) > 1:
-            contents.leaves[MODEL, ".".join(map(str, entry.path[1:]))] = _make_leaf(archive, entry, values)
+            contents.leaves[MODEL, ".".join(map(str, entry.path[1:]))] = _make_leaf(metadata, entry, values)
         elif not _is_optimizer_entry(entry):
-            contents.leaves[entry.path] = _make_leaf(archive, entry, values)
-    if any(map(_is_optimizer_entry, archive.entries)):
-        _add_saved_optimizer(archive, contents, values)
+            contents.leaves[entry.path] = _make_leaf(metadata, entry, values)
+    if any(map(_is_optimizer_entry, metadata.entries)):
+        _add_saved_optimizer(metadata, contents, values)
     return contents
 
 
@@ -347,16 +359,16 @@ def _add_saved_optimizer(metadata: CheckpointMetadata, contents: CheckpointConte
 
 
 def open_metadata(directory: Path) -> CheckpointMetadata:
-    """A complete one, with entries in the order in which they were given to be saved."""
-    archive = CheckpointMetadata(directory)
-    archive.check_files()
-    places = {key: number for number, key in enumerate(archive.dcp_metadata.planner_data or ())}
-    archive.entries.sort(key=lambda entry: places.get(entry.key, len(places)))
-    return archive
+    """Read the metadata of a complete checkpoint, with entries in the order in which they were saved."""
+    metadata = CheckpointMetadata(directory)
+    metadata.check_files()
+    positions = {key: position for position, key in enumerate(metadata.dcp_metadata.planner_data or ())}
+    metadata.entries.sort(key=lambda entry: positions.get(entry.key, len(positions)))
+    return metadata
 
 
 def _is_optimizer_entry(entry: Entry) -> bool:
-    """Torch has two ways to write state and groups, one with names that have dots."""
+    """Return whether the entry is state or a parameter group, in torch's nested or in its flat (dotted) form."""
     return len(entry.path) > 1 and entry.path[0] == OPTIM and str(entry.path[1]).split(".")[0] in (STATE, PARAM_GROUPS)
 
 
@@ -375,7 +387,7 @@ def _make_leaf(metadata: CheckpointMetadata, entry: Entry, values: Mapping[str, 
 
 
 def _read_param_groups(metadata: CheckpointMetadata, saved: SavedOptimizer) -> list[dict[str, Any]]:
-    """As they were listed; in torch's flat form there is no list, and those with equal options make a group."""
+    """Read the parameter groups. Torch's flat form has no list: parameters with equal options form a group."""
     listed = metadata.under(OPTIM, PARAM_GROUPS)
     if listed:
         values, by_number = _read_entries(metadata, listed), defaultdict[int, dict[str, Any]](dict)
@@ -388,7 +400,7 @@ def _read_param_groups(metadata: CheckpointMetadata, saved: SavedOptimizer) -> l
     return list(groups.values())
 
 
-# ---- files
+# ---- torch.save files
 
 
 def _open_torch_file(file: Path) -> CheckpointContents:
@@ -412,7 +424,6 @@ def _open_torch_file(file: Path) -> CheckpointContents:
 
 
 def _parse_manifest(values: dict[str, Any]) -> dict[str, Any]:
-    """Raises if it is none."""
     if not values:
         return {}
     return manifest_fields(
@@ -439,8 +450,8 @@ def _add_optimizer(file: Path, contents: CheckpointContents, saved: Mapping[str,
     names = _param_names(file, contents, saved)
     contents.param_groups = [
         {
-            **{key: it for key, it in group.items() if key != "param_names"},
-            "params": [names[it] for it in group["params"]],
+            **{key: value for key, value in group.items() if key != "param_names"},
+            "params": [names[number] for number in group["params"]],
         }
         for group in saved[PARAM_GROUPS]
     ]
@@ -452,12 +463,12 @@ def _add_optimizer(file: Path, contents: CheckpointContents, saved: Mapping[str,
 
 
 def _param_names(file: Path, contents: CheckpointContents, saved: Mapping[str, Any]) -> dict[Any, str]:
-    """Of the parameters, by what the dict calls them: the groups' own, else the model's in its order."""
+    """Map the state dict's parameter ids to names: `param_names` of the groups, else the model's names in order."""
     numbers = [number for group in saved[PARAM_GROUPS] for number in group["params"]]
-    own = [name for group in saved[PARAM_GROUPS] for name in group.get("param_names") or ()]
-    if len(own) == len(numbers):
-        _check_names(file, own)
-        return dict(zip(numbers, own, strict=True))
+    group_names = [name for group in saved[PARAM_GROUPS] for name in group.get("param_names") or ()]
+    if len(group_names) == len(numbers):
+        _check_names(file, group_names)
+        return dict(zip(numbers, group_names, strict=True))
     model = {name: leaf for (name,), leaf in contents.under(MODEL).items() if isinstance(leaf, InMemoryTensor)}
     if not model or not all(isinstance(number, int) for number in numbers):
         return {number: str(number) for number in numbers}
@@ -477,19 +488,19 @@ def _state_shapes_match(param: InMemoryTensor, state: Mapping[str, Any]) -> bool
 
 
 def _serialize_leaves(key: str, value: Any) -> dict[Any, Leaf]:
-    """What a checkpoint has in bytes is that again."""
+    """Return the leaves of one top-level entry, serialized to bytes where `zeroshard.checkpoint.save` does so."""
     if key == SCHEDULER and not isinstance(value, torch.Tensor):
         return {(SCHEDULER,): wrap_tensor(to_byte_tensor(value))}
     if key == RANKS and isinstance(value, dict):
         return {
-            (RANKS, str(rank)): wrap_tensor(it if isinstance(it, torch.Tensor) else to_byte_tensor(it))
-            for rank, it in value.items()
+            (RANKS, str(rank)): wrap_tensor(item if isinstance(item, torch.Tensor) else to_byte_tensor(item))
+            for rank, item in value.items()
         }
     return dict(flatten_leaves((key,), value))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Formats to convert to. Each lays out a file without the tensors, says where they belong, and has them filled in.
+# Writers: torch.save, DCP and safetensors.
 
 
 _ALIGNMENT_BYTES = 64
@@ -520,13 +531,13 @@ FormatWriter = Callable[[CheckpointContents, Path, Progress], None]
 
 
 def write_torch(contents: CheckpointContents, file: Path, progress: Progress) -> None:
-    """A dict for `torch.load(weights_only=True)`, with the optimizer's state as torch's own optimizers have it."""
-    outline = _TensorFaker()
-    tree = outline.replace_tensors(_build_torch_state_dict(contents))
+    """Write a file for `torch.load(weights_only=True)`, with optimizer state as torch's optimizers store it."""
+    faker = _TensorFaker()
+    tree = faker.replace_tensors(_build_torch_state_dict(contents))
     with file.open("w+b") as stream:
         _save_without_data(tree, stream)
     with file.open("rb") as stream:
-        slots = _locate_slots(stream, 0, file.stat().st_size, outline.tensors)
+        slots = _locate_slots(stream, 0, file.stat().st_size, faker.tensors)
     write_tensors(file, slots, progress)
 
 
@@ -544,31 +555,31 @@ def _build_torch_state_dict(contents: CheckpointContents) -> dict[str, Any]:
 
 
 def _index_param_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    numbered, number = [], 0
+    indexed, start = [], 0
     for group in groups:
         names = list(group["params"])
-        numbers = list(range(number, number + len(names)))
-        numbered.append({**group, "params": numbers, "param_names": names})
-        number += len(names)
-    return numbered
+        indices = list(range(start, start + len(names)))
+        indexed.append({**group, "params": indices, "param_names": names})
+        start += len(names)
+    return indexed
 
 
 def _index_state(contents: CheckpointContents) -> dict[Any, Any]:
-    """By numbers of parameters. What belongs to none of them keeps its name."""
+    """Return the optimizer state by parameter index. State that belongs to no parameter keeps its name."""
     names = [name for group in contents.param_groups or () for name in group["params"]]
-    numbers = {name: number for number, name in enumerate(names)}
+    indices = {name: index for index, name in enumerate(names)}
     state: dict[Any, Any] = {}
     for (name, *keys), leaf in contents.under(OPTIM, STATE).items():
-        set_nested(state, (numbers.get(name, name), *keys), leaf)
-    return dict(sorted(state.items(), key=lambda it: it[0] if isinstance(it[0], int) else len(names)))
+        set_nested(state, (indices.get(name, name), *keys), leaf)
+    return dict(sorted(state.items(), key=lambda item: item[0] if isinstance(item[0], int) else len(names)))
 
 
 class _TensorFaker:
-    """Values with stand-ins that have no memory in the place of tensors."""
+    """Replaces tensors in nested values with fake tensors, which have no memory."""
 
     def __init__(self) -> None:
         self.tensors: list[StoredTensor] = []
-        """The tensors, in the order in which pickling will meet them."""
+        """The replaced tensors, in the order in which pickle visits them."""
         self._fake_mode = FakeTensorMode()
 
     def replace_tensors(self, value: Any) -> Any:
@@ -591,28 +602,28 @@ def _save_without_data(tree: Any, stream: BinaryIO) -> None:
 
 
 def _locate_slots(stream: BinaryIO, start: int, length: int, tensors: Sequence[StoredTensor]) -> list[TensorSlot]:
-    """Where the tensors of one `torch.save` belong."""
+    """Return the file offsets of the tensors in one `torch.save` archive, which begins at `start`."""
     view: Any = _create_file_view(stream, start, length)  # type: ignore[arg-type]
     reader: Any = torch._C.PyTorchFileReader(view)
-    numbered = [(number, stored) for number, stored in enumerate(tensors) if stored.nbytes]
-    return [TensorSlot(start + reader.get_record_offset(f"data/{number}"), stored) for number, stored in numbered]
+    non_empty = [(record, stored) for record, stored in enumerate(tensors) if stored.nbytes]
+    return [TensorSlot(start + reader.get_record_offset(f"data/{record}"), stored) for record, stored in non_empty]
 
 
 # ---- torch.distributed.checkpoint
 
 
 def write_dcp(contents: CheckpointContents, directory: Path, progress: Progress) -> None:
-    """A directory as if one rank had saved it."""
+    """Write a DCP directory, as if a single rank had saved it."""
     directory.mkdir()
     data, slots = directory / _DATA_FILE, []
     metadata = Metadata({}, {}, {}, StorageMeta(save_id=str(uuid4())), filesystem.CURRENT_DCP_VERSION)
-    leaves, outline = {**contents.leaves, **contents.param_group_leaves()}, _TensorFaker()
+    leaves, faker = {**contents.leaves, **contents.param_group_leaves()}, _TensorFaker()
     with data.open("w+b") as stream:
-        places = {path: _append_leaf(stream, leaf, outline) for path, leaf in leaves.items()}
+        extents = {path: _append_leaf(stream, leaf, faker) for path, leaf in leaves.items()}
     with data.open("rb") as stream:
         for path, leaf in leaves.items():
-            _add_metadata(metadata, path, leaf, *places[path])
-            slots += _locate_slots(stream, *places[path], [leaf]) if isinstance(leaf, StoredTensor) else []
+            _add_metadata(metadata, path, leaf, *extents[path])
+            slots += _locate_slots(stream, *extents[path], [leaf]) if isinstance(leaf, StoredTensor) else []
     write_tensors(data, slots, progress)
     with (directory / filesystem._metadata_fn).open("wb") as stream:
         pickle.dump(metadata, stream)
@@ -622,7 +633,7 @@ def write_dcp(contents: CheckpointContents, directory: Path, progress: Progress)
 
 
 def _append_leaf(stream: BinaryIO, leaf: Any, faker: _TensorFaker) -> tuple[int, int]:
-    """Where it begins in the file, and how long it is."""
+    """Append the leaf to the file, without tensor data, and return its start and length."""
     start = stream.seek(align_up(stream.tell(), _ALIGNMENT_BYTES))
     if isinstance(leaf, StoredTensor):
         _save_without_data(faker.replace_tensors(leaf), stream)
@@ -650,26 +661,26 @@ def _add_metadata(metadata: Metadata, path: tuple[Any, ...], leaf: Any, start: i
 
 
 def write_safetensors(contents: CheckpointContents, file: Path, progress: Progress) -> None:
-    """Tensors by their full names; what is not a tensor is JSON in the header."""
+    """Write tensors under their full names. All other values go into the header as JSON."""
     leaves = {".".join(map(str, path)): leaf for path, leaf in contents.leaves.items()}
     tensors = [(name, leaf) for name, leaf in leaves.items() if isinstance(leaf, StoredTensor)]
-    tensors.sort(key=lambda it: -it[1].dtype.itemsize)  # so that each lies at a multiple of its elements' size
+    tensors.sort(key=lambda item: -item[1].dtype.itemsize)  # aligns each tensor to its element size
     header: dict[str, Any] = {"__metadata__": _safetensors_metadata(contents, leaves)}
-    places, end = [], 0
+    offsets, end = [], 0
     for name, stored in tensors:
-        places.append(end)
+        offsets.append(end)
         end += stored.nbytes
         header[name] = {
             "dtype": _safetensors_dtype(name, stored),
             "shape": stored.shape,
-            "data_offsets": [places[-1], end],
+            "data_offsets": [offsets[-1], end],
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         stream.truncate(8 + len(text) + end)
-    slots = [TensorSlot(8 + len(text) + place, stored) for place, (_, stored) in zip(places, tensors, strict=True)]
+    slots = [TensorSlot(8 + len(text) + offset, stored) for offset, (_, stored) in zip(offsets, tensors, strict=True)]
     write_tensors(file, slots, progress)
 
 
@@ -699,7 +710,7 @@ FORMAT_WRITERS: dict[str, FormatWriter] = {"torch": write_torch, "dcp": write_dc
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is in a checkpoint, told from its metadata and the sizes of its files alone.
+# Description: what a checkpoint contains, from its metadata and file sizes.
 
 
 _DISTCP_FILE = re.compile(r"__(\d+)_\d+\.distcp")
@@ -707,7 +718,7 @@ _DISTCP_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 @dataclass(frozen=True)
 class EntrySummary:
-    """A tensor, or something else, of which neither shape nor dtype is known."""
+    """A tensor, or another value: shape and dtype are None."""
 
     shape: tuple[int, ...] | None
     dtype: str | None
@@ -716,7 +727,7 @@ class EntrySummary:
 
 @dataclass(frozen=True)
 class RankFiles:
-    """What one rank has written."""
+    """The number and size of the files that one rank wrote."""
 
     files: int
     bytes: int
@@ -725,7 +736,7 @@ class RankFiles:
 @dataclass(frozen=True)
 class Totals:
     elements: int
-    """Of the model."""
+    """Elements of the model."""
     model_bytes: int
     state_bytes: int
     other_bytes: int
@@ -736,13 +747,13 @@ class Totals:
 class CheckpointDescription:
     path: str
     step: int | None
-    """None if the checkpoint does not say, as those that are not of `zeroshard.checkpoint.save`."""
+    """None if unknown: the checkpoint was not saved by `zeroshard.checkpoint.save`."""
     world_size: int
-    """How many ranks have saved it."""
+    """Number of ranks that saved it."""
     torch: str | None
     model: dict[str, EntrySummary]
     state: dict[str, dict[str, EntrySummary]]
-    """By names of parameters and keys."""
+    """State by parameter name and key."""
     state_keys: list[str]
     other: dict[str, EntrySummary]
     ranks: dict[int, RankFiles]
@@ -753,26 +764,23 @@ class CheckpointDescription:
 
 
 def describe_checkpoint(path: Path) -> CheckpointDescription:
-    """Of a directory with a checkpoint, or the latest one in a folder."""
+    """Describe a checkpoint directory, or the latest checkpoint in a folder. Reads only metadata and file sizes."""
     directory = find_checkpoint(path)
-    archive, manifest, ranks = (
-        open_metadata(directory),
-        manifest_fields(read_manifest(directory)),
-        _files_per_rank(directory),
-    )
-    model = {".".join(map(str, entry.path[1:])): _summarize_entry(entry) for entry in archive.under(MODEL)}
+    metadata, manifest = open_metadata(directory), manifest_fields(read_manifest(directory))
+    ranks = _files_per_rank(directory)
+    model = {".".join(map(str, entry.path[1:])): _summarize_entry(entry) for entry in metadata.under(MODEL)}
     state: dict[str, dict[str, EntrySummary]] = {}
-    if archive.under(OPTIM):
-        # Nothing is read: that there are options is enough to find out names.
-        saved = SavedOptimizer(archive, {entry.key: () for entry in param_group_entries(archive)})
-        for name, items in saved.state.items():
-            state[name] = {".".join(map(str, keys)): _summarize_entry(entry) for keys, entry in items}
+    if metadata.under(OPTIM):
+        # No values are read: the keys of the options are enough to find the parameter names.
+        saved = SavedOptimizer(metadata, {entry.key: () for entry in param_group_entries(metadata)})
+        for name, entries in saved.state.items():
+            state[name] = {".".join(map(str, keys)): _summarize_entry(entry) for keys, entry in entries}
     other = {
         entry.key: _summarize_entry(entry)
-        for entry in sorted(archive.entries, key=lambda it: it.key)
+        for entry in sorted(metadata.entries, key=lambda entry: entry.key)
         if _is_other_entry(entry)
     }
-    values = [value for items in state.values() for value in items.values()]
+    state_entries = [value for entries in state.values() for value in entries.values()]
     return CheckpointDescription(
         path=str(directory),
         step=manifest.get("step"),
@@ -780,15 +788,15 @@ def describe_checkpoint(path: Path) -> CheckpointDescription:
         torch=manifest.get("torch"),
         model=model,
         state=state,
-        state_keys=sorted({key for items in state.values() for key in items}),
+        state_keys=sorted({key for entries in state.values() for key in entries}),
         other=other,
         ranks=ranks,
         totals=Totals(
-            elements=sum(prod(it.shape) for it in model.values() if it.shape is not None),
+            elements=sum(prod(entry.shape) for entry in model.values() if entry.shape is not None),
             model_bytes=_sum_bytes(model.values()),
-            state_bytes=_sum_bytes(values),
+            state_bytes=_sum_bytes(state_entries),
             other_bytes=_sum_bytes(other.values()),
-            file_bytes=sum(share.bytes for share in ranks.values()),
+            file_bytes=sum(files.bytes for files in ranks.values()),
         ),
     )
 
@@ -819,7 +827,7 @@ def _sum_bytes(entries: Iterable[EntrySummary]) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A description as tables.
+# Description as tables.
 
 
 _KEY_MEANINGS = {RANKS: "random states of that rank, and its extra", SCHEDULER: "state of the scheduler"}
@@ -864,15 +872,15 @@ def _other_entries_table(entries: Mapping[str, EntrySummary]) -> Table:
 
 def _rank_files_table(ranks: Mapping[int, RankFiles]) -> Table:
     table = _new_table("files", "rank", "files", "size")
-    for rank, share in ranks.items():
-        table.add_row(str(rank), str(share.files), decimal(share.bytes))
+    for rank, rank_files in ranks.items():
+        table.add_row(str(rank), str(rank_files.files), decimal(rank_files.bytes))
     return table
 
 
 def _totals_text(description: CheckpointDescription) -> Text:
-    totals, parts = description.totals, f"{description.totals.elements:,} elements"
+    totals, elements = description.totals, f"{description.totals.elements:,} elements"
     return Text(
-        f"{parts}, model {decimal(totals.model_bytes)}, state {decimal(totals.state_bytes)}, other "
+        f"{elements}, model {decimal(totals.model_bytes)}, state {decimal(totals.state_bytes)}, other "
         f"{decimal(totals.other_bytes)}; files {decimal(totals.file_bytes)}"
     )
 
@@ -891,5 +899,5 @@ def _entry_cells(entry: EntrySummary | None) -> tuple[str, str, str]:
 
 
 def _to_text(text: str) -> Text:
-    """Without markup."""
+    """Return the text without interpreting it as rich markup."""
     return Text(replace_unprintable(text))
