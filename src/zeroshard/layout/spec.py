@@ -79,7 +79,7 @@ def make_param_specs(
 
 
 def _make_param_spec(index: int, name: str | None, param: torch.Tensor, group: int) -> ParamSpec:
-    # Sparse tensors have no strides. They get an index like the others, so that the error that rejects them can name it.
+    # Sparse tensors have no strides. They get an index like the others, so that the error that rejects them has a name.
     stride = param.stride() if param.layout == torch.strided else ()
     shape, trainable = tuple(param.shape), param.requires_grad
     return ParamSpec(index, name, shape, stride, param.dtype, param.device, group, trainable, read_param_attrs(param))
