@@ -58,7 +58,7 @@ class FlatParam:
         return Span(start, start + param_shard.in_bucket.length)
 
     def view_of(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the elements of `shard` (a gradient shard, say) that match `param`, in its shape. The view is cached."""
+        """Return the elements of a flat shard, of gradients for example, that match `param`, in its shape. Cached."""
         if self._cached_view is None or self._cached_view[0] is not shard:
             view = shard[slice(*self.in_shard)].as_strided(self.param.shape, self.param.stride())
             object.__setattr__(self, "_cached_view", (shard, view))
@@ -227,8 +227,11 @@ class FlatParams:
             BindingError: The optimizer has assigned a tensor with another dtype, device or shape. Its values are
                 dropped; all other flat params have been rebound.
         """
-        targets = ((it, self._view_span(it.param_shards[0], it.in_shard)) for it in flat_params)
-        moved = [(it, target) for it, target in targets if _memory_location(it.param) != _memory_location(target)]
+        moved: list[tuple[FlatParam, torch.Tensor]] = []
+        for flat_param in flat_params:
+            target = self._view_span(flat_param.param_shards[0], flat_param.in_shard)
+            if _memory_location(flat_param.param) != _memory_location(target):
+                moved.append((flat_param, target))
         shard_ptrs = {target.untyped_storage().data_ptr() for _, target in moved}
         # Hazard: a flat param may now alias the memory of another one, so clone values inside shards before writing.
         values = [_clone_if_inside(shard_ptrs, flat_param.param.detach()) for flat_param, _ in moved]
@@ -242,8 +245,8 @@ class FlatParams:
             flat_param.param.data = target
         if mismatches:
             raise BindingError(
-                f"the optimizer has assigned to `.data` of its parameters what they cannot be: {mismatches[0]}. That was "
-                "not taken over. Its step() must keep dtypes, devices and shapes."
+                f"the optimizer has assigned to `.data` of its parameters what they cannot be: {mismatches[0]}. That "
+                "was not taken over. Its step() must keep dtypes, devices and shapes."
             )
 
     def shard_state(self, flat_param: FlatParam, param_shard: ParamShard, state: State) -> State:
@@ -278,7 +281,7 @@ class FlatParams:
         return other
 
     def is_param_shaped(self, key: Any) -> bool:
-        """Return whether the probe, or `add_param_shaped_keys`, says that state under this key has the parameter's shape."""
+        """Return whether state under this key is known to have the parameter's shape."""
         return key in self._param_shaped_keys
 
     def has_param_shape(self, key: Any, shape: tuple[int, ...], param_shape: tuple[int, ...]) -> bool:
