@@ -1,4 +1,7 @@
-"""Options beyond torch's signature, in one frozen object."""
+"""`ZeroConfig` and its policies: every option of the sharded optimizers beyond torch's own signature.
+
+All objects here are frozen dataclasses that validate themselves on construction.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -13,15 +16,15 @@ from .errors import ConfigError
 from .layout.partition import FlatShards, Partitioner, WholeParams
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the options of `ZeroConfig` stand for: frozen objects that check themselves.
+# Policies: the values of `ZeroConfig` options.
 
 
 @dataclass(frozen=True)
 class ZeroStage1:
-    """ZeRO-1: `param.grad` stays and holds the sum of this rank's own backward passes, not the average.
+    """ZeRO-1: `param.grad` is kept and holds the sum of this rank's own backward passes, not the average.
 
-    Reduced gradients must not be changed there: the step raises on all ranks. To edit gradients, accumulate them inside
-    `no_sync()` and edit them before the step.
+    Do not modify `param.grad` after it was reduced: the step raises on all ranks. To edit gradients, accumulate them
+    inside `no_sync()` and edit them before the step.
     """
 
     frees: ClassVar[bool] = False
@@ -31,8 +34,8 @@ class ZeroStage1:
 class ZeroStage2:
     """ZeRO-2: a gradient is freed when its bucket is sent, and each owner keeps its shard of the average.
 
-    Further backward passes add to that shard: every pass is reduced, and gradients never take more than 1/N. Inside
-    `no_sync()` they accumulate in `param.grad` at full size, and nothing is sent.
+    Further backward passes add to that shard: every pass is reduced, so gradients never take more than 1/N of their
+    full size. Inside `no_sync()` gradients accumulate in `param.grad` at full size, and nothing is sent.
     """
 
     frees: ClassVar[bool] = True
@@ -43,19 +46,20 @@ ZeroStage = ZeroStage1 | ZeroStage2
 
 @dataclass(frozen=True)
 class Reduce:
-    """How the gradients of all ranks become their average: `reduce_dtype` and `deterministic_reduce` of `ZeroConfig`.
+    """How gradients are averaged: `ZeroConfig`'s `reduce_dtype` and `deterministic_reduce`.
 
-    dtype: gradients are rounded to it and sent in it; sums are made in float32 at least. By default the dtype of the
-        parameter, whatever its `grad_dtype`. Partial sums that are reduced across replicas keep the precision in which
-        they were made.
-    fixed_order: always add in rank order.
+    Args:
+        dtype: Dtype in which gradients are sent; they are accumulated in at least float32. Defaults to the dtype of
+            the parameter, regardless of its `grad_dtype`. Partial sums that are reduced across replicas keep the
+            precision in which they were accumulated.
+        fixed_order: Always sum in rank order.
     """
 
     dtype: torch.dtype | None = None
     fixed_order: bool = False
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of `dtype` are sent. Complex and small ones are sent as they are."""
+        """Return the dtype in which gradients of `dtype` are sent. Complex and narrower dtypes are not converted."""
         if self.dtype is None or not dtype.is_floating_point or dtype.itemsize <= self.dtype.itemsize:
             return dtype
         return self.dtype
@@ -63,7 +67,10 @@ class Reduce:
 
 @dataclass(frozen=True)
 class MasterWeights:
-    """Parameters of lower precision are updated in `dtype`, sharded across ranks, and rounded once."""
+    """Master weights of `dtype`, sharded across ranks, for parameters of lower precision.
+
+    The update runs in `dtype`, and its result is rounded once to the dtype of the parameter.
+    """
 
     dtype: torch.dtype = torch.float32
 
@@ -73,9 +80,14 @@ class MasterWeights:
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """State and master weights rest in host memory, and come to the GPU bucket by bucket when they are updated.
+    """Keep optimizer state and master weights in host memory; the step copies them to the GPU bucket by bucket.
 
-    pin: in memory that the GPU can reach by itself, so that copies and updates overlap.
+    Args:
+        device: Where to keep them. Only `"cpu"` is supported.
+        pin: Use pinned memory, which lets copies overlap with updates.
+
+    Raises:
+        ConfigError: If `device` or `pin` has an unsupported value.
     """
 
     device: str = "cpu"
@@ -90,15 +102,23 @@ class CPUOffload:
 
 @dataclass(frozen=True)
 class ConsistencyCheck:
-    """Every so many steps all ranks compare all bits of all parameters, before the step updates anything.
+    """Compare all parameters bitwise across ranks every `every` steps, before the step updates anything.
 
-    A difference raises `ReplicaMismatchError` on all ranks, which names ranks and parameters. It costs one pass over
-    the parameters and one small message.
+    A mismatch raises `ReplicaMismatchError` on all ranks and names the ranks and parameters. A check costs one pass
+    over the parameters and one small message.
 
-    A difference lasts until a step sends the parameter: what its owner has then comes to all, right or wrong. So
-    `every=1` sees each bit that a parameter loses; a larger number sees what has happened since the last step, what
-    happens again and again, and what no step has sent since. Never seen is what a rank computes wrongly of its own
-    part, or loses of state, master weights and gradients that it alone has: the result is the same on all ranks.
+    A mismatch persists until a step sends the parameter again: then all ranks receive the owner's value, right or
+    wrong. With `every=1` the check therefore finds every bit flip in a parameter. With a larger `every` it finds
+    mismatches that occurred since the last step, that recur, or that no step has overwritten since.
+
+    The check cannot find wrong results that a rank computes for its own shard, or corrupted state, master weights and
+    gradients that only one rank holds: these lead to the same parameters on all ranks.
+
+    Args:
+        every: Number of steps between two checks, at least 1.
+
+    Raises:
+        ConfigError: If `every` is not a positive integer.
     """
 
     every: int = 100
@@ -110,14 +130,19 @@ class ConsistencyCheck:
 
 @dataclass(frozen=True)
 class NonFiniteGrads:
-    """What becomes of a step whose averaged gradients are not all finite, on any rank: all ranks do the same.
+    """What `step()` does when an averaged gradient is inf or NaN on any rank. All ranks act the same way.
 
-    then: "skip" leaves the step out: parameters, state, step counts and options stay, and `step()` returns None.
-        "raise" raises `NonFiniteError` on all ranks, and nothing has changed. "warn" makes the step with them.
-    most: with "skip", so many in a row raise `NonFiniteError`.
+    `optimizer.nonfinite` counts these steps, and the first, second, fourth, eighth, ... one emits a warning. Steps that
+    a GradScaler skips do not count. A closure is called before any code of the optimizer runs.
 
-    They are counted in `optimizer.nonfinite`, and the first, second, fourth, ... is warned of. A step that a GradScaler
-    leaves out is not among them. A closure is called before any code of the optimizer runs.
+    Args:
+        action: `"skip"` skips the step: parameters, state, step counts and options do not change, and `step()` returns
+            None. `"raise"` raises `NonFiniteError` on all ranks and changes nothing. `"warn"` performs the step with
+            these gradients.
+        max_consecutive: With `"skip"`, raise `NonFiniteError` after this many such steps in a row.
+
+    Raises:
+        ConfigError: If an argument has an unsupported value, or `max_consecutive` is given without `"skip"`.
     """
 
     action: Literal["skip", "raise", "warn"]
@@ -145,14 +170,18 @@ class NonFiniteGrads:
 
 @dataclass(frozen=True)
 class PeerCheckpoint:
-    """Each rank's share of the state is also kept in the memory of a rank of another failure domain.
+    """Keep a copy of each rank's state shard in the memory of a rank in another failure domain.
 
-    After the loss of a rank `zeroshard.peer_checkpoint.restore_from_peers` rebuilds everything from
-    these copies, without a file.
+    When a rank is lost, `zeroshard.peer_checkpoint.restore_from_peers` rebuilds the full state from these copies,
+    without reading a file.
 
-    every: so many steps lie between two copies.
-    apart: how many consecutive ranks fail together. By default those that run on one host do; where there is but one,
-        each rank is on its own.
+    Args:
+        every: Number of steps between two snapshots, at least 1.
+        failure_domain_size: Number of consecutive ranks that fail together. By default the ranks of one host form a
+            failure domain; on a single host each rank is its own.
+
+    Raises:
+        ConfigError: If an argument is not a positive integer.
     """
 
     every: int = 10
@@ -171,12 +200,12 @@ class PeerCheckpoint:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What gradients of this dtype are added up in."""
+    """Return the dtype in which gradients of `dtype` are accumulated."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Options beyond torch's signature, in one frozen object.
+# `ZeroConfig`.
 
 
 _REDUCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -186,50 +215,56 @@ Config = TypeVar("Config")
 
 def _suggest_options(cls: type[Config]) -> type[Config]:
     """Make an unknown option raise `TypeError` with the closest valid name."""
-    plain, known = cls.__init__, [it.name for it in fields(cls)]  # type: ignore[arg-type]
+    original_init, names = cls.__init__, [option.name for option in fields(cls)]  # type: ignore[arg-type]
 
-    @wraps(plain)
-    def checked(self: Config, *args: Any, **options: Any) -> None:
+    @wraps(original_init)
+    def checked_init(self: Config, *args: Any, **options: Any) -> None:
         for name in options:
-            if name not in known:
-                close = get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"its options are {', '.join(known)}"
+            if name not in names:
+                close = get_close_matches(name, names, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"its options are {', '.join(names)}"
                 raise TypeError(f"{cls.__name__}() has no option {name!r}; {hint}")
-        plain(self, *args, **options)
+        original_init(self, *args, **options)
 
-    cls.__init__ = checked  # type: ignore[assignment]
+    cls.__init__ = checked_init  # type: ignore[assignment]
     return cls
 
 
 @_suggest_options
 @dataclass(frozen=True)
 class ZeroConfig:
-    """How to shard.
+    """Options of `shard` and `ZeroRedundancyOptimizer`.
 
-    stage: 1 shards optimizer state (ZeRO-1), 2 also gradients (ZeRO-2). By default `shard` uses 2 and
-        `ZeroRedundancyOptimizer` 1, the only stage that works under DDP. With stage 2 a gradient is freed when its
-        bucket is sent, and `param.grad` is a placeholder that raises when it is used. With stage 1 `param.grad` stays
-        and holds the sum of this rank's own backward passes, not the average.
-    partition: who owns what. By default `ZeroRedundancyOptimizer` takes `WholeParams()`, as torch's class does, and
-        `shard` takes `FlatShards()` where the optimizer can be cut.
-    reduce_dtype: the dtype in which gradients are sent; sums are made in float32 at least. By default the dtype of the
-        parameter. Partial sums that are reduced across replicas keep the precision in which they were made.
-    deterministic_reduce: always add gradients in rank order, so that results do not depend on timing or on the
-        backend's algorithms. CPU tensors are added in rank order in any case. With NCCL it costs the memory of another
-        bucket. Backends that can only reduce whole buckets (gloo with CUDA tensors), and NCCL for whole parameters, add
-        in their own order, which is always the same.
-    master_dtype: keep master weights of this dtype, sharded across ranks, for parameters of lower precision: they are
-        updated in it and rounded once.
-    offload: where state and master weights rest between steps, if not on the GPU.
-    drift: every so many steps, look whether all ranks have the same parameters.
-    nonfinite: what becomes of a step whose gradients are not all finite; by default nobody looks.
-    peer_checkpoint: keep each rank's share on another rank as well, from which it is rebuilt when a rank is lost.
-    overlap_param_gather: parameters come back while the next forward pass runs, instead of at the end of `step()`.
-    broadcast_buffers: make the buffers of the model those of rank 0 after each step, and on DDP's schedule before
-        forward passes with gradients that follow each other without a step.
-    allow_mixed_dtypes: allow parameters of several dtypes in one `ZeroRedundancyOptimizer`; `shard` always does.
+    `stage=2`, `overlap_param_gather` and `broadcast_buffers` need access to the model, so only `shard` accepts them.
 
-    `stage=2`, `overlap_param_gather` and `broadcast_buffers` are for `shard`, which sees the model.
+    Args:
+        stage: 1 shards optimizer state (ZeRO-1), 2 also shards gradients (ZeRO-2). Defaults to 2 for `shard` and to 1
+            for `ZeroRedundancyOptimizer`, the only stage that works under DDP. With stage 2 a gradient is freed when
+            its bucket is sent, and `param.grad` is a placeholder that raises when used. With stage 1 `param.grad` is
+            kept and holds the sum of this rank's own backward passes, not the average.
+        partition: How parameters are assigned to ranks. Defaults to `WholeParams()` for `ZeroRedundancyOptimizer`, as
+            in torch. `shard` defaults to `FlatShards()` where the optimizer can update parts of a parameter.
+        reduce_dtype: Dtype in which gradients are sent; they are accumulated in at least float32. Defaults to the dtype
+            of the parameter. Partial sums that are reduced across replicas keep the precision in which they were
+            accumulated.
+        deterministic_reduce: Always sum gradients in rank order, independent of timing and of the backend's algorithms.
+            CPU tensors are always summed in rank order. With NCCL this costs the memory of one more bucket. Backends
+            that can only reduce whole buckets (gloo with CUDA tensors), and NCCL for whole parameters, sum in an order
+            of their own, which is always the same.
+        master_dtype: Keep master weights of this dtype, sharded across ranks, for parameters of lower precision. The
+            update runs in this dtype and is rounded once.
+        offload: Keep optimizer state and master weights in host memory between steps.
+        consistency_check: Periodically verify that all ranks hold the same parameters.
+        nonfinite: What to do with a step whose gradients are not all finite. By default they are not checked.
+        peer_checkpoint: Keep a copy of each rank's shard on another rank, to rebuild it when a rank is lost.
+        overlap_param_gather: All-gather parameters during the next forward pass instead of at the end of `step()`.
+        broadcast_buffers: Broadcast rank 0's buffers after each step. As in DDP, also broadcast them before a training
+            forward pass that follows another one without a step in between.
+        allow_mixed_dtypes: Allow parameters of several dtypes in one `ZeroRedundancyOptimizer`; `shard` always does.
+
+    Raises:
+        ConfigError: If an option has an unsupported value.
+        TypeError: If an option does not exist; the message suggests the closest name.
     """
 
     stage: Literal[1, 2] | None = None
@@ -271,8 +306,10 @@ class ZeroConfig:
         return None if self.master_dtype is None else MasterWeights(self.master_dtype)
 
     def describe(self) -> tuple[str, ...]:
-        """A line for each option, equal on ranks where it is; a plain object's repr would hold its address."""
-        return tuple(f"ZeroConfig({it.name}={_describe_option(getattr(self, it.name))})" for it in fields(self))
+        """Return one line per option. Lines of equal options are equal on all ranks."""
+        return tuple(
+            f"ZeroConfig({option.name}={_describe_option(getattr(self, option.name))})" for option in fields(self)
+        )
 
     def _check_stage(self) -> None:
         if self.stage is None or (type(self.stage) is int and self.stage in (1, 2)):
@@ -297,17 +334,17 @@ class ZeroConfig:
 
 _POLICIES = (FlatShards, WholeParams, CPUOffload, ConsistencyCheck, NonFiniteGrads, PeerCheckpoint)
 
-_CONFIG_FIELDS = {it.name for it in fields(ZeroConfig)}
+_CONFIG_FIELDS = {option.name for option in fields(ZeroConfig)}
 
 
 def reject_config_options(factory: Callable[..., object], options: Mapping[str, object]) -> None:
-    """Raise if an option of ours is among those of an optimizer class."""
+    """Raise `ConfigError` if a `ZeroConfig` option is among the options of an optimizer class."""
     for name, value in options.items():
         if isinstance(value, (ZeroConfig, *_POLICIES)) or (
             name in _CONFIG_FIELDS and not _accepts_keyword(factory, name)
         ):
-            right = "config=..." if isinstance(value, ZeroConfig) else f"config=ZeroConfig({name}=...)"
-            raise ConfigError(f"{name}={value!r} is not an option of an optimizer class: pass {right} instead")
+            correct = "config=..." if isinstance(value, ZeroConfig) else f"config=ZeroConfig({name}=...)"
+            raise ConfigError(f"{name}={value!r} is not an option of an optimizer class: pass {correct} instead")
 
 
 def _is_three(stage: object) -> bool:
@@ -317,12 +354,13 @@ def _is_three(stage: object) -> bool:
 def _accepts_keyword(factory: Callable[..., object], name: str) -> bool:
     try:
         params = signature(factory).parameters
-    except (TypeError, ValueError):  # it does not say
+    except (TypeError, ValueError):  # no signature is available
         return True
-    return name in params or any(it.kind is Parameter.VAR_KEYWORD for it in params.values())
+    return name in params or any(param.kind is Parameter.VAR_KEYWORD for param in params.values())
 
 
 def _describe_option(value: object) -> str:
-    plain = value is None or isinstance(value, (bool, int, torch.dtype))
-    plain = plain or (is_dataclass(value) and not isinstance(value, type))
-    return repr(value) if plain else type(value).__qualname__
+    # The default repr contains an address, which differs between ranks.
+    has_stable_repr = value is None or isinstance(value, (bool, int, torch.dtype))
+    has_stable_repr = has_stable_repr or (is_dataclass(value) and not isinstance(value, type))
+    return repr(value) if has_stable_repr else type(value).__qualname__
