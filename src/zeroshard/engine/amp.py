@@ -1,7 +1,7 @@
-"""`torch.amp.GradScaler`: gradients that are not finite on one rank make all ranks skip the step.
+"""Support for `torch.amp.GradScaler`: all ranks skip a step if gradients are not finite on any rank.
 
-The scaler hands a scale and a found-inf flag to optimizers that ask for them, and then always calls
-`step`. So we ask: a scaler that decided by itself would leave ranks waiting for one that skips.
+The scaler passes its scale and a found-inf flag to optimizers that support it (`_step_supports_amp_scaling`), and then
+always calls `step`. zeroshard opts in: a scaler that skips on its own would leave the other ranks waiting.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from ..comm.consensus import check_all_equal, exchange_status
 
 
 def is_scaler_step(outer_optimizer: Optimizer) -> bool:
-    """Whether a GradScaler is making this step."""
+    """Return whether a GradScaler drives this step."""
     return getattr(outer_optimizer, "found_inf", None) is not None
 
 
@@ -27,20 +27,23 @@ def should_skip_step(
     *,
     is_join_enabled: bool,
 ) -> bool:
-    """Whether the step is to be left out, on all ranks alike; if not, gradients are ready for `inner`: perhaps only
-    for its kernels that unscale and skip by themselves, unless it is None.
+    """Return whether to skip the step; the result is the same on all ranks. Call on all ranks.
 
-    `uneven`: some ranks may only shadow the step. They have no scale, so gradients are unscaled before they are lent.
+    If not skipped, the gradients of `params` are ready for `inner_optimizers`. If all of those support AMP scaling,
+    their fused kernels unscale and skip on the device, and the result is False. Pass None to rule that out.
+
+    With `is_join_enabled`, joined ranks may only shadow the step. They have no scale, so gradients are unscaled here,
+    before they are sent to them.
     """
     if not is_join_enabled:
-        exchange_status(comm, "a step that a GradScaler drives", b"")  # or another rank steps without one
-    found = _get_found_inf(outer_optimizer, params[0].device)
-    anywhere = comm.data_parallel.all_reduce_max_(found.clone())
+        exchange_status(comm, "a step that a GradScaler drives", b"")  # raises if another rank steps without a scaler
+    found_inf = _get_found_inf(outer_optimizer, params[0].device)
+    found_inf_anywhere = comm.data_parallel.all_reduce_max_(found_inf.clone())
     scale: torch.Tensor | None = getattr(outer_optimizer, "grad_scale", None)
-    if not is_join_enabled and _delegate_to_fused(inner_optimizers, anywhere, scale):
+    if not is_join_enabled and _delegate_to_fused(inner_optimizers, found_inf_anywhere, scale):
         return False
-    if anywhere.item():
-        _warn_if_found_elsewhere(outer_optimizer, found)
+    if found_inf_anywhere.item():
+        _warn_if_found_elsewhere(outer_optimizer, found_inf)
         return True
     if scale is not None:
         _unscale_grads(params, scale)
@@ -50,16 +53,20 @@ def should_skip_step(
 def unscale_sharded_grads(
     grads: Sequence[torch.Tensor], inverse_scale: torch.Tensor, comm: Comm
 ) -> dict[torch.device, torch.Tensor]:
-    """Scale gradients that are spread over ranks; says for each device whether some on any rank are not finite."""
-    found: dict[torch.device, torch.Tensor] = {}
+    """Unscale this rank's gradient shards in place. Call on all ranks.
+
+    Returns:
+        A found-inf flag per device, reduced over all ranks.
+    """
+    found_inf: dict[torch.device, torch.Tensor] = {}
     for grad in grads:
-        flag = found.setdefault(grad.device, torch.zeros((), device=grad.device))
+        flag = found_inf.setdefault(grad.device, torch.zeros((), device=grad.device))
         torch._amp_foreach_non_finite_check_and_unscale_([grad], flag, inverse_scale.to(grad.device))
-    if not found:
-        found[inverse_scale.device] = torch.zeros((), device=inverse_scale.device)
+    if not found_inf:
+        found_inf[inverse_scale.device] = torch.zeros((), device=inverse_scale.device)
     return {
         device: flag if comm.is_single_rank else comm.data_parallel.all_reduce_max_(flag)
-        for device, flag in found.items()
+        for device, flag in found_inf.items()
     }
 
 
@@ -71,18 +78,19 @@ def should_skip_sharded_step(
     *,
     is_inf_checked: bool,
 ) -> bool:
-    """Whether the step is to be left out; if not, gradients are ready for `inner`, as in `skips`.
+    """Return whether to skip a step on sharded gradients; if not, they are ready, as in `should_skip_step`.
 
-    `checked`: the scaler has found what is not finite on any rank.
+    `is_inf_checked`: found-inf flags are already reduced over all ranks (`zeroshard.GradScaler`). Otherwise torch's own
+    scaler drives the step, and all ranks raise.
     """
-    if not is_inf_checked:  # perhaps here alone
-        text = "torch's GradScaler cannot see gradients that are spread over ranks: use zeroshard.GradScaler"
-        check_all_equal(comm, "a step that torch's GradScaler drives", (), RuntimeError(text))
-    found = _get_found_inf(outer_optimizer, grads[0].device if grads else torch.device("cpu"))
+    if not is_inf_checked:  # perhaps on this rank only
+        message = "torch's GradScaler cannot see gradients that are sharded across ranks: use zeroshard.GradScaler"
+        check_all_equal(comm, "a step that torch's GradScaler drives", (), RuntimeError(message))
+    found_inf = _get_found_inf(outer_optimizer, grads[0].device if grads else torch.device("cpu"))
     scale: torch.Tensor | None = getattr(outer_optimizer, "grad_scale", None)
-    if _delegate_to_fused(inner_optimizers, found, scale):
+    if _delegate_to_fused(inner_optimizers, found_inf, scale):
         return False
-    if found.item():
+    if found_inf.item():
         return True
     if scale is not None:
         inverse = scale.double().reciprocal().float()
@@ -94,7 +102,7 @@ def should_skip_sharded_step(
 def _delegate_to_fused(
     inner_optimizers: Sequence[Optimizer] | None, found_inf: torch.Tensor, scale: torch.Tensor | None
 ) -> bool:
-    """Let fused kernels unscale and skip on the device, if all optimizers have them."""
+    """Pass flag and scale to the fused kernels of all inner optimizers; return False if one does not support them."""
     if inner_optimizers is None or not all(
         getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in inner_optimizers
     ):
@@ -105,16 +113,16 @@ def _delegate_to_fused(
 
 
 def clear_scaler_attrs(*optimizers: Optimizer) -> None:
-    """Undo what `skips` left on inner optimizers, or a GradScaler on the outer one."""
+    """Delete `found_inf` and `grad_scale`, which a GradScaler or `should_skip_step` has set on optimizers."""
     for optimizer in optimizers:
         for name in ("found_inf", "grad_scale"):
             vars(optimizer).pop(name, None)
 
 
 def _get_found_inf(outer_optimizer: Optimizer, device: torch.device) -> torch.Tensor:
-    """What the scaler found: a tensor, or a bare 0 on a rank without gradients, or nothing on one without a scaler."""
-    found = getattr(outer_optimizer, "found_inf", None)
-    return found if isinstance(found, torch.Tensor) else torch.zeros((), device=device)
+    """Return the scaler's flag as a tensor. It sets a plain 0 without gradients; without a scaler there is none."""
+    found_inf = getattr(outer_optimizer, "found_inf", None)
+    return found_inf if isinstance(found_inf, torch.Tensor) else torch.zeros((), device=device)
 
 
 def _warn_if_found_elsewhere(outer_optimizer: Optimizer, found_inf: torch.Tensor) -> None:

@@ -1,4 +1,8 @@
-"""Where this rank's slices of the gradients come from."""
+"""The source of this rank's gradient shards.
+
+`LocalGrads` copies them from `param.grad`, where DDP or the user has averaged them. `GradReducer` (grad_reducer.py)
+reduce-scatters gradients itself.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,14 +18,14 @@ from ..state.state_dict import flatten_in_memory_order
 
 
 class GradSource(ABC):
-    """One flat shard of gradients a bucket. They stay until `clear`, as gradients do in torch."""
+    """One flat gradient shard per bucket. Shards keep their contents until `clear`, as `param.grad` does in torch."""
 
     source_name: ClassVar[str]
-    """Said to the other ranks before gradients are settled: all must have the same."""
+    """Compared across ranks before `synchronize`: all must use the same source."""
 
     @property
     def is_reducing(self) -> bool:
-        """Gradients have been sent since they were last settled."""
+        """Whether gradients have been sent since the last `synchronize`."""
         return False
 
     def __init__(self, comm: Comm, masters: MasterWeights | None) -> None:
@@ -31,55 +35,55 @@ class GradSource(ABC):
         self._shards: dict[int, torch.Tensor] = {}
 
     def extend(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
-        """Take in the buckets that `layout` has beyond the present ones. `params` are all parameters."""
+        """Add the buckets that `layout` has beyond the current ones. `params` are all parameters, old and new."""
         self._layout, self._params = layout, list(params)
 
     @abstractmethod
     def signature(self) -> bytes:
-        """What this rank has, in a form that is equal on ranks that have gradients of the same parameters."""
+        """Return bytes that are equal on all ranks with gradients of the same parameters, to compare across ranks."""
 
     @abstractmethod
     def synchronize(self, *, signatures_match: bool) -> bytes:
-        """All gradients are where they belong; a flag for each parameter that has one. On all ranks.
+        """Complete the shards of all buckets and return a flag per parameter: whether it has a gradient.
 
-        `same`: all ranks made the same statement.
+        Call on all ranks, after a comparison of `signature`; `signatures_match` is its result.
         """
 
     @abstractmethod
     def clear(self, *, set_to_none: bool) -> None:
-        """What `zero_grad` does beyond `param.grad`."""
+        """Discard or zero the shards. `zero_grad` calls this in addition to clearing `param.grad`."""
 
     @abstractmethod
     def grad_tensors(self) -> list[torch.Tensor]:
-        """All gradients that this rank has, once they are settled."""
+        """Return all gradients that this rank holds. Valid after `synchronize`."""
 
     def drop_placeholders(self) -> None:  # noqa: B027 (nothing, by default)
-        """Remove what stands in `param.grad` for gradients that are elsewhere."""
+        """Remove placeholders of sharded gradients from `param.grad`."""
 
     def mark_scaled(self) -> None:  # noqa: B027 (nothing, by default)
-        """They are about to be clipped or unscaled where they are."""
+        """Record that the caller is about to clip or unscale the gradients in place."""
 
     def mark_stepped(self, *, was_applied: bool) -> None:  # noqa: B027 (nothing, by default)
-        """A step has used the gradients, or was left out, or has failed."""
+        """Record that a step has ended; `was_applied` is False if it was skipped or failed."""
 
     def shard_tensors(self) -> list[torch.Tensor]:
-        """The memory of this rank's slices."""
+        """Return the allocated shards, for memory reports."""
         return list(self._shards.values())
 
     def staging_buffers(self) -> list[torch.Tensor]:
-        """Memory in which gradients are brought together, and received."""
+        """Return the buffers in which gradients are packed and received, for memory reports."""
         return []
 
     def bytes_to_send(self) -> int:
-        """What this rank sends when all gradients travel once."""
+        """Return the bytes that this rank sends to reduce all gradients once."""
         return 0
 
     def shard(self, bucket_index: int) -> torch.Tensor:
-        """This rank's slice of a bucket's gradients; zeros where nothing came."""
+        """Return this rank's gradient shard of a bucket, allocated as zeros on first use."""
         if bucket_index not in self._shards:
-            it = self._layout.buckets[bucket_index]
-            length = it.shards[self._comm.group.rank].length
-            self._shards[bucket_index] = torch.zeros(length, dtype=self._grad_dtype(it), device=it.device)
+            bucket = self._layout.buckets[bucket_index]
+            length = bucket.shards[self._comm.group.rank].length
+            self._shards[bucket_index] = torch.zeros(length, dtype=self._grad_dtype(bucket), device=bucket.device)
         return self._shards[bucket_index]
 
     def _grad_dtype(self, bucket: Bucket) -> torch.dtype:
@@ -87,7 +91,7 @@ class GradSource(ABC):
 
 
 class LocalGrads(GradSource):
-    """`param.grad` is complete and equal on all ranks, as DDP makes it: a slice is copied when it is needed."""
+    """Copies shards from `param.grad`, which is already averaged and equal on all ranks, as DDP leaves it."""
 
     source_name = "param.grad"
 
@@ -96,10 +100,10 @@ class LocalGrads(GradSource):
 
     @torch.no_grad()
     def synchronize(self, *, signatures_match: bool) -> bytes:
-        present = self.signature() if signatures_match else self._resolve_by_owners()
+        grad_mask = self.signature() if signatures_match else self._resolve_by_owners()
         for bucket in self._layout.buckets:
-            self._copy_to_shard(bucket, present)
-        return present
+            self._copy_to_shard(bucket, grad_mask)
+        return grad_mask
 
     def clear(self, *, set_to_none: bool) -> None:
         pass
@@ -108,30 +112,31 @@ class LocalGrads(GradSource):
         return [param.grad for param in self._params if param.grad is not None]
 
     def _resolve_by_owners(self) -> bytes:
-        """Which gradients there are differs from rank to rank: those that own a parameter decide, if they agree."""
-        owned = set(self._layout.params_owned_by(self._comm.group.rank))
-        mine = self.signature()
-        present = self._comm.all_reduce_any(bytes(flag and i in owned for i, flag in enumerate(mine)))
-        lacking = next((i for i in owned if present[i] and not mine[i]), None)
-        problem = (
-            "" if lacking is None else f"rank {self._comm.group.rank} has no gradient of {self._param_label(lacking)}"
-        )
-        if self._comm.all_reduce_max([bool(problem)])[0]:
-            who = "; ".join(filter(None, self._comm.all_gather_text(problem)))
-            raise RankMismatchError(f"step: {who}, and others have. Reduce gradients over all ranks before step().")
-        return present
+        """Let the owners of each parameter decide whether it has a gradient. Call on all ranks.
 
-    def _param_label(self, index: int) -> str:
-        return self._layout.params[index].label
+        Raises `RankMismatchError` on all ranks if the owners of a parameter disagree.
+        """
+        rank = self._comm.group.rank
+        owned = set(self._layout.params_owned_by(rank))
+        local_mask = self.signature()
+        grad_mask = self._comm.all_reduce_any(bytes(flag and i in owned for i, flag in enumerate(local_mask)))
+        missing = next((i for i in owned if grad_mask[i] and not local_mask[i]), None)
+        problem = "" if missing is None else f"rank {rank} has no gradient of {self._layout.params[missing].label}"
+        if self._comm.all_reduce_max([bool(problem)])[0]:
+            problems = "; ".join(filter(None, self._comm.all_gather_text(problem)))
+            raise RankMismatchError(
+                f"step: {problems}, but other ranks do. Reduce gradients over all ranks before step()."
+            )
+        return grad_mask
 
     def _copy_to_shard(self, bucket: Bucket, grad_mask: bytes) -> None:
         targets, sources = [], []
-        for piece in bucket.param_shards_of_rank(self._comm.group.rank):
-            if grad_mask[piece.param] and piece.in_param.length:
-                grad = self._params[piece.param].grad
+        for shard in bucket.param_shards_of_rank(self._comm.group.rank):
+            if grad_mask[shard.param] and shard.in_param.length:
+                grad = self._params[shard.param].grad
                 assert grad is not None
-                targets.append(self._shard_view(bucket, piece))
-                sources.append(flatten_in_memory_order(grad, self._layout.params[piece.param])[slice(*piece.in_param)])
+                targets.append(self._shard_view(bucket, shard))
+                sources.append(flatten_in_memory_order(grad, self._layout.params[shard.param])[slice(*shard.in_param)])
         if targets:
             torch._foreach_copy_(targets, sources)
 

@@ -1,9 +1,12 @@
-"""Uneven inputs: a rank that ran out of data goes on updating its shard for the others.
+"""Support for `torch.distributed.algorithms.join.Join`: uneven inputs.
 
-It has no gradients of its own any more, and its LR scheduler stands still. In each step the lowest rank that still
-trains lends it the options of the groups and the gradients of the parameters it owns, unless another joinable of the
-same context has set those. When all have joined, options are once more those of the ranks that trained longest: their
-schedulers stepped after the last step.
+A rank that runs out of data ("joined") keeps updating its shard for the others: it shadows their steps. It has no
+gradients of its own, and its LR scheduler no longer advances. In each step the lowest rank that still trains sends it
+the param-group options and the gradients of the parameters that it owns, unless another joinable of the same context
+has set these gradients.
+
+When all ranks have joined, the ranks that trained longest broadcast their options once more, because their schedulers
+stepped after the last optimizer step.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,19 +24,20 @@ from .inner import ParamGroup
 
 
 class JoinStatus(NamedTuple):
-    """How the ranks that still train make the coming step, and who needs their gradients."""
+    """Which ranks have joined, and how the ranks that still train make the next step. Equal on all ranks."""
 
     source: Rank
+    """The lowest rank that still trains: it sends gradients and options to joined ranks."""
     joined_ranks: list[Rank]
     has_own_grads: bytes
-    """A flag for each rank: its gradients were set by another joinable."""
+    """A flag per rank: another joinable has set the gradients of this joined rank."""
     has_closure: bool
     has_grad_scaler: bool
-    """A GradScaler drives it."""
+    """A GradScaler drives the step."""
 
 
 class JoinedStep:
-    """One step that ranks without inputs shadow: before it they borrow what they lack."""
+    """One step inside `Join`: joined ranks receive gradients, options and arguments, then make the step too."""
 
     def __init__(
         self,
@@ -44,41 +48,48 @@ class JoinedStep:
         is_joined: bool,
         has_cleared_grads: bool,
     ) -> None:
-        """`joined`: this rank only shadows. `cleared`: it did so before, and has cleared its gradients since."""
+        """Prepare a step.
+
+        Args:
+            is_joined: this rank is out of inputs and shadows the step.
+            has_cleared_grads: this rank has shadowed a step before, and cleared its gradients after it.
+        """
         self._engine, self._comm, self._groups = engine, engine.comm, groups
         self.kwargs = kwargs
         self._is_joined, self._has_cleared_grads = is_joined, has_cleared_grads
 
     def gather_status(self, *, has_closure: bool = False, has_grad_scaler: bool = False) -> JoinStatus:
-        """On all ranks, when gradients are there: those that still train say how they step, their shadows listen."""
+        """Exchange how each rank makes this step. Call on all ranks, once gradients are ready."""
         rank, size = self._comm.group.rank, self._comm.group.size
-        # Gradients on a rank that cleared them after its last shadow step were set by another joinable.
-        given = self._has_cleared_grads and any(param.grad is not None for param in self._owned_params().values())
-        mine = (not self._is_joined, self._is_joined, self._is_joined and given, has_closure, has_grad_scaler)
-        flags = self._comm.all_reduce_any(b"".join(bytes(i == rank and flag for i in range(size)) for flag in mine))
-        trains, joined, supplied, closures, scales = (flags[i * size : (i + 1) * size] for i in range(len(mine)))
-        shadows = [Rank(i) for i in range(size) if joined[i]]
-        return JoinStatus(Rank(trains.index(1)), shadows, supplied, any(closures), any(scales))
+        # If a rank cleared its gradients after its last joined step, another joinable has set the ones it has now.
+        has_own_grads = self._has_cleared_grads and any(
+            param.grad is not None for param in self._owned_params().values()
+        )
+        local = (not self._is_joined, self._is_joined, self._is_joined and has_own_grads, has_closure, has_grad_scaler)
+        flags = self._comm.all_reduce_any(b"".join(bytes(i == rank and flag for i in range(size)) for flag in local))
+        training, joined, own_grads, closures, scalers = (flags[i * size : (i + 1) * size] for i in range(len(local)))
+        joined_ranks = [Rank(i) for i in range(size) if joined[i]]
+        return JoinStatus(Rank(training.index(1)), joined_ranks, own_grads, any(closures), any(scalers))
 
     def exchange_step_inputs(self, status: JoinStatus) -> None:
-        """On all ranks, after a survey: gradients, options as schedulers left them, arguments of the step."""
-        for shadow in status.joined_ranks:
+        """Send gradients, current options and arguments of the step to joined ranks. Call on all ranks."""
+        for joined_rank in status.joined_ranks:
             if self._comm.group.rank == status.source:
-                grads = None if status.has_own_grads[shadow] else self._serialize_grads(shadow)
-                lent = [grads, _serialize_options(self._groups), _serializable_options(self.kwargs)]
-                StateSender(lent).send(self._comm, shadow)
-            elif self._comm.group.rank == shadow:
+                grads = None if status.has_own_grads[joined_rank] else self._serialize_grads(joined_rank)
+                step_inputs = [grads, _serialize_options(self._groups), _serializable_options(self.kwargs)]
+                StateSender(step_inputs).send(self._comm, joined_rank)
+            elif self._comm.group.rank == joined_rank:
                 self._apply_step_inputs(*receive_state(self._comm, status.source))
 
     def wrap_closure(self, closure: Closure) -> Closure:
-        """A closure of a rank that trains, which lends what the given one has computed."""
+        """Wrap the closure of a rank that trains: it sends the gradients that `closure` computes to joined ranks."""
 
         def run() -> Any:
             loss, failure = None, None
             try:
                 loss = closure()
             except Exception as error:
-                failure = error  # raised only after lending: another rank waits for our gradients
+                failure = error  # raise only after the exchange: joined ranks wait for our gradients
             self.exchange_step_inputs(self.gather_status(has_closure=True))
             if failure is not None:
                 raise failure
@@ -87,7 +98,11 @@ class JoinedStep:
         return run
 
     def make_joined_closure(self) -> Closure:
-        """A closure for a shadow of such ranks that has borrowed already: only a further call borrows again."""
+        """Return the closure of a joined rank, for steps in which the others have one.
+
+        Its first call does nothing, because this rank has received its inputs already. Each further call exchanges
+        them again.
+        """
         calls = count()
 
         def run() -> None:
@@ -97,7 +112,7 @@ class JoinedStep:
         return run
 
     def finish(self) -> None:
-        """No later shadow step may use what is on this rank now."""
+        """Clear the gradients of a joined rank, so that no later step uses them."""
         if self._is_joined:
             for param in self._owned_params().values():
                 param.grad = None
@@ -120,7 +135,7 @@ class JoinedStep:
 
 
 class ZeroJoinHook(JoinHook):
-    """What `Join` runs on a rank that ran out of inputs, as often as the others step."""
+    """The hook that `Join` runs on a joined rank: one step for each step of the other ranks."""
 
     def __init__(self, step: Callable[[], object], comm: Comm, groups: list[ParamGroup]) -> None:
         self._step, self._comm, self._groups = step, comm, groups
@@ -129,14 +144,15 @@ class ZeroJoinHook(JoinHook):
         self._step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """On all ranks, when all have joined."""
+        """Broadcast the options of the last joiners. `Join` calls it on all ranks, when all have joined."""
         broadcast_options(self._comm, self._groups, is_current=is_last_joiner)
 
 
 def broadcast_options(comm: Comm, groups: list[ParamGroup], *, is_current: bool) -> list[Rank]:
-    """Broadcast the options of the first rank that has the current ones to those that have not. Called on all ranks.
+    """Broadcast the options of the first rank with `is_current` to the ranks without it. Call on all ranks.
 
-    Returns the ranks that have the current ones.
+    Returns:
+        The ranks with `is_current`.
     """
     comm = comm.data_parallel
     rank, size = comm.group.rank, comm.group.size
@@ -152,9 +168,9 @@ def broadcast_options(comm: Comm, groups: list[ParamGroup], *, is_current: bool)
 def _serialize_grad(grad: torch.Tensor) -> Any:
     if grad.layout != torch.sparse_coo:
         return grad
-    # As it is: sums in another order would round differently.
-    parts = {"indices": grad._indices(), "values": grad._values(), "size": tuple(grad.shape)}
-    return {**parts, "is_coalesced": grad.is_coalesced()}
+    # Send it uncoalesced: sums in another order would round differently.
+    components = {"indices": grad._indices(), "values": grad._values(), "size": tuple(grad.shape)}
+    return {**components, "is_coalesced": grad.is_coalesced()}
 
 
 def _deserialize_grad(value: Any) -> torch.Tensor:
@@ -166,16 +182,16 @@ def _serialize_options(groups: list[ParamGroup]) -> list[dict[str, Any]]:
 
 
 def _apply_options(groups: list[ParamGroup], options: list[dict[str, Any]]) -> None:
-    for group, lent in zip(groups, options, strict=True):
-        group.update({key: _move_like(value, group.get(key)) for key, value in lent.items()})
+    for group, new in zip(groups, options, strict=True):
+        group.update({key: _move_like(value, group.get(key)) for key, value in new.items()})
 
 
 def _serializable_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that can change from step to step: numbers, and what is made of them."""
-    chosen = {
+    """Return the options that can change from step to step: scalars, strings, tensors, and lists or tuples of them."""
+    selected = {
         key: value for key, value in group.items() if key not in ("params", "param_names") and _is_serializable(value)
     }
-    return {key: _to_serializable(value) for key, value in chosen.items()}
+    return {key: _to_serializable(value) for key, value in selected.items()}
 
 
 def _is_serializable(value: Any) -> bool:
@@ -187,7 +203,7 @@ def _is_serializable(value: Any) -> bool:
 def _to_serializable(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_to_serializable, value))
-    return float(value) if isinstance(value, float) else value  # numpy's floats could not be sent
+    return float(value) if isinstance(value, float) else value  # numpy floats cannot be serialized
 
 
 def _move_like(value: Any, current: Any) -> Any:
