@@ -133,7 +133,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
     @property
     def _is_superseded(self) -> bool:
-        hooks = vars(self).get("_hooks")  # not there before it is made
+        hooks = vars(self).get("_grad_hooks")  # not there before it is made
         return hooks is not None and hooks.is_superseded
 
     @contextmanager
