@@ -1,4 +1,8 @@
-"""`Report`: what `optimizer.report()` returns."""
+"""`Report`, which `optimizer.report()` returns: shard ownership, memory, communication volume and step times.
+
+A report is a snapshot of one rank. Creating it does not communicate: numbers of other ranks are derived from the
+layout, which is the same on all ranks. It prints as text, converts to JSON (`as_dict`) and draws a plot (`save_plot`).
+"""
 
 import logging
 import os
@@ -28,25 +32,25 @@ from .profiling import Phase, StepTimes
 from .state.tensor_utils import collect_plain_tensors
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a report consists of: plain values, of one rank at one moment.
+# Values of a report.
 
 
 class RankSummary(NamedTuple):
-    """What one rank owns."""
+    """The shard of one rank."""
 
     rank: int
     elements: int
-    """That are trained."""
+    """Trainable elements that the rank owns."""
     parameters: int
-    """Of which it owns all or a piece."""
+    """Parameters that the rank owns fully or partly."""
     cost_fraction: float
-    """Of an update, as a part of that of all ranks."""
+    """Fraction of the total update cost of all ranks."""
     state_bytes: int | None
-    """Counted on the rank that reports, and for the others as much for each element; None if that is not known."""
+    """Measured on the reporting rank; for other ranks estimated from its bytes per element. None if unknown."""
 
 
 class BucketSummary(NamedTuple):
-    """One flat run of memory, and how it is divided."""
+    """A bucket and its shards."""
 
     bucket_index: int
     dtype: str
@@ -57,13 +61,13 @@ class BucketSummary(NamedTuple):
     """Elements that belong to no parameter."""
     parameters: tuple[str, ...]
     sharding: str
-    """What shards are: equal slices, slices cut at multiples, or whole parameters."""
+    """How the bucket is split: equal slices, slices at multiples, or whole parameters."""
     shards: tuple[tuple[int, int, int], ...]
-    """Rank, first element and the one behind the last, of all ranks that have some of it."""
+    """(rank, start, stop) in elements, for each rank with a non-empty shard."""
 
 
 class MemoryUse(NamedTuple):
-    """Memory of this rank."""
+    """Bytes of one category on one device of this rank."""
 
     category: str
     device: str
@@ -71,46 +75,48 @@ class MemoryUse(NamedTuple):
 
 
 class CommVolume(NamedTuple):
-    """Bytes that this rank sends when gradients travel once and parameters come back, if the backend sends none in
-    vain. Agreements of a few words are not among them."""
+    """Bytes that this rank sends per step: one gradient reduction and one parameter all-gather.
+
+    Assumes bandwidth-optimal collectives. Small control messages are not counted.
+    """
 
     grad_bytes: int | None
-    """None if DDP sends them."""
+    """None if DDP reduces the gradients."""
     param_bytes: int
 
 
 class Counters(NamedTuple):
     steps: int
-    """That were made."""
+    """Completed steps."""
     nonfinite_found: int = 0
     nonfinite_skipped: int = 0
     consistency_checks: int = 0
     peer_snapshot_step: int | None = None
-    """Of the last copy that all ranks have."""
+    """Step of the last peer snapshot that is complete on all ranks."""
     peer_snapshot_bytes: int = 0
-    """Bytes, for that copy."""
+    """Bytes sent for that snapshot."""
 
 
 @dataclass(frozen=True)
 class ReportData:
-    """All that a report says."""
+    """The values of a report, without their presentation."""
 
     rank: int
-    """Of this process, among all that train."""
+    """Data-parallel rank of this process."""
     shard_rank: int
-    """Among those that share the state."""
+    """Rank within the shard group."""
     world_size: int
-    """How many these are."""
+    """Size of the shard group."""
     num_replicas: int
-    """Groups of such ranks, each of which has all of it."""
+    """Number of shard groups; each holds the full optimizer state."""
     optimizer_classes: tuple[str, ...]
     config: tuple[str, ...]
-    """In words, a line each."""
+    """Human-readable lines, one per option."""
     is_layout_final: bool
-    """Who owns what will not change; else DDP's buckets are yet to come."""
+    """Whether ownership is final. False until DDP has built its buckets."""
     balance: Balance
     state_bytes: tuple[int | None, ...]
-    """Of each rank."""
+    """State bytes of each rank, as in `RankSummary`."""
     memory: tuple[MemoryUse, ...]
     comm_volume: CommVolume
     times: StepTimes
@@ -119,12 +125,12 @@ class ReportData:
 
     @cached_property
     def ranks(self) -> list[RankSummary]:
-        """What all ranks own, as the layout says."""
-        pieces = self.layout.sum_per_rank(lambda spec, elements: 1 if elements or not spec.storage_numel else 0)
+        """Summarize the shard of each rank, from the layout."""
+        num_params = self.layout.sum_per_rank(lambda spec, elements: 1 if elements or not spec.storage_numel else 0)
         total = sum(self.balance.cost_per_rank) or 1.0
-        work = [it / total for it in self.balance.cost_per_rank]
-        shares = zip(self.balance.numel_per_rank, pieces, work, self.state_bytes, strict=True)
-        return [RankSummary(rank, *it) for rank, it in enumerate(shares)]
+        cost_fractions = [cost / total for cost in self.balance.cost_per_rank]
+        columns = zip(self.balance.numel_per_rank, num_params, cost_fractions, self.state_bytes, strict=True)
+        return [RankSummary(rank, *values) for rank, values in enumerate(columns)]
 
     @cached_property
     def buckets(self) -> list[BucketSummary]:
@@ -132,27 +138,27 @@ class ReportData:
 
     @property
     def elements(self) -> int:
-        """Of all parameters."""
+        """Elements of all parameters."""
         return sum(spec.numel for spec in self.layout.params)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain values that JSON knows."""
-        facts = {key: value for key, value in vars(self).items() if key in _PLAIN_FIELDS}
+        """Return the report as values that JSON can represent."""
+        fields = {key: value for key, value in vars(self).items() if key in _PLAIN_FIELDS}
         times = [
-            {"phase": label.text, "calls": it.num_calls, "in_step": it.in_step_s, "outside": it.outside_step_s}
-            for label, it in self.times.phases.items()
+            {"phase": phase.text, "calls": time.num_calls, "in_step": time.in_step_s, "outside": time.outside_step_s}
+            for phase, time in self.times.phases.items()
         ]
         return {
-            **{key: list(it) if isinstance(it, tuple) else it for key, it in facts.items()},
+            **{key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()},
             "elements": self.elements,
             "parameters": len(self.layout.params),
             "balance": {
                 "memory_imbalance": self.balance.memory_imbalance,
                 "compute_imbalance": self.balance.compute_imbalance,
             },
-            "ranks": [it._asdict() for it in self.ranks],
-            "buckets": [_tuples_to_lists(it._asdict()) for it in self.buckets],
-            "memory": [it._asdict() for it in self.memory],
+            "ranks": [rank._asdict() for rank in self.ranks],
+            "buckets": [_tuples_to_lists(bucket._asdict()) for bucket in self.buckets],
+            "memory": [use._asdict() for use in self.memory],
             "comm_volume": self.comm_volume._asdict(),
             "times": {"iteration": self.times.iteration_s, "step": self.times.step_s, "phases": times},
             "counters": self.counters._asdict(),
@@ -186,18 +192,18 @@ def _describe_sharding(bucket: Bucket) -> str:
 
 
 def _tuples_to_lists(value: Any) -> Any:
-    """Tuples as lists, as JSON has them."""
+    """Convert tuples to lists, recursively."""
     if isinstance(value, dict):
-        return {key: _tuples_to_lists(it) for key, it in value.items()}
-    return [_tuples_to_lists(it) for it in value] if isinstance(value, (list, tuple)) else value
+        return {key: _tuples_to_lists(item) for key, item in value.items()}
+    return [_tuples_to_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How an optimizer is set up, in words.
+# Configuration, as lines of text.
 
 
 def describe_setup(builder: EngineBuilder) -> tuple[str, ...]:
-    """A line for each choice that makes a difference."""
+    """Return one line per configuration choice that changes behaviour."""
     return (
         *_describe_owners(builder),
         *_describe_grads(builder),
@@ -207,15 +213,19 @@ def describe_setup(builder: EngineBuilder) -> tuple[str, ...]:
 
 
 def _describe_owners(builder: EngineBuilder) -> Iterator[str]:
-    for kind, partition in zip(builder.optimizer_specs, builder.partitioning.partitioners, strict=True):
-        if isinstance(partition, FlatShards):
-            grain = partition.granularity
-            cuts = "" if grain is None or grain.is_elementwise else f", cut at multiples of {grain.align} elements"
-            yield f"{kind.name}: every rank updates a slice of every bucket{cuts}"
-        elif isinstance(partition, WholeParams):
-            yield f"{kind.name}: every parameter is updated by one rank"
+    for optimizer, partitioner in zip(builder.optimizer_specs, builder.partitioning.partitioners, strict=True):
+        if isinstance(partitioner, FlatShards):
+            granularity = partitioner.granularity
+            cuts = (
+                ""
+                if granularity is None or granularity.is_elementwise
+                else f", cut at multiples of {granularity.align} elements"
+            )
+            yield f"{optimizer.name}: every rank updates a slice of every bucket{cuts}"
+        elif isinstance(partitioner, WholeParams):
+            yield f"{optimizer.name}: every parameter is updated by one rank"
         else:
-            yield f"{kind.name}: owners are chosen by {type(partition).__qualname__}"
+            yield f"{optimizer.name}: owners are chosen by {type(partitioner).__qualname__}"
 
 
 def _describe_grads(builder: EngineBuilder) -> Iterator[str]:
@@ -252,18 +262,18 @@ def _describe_policies(config: ZeroConfig) -> Iterator[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A report as text: plain, no wider than 100 characters, short however large the model is.
+# Text: plain, at most 100 columns, short for any model size.
 
 
 _TEXT_WIDTH = 100
 _NUM_FIRST_SHOWN, _NUM_LAST_SHOWN = 5, 2
-"""Of many, those are shown."""
+"""Lines shown at the beginning and at the end of a long list."""
 
 T = TypeVar("T")
 
 
 def format_report(report: ReportData) -> str:
-    parts = (
+    sections = (
         _format_header,
         _format_config,
         _format_owners,
@@ -273,11 +283,11 @@ def format_report(report: ReportData) -> str:
         _format_times,
         _format_counters,
     )
-    return "\n\n".join("\n".join(part(report)) for part in parts)
+    return "\n\n".join("\n".join(section(report)) for section in sections)
 
 
 def format_bytes(nbytes: float) -> str:
-    """With a unit that leaves three digits or so."""
+    """Format with the binary unit that leaves about three digits."""
     for unit, size in (("GiB", 1024 * MIB), ("MiB", MIB), ("KiB", 1024)):
         if nbytes >= size:
             return f"{nbytes / size:.1f} {unit}"
@@ -295,11 +305,11 @@ def format_count(number: int, noun: str) -> str:
 
 
 def _format_header(report: ReportData) -> Iterator[str]:
-    rows = f", in {report.num_replicas} rows that hold the same" if report.num_replicas > 1 else ""
+    replicas = f", in {report.num_replicas} replicas" if report.num_replicas > 1 else ""
     yield f"zeroshard: rank {report.rank}, after {format_count(report.counters.steps, 'step')}"
-    what = f"{report.elements:,} elements of {format_count(len(report.layout.params), 'parameter')}"
-    who = f"shared by {format_count(report.world_size, 'rank')}{rows}"
-    yield from wrap(f"{' and '.join(report.optimizer_classes)} on {what}, {who}", _TEXT_WIDTH)
+    elements = f"{report.elements:,} elements of {format_count(len(report.layout.params), 'parameter')}"
+    ranks = f"shared by {format_count(report.world_size, 'rank')}{replicas}"
+    yield from wrap(f"{' and '.join(report.optimizer_classes)} on {elements}, {ranks}", _TEXT_WIDTH)
     if not report.is_layout_final:
         yield "DDP's buckets are not known yet: owners will change"
 
@@ -312,11 +322,11 @@ def _format_config(report: ReportData) -> Iterator[str]:
 
 def _format_owners(report: ReportData) -> Iterator[str]:
     yield f"{'Who owns what':<16}{'elements':>16}{'share':>9}{'pieces':>10}{'work':>9}{'state':>13}"
-    total = sum(it.elements for it in report.ranks) or 1
+    total = sum(rank.elements for rank in report.ranks) or 1
 
     def format_rank(summary: RankSummary) -> str:
-        known = "?" if summary.state_bytes is None else format_bytes(summary.state_bytes)
-        state = known if summary.rank == report.shard_rank or summary.state_bytes is None else f"~{known}"
+        size = "?" if summary.state_bytes is None else format_bytes(summary.state_bytes)
+        state = size if summary.rank == report.shard_rank or summary.state_bytes is None else f"~{size}"
         share, work = f"{100 * summary.elements / total:.1f} %", f"{100 * summary.cost_fraction:.1f} %"
         return f"  rank {summary.rank:<9}{summary.elements:>16,}{share:>9}{summary.parameters:>10,}{work:>9}{state:>13}"
 
@@ -341,9 +351,9 @@ def _format_bucket(bucket: BucketSummary) -> str:
 
 def _format_memory(report: ReportData) -> Iterator[str]:
     yield "Memory of this rank"
-    for it in report.memory:
-        yield f"  {it.category:<18}{format_bytes(it.nbytes):>12}  {it.device}"
-    yield f"  {'in all':<18}{format_bytes(sum(it.nbytes for it in report.memory)):>12}"
+    for use in report.memory:
+        yield f"  {use.category:<18}{format_bytes(use.nbytes):>12}  {use.device}"
+    yield f"  {'in all':<18}{format_bytes(sum(use.nbytes for use in report.memory)):>12}"
 
 
 def _format_comm_volume(report: ReportData) -> Iterator[str]:
@@ -361,28 +371,28 @@ def _format_times(report: ReportData) -> Iterator[str]:
     step, iteration = format_seconds(times.step_s), format_seconds(times.iteration_s)
     yield f"The last step took {step}, and {iteration} since the one before"
     yield f"  {'time of the host':<34}{'calls':>8}{'in step()':>14}{'outside it':>14}"
-    ordered = sorted(times.phases.items(), key=lambda it: -(it[1].in_step_s + it[1].outside_step_s))
-    for label, it in ordered:
-        inside, outside = (format_seconds(value) if value else "-" for value in (it.in_step_s, it.outside_step_s))
-        name = "other" if label.text == "step" else label.text
-        yield f"  {name:<34}{it.num_calls:>8,}{inside:>14}{outside:>14}"
+    ordered = sorted(times.phases.items(), key=lambda item: -(item[1].in_step_s + item[1].outside_step_s))
+    for phase, time in ordered:
+        inside, outside = (format_seconds(value) if value else "-" for value in (time.in_step_s, time.outside_step_s))
+        name = "other" if phase.text == "step" else phase.text
+        yield f"  {name:<34}{time.num_calls:>8,}{inside:>14}{outside:>14}"
 
 
 def _format_counters(report: ReportData) -> Iterator[str]:
-    it = report.counters
-    yield f"Counted: {format_count(it.steps, 'step')}"
-    if it.nonfinite_found:
-        skipped = f"of which {it.nonfinite_skipped:,} were left out"
-        yield f"  {it.nonfinite_found:,} with gradients that were not finite, {skipped}"
-    if it.consistency_checks:
-        yield f"  {format_count(it.consistency_checks, 'look')} for drift"
-    if it.peer_snapshot_step is not None:
-        sent = format_bytes(it.peer_snapshot_bytes)
-        yield f"  peer checkpoint: of step {it.peer_snapshot_step:,}, for which {sent} were sent"
+    counters = report.counters
+    yield f"Counted: {format_count(counters.steps, 'step')}"
+    if counters.nonfinite_found:
+        skipped = f"of which {counters.nonfinite_skipped:,} were left out"
+        yield f"  {counters.nonfinite_found:,} with gradients that were not finite, {skipped}"
+    if counters.consistency_checks:
+        yield f"  {format_count(counters.consistency_checks, 'consistency check')}"
+    if counters.peer_snapshot_step is not None:
+        sent = format_bytes(counters.peer_snapshot_bytes)
+        yield f"  peer checkpoint: of step {counters.peer_snapshot_step:,}, for which {sent} were sent"
 
 
 def _format_first_and_last(values: Sequence[T], format_line: Callable[[T], str], noun: str) -> Iterator[str]:
-    """Lines for all of them, or for the first and the last."""
+    """Yield a line per value, or only the first and the last ones of many."""
     between = len(values) - _NUM_FIRST_SHOWN - _NUM_LAST_SHOWN
     if between < 2:
         yield from map(format_line, values)
@@ -397,58 +407,61 @@ def _truncate(text: str, width: int) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the log says of an optimizer that was made.
+# Log lines after construction.
 
 
 def log_summary(builder: EngineBuilder, engine: Engine) -> None:
-    """One line, on rank 0; with DEBUG one more for each bucket, on every rank."""
+    """Log one line on rank 0 (INFO) and one line per bucket on every rank (DEBUG)."""
     rank = engine.comm.data_parallel.group.rank
     if rank == 0 and is_enabled_for(logging.INFO):
         log_rank(logging.INFO, rank, "%s", format_summary_line(builder, engine))
     for bucket in engine.layout.buckets if is_enabled_for(logging.DEBUG) else ():
-        mine = bucket.shards[engine.comm.group.rank]
-        what = engine.layout.describe_bucket(bucket.index, "elements") if bucket.slots else f"bucket {bucket.index}"
-        log_rank(logging.DEBUG, rank, "owns %d of %d %s, %s", mine.length, bucket.numel, what, bucket.dtype)
+        own_shard = bucket.shards[engine.comm.group.rank]
+        description = (
+            engine.layout.describe_bucket(bucket.index, "elements") if bucket.slots else f"bucket {bucket.index}"
+        )
+        log_rank(logging.DEBUG, rank, "owns %d of %d %s, %s", own_shard.length, bucket.numel, description, bucket.dtype)
 
 
 def format_summary_line(builder: EngineBuilder, engine: Engine) -> str:
-    """What was sharded, and how."""
-    layout, names = engine.layout, " and ".join(kind.name for kind in builder.optimizer_specs)
+    """Describe in one line what is sharded and how."""
+    layout, names = engine.layout, " and ".join(spec.name for spec in builder.optimizer_specs)
     elements, ranks = sum(spec.numel for spec in layout.params), engine.comm.group.size
-    rows = engine.comm.data_parallel.group.size // ranks
-    where = f"{ranks} ranks" + (f" in each of {rows} rows" if rows > 1 else "")
+    replicas = engine.comm.data_parallel.group.size // ranks
+    where = f"{ranks} ranks" + (f" in each of {replicas} replicas" if replicas > 1 else "")
     what = f"{names} on {elements:,} elements of {len(layout.params)} parameters in {len(layout.buckets)} buckets"
     return f"{what}, shared by {where}. {'. '.join(describe_setup(builder))}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A report as a picture: who owns what, what it takes, what the last step took. Needs matplotlib.
+# Plot: ownership, memory, step times. Needs matplotlib.
 
 
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
-"""Of Okabe and Ito: told apart by those who see few colours, too."""
+"""The Okabe-Ito palette, which is safe for colour-blind readers."""
 _DPI = 120
 _MAX_BUCKETS_DRAWN = 16
 _MAX_SHARDS_DRAWN = 256
 _MAX_RANKS_LABELED = 16
-"""Ranks whose numbers are written into their slices."""
+"""Up to this world size, shards are labeled with their rank."""
 
 
 def draw_report(report: ReportData, path: Path) -> Path:
+    """Draw ownership, memory and step times, and return the path of the file."""
     buckets = _select_buckets(report.buckets)
-    rows = max(len(report.times.phases), len(report.memory) + 1, 3)
-    tall = 1.6 + 0.34 * len(buckets)
-    figure = new_figure("picture()", figsize=(12, tall + 1.6 + 0.3 * rows), dpi=_DPI)
-    upper, lower = figure.subfigures(2, 1, height_ratios=(tall, 1.6 + 0.3 * rows))
+    num_rows = max(len(report.times.phases), len(report.memory) + 1, 3)
+    height = 1.6 + 0.34 * len(buckets)
+    figure = new_figure("save_plot()", figsize=(12, height + 1.6 + 0.3 * num_rows), dpi=_DPI)
+    upper, lower = figure.subfigures(2, 1, height_ratios=(height, 1.6 + 0.3 * num_rows))
     _draw_owners(upper.subplots(), report, buckets)
     memory, times = lower.subplots(1, 2, width_ratios=(1, 1.6))
-    _draw_memory(memory, report, rows)
-    _draw_times(times, report, rows)
+    _draw_memory(memory, report, num_rows)
+    _draw_times(times, report, num_rows)
     return save_figure(figure, path)
 
 
 def _select_buckets(buckets: list[BucketSummary]) -> list[BucketSummary | None]:
-    """The first and the last of many, and None for what is between them."""
+    """Return all buckets, or the first and the last ones of many with None in between."""
     if len(buckets) <= _MAX_BUCKETS_DRAWN:
         return list(buckets)
     half = _MAX_BUCKETS_DRAWN // 2
@@ -456,24 +469,24 @@ def _select_buckets(buckets: list[BucketSummary]) -> list[BucketSummary | None]:
 
 
 def _draw_owners(axes: Any, report: ReportData, buckets: list[BucketSummary | None]) -> None:
-    longest = max((it.nbytes for it in report.buckets), default=1)
+    longest = max((bucket.nbytes for bucket in report.buckets), default=1)
     labels = []
-    for place, it in enumerate(buckets):
-        labels.append("..." if it is None else _bucket_label(it))
-        if it is None:
+    for y, bucket in enumerate(buckets):
+        labels.append("..." if bucket is None else _bucket_label(bucket))
+        if bucket is None:
             hidden = len(report.buckets) - len(buckets) + 1
-            axes.text(0, place, f" {format_count(hidden, 'more bucket')}", va="center", fontsize=9, color="#444444")
+            axes.text(0, y, f" {format_count(hidden, 'more bucket')}", va="center", fontsize=9, color="#444444")
             continue
-        _draw_bucket(axes, place, it, report, longest)
+        _draw_bucket(axes, y, bucket, report, longest)
     axes.set_yticks(range(len(buckets)), labels, fontsize=8)
     axes.set_ylim(len(buckets) - 0.4, -0.6)
     axes.set_xlim(0, longest / MIB * 1.01)
     axes.set_xlabel("MiB")
     axes.spines[["top", "right"]].set_visible(False)
-    rows = f", {report.num_replicas} rows that hold the same" if report.num_replicas > 1 else ""
+    replicas = f", {report.num_replicas} replicas" if report.num_replicas > 1 else ""
     axes.set_title(
         f"Who owns what: {' and '.join(report.optimizer_classes)}, {report.elements:,} elements, "
-        f"{format_count(report.world_size, 'rank')}{rows}",
+        f"{format_count(report.world_size, 'rank')}{replicas}",
         loc="left",
         fontsize=11,
     )
@@ -496,14 +509,14 @@ def _draw_bucket(axes: Any, y: int, bucket: BucketSummary, report: ReportData, m
 
 
 def _merge_neighbors(shards: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Neighbours together where there are more than could be told apart."""
+    """Merge neighbouring shards if there are too many to distinguish."""
     step = -(-len(shards) // _MAX_SHARDS_DRAWN) or 1
     runs = [shards[start : start + step] for start in range(0, len(shards), step)]
     return [(run[0][0], run[0][1], run[-1][2]) for run in runs]
 
 
 def _rank_color(rank: int, world_size: int) -> Any:
-    """One of a few that differ or, for many ranks, one of a scale from dark to bright."""
+    """Return a palette colour or, for many ranks, a colour of a continuous scale."""
     if world_size <= len(_COLORS):
         return _COLORS[rank]
     from matplotlib import colormaps
@@ -512,7 +525,7 @@ def _rank_color(rank: int, world_size: int) -> Any:
 
 
 def _text_color(color: Any) -> str:
-    """What can be read on it."""
+    """Return black or white, whichever is readable on `color`."""
     from matplotlib.colors import to_rgb
 
     red, green, blue = to_rgb(color)
@@ -520,7 +533,7 @@ def _text_color(color: Any) -> str:
 
 
 def _draw_legend(axes: Any, report: ReportData) -> None:
-    """What colours mean: a few ranks are named, of many the first and the last."""
+    """Label the ranks, or about five of many."""
     from matplotlib.patches import Patch
 
     ranks = range(report.world_size)
@@ -538,19 +551,20 @@ def _bucket_label(bucket: BucketSummary) -> str:
 
 
 def _draw_memory(axes: Any, report: ReportData, num_rows: int) -> None:
-    names = [f"{it.category} ({it.device})" for it in report.memory]
-    sizes = [it.nbytes / MIB for it in report.memory]
+    names = [f"{use.category} ({use.device})" for use in report.memory]
+    sizes = [use.nbytes / MIB for use in report.memory]
     axes.barh(range(len(names)), sizes, height=0.7, color=_COLORS[0])
-    _label_bars(axes, names, sizes, [format_bytes(it.nbytes) for it in report.memory], num_rows)
+    _label_bars(axes, names, sizes, [format_bytes(use.nbytes) for use in report.memory], num_rows)
     axes.set_xlabel("MiB")
     axes.set_title(f"Memory of rank {report.rank}", loc="left", fontsize=11)
 
 
 def _draw_times(axes: Any, report: ReportData, num_rows: int) -> None:
-    ordered = sorted(report.times.phases.items(), key=lambda it: -(it[1].in_step_s + it[1].outside_step_s))
-    names = ["other" if label is Phase.STEP else label.text for label, _ in ordered]
-    inside, outside = [it.in_step_s * 1e3 for _, it in ordered], [it.outside_step_s * 1e3 for _, it in ordered]
-    totals = [format_seconds(it.in_step_s + it.outside_step_s) for _, it in ordered]
+    ordered = sorted(report.times.phases.items(), key=lambda item: -(item[1].in_step_s + item[1].outside_step_s))
+    names = ["other" if phase is Phase.STEP else phase.text for phase, _ in ordered]
+    inside = [time.in_step_s * 1e3 for _, time in ordered]
+    outside = [time.outside_step_s * 1e3 for _, time in ordered]
+    totals = [format_seconds(time.in_step_s + time.outside_step_s) for _, time in ordered]
     axes.barh(range(len(names)), inside, height=0.7, color=_COLORS[5], label="in step()")
     passes = "outside: backward, forward, between"
     axes.barh(range(len(names)), outside, left=inside, height=0.7, color=_COLORS[4], label=passes)
@@ -564,8 +578,8 @@ def _draw_times(axes: Any, report: ReportData, num_rows: int) -> None:
 
 
 def _label_bars(axes: Any, names: list[str], sizes: list[float], texts: list[str], num_rows: int) -> None:
-    for place, (size, text) in enumerate(zip(sizes, texts, strict=True)):
-        axes.text(size, place, f" {text}", va="center", fontsize=8)
+    for y, (size, text) in enumerate(zip(sizes, texts, strict=True)):
+        axes.text(size, y, f" {text}", va="center", fontsize=8)
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.set_ylim(num_rows - 0.4, -0.6)
     axes.set_xlim(0, 1.18 * max(sizes, default=1.0) or 1.0)
@@ -573,30 +587,31 @@ def _label_bars(axes: Any, names: list[str], sizes: list[float], texts: list[str
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# `Report`: what `optimizer.report()` returns.
+# Public class.
 
 
 @dataclass(frozen=True)
 class Report(ReportData):
-    """Who owns what, what it takes on this rank, and what the last step took. Of one moment: it does not change.
+    """An immutable snapshot of shard ownership, this rank's memory use and the times of the last step.
 
-    `print(report)` shows it as text, `as_dict()` has all of it for JSON, `picture(path)` draws it. What it says of
-    other ranks is what the layout says: making it sends nothing.
+    `print(report)` shows it as text, `as_dict()` returns values for JSON, `save_plot(path)` draws it. Creating a
+    report does not communicate, so any rank may do it alone; values of other ranks come from the layout.
     """
 
     def __str__(self) -> str:
         return format_report(self)
 
     def save_plot(self, path: str | os.PathLike[str]) -> Path:
-        """Draw it into a file, and return its path. The ending says which kind, as `.svg`; without one it is a PNG.
+        """Draw the report and return the path of the file.
 
-        Needs matplotlib: `zeroshard[plot]`.
+        The suffix of `path` selects the format, such as `.svg`; the default is PNG. Needs matplotlib
+        (`zeroshard[plot]`).
         """
         return draw_report(self, Path(path))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A report of an optimizer: all that is counted, on this rank alone. Nothing is sent.
+# Construction of a report.
 
 
 def make_report(
@@ -607,21 +622,32 @@ def make_report(
     *,
     is_layout_final: bool,
 ) -> Report:
-    """`settled`: owners will not change any more."""
+    """Create the report of this rank. Does not communicate.
+
+    Args:
+        builder: describes the configuration.
+        engine: provides layout, memory use and counters.
+        groups: parameter groups of the optimizer, for the cost balance.
+        peer_snapshots: peer snapshots that this rank stores, if peer checkpoints are enabled.
+        is_layout_final: whether ownership can no longer change.
+    """
     comm, states = engine.comm, dict(_collect_state_by_group(engine))
-    held = {**engine.memory_usage(), "state": [tensor for tensors in states.values() for tensor in tensors]}
+    tensors_by_category = {
+        **engine.memory_usage(),
+        "state": [tensor for tensors in states.values() for tensor in tensors],
+    }
     return Report(
         rank=comm.data_parallel.group.rank,
         shard_rank=comm.group.rank,
         world_size=comm.group.size,
         num_replicas=comm.data_parallel.group.size // comm.group.size,
-        optimizer_classes=tuple(kind.name for kind in builder.optimizer_specs),
+        optimizer_classes=tuple(spec.name for spec in builder.optimizer_specs),
         config=describe_setup(builder),
         is_layout_final=is_layout_final,
         balance=builder.compute_balance(engine.layout, groups),
         state_bytes=_estimate_state_bytes(engine.layout, comm.group.rank, states),
         memory=(
-            *_measure_memory(held),
+            *_measure_memory(tensors_by_category),
             *([] if peer_snapshots is None else [MemoryUse("second copies", "cpu", peer_snapshots.nbytes)]),
         ),
         comm_volume=CommVolume(*engine.bytes_to_send()),
@@ -632,54 +658,66 @@ def make_report(
 
 
 def _collect_state_by_group(engine: Engine) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """Tensors of this rank's state, by the number of their group; -1 for those that belong to no parameter."""
-    alone = [(list(range(len(it.optimizer.param_groups))), it) for it in engine.inner.local_optimizers]
-    parts = (
-        [(part.group_ids, part.inner) for part in engine.optimizer_shards]
+    """Yield this rank's state tensors by group index; -1 for state that belongs to no parameter."""
+    local = [(list(range(len(inner.optimizer.param_groups))), inner) for inner in engine.inner.local_optimizers]
+    inner_by_groups = (
+        [(shard.group_ids, shard.inner) for shard in engine.optimizer_shards]
         if isinstance(engine, FlatShardEngine)
-        else alone
+        else local
     )
-    others: list[Any] = []
-    for numbers, inner in parts:
-        others += collect_plain_tensors(inner.shared_state())
-        for number, group in zip(numbers, inner.optimizer.param_groups, strict=True):
+    shared: list[Any] = []
+    for group_ids, inner in inner_by_groups:
+        shared += collect_plain_tensors(inner.shared_state())
+        for group_id, group in zip(group_ids, inner.optimizer.param_groups, strict=True):
             state = [inner.optimizer.state.get(param, {}) for param in group["params"]]
-            yield number, collect_plain_tensors([dict(it) if isinstance(it, Mapping) else it for it in state])
-    yield -1, others
+            yield (
+                group_id,
+                collect_plain_tensors([dict(entry) if isinstance(entry, Mapping) else entry for entry in state]),
+            )
+    yield -1, shared
 
 
 def _estimate_state_bytes(
     layout: Layout, rank: Rank, state_by_group: Mapping[int, list[torch.Tensor]]
 ) -> tuple[int | None, ...]:
-    """Of each rank: as many bytes for each element of a group as there are here, if there are elements of it here."""
-    mine: Counter[int] = Counter()
+    """Estimate the state bytes of each rank from this rank's bytes per element in each group.
+
+    None for a rank that owns elements of a group of which this rank owns none.
+    """
+    owned: Counter[int] = Counter()
     for bucket in layout.buckets:
-        for piece in bucket.param_shards_of_rank(rank):
-            mine[layout.params[piece.param].group] += _count_trainable(
-                layout.params[piece.param], piece.in_param.length
+        for shard in bucket.param_shards_of_rank(rank):
+            owned[layout.params[shard.param].group] += _count_trainable(
+                layout.params[shard.param], shard.in_param.length
             )
-    sizes = {group: sum(it.nbytes for it in tensors) for group, tensors in state_by_group.items()}
-    rates = {group: sizes.get(group, 0) / elements for group, elements in mine.items() if elements}
-    found = layout.sum_per_rank(lambda spec, elements: rates.get(spec.group, 0.0) * _count_trainable(spec, elements))
-    unknown = layout.sum_per_rank(lambda spec, elements: 0 if spec.group in rates else _count_trainable(spec, elements))
-    estimates = [None if lacking else round(size) for size, lacking in zip(found, unknown, strict=True)]
+    sizes = {group: sum(tensor.nbytes for tensor in tensors) for group, tensors in state_by_group.items()}
+    rates = {group: sizes.get(group, 0) / elements for group, elements in owned.items() if elements}
+    sizes_per_rank = layout.sum_per_rank(
+        lambda spec, elements: rates.get(spec.group, 0.0) * _count_trainable(spec, elements)
+    )
+    unknown_per_rank = layout.sum_per_rank(
+        lambda spec, elements: 0 if spec.group in rates else _count_trainable(spec, elements)
+    )
+    estimates = [
+        None if unknown else round(size) for size, unknown in zip(sizes_per_rank, unknown_per_rank, strict=True)
+    ]
     estimates[rank] = sum(sizes.values())
     return tuple(estimates)
 
 
 def _count_trainable(spec: ParamSpec, elements: int) -> int:
-    """Gaps that strides leave do not count."""
+    """Return the trainable elements, without gaps between strides."""
     return elements * spec.numel // spec.storage_numel if spec.trainable and spec.storage_numel else 0
 
 
 def _measure_memory(tensors_by_category: Mapping[str, Sequence[torch.Tensor]]) -> Iterator[MemoryUse]:
     order = ("parameters", "gradients", "state", "master weights", "staging")
-    for what in order:
+    for category in order:
         sizes: Counter[str] = Counter()
-        for tensor in tensors_by_category.get(what, ()):
+        for tensor in tensors_by_category.get(category, ()):
             sizes[tensor.device.type] += tensor.nbytes
         for device, nbytes in sorted(sizes.items()):
-            yield MemoryUse(what, device, nbytes)
+            yield MemoryUse(category, device, nbytes)
 
 
 def _read_counters(engine: Engine, peer_snapshots: PeerSnapshots | None) -> Counters:

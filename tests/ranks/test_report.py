@@ -223,7 +223,7 @@ def test_what_was_counted(ctx: RankContext) -> None:
     assert memory_of(optimizer.report(), "second copies") > 0
     text = str(optimizer.report())
     assert "1 with gradients that were not finite, of which 1 were left out" in text
-    assert "second copy: of step 3" in text
+    assert "peer checkpoint: of step 3" in text
 
 
 @ranks(1)
