@@ -1,4 +1,7 @@
-"""The few verbs between ranks, each done the best way there is for the backend."""
+"""`Comm`: the collectives and point-to-point messages that zeroshard uses, bound to a group.
+
+Gradient and parameter buckets go through a `ShardTransport` instead.
+"""
 
 from collections.abc import Iterator
 from itertools import count
@@ -13,44 +16,48 @@ from .process_group import Group
 from .work import PendingWork
 
 MAX_RING_RANKS = 16
-"""gloo reduces around a ring, two hops a rank. Beyond this many ranks a few words go faster through a root."""
+"""gloo all-reduces around a ring, two hops per rank. With more ranks a small message is faster through a root."""
 
 
 class Comm:
-    """The verbs, bound to a group. Every verb but `send` and `receive` must be called on all of its ranks.
+    """Collectives over `group`. All its ranks must call every method but `send` and `receive`.
 
-    Parameters travel in the user's group, wherever they lie. The rest is host memory, whatever the user's default
-    device, and travels in `Group.control`.
+    Parameters and tensors of the caller go through the user's process group, on whatever device they are. Everything
+    else is host memory, whatever the user's default device, and goes through `Group.cpu_group`.
 
-    Where there are replicas, several groups train together, each with all there is. Ownership is a matter of `group`;
-    whatever must be the same on all ranks is one of `everyone`.
+    Without replicas, `group` holds all ranks. With replicas (hybrid sharding) there are several shard groups, and each
+    holds the full optimizer state::
+
+        data_parallel   all ranks; whatever must be equal on all ranks is checked and broadcast here
+        group           this rank's shard group: its ranks own the shards
+        replicas        the ranks that own the same shard in the other shard groups, and this rank
     """
 
     tag = 0
-    """By which messages to one rank are told apart from others."""
+    """The tag of point-to-point messages."""
 
     def __init__(self, group: Group, data_parallel: "Comm | None" = None, replicas: Group | None = None) -> None:
         self.group, self._data_parallel = group, data_parallel
         self.profiler: StepProfiler = StepProfiler() if data_parallel is None else data_parallel.profiler
-        """Of the optimizer that this one is made for."""
+        """The profiler of the optimizer that uses this object."""
         self.replicas = replicas
-        """This rank and those that own the same in other groups, if there are any."""
-        for part in (group, replicas) if data_parallel else ():
-            if part is not None:
-                part.attach_detector(self.data_parallel.group)
+        """The ranks that own the same shard, including this one; None without replicas."""
+        for subgroup in (group, replicas) if data_parallel else ():
+            if subgroup is not None:
+                subgroup.attach_detector(self.data_parallel.group)
 
     @property
     def data_parallel(self) -> "Comm":
-        """The verbs, bound to all ranks that train together."""
+        """The `Comm` of all data-parallel ranks."""
         return self._data_parallel or self
 
     @property
     def is_single_rank(self) -> bool:
-        """No other rank trains."""
+        """Whether there are no other data-parallel ranks."""
         return self.data_parallel.group.size == 1
 
     def broadcast(self, flat: torch.Tensor, owner: Rank) -> PendingWork:
-        """Start sending `flat` from `owner` into the same-sized `flat` of all others."""
+        """Start broadcasting the owner's `flat` into the equally sized `flat` of all other ranks."""
         raw = view_as_bytes(flat)
         source = self.group.to_global(owner)
         with self.group.failure_detector:
@@ -58,7 +65,7 @@ class Comm:
         return PendingWork(work, raw, self.group.failure_detector)
 
     def all_reduce_max(self, values: list[int]) -> list[int]:
-        """The largest of each value over all ranks."""
+        """Return the maximum of each value over all ranks. All ranks pass equally many values."""
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         with self.group.failure_detector:
             if self.group.size <= MAX_RING_RANKS:
@@ -76,34 +83,34 @@ class Comm:
         dist.broadcast(tensor, root, group=self.group.cpu_group)
 
     def all_reduce_max_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, changed to the largest value over all ranks, wherever it lies."""
+        """All-reduce `tensor` in place to the maximum over all ranks, on any device, and return it."""
         with self.group.failure_detector:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group.process_group)
         return tensor
 
     def all_reduce_sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, changed to the sum over all ranks, wherever it lies."""
+        """All-reduce `tensor` in place to the sum over all ranks, on any device, and return it."""
         with self.group.failure_detector:
             dist.all_reduce(tensor, group=self.group.process_group)
         return tensor
 
     def all_reduce_any(self, flags: bytes) -> bytes:
-        """Flags (0 or 1 a byte) that any rank has set."""
+        """Return which flags (one byte of 0 or 1 each) are set on any rank."""
         buffer = bytearray(flags)
         with self.group.failure_detector:
             dist.all_reduce(_wrap_buffer(buffer), op=dist.ReduceOp.MAX, group=self.group.cpu_group)
         return bytes(buffer)
 
     def all_gather_text(self, text: str, *, max_bytes: int = 4096) -> list[str]:
-        """Each rank's `text`, cut to `most` bytes."""
-        mine = _wrap_buffer(bytearray(encode_text(text)[:max_bytes].ljust(max_bytes, b"\0")))
+        """Return the text of each rank, truncated to `max_bytes`."""
+        own = _wrap_buffer(bytearray(encode_text(text)[:max_bytes].ljust(max_bytes, b"\0")))
         buffers = [bytearray(max_bytes) for _ in range(self.group.size)]
         with self.group.failure_detector:
-            dist.all_gather([_wrap_buffer(buffer) for buffer in buffers], mine, group=self.group.cpu_group)
+            dist.all_gather([_wrap_buffer(buffer) for buffer in buffers], own, group=self.group.cpu_group)
         return [bytes(buffer).rstrip(b"\0").decode(errors="ignore") for buffer in buffers]
 
     def broadcast_bytes(self, data: bytes | None, source: Rank) -> bytes:
-        """The source's `data`, on every rank. The others pass None."""
+        """Broadcast the bytes of `source`, and return them on every rank. Other ranks pass None."""
         size = torch.tensor([len(data or b"")], device="cpu")
         root = self.group.to_global(source)
         with self.group.failure_detector:
@@ -114,14 +121,14 @@ class Comm:
         return bytes(buffer)
 
     def send(self, flat: torch.Tensor, to: Rank) -> PendingWork:
-        """Start sending host memory to one rank, which must `receive` as many bytes."""
+        """Start sending a CPU tensor to one rank, which must `receive` equally many bytes."""
         raw = view_as_bytes(flat)
         with self.group.failure_detector:
             work = dist.isend(raw, self.group.to_global(to), self.group.cpu_group, self.tag)
         return PendingWork(work, raw, self.group.failure_detector)
 
     def receive(self, flat: torch.Tensor, source: Rank) -> PendingWork:
-        """Start receiving into host memory what one rank sends."""
+        """Start receiving into a CPU tensor from one rank, which must `send` equally many bytes."""
         raw = view_as_bytes(flat)
         with self.group.failure_detector:
             work = dist.irecv(raw, self.group.to_global(source), self.group.cpu_group, self.tag)
@@ -129,36 +136,36 @@ class Comm:
 
 
 def view_as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as bytes: every dtype travels alike on every backend."""
+    """View a contiguous tensor as bytes: every backend can send those, whatever the dtype."""
     return flat.detach().view(-1).view(torch.uint8)
 
 
 def _wrap_buffer(buffer: bytearray) -> torch.Tensor:
-    """A tensor that shares the memory of `buffer`."""
+    """Return a tensor that shares the memory of `buffer`."""
     return torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def encode_text(text: str) -> bytes:
-    """Any text: also half a character, which names and messages may have, must not fail on one rank alone."""
+    """Encode any string. Names and messages may contain lone surrogates, which must not fail on one rank alone."""
     return text.encode(errors="backslashreplace")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Messages beside all others, for a thread of its own.
+# Point-to-point messages of background threads.
 
 
 BACKGROUND_TAG_BASE = 1 << 24
-"""Beyond what users and ways between ranks give their own messages."""
+"""Larger than the tags of users and transports."""
 
 _background_tags: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
-"""Those who talk aside do so in the same order on all ranks, and messages of one must not be taken for another's."""
+"""The next unused tag by process group. All ranks create their `BackgroundComm` objects in the same order."""
 
 
 class BackgroundComm(Comm):
-    """`send` and `receive` of messages that meet no others. The other verbs are not for threads. Made on all ranks.
+    """`send` and `receive` with a tag of their own, for a background thread. All ranks must construct it together.
 
-    They travel in `Group.control`: a process group of its own would have to be found by a name, which torch makes of
-    how many groups a process is in.
+    The inherited collectives must not be called from a thread. Messages go through `Group.cpu_group`: a separate
+    process group would need a name, which torch derives from the number of groups a process is in.
     """
 
     def __init__(self, group: Group) -> None:
@@ -166,7 +173,7 @@ class BackgroundComm(Comm):
         self.tag = next(_background_tags.setdefault(group.cpu_group, count(BACKGROUND_TAG_BASE)))
 
     def all_succeeded(self, *, succeeded: bool) -> bool:
-        """Whether it is so on all ranks, which all call it. The first asks, and tells the others."""
+        """Return whether `succeeded` is true on all ranks, as rank 0 collects it. All ranks must call."""
         flag = torch.tensor([succeeded], dtype=torch.uint8, device="cpu")
         if self.group.rank == 0:
             return self._reduce_on_rank0(flag)
@@ -176,15 +183,16 @@ class BackgroundComm(Comm):
 
     def _reduce_on_rank0(self, flag: torch.Tensor) -> bool:
         others = [Rank(rank) for rank in range(1, self.group.size)]
-        for call in (self._receive_flag, self._send_flag):
-            for rank in others:
-                call(flag, rank)
+        for rank in others:
+            self._receive_flag(flag, rank)
+        for rank in others:
+            self._send_flag(flag, rank)
         return bool(flag.item())
 
     def _receive_flag(self, flag: torch.Tensor, rank: Rank) -> None:
-        heard = torch.zeros_like(flag)
-        self.receive(heard, rank).wait()
-        flag.mul_(heard)
+        received = torch.zeros_like(flag)
+        self.receive(received, rank).wait()
+        flag.mul_(received)
 
     def _send_flag(self, flag: torch.Tensor, rank: Rank) -> None:
         self.send(flag.clone(), rank).wait()

@@ -1,8 +1,8 @@
-"""Ranks that disagree, and ranks that fail, are found here: one small collective a call.
+"""Consensus before a change is committed: one small all-reduce per call finds ranks that disagree or fail.
 
-Every rank states the call it is in, a fingerprint of what it is about to do, and whether it failed. All
-statements have the same length, so that ranks in different calls still understand each other. Ranks are those of
-`Comm.everyone`.
+Every rank contributes a fingerprint of the call it is in, a fingerprint of what it is about to do, and whether it
+failed. All contributions have the same length, so ranks in different calls can still be compared. A problem raises on
+all ranks, instead of hanging some of them. The ranks are those of `Comm.data_parallel`.
 """
 
 import hashlib
@@ -33,21 +33,23 @@ _MUST_MATCH_HINT = (
 
 
 class Failure(IntEnum):
-    """How bad it is, for a rank or for all of them."""
+    """How severe a failure is, on one rank or on the worst one."""
 
     NONE = 0
     FAILED = 1
-    """Something was raised; the rank can still take part in what follows."""
+    """The rank raised an error, but can still take part in collectives."""
     CANNOT_CONTINUE = 2
-    """The rank cannot take part."""
+    """The rank cannot take part in collectives any more."""
 
 
 class Status(NamedTuple):
+    """What all ranks know after `exchange_status`: the same values on every rank."""
+
     failure_level: Failure
     has_same_plan: bool
     has_same_options: bool = True
     measure_range: int = 0
-    """By how much the ranks that have stated a `measure` differ."""
+    """The largest `measure` minus the smallest, over the ranks that passed one."""
 
 
 _NO_MEASURE = -(1 << 62)
@@ -62,30 +64,39 @@ def exchange_status(
     options: bytes = b"",
     measure: int | None = None,
 ) -> Status:
-    """State `call`, `plan`, `options` and `trouble`; learn the worst trouble and what is equal on all ranks.
+    """Compare `call`, `plan` and `options` across ranks, and find the worst failure. All ranks must call.
 
-    `measure`: a number below 2^61 that is nearly equal on all ranks that state one.
-    Ranks in different calls raise `RankMismatchError`, all of them.
+    Args:
+        comm: its `data_parallel` ranks take part.
+        call: the call this rank is in, for comparison and for messages.
+        plan: an encoding of what this rank is about to do.
+        failure_level: whether this rank failed.
+        options: an encoding of the options, compared separately from `plan`.
+        measure: a number below 2^61 that should be nearly equal on all ranks that pass one.
+
+    Raises:
+        RankMismatchError: the ranks are in different calls (on all ranks).
     """
     if comm.is_single_rank:
         return Status(failure_level, True)
     comm.data_parallel.group.failure_detector.set_activity(f"agreeing on {call}")
-    marks = [fingerprint(call.encode()), fingerprint(plan), fingerprint(options)]
+    fingerprints = [fingerprint(call.encode()), fingerprint(plan), fingerprint(options)]
     with comm.profiler.phase(Phase.CONSENSUS):
         limits = (_NO_MEASURE, _NO_MEASURE) if measure is None else (measure, -measure)
-        worst, *most = comm.data_parallel.all_reduce_max(
-            [failure_level, *(signed for mark in marks for signed in (mark, -mark)), *limits]
+        # The maxima of x and -x cancel if and only if x is equal on all ranks.
+        worst, *maxima = comm.data_parallel.all_reduce_max(
+            [failure_level, *(signed for value in fingerprints for signed in (value, -value)), *limits]
         )
-    if most[0] != -most[1]:
+    if maxima[0] != -maxima[1]:
         _raise_mismatch(comm, "the ranks are in different calls.", call, _SAME_CALLS_HINT)
-    spread = most[6] + most[7] if most[6] > _NO_MEASURE else 0
-    verdict = Status(Failure(worst), most[2] == -most[3], most[4] == -most[5], spread)
-    log_rank(logging.DEBUG, comm.data_parallel.group.rank, "all ranks are in %s: %s", call, verdict)
-    return verdict
+    measure_range = maxima[6] + maxima[7] if maxima[6] > _NO_MEASURE else 0
+    status = Status(Failure(worst), maxima[2] == -maxima[3], maxima[4] == -maxima[5], measure_range)
+    log_rank(logging.DEBUG, comm.data_parallel.group.rank, "all ranks are in %s: %s", call, status)
+    return status
 
 
 class EncodedOptions(NamedTuple):
-    """Options that must be equal on all ranks, compared as bytes; in words only where they differ."""
+    """Options that must be equal on all ranks: compared as bytes, and described only if they differ."""
 
     data: bytes = b""
     describe: Callable[[], Sequence[str]] = list
@@ -100,19 +111,28 @@ def check_all_equal(
     summary: str = "",
     options: EncodedOptions | None = None,
 ) -> None:
-    """Return if all ranks make the same `call` with the same `facts` and none failed; else raise on all.
+    """Return if all ranks make the same `call` with equal `must_match` and none failed; otherwise raise on all ranks.
 
-    A rank that failed raises its own error, the others raise `RankFailedError`. Different facts raise
-    `RankMismatchError` with the first that differs, after `counts` if those differ. So do different `options`.
+    Args:
+        comm: its `data_parallel` ranks must all call.
+        call: the call this rank is in.
+        must_match: one line per fact that must be equal on all ranks.
+        error: the error of this rank, if it failed.
+        summary: how many facts there are, for the message: a fact missing on one rank shifts all that follow.
+        options: options that must be equal on all ranks.
+
+    Raises:
+        RankFailedError: another rank failed. A rank that failed raises its own `error`.
+        RankMismatchError: `must_match`, `summary` or `options` differ. The message shows the first difference.
     """
-    trouble = Failure.NONE if error is None else Failure.FAILED
+    failure = Failure.NONE if error is None else Failure.FAILED
     options = options or EncodedOptions()
-    verdict = exchange_status(comm, call, encode_text("\n".join([summary, *must_match])), trouble, options=options.data)
-    if verdict.failure_level:
+    status = exchange_status(comm, call, encode_text("\n".join([summary, *must_match])), failure, options=options.data)
+    if status.failure_level:
         raise_failure(comm, call, error)
-    if not verdict.has_same_plan:
+    if not status.has_same_plan:
         raise_first_mismatch(comm, call, must_match, summary)
-    if not verdict.has_same_options:
+    if not status.has_same_options:
         raise_first_mismatch(comm, call, options.describe())
 
 
@@ -122,19 +142,18 @@ def _no_rollback() -> None:
 
 @dataclass(frozen=True)
 class Prepared(Generic[T]):
-    """What a rank has prepared and could still take back."""
+    """A value that a rank has prepared and can still roll back. For the fields see `check_all_equal`."""
 
     value: T
     must_match: Sequence[str] = ()
     rollback: Callable[[], object] = _no_rollback
     summary: str = ""
-    """How much there is of what the facts are about: one missing on a rank shifts all that follow."""
     options: EncodedOptions | None = None
 
 
 @contextmanager
 def rollback_on_error(rollback: Callable[[], object]) -> Iterator[None]:
-    """What is prepared inside is taken back if it cannot be completed."""
+    """Context manager that calls `rollback` if its body raises."""
     try:
         yield
     except BaseException:
@@ -143,29 +162,32 @@ def rollback_on_error(rollback: Callable[[], object]) -> Iterator[None]:
 
 
 def prepare_all(comm: Comm, call: str, prepare: Callable[[], Prepared[T]]) -> T:
-    """What `propose` prepared, once all ranks have prepared the same; else raise on all and take it back.
+    """Call `prepare` and return its value if all ranks prepared the same; otherwise roll back and raise on all ranks.
 
-    A `propose` that raises must have left nothing behind.
+    A `prepare` that raises must undo its own changes. All ranks must call.
     """
-    proposal, failure = None, None
+    prepared, failure = None, None
     try:
-        proposal = prepare()
+        prepared = prepare()
     except Exception as error:
         failure = error
-    with rollback_on_error(_no_rollback if proposal is None else proposal.rollback):
-        if proposal is None:
+    with rollback_on_error(_no_rollback if prepared is None else prepared.rollback):
+        if prepared is None:
             check_all_equal(comm, call, (), failure)
         else:
-            check_all_equal(comm, call, proposal.must_match, summary=proposal.summary, options=proposal.options)
-    assert proposal is not None
-    return proposal.value
+            check_all_equal(comm, call, prepared.must_match, summary=prepared.summary, options=prepared.options)
+    assert prepared is not None
+    return prepared.value
 
 
 def raise_failure(comm: Comm, call: str, error: BaseException | None, *, consequence: str = "") -> NoReturn:
-    """Raise on every rank, once a `Verdict` said that one failed. `then`: what became of the others, in a sentence."""
-    mine = "" if error is None else f"{type(error).__name__}: {error}"
+    """Raise on every rank after a `Status` with a failure. All ranks must call.
+
+    A rank that failed raises its own `error`, the others `RankFailedError`. `consequence` is a sentence for the latter.
+    """
+    own_report = "" if error is None else f"{type(error).__name__}: {error}"
     try:
-        reports = [mine] if comm.is_single_rank else comm.data_parallel.all_gather_text(mine)
+        reports = [own_report] if comm.is_single_rank else comm.data_parallel.all_gather_text(own_report)
     except RankLostError:
         if error is None:
             raise
@@ -176,22 +198,25 @@ def raise_failure(comm: Comm, call: str, error: BaseException | None, *, consequ
 
 
 def fingerprint(data: bytes) -> int:
-    """62 bits, so that it and its negative fit into what ranks exchange."""
+    """Return a 62-bit hash: it and its negative fit into an int64."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 2
 
 
 def raise_first_mismatch(comm: Comm, call: str, must_match: Sequence[str], summary: str = "") -> NoReturn:
-    """Find the shortest prefix of facts that differs: a few small collectives, whatever the number of facts."""
+    """Raise `RankMismatchError` with the first fact that differs, found by bisection. All ranks must call.
+
+    That takes a number of small collectives that is logarithmic in the number of facts.
+    """
     same, different = 0, comm.data_parallel.all_reduce_max([len(must_match)])[0]
     while different - same > 1:
         middle = (same + different) // 2
-        mark = fingerprint(encode_text("\n".join(must_match[:middle])))
-        high, low = comm.data_parallel.all_reduce_max([mark, -mark])
+        prefix = fingerprint(encode_text("\n".join(must_match[:middle])))
+        high, low = comm.data_parallel.all_reduce_max([prefix, -prefix])
         same, different = (middle, different) if high == -low else (same, middle)
-    mine = must_match[different - 1] if different <= len(must_match) else "nothing more"
-    counted = _gather_ranks_by_text(comm, summary)
-    lead = f" {_format_ranks_by_text(counted)}. The first difference:" if len(counted) > 1 else ""
-    _raise_mismatch(comm, f"{call}: the ranks disagree.{lead}", mine, _MUST_MATCH_HINT)
+    own_text = must_match[different - 1] if different <= len(must_match) else "nothing more"
+    summaries = _gather_ranks_by_text(comm, summary)
+    lead = f" {_format_ranks_by_text(summaries)}. The first difference:" if len(summaries) > 1 else ""
+    _raise_mismatch(comm, f"{call}: the ranks disagree.{lead}", own_text, _MUST_MATCH_HINT)
 
 
 def _raise_mismatch(comm: Comm, problem: str, own_text: str, hint: str) -> NoReturn:
@@ -199,11 +224,11 @@ def _raise_mismatch(comm: Comm, problem: str, own_text: str, hint: str) -> NoRet
 
 
 def _gather_ranks_by_text(comm: Comm, own_text: str) -> dict[str, list[int]]:
-    """What ranks say, each with those that say it."""
-    holders: dict[str, list[int]] = defaultdict(list)
+    """Return all texts, each with the ranks that passed it."""
+    ranks_by_text: dict[str, list[int]] = defaultdict(list)
     for rank, text in enumerate(comm.data_parallel.all_gather_text(own_text)):
-        holders[text].append(rank)
-    return holders
+        ranks_by_text[text].append(rank)
+    return ranks_by_text
 
 
 def _format_ranks_by_text(ranks_by_text: dict[str, list[int]]) -> str:

@@ -1,4 +1,7 @@
-"""The process group, and this process's place in it."""
+"""`Group`: a process group, its ranks, and the companion groups that zeroshard creates for it.
+
+Group ranks (`Rank`) and global ranks (`GlobalRank`) are distinct types; `to_global` and `from_global` convert.
+"""
 
 import os
 from collections.abc import Iterator
@@ -17,13 +20,13 @@ from ..errors import ConfigError, RankLostError
 from .failure import FailureDetector, get_failure_detector, install_exit_handlers
 
 _dedicated_gloo_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-"""One for each process group that has something to do in the background."""
+"""Gloo group for background threads, by the process group of the same ranks."""
 _cpu_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-"""One for each process group that carries no CPU tensors, however many optimizers use it."""
+"""Gloo companion, by the process group without CPU support; shared by all optimizers on that group."""
 
 
 class Group:
-    """A process group with its two kinds of ranks kept apart."""
+    """A process group with its failure detector, and the mapping between group ranks and global ranks."""
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -31,15 +34,15 @@ class Group:
                 "the default process group is not initialized: call torch.distributed.init_process_group() first"
             )
         install_exit_handlers()
-        chosen: Any = dist.group.WORLD if process_group is None else process_group
+        resolved: Any = dist.group.WORLD if process_group is None else process_group
         self.global_rank = GlobalRank(dist.get_rank())
-        if chosen is dist.GroupMember.NON_GROUP_MEMBER:
+        if resolved is dist.GroupMember.NON_GROUP_MEMBER:
             raise ConfigError(f"global rank {self.global_rank} is not a member of the given process group")
-        if not isinstance(chosen, dist.ProcessGroup):
-            raise ConfigError(f"a process group is what torch.distributed.new_group() returns, not {chosen!r:.200}")
-        self.process_group = chosen
-        self.failure_detector = get_failure_detector(chosen)
-        self.rank = Rank(dist.get_rank(chosen))
+        if not isinstance(resolved, dist.ProcessGroup):
+            raise ConfigError(f"a process group is what torch.distributed.new_group() returns, not {resolved!r:.200}")
+        self.process_group = resolved
+        self.failure_detector = get_failure_detector(resolved)
+        self.rank = Rank(dist.get_rank(resolved))
         self.size: int = self.process_group.size()
         members = [GlobalRank(member) for member in dist.get_process_group_ranks(self.process_group)]
         self._members = {Rank(dist.get_group_rank(self.process_group, member)): member for member in members}
@@ -52,21 +55,26 @@ class Group:
         return self._members[rank]
 
     def from_global(self, rank: int) -> Rank:
-        for mine, member in self._members.items():
+        """Return the group rank of a global rank.
+
+        Raises:
+            ConfigError: `rank` is not a member of this group.
+        """
+        for group_rank, member in self._members.items():
             if isinstance(rank, Integral) and member == rank:
-                return mine
+                return group_rank
         raise ConfigError(f"global rank {rank!r:.200} is not a member of the process group of {self.members}")
 
     def supports_device(self, device: torch.device) -> bool:
-        """Whether tensors on `device` can travel in this group."""
-        return any(kind.type == device.type for kind in self.process_group._device_types)
+        """Return whether the group's backend can send tensors on `device`."""
+        return any(supported.type == device.type for supported in self.process_group._device_types)
 
     @cached_property
     def cpu_group(self) -> dist.ProcessGroup:
-        """The same ranks, for small messages between hosts: a group that carries CPU tensors.
+        """A process group of the same ranks that supports CPU tensors, for small control messages.
 
-        A group that cannot (plain NCCL) gets a gloo companion, so that agreeing on something never
-        waits for a GPU. First use is collective.
+        A group without CPU support (plain NCCL) gets a gloo companion, so that consensus never waits for a GPU. All
+        ranks must make the first access together.
         """
         if self.supports_device(torch.device("cpu")):
             return self.process_group
@@ -76,17 +84,17 @@ class Group:
 
     @property
     def timeout(self) -> timedelta | None:
-        """How long its messages may take. Groups made of it have the same: torch would give them half an hour."""
+        """The timeout of collectives. Subgroups inherit it: torch would give them 30 minutes."""
         backend = self.process_group._get_backend(self.process_group._device_types[0])
         return getattr(getattr(backend, "options", None), "_timeout", None)
 
     def attach_detector(self, data_parallel: "Group") -> None:
-        """A rank that is lost here is lost for everyone."""
+        """Use the data-parallel group's failure detector: a rank lost in this group is lost for all of them."""
         self.failure_detector = data_parallel.failure_detector
         self.failure_detector.add_group(self.process_group)
 
     def dedicated_gloo_group(self) -> "Group":
-        """The same ranks with messages between hosts that meet no others: for threads. First use is collective."""
+        """Return a gloo group of the same ranks for a background thread. The first call is collective."""
         return Group(self._get_or_create_gloo_group(_dedicated_gloo_groups))
 
     def _get_or_create_gloo_group(
@@ -94,16 +102,17 @@ class Group:
     ) -> dist.ProcessGroup:
         if self.process_group not in cache:
             with self.failure_detector:
-                # Hazard: torch names a group that only its members make by how many groups a process is in already.
-                by_members = self.size < dist.get_world_size()
+                # Hazard: torch names a group that only its members create by the number of groups the process is
+                # already in, which must therefore be equal on all members.
+                members_only = self.size < dist.get_world_size()
                 cache[self.process_group] = dist.new_group(
-                    self.members, self.timeout, backend="gloo", use_local_synchronization=by_members
+                    self.members, self.timeout, backend="gloo", use_local_synchronization=members_only
                 )
         return cache[self.process_group]
 
 
 class SingleRankGroup(Group):
-    """One process that is part of no job."""
+    """A single process without `torch.distributed`."""
 
     def __init__(self) -> None:
         self.rank, self.size, self.global_rank = Rank(0), 1, GlobalRank(0)
@@ -115,29 +124,34 @@ class SingleRankGroup(Group):
 
 
 def resolve_group(process_group: dist.ProcessGroup | None) -> Group:
-    """For what also works where no process group was initialized."""
+    """Return the group, or a `SingleRankGroup` if `torch.distributed` is not initialized."""
     return Group(process_group) if dist.is_available() and dist.is_initialized() else SingleRankGroup()
 
 
 def init_single_rank(timeout: timedelta | None = None) -> None:
-    """A job of this process alone, where nobody has begun one: sharding over one rank needs no others."""
+    """Initialize a process group of world size 1, unless one is initialized."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A process that has joined no job yet: in, and out again.
+# Initialization from the environment, for command-line tools.
 
 
 def is_launched_by_torchrun() -> bool:
-    """Whether torchrun, or whoever sets the same variables, has started this process as one of several ranks."""
+    """Return whether torchrun, or a launcher that sets the same variables, started this process."""
     return "RANK" in os.environ
 
 
 @contextmanager
 def init_from_env(timeout: timedelta) -> Iterator[Group]:
-    """All ranks that were started together, with messages between hosts; this process alone if none were."""
+    """Context manager that initializes a gloo group of all launched ranks, or of this process alone, and destroys it.
+
+    Raises:
+        ConfigError: the environment variables are incomplete or invalid.
+        RankLostError: not all ranks joined within `timeout`.
+    """
     try:
         _init_process_group(timeout)
     except ValueError as error:
@@ -167,9 +181,9 @@ def _describe_rendezvous_failure(error: RuntimeError, timeout: timedelta) -> str
 
 
 def with_backend(group: Group, backend: str) -> Group:
-    """The same ranks with messages of this backend. On all of them."""
+    """Return a group of the same ranks with this backend. All ranks must call."""
     if dist.get_backend(group.process_group) == backend:
         return group
     with group.failure_detector:
-        made = dist.new_group(group.members, group.timeout, backend)
-    return Group(made)
+        process_group = dist.new_group(group.members, group.timeout, backend)
+    return Group(process_group)
