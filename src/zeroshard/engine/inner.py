@@ -200,7 +200,7 @@ class LocalOptimizer:
 
     @contextmanager
     def restrict_to(self, param_ids: set[int]) -> Iterator[None]:
-        """Hide all parameters except those whose ids are in `param_ids`. Changes to options inside the block are kept."""
+        """Hide all parameters except those whose ids are in `param_ids`. Changes to options are kept."""
         full_groups = [dict(group) for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["params"] = [param for param in group["params"] if id(param) in param_ids]
