@@ -1,4 +1,8 @@
-"""What the verbs between ranks take here, through the ways that training takes."""
+"""Collect what `zeroshard doctor` judges: facts about each rank, and measurements of collectives, clocks and speed.
+
+`collect_job_info` runs on all ranks and all-gathers the results, so every rank ends up with the same `JobInfo`. The
+order of measurements is the same on all ranks; a `Watchdog` ends the process if one of them hangs.
+"""
 
 import copy
 import hashlib
@@ -34,7 +38,7 @@ from ..layout.layout import EqualShards
 from ..shard import shard
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a rank knows of itself, before it has said a word to others.
+# Facts about a rank, collected without communication.
 
 
 _VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "CUBLAS_", "NVIDIA_TF32_")
@@ -43,49 +47,49 @@ _VARIABLE_NAMES = ("CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES")
 
 @dataclass(frozen=True)
 class GpuInfo:
-    """The one that a rank would use."""
+    """The GPU that a rank would use. Memory in bytes."""
 
     index: int
     name: str
     identity: str
-    """Of the thing itself, whatever a process calls it."""
+    """UUID of the device, independent of the index under which a process sees it."""
     free: int
     total: int
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Of one rank. Memory in bytes."""
+    """Facts about one rank that need no communication. Memory in bytes."""
 
     rank: int
     host: str
     local_rank: int
     local_size: int
     backend: str
-    """The one that was asked for, or nothing."""
+    """The requested backend, or an empty string."""
     versions: Mapping[str, str]
     gpu: GpuInfo | None
     gpu_trouble: str
-    """Why it could not be looked at."""
+    """Why the GPU could not be queried."""
     host_free: int
     host_total: int
     cores: tuple[int, ...]
-    """Those that the process may run on."""
+    """Cores in the CPU affinity mask of the process."""
     threads: int
     environment: Mapping[str, str]
     settings: Mapping[str, str]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RankInfo":
-        """From JSON."""
+        """Rebuild it from JSON."""
         gpu = values["gpu"] and GpuInfo(**values["gpu"])
         return cls(**{**values, "gpu": gpu, "cores": tuple(values["cores"])})
 
 
 def collect_rank_info(rank: int, backend: str) -> RankInfo:
-    """`backend`: what was asked for. Fails on no rank alone: what cannot be found out is said instead."""
+    """Describe this rank. What is unavailable is recorded instead of raised, so that no rank fails alone."""
     local_rank, local_size = (_int_from_env(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    gpu, trouble = (None, "") if backend == "gloo" else _probe_gpu(local_rank if local_rank >= 0 else rank)
+    gpu, gpu_trouble = (None, "") if backend == "gloo" else _probe_gpu(local_rank if local_rank >= 0 else rank)
     free, total = _read_host_memory()
     return RankInfo(
         rank=rank,
@@ -95,7 +99,7 @@ def collect_rank_info(rank: int, backend: str) -> RankInfo:
         backend=backend,
         versions=_collect_versions(),
         gpu=gpu,
-        gpu_trouble=trouble,
+        gpu_trouble=gpu_trouble,
         host_free=free,
         host_total=total,
         cores=_available_cores(),
@@ -106,18 +110,18 @@ def collect_rank_info(rank: int, backend: str) -> RankInfo:
 
 
 def _int_from_env(name: str) -> int:
-    """-1 where it is not set."""
+    """Return the integer value of a variable, or -1 if it is not set."""
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else -1
 
 
 def _collect_versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": str(torch.__version__), "zeroshard": __version__}
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__), "zeroshard": __version__}
     if torch.version.cuda:
-        found["CUDA"] = torch.version.cuda
+        versions["CUDA"] = torch.version.cuda
     if torch.cuda.is_available() and dist.is_nccl_available():
-        found["NCCL"] = ".".join(map(str, nccl.version()))  # type: ignore[no-untyped-call]
-    return found
+        versions["NCCL"] = ".".join(map(str, nccl.version()))  # type: ignore[no-untyped-call]
+    return versions
 
 
 def _probe_gpu(local_rank: int) -> tuple[GpuInfo | None, str]:
@@ -133,11 +137,11 @@ def _probe_gpu(local_rank: int) -> tuple[GpuInfo | None, str]:
 
 
 def _read_host_memory() -> tuple[int, int]:
-    """Free and total; zeros where the system does not tell."""
+    """Return available and total bytes, or zeros if /proc/meminfo is not readable."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
-            said = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in file}
-        return said["MemAvailable"], said["MemTotal"]
+            sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in file}
+        return sizes["MemAvailable"], sizes["MemTotal"]
     except (OSError, KeyError, ValueError):
         return 0, 0
 
@@ -154,7 +158,7 @@ def _collect_environment() -> dict[str, str]:
 
 
 def _collect_torch_settings() -> dict[str, str]:
-    """Those of torch that change what it computes."""
+    """Return the torch settings that change numerical results."""
     return {
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
         "float32 matmul precision": torch.get_float32_matmul_precision(),
@@ -165,20 +169,21 @@ def _collect_torch_settings() -> dict[str, str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Each rank and rank 0: how far their clocks are apart, and how fast the way between them is.
+# Links: clock offset and bandwidth between each rank and rank 0.
 
 
 _PING_ROUNDS = 8
 _PAYLOAD_ROUNDS = 3
 _MAX_RANKS_WITH_FULL_PAYLOAD = 64
-"""Rank 0 talks to one rank at a time. To more than so many it says less."""
+"""Rank 0 serves one rank at a time; with more ranks than this the payload is smaller."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """To rank 0. Seconds, and bytes a second.
+    """The connection of a rank to rank 0.
 
-    ahead: how much later this rank's clock is, give or take `give_or_take`.
+    ahead: seconds by which this rank's clock is ahead of rank 0's, with an error of at most `give_or_take`.
+    rate: bytes per second.
     """
 
     ahead: float
@@ -187,15 +192,15 @@ class Link:
 
 
 def measure_link_to_rank0(comm: Comm) -> Link | None:
-    """On all ranks, which rank 0 serves in their order; it has none itself."""
-    word = torch.zeros(1, dtype=torch.int64, device="cpu")
-    load = torch.zeros(
+    """Measure clock offset and bandwidth to rank 0. Call on all ranks; returns None on rank 0."""
+    ping = torch.zeros(1, dtype=torch.int64, device="cpu")
+    payload = torch.zeros(
         MIB if comm.group.size <= _MAX_RANKS_WITH_FULL_PAYLOAD else MIB // 8, dtype=torch.uint8, device="cpu"
     )
     if comm.group.rank != 0:
-        return _ping_rank0(comm, word, load)
+        return _ping_rank0(comm, ping, payload)
     for rank in range(1, comm.group.size):
-        _serve_pings(comm, Rank(rank), word, load)
+        _serve_pings(comm, Rank(rank), ping, payload)
     return None
 
 
@@ -210,20 +215,20 @@ def _serve_pings(comm: Comm, rank: Rank, ping: torch.Tensor, payload: torch.Tens
 
 
 def _ping_rank0(comm: Comm, ping: torch.Tensor, payload: torch.Tensor) -> Link:
-    """Of several rounds the fastest counts. In the first this rank waits for its turn."""
+    """Return the values of the fastest rounds. In the first round this rank waits until rank 0 serves it."""
     rounds: list[tuple[int, int]] = []
     for _ in range(_PING_ROUNDS):
-        asked = time.time_ns()
+        sent_at = time.time_ns()
         _round_trip(comm, ping)
-        took = time.time_ns() - asked
-        rounds.append((took, asked + took // 2 - int(ping.item())))
-    echoes = []
+        elapsed = time.time_ns() - sent_at
+        rounds.append((elapsed, sent_at + elapsed // 2 - int(ping.item())))
+    payload_times = []
     for _ in range(_PAYLOAD_ROUNDS):
         start = time.perf_counter_ns()
         _round_trip(comm, payload)
-        echoes.append(time.perf_counter_ns() - start)
-    took, ahead = min(rounds)
-    return Link(ahead / 1e9, took / 2e9, 2 * payload.numel() * 1e9 / max(min(echoes), 1))
+        payload_times.append(time.perf_counter_ns() - start)
+    elapsed, ahead = min(rounds)
+    return Link(ahead / 1e9, elapsed / 2e9, 2 * payload.numel() * 1e9 / max(min(payload_times), 1))
 
 
 def _round_trip(comm: Comm, tensor: torch.Tensor) -> None:
@@ -232,7 +237,7 @@ def _round_trip(comm: Comm, tensor: torch.Tensor) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How fast a rank is by itself.
+# Speed: throughput of a rank on its own.
 
 
 _SPEED_REPEATS = 5
@@ -240,14 +245,14 @@ _SPEED_REPEATS = 5
 
 @dataclass(frozen=True)
 class RankSpeed:
-    """Of one rank: operations of a matrix product, and bytes that a copy reads and writes, a second."""
+    """Throughput of one rank: FLOP/s of a matrix product, and bytes per second that a copy reads and writes."""
 
     product: float
     copy: float
 
 
 def measure_speed(device: torch.device) -> RankSpeed:
-    """All ranks measure at the same time, as they would work."""
+    """Measure this rank's throughput. Ranks measure at the same time, so they share host resources as in training."""
     size, nbytes = (512, 32 * MIB) if device.type == "cpu" else (4096, 256 * MIB)
     matrix = torch.ones(size, size, dtype=torch.float32, device=device)
     product, source = torch.empty_like(matrix), torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -260,7 +265,7 @@ def measure_speed(device: torch.device) -> RankSpeed:
 def time_call(
     call: Callable[[], object], device: torch.device, repeats: int, summarize: Callable[[list[float]], float] = median
 ) -> float:
-    """Seconds: the median, or what `of` makes of them, after one that does not count."""
+    """Return the median (or another `summarize`) of the seconds that a call takes, after one warm-up call."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -272,7 +277,7 @@ def time_call(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A few sharded steps of a tiny model, beside those of the unsharded optimizer on the data of all ranks.
+# Trial: a few sharded steps of a tiny model, compared with the unsharded optimizer on the data of all ranks.
 
 
 TRIAL_STEPS = 4
@@ -282,11 +287,11 @@ _TRIAL_OPTIONS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.01}
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What a rank has seen.
+    """The result of the trial steps on one rank.
 
-    before, after: the loss over the data of all ranks.
-    difference: the largest to the unsharded optimizer's parameters, which are of float64.
-    digest: of all bits of all parameters.
+    before, after: loss over the data of all ranks.
+    difference: largest absolute difference from the unsharded optimizer's float64 parameters.
+    digest: hash of the values of all parameters.
     """
 
     before: float
@@ -296,14 +301,14 @@ class TrialResult:
 
 
 def run_trial(group: Group, device: torch.device) -> TrialResult:
-    """On all ranks of the group."""
+    """Train a tiny model with a sharded and an unsharded optimizer and compare. Call on all ranks of the group."""
     data, model = _make_trial_data(group.size).to(device), _make_trial_model().to(device)
-    plain_model, mine = copy.deepcopy(model), data.view(group.size, _TRIAL_ROWS, _TRIAL_WIDTH)[group.rank]
+    plain_model, local_data = copy.deepcopy(model), data.view(group.size, _TRIAL_ROWS, _TRIAL_WIDTH)[group.rank]
     sharded = shard(model, torch.optim.AdamW, process_group=group.process_group, **_TRIAL_OPTIONS)
     plain = torch.optim.AdamW(plain_model.parameters(), **_TRIAL_OPTIONS)
     before = _trial_loss(model, data).item()
     for _ in range(TRIAL_STEPS):
-        _trial_step(model, sharded, mine)
+        _trial_step(model, sharded, local_data)
         _trial_step(plain_model, plain, data)
     pairs = zip(model.parameters(), plain_model.parameters(), strict=True)
     difference = max((ours - theirs).abs().max().item() for ours, theirs in pairs)
@@ -311,20 +316,20 @@ def run_trial(group: Group, device: torch.device) -> TrialResult:
 
 
 def _make_trial_data(world_size: int) -> torch.Tensor:
-    draw = torch.Generator().manual_seed(0)
-    return torch.randn(world_size * _TRIAL_ROWS, _TRIAL_WIDTH, dtype=torch.float64, generator=draw, device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(world_size * _TRIAL_ROWS, _TRIAL_WIDTH, dtype=torch.float64, generator=generator, device="cpu")
 
 
 def _make_trial_model() -> nn.Module:
-    """The same on all ranks; no random numbers are drawn that others count on."""
+    """Make the same model on all ranks, without touching the global random state."""
     empty: dict[str, Any] = {"dtype": torch.float64, "device": "meta"}
     model = nn.Sequential(nn.Linear(_TRIAL_WIDTH, 16, **empty), nn.Tanh(), nn.Linear(16, 1, **empty)).to_empty(
         device="cpu"
     )
-    draw = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for param in model.parameters():
-            param.copy_(torch.randn(param.shape, dtype=torch.float64, generator=draw, device="cpu")).mul_(0.3)
+            param.copy_(torch.randn(param.shape, dtype=torch.float64, generator=generator, device="cpu")).mul_(0.3)
     return model
 
 
@@ -344,13 +349,13 @@ def _digest_params(model: nn.Module) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Nothing takes for ever: who has waited too long says where, and ends the process.
+# Watchdog: a phase that hangs ends the process with a message.
 
 
 class Watchdog:
-    """As a context it ends the process when one thing takes longer than `seconds`.
+    """Context manager that ends the process if a single phase takes longer than `timeout_s`.
 
-    Hazard: a rank that waits for a GPU cannot be interrupted in any other way.
+    Hazard: `os._exit` is the only way to interrupt a rank that waits for a GPU.
     """
 
     def __init__(self, timeout_s: float, process_name: str) -> None:
@@ -358,7 +363,7 @@ class Watchdog:
         self._timer: threading.Timer | None = None
 
     def set_phase(self, phase: str) -> None:
-        """Something new begins."""
+        """Start a phase and restart the timer."""
         self._cancel_timer()
         self._timer = threading.Timer(self._timeout_s, self._abort, (phase,))
         self._timer.daemon = True
@@ -368,7 +373,7 @@ class Watchdog:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._cancel_timer()
 
@@ -385,66 +390,71 @@ class Watchdog:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where the ranks of a job are: pure, from what all of them have told.
+# Placement of ranks on hosts, nodes and GPUs. Pure functions of the collected facts.
 
 
 def ranks_by_host(rank_infos: Sequence[RankInfo]) -> dict[str, list[int]]:
-    """The ranks of each host, by its name."""
-    found: dict[str, list[int]] = defaultdict(list)
-    for it in rank_infos:
-        found[it.host].append(it.rank)
-    return dict(found)
+    """Group ranks by host name."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for info in rank_infos:
+        ranks[info.host].append(info.rank)
+    return dict(ranks)
 
 
 def ranks_by_node(rank_infos: Sequence[RankInfo]) -> list[list[int]]:
-    """Ranks that one torchrun has started, which numbers them one after the other; else those of a host."""
-    found: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for it in rank_infos:
-        found[it.host, it.rank - it.local_rank if it.local_rank >= 0 else -1].append(it.rank)
-    return list(found.values())
+    """Group ranks by node: those started by one torchrun, which numbers them consecutively; else those of a host."""
+    ranks: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for info in rank_infos:
+        ranks[info.host, info.rank - info.local_rank if info.local_rank >= 0 else -1].append(info.rank)
+    return list(ranks.values())
 
 
 def has_equal_nodes(rank_infos: Sequence[RankInfo]) -> bool:
-    """Whether state can be shared within each of several nodes: all have as many ranks, and more than one."""
-    found = ranks_by_node(rank_infos)
-    sizes, stated = set(map(len, found)), {it.local_size for it in rank_infos}
-    starts = all(it.local_rank >= 0 for it in rank_infos)
-    return starts and len(found) > 1 and len(sizes) == 1 and sizes == stated and sizes != {1}
+    """Return whether `shard_group_size="node"` is possible: several nodes with the same number of ranks, above 1."""
+    nodes = ranks_by_node(rank_infos)
+    sizes, local_sizes = set(map(len, nodes)), {info.local_size for info in rank_infos}
+    has_local_ranks = all(info.local_rank >= 0 for info in rank_infos)
+    return has_local_ranks and len(nodes) > 1 and len(sizes) == 1 and sizes == local_sizes and sizes != {1}
 
 
 def find_shared_gpus(rank_infos: Sequence[RankInfo]) -> dict[str, list[int]]:
-    """GPUs that several ranks would use, by name, with these ranks."""
+    """Map each GPU that several ranks would use to these ranks."""
     users: dict[str, list[RankInfo]] = defaultdict(list)
-    for it in rank_infos:
-        if it.gpu is not None:
-            users[it.gpu.identity].append(it)
+    for info in rank_infos:
+        if info.gpu is not None:
+            users[info.gpu.identity].append(info)
     return {
-        f"{them[0].host} cuda:{them[0].gpu.index}": [it.rank for it in them]
-        for them in users.values()
-        if len(them) > 1 and them[0].gpu is not None
+        f"{infos[0].host} cuda:{infos[0].gpu.index}": [info.rank for info in infos]
+        for infos in users.values()
+        if len(infos) > 1 and infos[0].gpu is not None
     }
 
 
 def choose_backend(rank_infos: Sequence[RankInfo]) -> str:
-    """NCCL where every rank has a GPU of its own and nobody has asked for gloo. The same on all ranks."""
-    own = all(it.gpu is not None for it in rank_infos) and not find_shared_gpus(rank_infos)
-    return "nccl" if own and all(it.backend in ("", "nccl") for it in rank_infos) else "gloo"
+    """Return nccl if every rank has its own GPU and no rank requested gloo. The same on all ranks."""
+    has_own_gpus = all(info.gpu is not None for info in rank_infos) and not find_shared_gpus(rank_infos)
+    return "nccl" if has_own_gpus and all(info.backend in ("", "nccl") for info in rank_infos) else "gloo"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the verbs between ranks take here, through the ways that training takes.
+# Collectives: latency and bandwidth over the transports that training uses.
 
 
 _MEASUREMENT_BUDGET_S = 0.3
-"""That one measurement may take."""
+"""Time budget of one measurement."""
 _MIN_MESSAGE_S = 0.02
-"""Seconds of a message whose latency no longer counts."""
+"""Duration from which on the latency of a message is negligible."""
 _MIN_REPEATS, _MAX_REPEATS = 3, 15
 
 
 @dataclass(frozen=True)
 class CollectiveTiming:
-    """Of one verb: seconds of a tiny message, and of one of `nbytes`, of which the part `crossing` reaches a rank."""
+    """Timing of one collective.
+
+    small: seconds of a message of a few bytes.
+    large: seconds of a message of `nbytes`.
+    crossing: fraction of `nbytes` that a rank receives.
+    """
 
     verb: str
     way: str
@@ -455,13 +465,13 @@ class CollectiveTiming:
 
     @property
     def rate(self) -> float:
-        """Bytes a second that reach a rank."""
+        """Bytes per second that a rank receives."""
         return self.nbytes * self.crossing / max(self.large, 1e-9)
 
 
 @dataclass(frozen=True)
 class NodeBandwidths:
-    """Bytes a second of an all-gather: among the ranks of a host, and among those of one place on all hosts."""
+    """All-gather bytes per second among the ranks of a host, and among ranks with the same local rank on all hosts."""
 
     within: float
     between: float
@@ -475,23 +485,26 @@ class _Collective(NamedTuple):
 
 
 class CollectiveBenchmark:
-    """Measures verbs of a group on tensors that lie on a device. All ranks make the same calls."""
+    """Times the collectives of a group on a device, over the transport that training uses.
+
+    All ranks of the group must make the same calls.
+    """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm, self._device, self._world_size = comm, device, comm.group.size
         self._transport = select_transport(comm, device, Reduce(), has_equal_shards=True)
 
     def measure_timings(self, max_bytes: int) -> list[CollectiveTiming]:
-        """Of all verbs, with messages of no more than `most` bytes."""
-        verbs, nbytes = self._collectives(), self.choose_message_bytes(max_bytes)
-        return [self._time_collective(verb, nbytes) for verb in verbs]
+        """Time all collectives with messages of at most `max_bytes`."""
+        collectives, nbytes = self._collectives(), self.choose_message_bytes(max_bytes)
+        return [self._time_collective(collective, nbytes) for collective in collectives]
 
     def measure_consensus_seconds(self) -> float:
-        """Seconds that ranks take to agree on something."""
+        """Measure the seconds of a consensus: an all-reduce of one integer."""
         return self._measure_seconds(lambda: self._comm.all_reduce_max([0]))
 
     def choose_message_bytes(self, max_bytes: int) -> int:
-        """Bytes of a message that takes long enough to be measured."""
+        """Return a message size whose transfer takes long enough to measure. The same on all ranks."""
         nbytes = MIB // 4
         while nbytes * 4 <= max_bytes:
             flat = self._make_flat_tensor(nbytes)
@@ -501,21 +514,21 @@ class CollectiveBenchmark:
         return nbytes
 
     def measure_all_gather_bandwidth(self, nbytes: int) -> float:
-        flat, share = self._make_flat_tensor(nbytes), (self._world_size - 1) / self._world_size
-        return nbytes * share / max(self._measure_seconds(lambda: self._all_gather(flat)), 1e-9)
+        flat, fraction = self._make_flat_tensor(nbytes), (self._world_size - 1) / self._world_size
+        return nbytes * fraction / max(self._measure_seconds(lambda: self._all_gather(flat)), 1e-9)
 
     def _collectives(self) -> list[_Collective]:
-        share, way = (self._world_size - 1) / self._world_size, type(self._transport).__name__
+        fraction, transport = (self._world_size - 1) / self._world_size, type(self._transport).__name__
         return [
-            _Collective("all-reduce", "native", 2 * share, self._comm.all_reduce_sum_),
-            _Collective("reduce-scatter", way, share, self._reduce_scatter),
-            _Collective("all-gather", way, share, self._all_gather),
+            _Collective("all-reduce", "native", 2 * fraction, self._comm.all_reduce_sum_),
+            _Collective("reduce-scatter", transport, fraction, self._reduce_scatter),
+            _Collective("all-gather", transport, fraction, self._all_gather),
             _Collective("broadcast", "native", 1.0 if self._world_size > 1 else 0.0, self._broadcast),
         ]
 
     def _reduce_scatter(self, flat: torch.Tensor) -> None:
-        into = torch.empty_like(flat[: flat.numel() // self._world_size])
-        self._transport.reduce_scatter(flat, self._equal_shards(flat), into, 1 / self._world_size).wait()
+        output = torch.empty_like(flat[: flat.numel() // self._world_size])
+        self._transport.reduce_scatter(flat, self._equal_shards(flat), output, 1 / self._world_size).wait()
 
     def _all_gather(self, flat: torch.Tensor) -> None:
         self._transport.all_gather(flat, self._equal_shards(flat)).wait()
@@ -527,13 +540,13 @@ class CollectiveBenchmark:
         return EqualShards(flat.numel() // self._world_size, self._world_size, flat.numel())
 
     def _make_flat_tensor(self, nbytes: int) -> torch.Tensor:
-        """About so many: a slice of equal length for each rank."""
-        each = max(nbytes // 4 // self._world_size, 1)
-        return torch.zeros(each * self._world_size, dtype=torch.float32, device=self._device)
+        """Make a tensor of about `nbytes`, with a shard of equal length for each rank."""
+        shard_numel = max(nbytes // 4 // self._world_size, 1)
+        return torch.zeros(shard_numel * self._world_size, dtype=torch.float32, device=self._device)
 
     def _time_collective(self, collective: _Collective, nbytes: int) -> CollectiveTiming:
         tiny, flat = self._make_flat_tensor(4), self._make_flat_tensor(nbytes)
-        # The quickest of tiny messages: what holds up others is another process, and no latency.
+        # Take the minimum of tiny messages: slower ones are delayed by other processes, not by latency.
         small, large = (
             self._measure_seconds(lambda: collective.call(tiny), min),
             self._measure_seconds(lambda: collective.call(flat)),
@@ -547,23 +560,25 @@ class CollectiveBenchmark:
         return time_call(call, self._device, min(max(repeats, _MIN_REPEATS), _MAX_REPEATS), summarize)
 
     def _measure_pilot_seconds(self, call: Callable[[], object]) -> float:
-        """Seconds on the slowest rank, so that all do the same afterwards."""
+        """Return the seconds on the slowest rank, so that all ranks make the same decisions."""
         return self._comm.all_reduce_max([int(time_call(call, self._device, _MIN_REPEATS) * 1e9)])[0] / 1e9
 
 
 def measure_node_bandwidths(group: Group, device: torch.device, max_bytes: int) -> NodeBandwidths:
-    """On all ranks, where there are several on each of several hosts."""
+    """Measure bandwidth within and between hosts. Call on all ranks, only if `has_equal_nodes`."""
     comm = make_comm(group.process_group, None, NODE)
     assert comm.replicas is not None, "there are several hosts"
-    row, column = (CollectiveBenchmark(Comm(it), device) for it in (comm.group, comm.replicas))
+    within, between = (CollectiveBenchmark(Comm(subgroup), device) for subgroup in (comm.group, comm.replicas))
     nbytes = comm.data_parallel.all_reduce_max(
-        [row.choose_message_bytes(max_bytes), column.choose_message_bytes(max_bytes)]
+        [within.choose_message_bytes(max_bytes), between.choose_message_bytes(max_bytes)]
     )
-    return NodeBandwidths(row.measure_all_gather_bandwidth(nbytes[0]), column.measure_all_gather_bandwidth(nbytes[1]))
+    return NodeBandwidths(
+        within.measure_all_gather_bandwidth(nbytes[0]), between.measure_all_gather_bandwidth(nbytes[1])
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# All that is looked at, in its order. Every rank tells all others, so that they come to the same end.
+# The whole collection, in order. Results are all-gathered, so all ranks come to the same conclusion.
 
 
 _MAX_CPU_MESSAGE_BYTES, _MAX_GPU_MESSAGE_BYTES = 16 * MIB, 256 * MIB
@@ -571,7 +586,12 @@ _MAX_CPU_MESSAGE_BYTES, _MAX_GPU_MESSAGE_BYTES = 16 * MIB, 256 * MIB
 
 @dataclass(frozen=True)
 class RankMeasurements:
-    """By one rank. `trouble`: why the trial could not be made."""
+    """Measurements of one rank.
+
+    agreement: seconds of a consensus.
+    rates: None unless there are several equal nodes.
+    trouble: why the trial failed; `trial` is None then.
+    """
 
     link: Link | None
     speed: RankSpeed
@@ -583,16 +603,16 @@ class RankMeasurements:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RankMeasurements":
-        """From JSON."""
-        kinds = {"link": Link, "speed": RankSpeed, "rates": NodeBandwidths, "trial": TrialResult}
-        parts = {name: values[name] and kind(**values[name]) for name, kind in kinds.items()}
-        timings = tuple(CollectiveTiming(**it) for it in values["timings"])
-        return cls(**{**values, **parts, "timings": timings})
+        """Rebuild them from JSON."""
+        classes = {"link": Link, "speed": RankSpeed, "rates": NodeBandwidths, "trial": TrialResult}
+        fields = {name: values[name] and value_class(**values[name]) for name, value_class in classes.items()}
+        timings = tuple(CollectiveTiming(**timing) for timing in values["timings"])
+        return cls(**{**values, **fields, "timings": timings})
 
 
 @dataclass(frozen=True)
 class JobInfo:
-    """Of a whole job: what each rank knows and has measured, over which backend."""
+    """Facts and measurements of all ranks of a job, and the measured backend."""
 
     backend: str
     rank_infos: Sequence[RankInfo]
@@ -600,17 +620,24 @@ class JobInfo:
 
 
 def collect_job_info(group: Group, backend: str, set_phase: Callable[[str], object]) -> JobInfo:
-    """On all ranks. `backend`: the one that was asked for; `at` hears what is done next."""
-    words = Comm(group)
+    """Collect facts and measurements of all ranks. Call on all ranks; all get the same result.
+
+    Args:
+        group: all ranks of the job.
+        backend: the requested backend, or an empty string.
+        set_phase: called with a description of each phase before it starts.
+    """
+    comm = Comm(group)
     set_phase("telling each other of themselves")
-    mine = collect_rank_info(group.rank, backend)
-    facts = [RankInfo.from_dict(it) for it in _all_gather_json(words, asdict(mine))]
-    chosen = choose_backend(facts)
-    device = torch.device("cpu") if mine.gpu is None or chosen != "nccl" else torch.device("cuda", mine.gpu.index)
+    local = collect_rank_info(group.rank, backend)
+    rank_infos = [RankInfo.from_dict(values) for values in _all_gather_json(comm, asdict(local))]
+    chosen = choose_backend(rank_infos)
+    device = torch.device("cpu") if local.gpu is None or chosen != "nccl" else torch.device("cuda", local.gpu.index)
     with group.failure_detector.abort_on_error():
-        measured = _measure_rank(group, chosen, device, facts, set_phase)
+        measurements = _measure_rank(group, chosen, device, rank_infos, set_phase)
     set_phase("telling each other what they have measured")
-    return JobInfo(chosen, facts, [RankMeasurements.from_dict(it) for it in _all_gather_json(words, asdict(measured))])
+    gathered = _all_gather_json(comm, asdict(measurements))
+    return JobInfo(chosen, rank_infos, [RankMeasurements.from_dict(values) for values in gathered])
 
 
 def _measure_rank(
@@ -623,19 +650,19 @@ def _measure_rank(
     set_phase("measuring how fast each rank is")
     speed = measure_speed(device)
     set_phase(f"making a group of all ranks over {backend}")
-    data = with_backend(group, backend)
+    data_group = with_backend(group, backend)
     set_phase("measuring collectives")
-    bench, most = CollectiveBenchmark(Comm(data), device), _max_message_bytes(device, rank_infos)
-    timings, agreement = bench.measure_timings(most), bench.measure_consensus_seconds()
+    bench, max_bytes = CollectiveBenchmark(Comm(data_group), device), _max_message_bytes(device, rank_infos)
+    timings, agreement = bench.measure_timings(max_bytes), bench.measure_consensus_seconds()
     set_phase("measuring the ways within and between hosts")
-    rates = measure_node_bandwidths(data, device, most) if has_equal_nodes(rank_infos) else None
+    rates = measure_node_bandwidths(data_group, device, max_bytes) if has_equal_nodes(rank_infos) else None
     set_phase("making a few sharded steps")
-    trial, trouble = _run_trial_or_error(data, device)
+    trial, trouble = _run_trial_or_error(data_group, device)
     return RankMeasurements(link, speed, tuple(timings), agreement, rates, trial, trouble)
 
 
 def _run_trial_or_error(group: Group, device: torch.device) -> tuple[TrialResult | None, str]:
-    """What fails there fails on all ranks, unless one is lost."""
+    """Run the trial; return its error as text. Such an error occurs on all ranks, except `RankLostError`."""
     try:
         return run_trial(group, device), ""
     except RankLostError:
@@ -645,13 +672,13 @@ def _run_trial_or_error(group: Group, device: torch.device) -> tuple[TrialResult
 
 
 def _max_message_bytes(device: torch.device, rank_infos: Sequence[RankInfo]) -> int:
-    """Of a message: the same on all ranks, and a small part of what is free."""
+    """Return the largest message size: the same on all ranks, and a small fraction of free memory."""
     if device.type == "cpu":
         return _MAX_CPU_MESSAGE_BYTES
-    return max(min(_MAX_GPU_MESSAGE_BYTES, *(it.gpu.free // 16 for it in rank_infos if it.gpu)), MIB)
+    return max(min(_MAX_GPU_MESSAGE_BYTES, *(info.gpu.free // 16 for info in rank_infos if info.gpu)), MIB)
 
 
 def _all_gather_json(comm: Comm, local: Mapping[str, Any]) -> list[dict[str, Any]]:
     text = json.dumps(local)
-    most = comm.all_reduce_max([len(encode_text(text))])[0]
-    return [json.loads(it) for it in comm.all_gather_text(text, max_bytes=most)]
+    max_bytes = comm.all_reduce_max([len(encode_text(text))])[0]
+    return [json.loads(received) for received in comm.all_gather_text(text, max_bytes=max_bytes)]
