@@ -1,4 +1,4 @@
-"""Checkpoints that are there complete or not at all, and load on any number of ranks."""
+"""Atomic checkpoints that load on any number of ranks."""
 
 from .loader import LoadResult, latest, load
 from .saver import SaveHandle, async_save, save

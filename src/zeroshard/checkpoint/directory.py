@@ -1,6 +1,14 @@
-"""`zeroshard.json`: what a checkpoint says of itself, with a check sum of every file in it.
+"""Checkpoint folders: atomic publication, retention, and a manifest with checksums.
 
-Sizes do not tell a file from that of another checkpoint, and torch looks at no check sums when it reads.
+::
+
+    latest                names of the newest checkpoint and of its predecessor
+    step-000000100/       one directory per checkpoint, complete or absent
+        zeroshard.json    the manifest
+    .writing-...          staging directory or file; a crash may leave one behind, and the next save removes it
+
+Each checkpoint is written to a hidden staging directory, which is renamed once all files are on disk. `latest` is
+written before the rename, and a name in it counts only if its directory exists: the rename alone publishes.
 """
 
 import fcntl
@@ -23,43 +31,41 @@ from .metadata import reject_path_traversal
 from .progress import Progress
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints in a folder: one directory for each, which is there complete or not at all.
-#
-# A checkpoint is written beside, under a name that begins with a dot, and renamed when everything is on the disk. A
-# crash leaves such a hidden directory at most, and the next save sweeps it away. `latest` names the newest, and the one
-# before it: it is written before the newest gets its name, so that the renaming alone decides.
+# Folder: staging, atomic rename, retention.
 
 
 _STEP_DIR_PATTERN = re.compile(r"step-([0-9]+)")
 _STEP_DIGITS = 9
 _MAX_NAME_LENGTH = 255
-"""Of the name of a file."""
 _LATEST_FILE = "latest"
 _LOCK_FILE = ".lock"
 _WRITING_PREFIX, _REMOVING_PREFIX = ".writing-", ".leaving-"
 
 
 class CheckpointDir:
-    """One process works on it at a time: rank 0."""
+    """A folder with the checkpoints of one job. Only rank 0 writes to it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def steps(self) -> list[int]:
-        """Of all checkpoints, oldest first."""
+        """Return the steps of all checkpoints, oldest first."""
         if not self.path.is_dir():
             return []
-        names = (_STEP_DIR_PATTERN.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
-        steps = {int(match[1]): match[0] for match in names if match}
+        matches = (_STEP_DIR_PATTERN.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
+        steps = {int(match[1]): match[0] for match in matches if match}
         return sorted(step for step, name in steps.items() if name == self.step_path(step).name)
 
     def step_path(self, step: int) -> Path:
         return self.path / f"step-{step:0{_STEP_DIGITS}d}"
 
     def latest(self) -> Path | None:
-        """The newest checkpoint. What `latest` says counts if it is there: steps may have been counted anew."""
-        named = self.path / _LATEST_FILE
-        names = named.read_text(encoding="utf-8", errors="replace").split() if named.is_file() else []
+        """Return the newest checkpoint, or None.
+
+        The file `latest` takes precedence over step numbers, since a job may have restarted its step count.
+        """
+        file = self.path / _LATEST_FILE
+        names = file.read_text(encoding="utf-8", errors="replace").split() if file.is_file() else []
         for name in names:
             if len(name) <= _MAX_NAME_LENGTH and _STEP_DIR_PATTERN.fullmatch(name) and (self.path / name).is_dir():
                 return self.path / name
@@ -68,11 +74,15 @@ class CheckpointDir:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Nobody else writes here meanwhile. The lock ends with the process that holds it."""
+        """Hold the exclusive lock for writing. The system releases it if the process dies.
+
+        Raises:
+            CheckpointError: another process holds the lock, or the path is a file.
+        """
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError(f"{self.path} is a file: checkpoints need a folder. Give another path, or remove it.")
         self.path.mkdir(parents=True, exist_ok=True)
-        # What a link leads to is not made, nor changed.
+        # O_NOFOLLOW: do not create or modify the target of a symbolic link.
         with open(os.open(self.path / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,11 +93,11 @@ class CheckpointDir:
             try:
                 yield
             finally:
-                # Hazard: processes that were forked meanwhile have the file open, too, and would keep the lock.
+                # Hazard: processes forked while the lock was held inherit the open file and would keep the lock.
                 fcntl.flock(lock, fcntl.LOCK_UN)
 
     def create_staging_dir(self, step: int) -> Path:
-        """A new directory to write a checkpoint to, hidden until it is published."""
+        """Create the hidden directory that a checkpoint is written to, and remove leftovers of crashed saves."""
         if self.step_path(step).exists():
             raise CheckpointError(
                 f"{self.step_path(step)} exists already. Give each job a folder of its own, go on from load()'s step, "
@@ -99,16 +109,16 @@ class CheckpointDir:
         return directory
 
     def publish(self, directory: Path, step: int) -> Path:
-        """Make what was written visible, at once."""
-        final, before = self.step_path(step), self.latest()
+        """Atomically rename a staging directory to its final name, and return that path."""
+        final, previous = self.step_path(step), self.latest()
         fsync_dir(directory)
-        self._write_latest([final.name] if before is None else [final.name, before.name])
+        self._write_latest([final.name] if previous is None else [final.name, previous.name])
         directory.rename(final)
         fsync_dir(self.path)
         return final
 
     def prune(self, keep: int | None) -> None:
-        """Remove all but the newest `keep`, and never the latest."""
+        """Remove all checkpoints but the `keep` newest; None keeps all. The latest is never removed."""
         latest, steps = self.latest(), self.steps()
         for step in steps[:-keep] if keep is not None else ():
             if self.step_path(step) != latest:
@@ -118,25 +128,25 @@ class CheckpointDir:
         shutil.rmtree(directory, ignore_errors=True)
 
     def _remove_leftovers(self) -> None:
-        """What crashes have left behind."""
+        """Remove what crashed saves left behind."""
         for entry in self.path.iterdir():
             if entry.name.startswith((_WRITING_PREFIX, _REMOVING_PREFIX)):
                 shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink()
 
     def _remove(self, directory: Path) -> None:
         hidden = self.path / f"{_REMOVING_PREFIX}{uuid4().hex}"
-        directory.rename(hidden)  # so that nobody ever finds a part of it
+        directory.rename(hidden)  # readers never see a partially removed checkpoint
         shutil.rmtree(hidden, ignore_errors=True)
 
     def _write_latest(self, names: Sequence[str]) -> None:
-        new = self.path / f"{_WRITING_PREFIX}{uuid4().hex}"
-        write_and_fsync(new, "\n".join(names) + "\n")
-        new.replace(self.path / _LATEST_FILE)
+        staged = self.path / f"{_WRITING_PREFIX}{uuid4().hex}"
+        write_and_fsync(staged, "\n".join(names) + "\n")
+        staged.replace(self.path / _LATEST_FILE)
         fsync_dir(self.path)
 
 
 def write_and_fsync(path: Path, text: str) -> None:
-    """Onto the disk, not only to the system."""
+    """Write a file and flush it to disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -144,7 +154,7 @@ def write_and_fsync(path: Path, text: str) -> None:
 
 
 def fsync_dir(directory: Path) -> None:
-    """Names of files in a directory are on the disk."""
+    """Flush the names of a directory's files to disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -153,9 +163,7 @@ def fsync_dir(directory: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# `zeroshard.json`: what a checkpoint says of itself, with a check sum of every file in it.
-#
-# Sizes do not tell a file from that of another checkpoint, and torch looks at no check sums when it reads.
+# Manifest: checksums, since DCP verifies none and file sizes do not reveal a file of another checkpoint.
 
 
 MANIFEST_FILE = "zeroshard.json"
@@ -166,32 +174,36 @@ _CHECKSUM_CHUNK_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Manifest:
-    """Of a directory that `save` wrote."""
+    """Content of `zeroshard.json`, which `save` writes into each checkpoint."""
 
     step: int
     world_size: int
-    """How many ranks saved it."""
+    """Number of ranks that saved the checkpoint."""
     sums: Mapping[str, int]
-    """The CRC-32 of each file, by its name."""
+    """CRC-32 of each file, by file name."""
     time: float
     torch: str
+    """Version of torch."""
 
     def to_json(self) -> str:
         return json.dumps({"format": _FORMAT_VERSION, **asdict(self)}, indent=2) + "\n"
 
     def check_covers(self, directory: Path, files: Iterable[str]) -> None:
-        """A file without a sum could be damaged, and nobody would know."""
-        without = sorted(set(files) - self.sums.keys())
-        if without:
-            names = f"{', '.join(without[:3])}{' and others' if len(without) > 3 else ''}"
+        """Raise `CheckpointError` if a file has no checksum, since damage to it would go unnoticed."""
+        missing = sorted(set(files) - self.sums.keys())
+        if missing:
+            names = f"{', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}"
             raise CheckpointError(
                 f"{directory / MANIFEST_FILE} has no check sums of {names}, which the checkpoint needs: it is "
-                "damaged, or "
-                "of another one. Restore it, or load another checkpoint. Without this file all is read unchecked."
+                "damaged, or of another one. Restore it, or load another checkpoint. Without this file all is read "
+                "unchecked."
             )
 
     def verify_checksums(self, directory: Path, file_slice: slice, progress: Progress) -> None:
-        """A share of the files has the content that was written: ranks look at them in turns."""
+        """Raise `CheckpointError` if a file of `file_slice` differs from what was written.
+
+        `file_slice` selects from the sorted file names, so that the ranks divide the work.
+        """
         names = sorted(self.sums)[file_slice]
         for name in names:
             _check_regular_file(directory / name)
@@ -205,17 +217,19 @@ class Manifest:
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """None if there is none: `save` did not write this directory."""
+    """Return the manifest, or None if `save` did not write this directory."""
     file = directory / MANIFEST_FILE
     if not file.is_file():
         return None
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if found["format"] > _FORMAT_VERSION:
-            raise CheckpointError(f"{file} is of a newer version of this package (format {found['format']})")
-        sums = {name: int(value) for name, value in found["sums"].items()}
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        if fields["format"] > _FORMAT_VERSION:
+            raise CheckpointError(f"{file} is of a newer version of this package (format {fields['format']})")
+        sums = {name: int(value) for name, value in fields["sums"].items()}
         reject_path_traversal(file, sums)
-        return Manifest(int(found["step"]), int(found["world_size"]), sums, float(found["time"]), str(found["torch"]))
+        return Manifest(
+            int(fields["step"]), int(fields["world_size"]), sums, float(fields["time"]), str(fields["torch"])
+        )
     except CheckpointError:
         raise
     except Exception as error:
@@ -223,7 +237,7 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 
 class ChecksummingFileSystem(FileSystem):
-    """Files whose check sums are taken as they are written, so that none is read again for it."""
+    """Computes checksums while DCP writes files, so that no file is read back for them."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -232,14 +246,14 @@ class ChecksummingFileSystem(FileSystem):
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as stream:
-            summed = _ChecksummingStream(stream, self._progress)
+            checksumming = _ChecksummingStream(stream, self._progress)
             try:
-                yield summed
+                yield checksumming
             except RuntimeError:
-                if summed.failure is not None:  # torch says only that it could not go on
-                    raise summed.failure from None
+                if checksumming.failure is not None:  # torch's own error does not name the cause
+                    raise checksumming.failure from None
                 raise
-            self.checksums[Path(path).name] = summed.checksum
+            self.checksums[Path(path).name] = checksumming.checksum
 
     def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)
@@ -247,7 +261,7 @@ class ChecksummingFileSystem(FileSystem):
 
 
 class _ChecksummingStream:
-    """A stream that is written from the beginning to the end."""
+    """A sequential, write-only stream that updates a checksum."""
 
     def __init__(self, stream: Any, progress: Progress) -> None:
         self._stream, self._progress, self.checksum = stream, progress, 0
@@ -265,33 +279,33 @@ class _ChecksummingStream:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(("seek", "truncate", "writelines")):
-            raise AttributeError(name)  # they would go past the sum
+            raise AttributeError(name)  # these would bypass the checksum
         return getattr(self._stream, name)
 
 
 def _check_regular_file(file: Path) -> None:
-    # A pipe or a device may have no end.
+    # Reading a pipe or a device may never end.
     if not file.is_file():
         reason = "is no regular file" if file.exists() else "is missing: the checkpoint is incomplete"
         raise CheckpointError(f"{file} {reason}. Restore it, or load another checkpoint.")
 
 
 def _compute_checksum(file: Path, progress: Progress) -> int:
-    total, buffer = 0, memoryview(bytearray(_CHECKSUM_CHUNK_BYTES))
+    checksum, buffer = 0, memoryview(bytearray(_CHECKSUM_CHUNK_BYTES))
     with file.open("rb", buffering=0) as stream:
         while count := stream.readinto(buffer):
-            total = zlib.crc32(buffer[:count], total)
+            checksum = zlib.crc32(buffer[:count], checksum)
             progress.advance(count)
-    return total
+    return checksum
 
 
 def manifest_fields(manifest: Manifest | None) -> dict[str, Any]:
-    """What a checkpoint says of itself beside the sums of its files; nothing if it is none of `save`."""
+    """Return the manifest's fields without the checksums; empty if there is no manifest."""
     return {} if manifest is None else {key: value for key, value in asdict(manifest).items() if key != "sums"}
 
 
 def build_manifest(fields: Mapping[str, Any], directory: Path, progress: Progress) -> Manifest:
-    """A manifest for files that were written anew, and not from the beginning to the end: they are read for it."""
+    """Return a manifest with `fields` for files that something else wrote: each is read for its checksum."""
     files = sorted(directory.iterdir())
     progress.add_expected(sum(file.stat().st_size for file in files))
     return Manifest(**{**fields, "sums": {file.name: _compute_checksum(file, progress) for file in files}})

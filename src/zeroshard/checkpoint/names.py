@@ -1,4 +1,4 @@
-"""Parameters of an optimizer by the names that they have in the model, as torch's helpers call them."""
+"""Names of an optimizer's parameters: fully qualified names in the model, as DCP's helpers use them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,37 +14,47 @@ _MAX_NAMES_SHOWN = 8
 
 
 def fqn_by_param_id(model: torch.nn.Module) -> dict[int, str]:
-    """The names of all parameters, by id."""
-    wrapped = [f"{name}." if name else "" for name, part in model.named_modules() if _is_ddp(part)]
-    return {id(param): _strip_wrappers(name, wrapped) for name, param in model.named_parameters()}
+    """Return the fully qualified name of each parameter, without wrappers, by the parameter's id."""
+    ddp_prefixes = [
+        f"{name}." if name else ""
+        for name, module in model.named_modules()
+        if isinstance(module, DistributedDataParallel)
+    ]
+    return {id(param): _strip_wrappers(name, ddp_prefixes) for name, param in model.named_parameters()}
 
 
 def resolve_param_names(optimizer: Optimizer, model: torch.nn.Module | None) -> list[str]:
-    """A name for each parameter, group after group: the model's, else the optimizer's own, else its number."""
+    """Return a name for each parameter, in the order of groups.
+
+    Names come from the model; without a model from the optimizer's `param_names`, else they are running numbers.
+
+    Raises:
+        CheckpointError: a parameter of the optimizer is not in the model.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     own = [name for group in optimizer.param_groups for name in group.get("param_names") or ()]
     if model is None:
-        return own if len(own) == len(params) else [str(number) for number in range(len(params))]
-    known = fqn_by_param_id(model)
-    strangers = [number for number, param in enumerate(params) if id(param) not in known]
-    if strangers:
+        return own if len(own) == len(params) else [str(index) for index in range(len(params))]
+    fqns = fqn_by_param_id(model)
+    unknown = [index for index, param in enumerate(params) if id(param) not in fqns]
+    if unknown:
         raise CheckpointError(
-            f"{len(strangers)} parameters of the optimizer are not the model's, the first is number {strangers[0]}: "
+            f"{len(unknown)} parameters of the optimizer are not the model's, the first is number {unknown[0]}: "
             "give save() and load() the model that the optimizer was made for"
         )
-    return [known[id(param)] for param in params]
+    return [fqns[id(param)] for param in params]
 
 
 def key_by_name(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """A state dict with names in the place of running numbers."""
-    plain = drop_param_names(dict(state_dict))["param_groups"]
-    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in plain]
+    """Return an optimizer's state dict keyed by parameter names instead of indices."""
+    saved_groups = drop_param_names(dict(state_dict))["param_groups"]
+    groups = [{**group, "params": [names[index] for index in group["params"]]} for group in saved_groups]
     state = {names[key] if isinstance(key, int) else key: value for key, value in state_dict["state"].items()}
     return {**state_dict, "state": state, "param_groups": groups}
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Some of many names."""
+    """Join names for a message, abbreviated if there are many."""
     shown = ", ".join(names[:_MAX_NAMES_SHOWN])
     return f"{shown}, and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else shown
 
@@ -64,7 +74,3 @@ def _strip_wrappers(name: str, ddp_prefixes: Sequence[str]) -> str:
         if name.startswith(f"{prefix}module."):
             name = prefix + name[len(prefix) + len("module.") :]
     return strip_wrapper_prefixes(name)
-
-
-def _is_ddp(module: torch.nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel)

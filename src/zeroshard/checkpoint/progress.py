@@ -1,4 +1,4 @@
-"""How far a save or a load has come on this rank."""
+"""Progress display of saves and loads, argument checks, and errors that are the same on all ranks."""
 
 import logging
 import sys
@@ -17,14 +17,14 @@ from ..comm.consensus import Prepared, prepare_all
 from ..errors import CheckpointError, ConfigError, RankFailedError, RankLostError, RankMismatchError
 
 ProgressFn = Callable[[int, int], object]
-"""Called with the bytes that are done and those that there are in all."""
+"""Called with the bytes done so far and the total known so far."""
 
 
 class Progress:
-    """Counts bytes, and tells whoever wants to know."""
+    """Counts this rank's bytes and reports them to a callback or as a line on stderr."""
 
     def __init__(self, label: str, show: bool | ProgressFn | None, rank: int) -> None:
-        """`show`: None for a line on rank 0 if somebody sits at the terminal."""
+        """`show`: True for a line on rank 0; None for one if stderr is a terminal; or a callback for every rank."""
         self.show, self.done_bytes, self.total_bytes, self._rank = show, 0, 0, rank
         self._callback: ProgressFn | None = None
         if callable(show):
@@ -33,13 +33,12 @@ class Progress:
             self._callback = _ProgressLine(label, sys.stderr, initial_delay_s=1.0 if show is None else 0.0)
 
     def add_expected(self, nbytes: int) -> None:
-        """There is so much more to do."""
+        """Increase the total."""
         self.total_bytes += nbytes
 
     def advance(self, nbytes: int) -> None:
-        self._report_progress(
-            min(self.done_bytes + nbytes, self.total_bytes)
-        )  # what surrounds the data in files is not expected
+        # Headers of files are written, too, but are not part of the total.
+        self._report_progress(min(self.done_bytes + nbytes, self.total_bytes))
 
     def finish(self) -> None:
         if self.done_bytes < self.total_bytes:
@@ -50,17 +49,18 @@ class Progress:
         try:
             if self._callback is not None:
                 self._callback(self.done_bytes, self.total_bytes)
-        except Exception as failure:  # a checkpoint must not fail, nor be loaded in parts, for the sake of a display
-            text = "what shall show the progress has failed, and is not called any more"
-            log_rank(logging.ERROR, self._rank, text, exc_info=failure)
+        except Exception as error:  # a broken display must not fail a save, nor leave a load half done
+            log_rank(logging.ERROR, self._rank, "the progress callback failed and is disabled", exc_info=error)
             self._callback = None
 
 
 class _ProgressLine:
-    """Written over and over on a terminal, and now and then to a file."""
+    """Overwrites one line on a terminal; writes a line every few seconds to a file.
+
+    Nothing is shown if the work is done within `initial_delay_s`.
+    """
 
     def __init__(self, label: str, stream: TextIO, initial_delay_s: float) -> None:
-        """`patience`: seconds; what is done sooner needs no telling."""
         self._label, self._stream = label, stream
         self._interval_s = 0.2 if stream.isatty() else 5.0
         self._line_end = "\r" if stream.isatty() else "\n"
@@ -68,22 +68,22 @@ class _ProgressLine:
         self._is_shown = initial_delay_s == 0
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
-        now, over = time.monotonic(), done_bytes >= total_bytes
-        if now < self._next_update_s and not (over and self._is_shown):
+        now, is_done = time.monotonic(), done_bytes >= total_bytes
+        if now < self._next_update_s and not (is_done and self._is_shown):
             return
-        self._next_update_s, self._is_shown = now + self._interval_s, not over
+        self._next_update_s, self._is_shown = now + self._interval_s, not is_done
         text = f"{self._label}: {100 * done_bytes // max(1, total_bytes)} % of {total_bytes / MIB:.0f} MiB"
-        self._stream.write(text + ("\n" if over else self._line_end))
+        self._stream.write(text + ("\n" if is_done else self._line_end))
         self._stream.flush()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What goes wrong with a checkpoint is the same error on all ranks.
+# The same error on all ranks.
 
 
 @contextmanager
 def errors_as_checkpoint_error(path: object) -> Iterator[None]:
-    """A job that catches it and falls back to something else must do so on all ranks."""
+    """Turn unexpected errors into `CheckpointError`, so that all ranks catch the same class and fall back together."""
     try:
         yield
     except (CheckpointError, ConfigError, RankMismatchError, RankLostError):
@@ -97,9 +97,15 @@ def errors_as_checkpoint_error(path: object) -> Iterator[None]:
 
 
 def check_components(components: Mapping[str, Any], method: str, progress: object) -> None:
-    """Raise if a model, an optimizer, a scheduler or a display is none. `method`: of theirs that will be called."""
+    """Raise `ConfigError` if an argument of `save` or `load` has the wrong type.
+
+    Args:
+        components: the arguments model, optimizer and scheduler, each of which may be None.
+        method: the method that optimizer and scheduler must have, "state_dict" or "load_state_dict".
+        progress: the argument of that name.
+    """
     model, optimizer, scheduler = components["model"], components["optimizer"], components["scheduler"]
-    odd = [
+    requirements = [
         (model, isinstance(model, Module), "model= must be a torch.nn.Module"),
         (
             optimizer,
@@ -109,9 +115,9 @@ def check_components(components: Mapping[str, Any], method: str, progress: objec
         (scheduler, _has_attributes(scheduler, method), f"scheduler= must have {method}()"),
         (progress, isinstance(progress, bool) or callable(progress), "progress= must be True, False or a function"),
     ]
-    for it, fits, text in odd:
-        if it is not None and not fits:
-            raise ConfigError(f"{text}, or be None; it is a {type(it).__name__}")
+    for value, is_valid, requirement in requirements:
+        if value is not None and not is_valid:
+            raise ConfigError(f"{requirement}, or be None; it is a {type(value).__name__}")
 
 
 def _has_attributes(obj: object, *names: str) -> bool:
@@ -119,9 +125,9 @@ def _has_attributes(obj: object, *names: str) -> bool:
 
 
 def run_on_rank0(comm: Comm, call: str, action: Callable[[], Path], must_match: Sequence[str] = ()) -> Path:
-    """What rank 0 makes of it, on all ranks; what fails there is raised on all."""
-    mine = comm.group.rank == 0
-    made = prepare_all(comm, call, lambda: Prepared(action() if mine else Path(), must_match))
+    """Run `action` on rank 0 and return its result on all ranks. Call on all ranks; all raise if it fails."""
+    is_rank0 = comm.group.rank == 0
+    path = prepare_all(comm, call, lambda: Prepared(action() if is_rank0 else Path(), must_match))
     if comm.group.size == 1:
-        return made
-    return Path(comm.broadcast_bytes(str(made).encode() if mine else None, Rank(0)).decode())
+        return path
+    return Path(comm.broadcast_bytes(str(path).encode() if is_rank0 else None, Rank(0)).decode())
