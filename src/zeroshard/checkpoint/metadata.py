@@ -1,7 +1,10 @@
-"""A directory that `torch.distributed.checkpoint` wrote, read without running code from it.
+"""Metadata of a DCP checkpoint (`torch.distributed.checkpoint`), read without executing code and fully validated.
 
-torch's own reader unpickles whatever the files say. Here only the classes that make up DCP's metadata are known, values
-are read as `torch.load(weights_only=True)` reads them, and no name in the metadata leads outside the directory.
+DCP's reader unpickles arbitrary classes. This one allows only the classes that DCP metadata consists of, and then checks:
+
+* every element of every tensor is in exactly one chunk (DCP silently leaves elements without a chunk unread),
+* each file is as long as its chunks require, and no two values share bytes,
+* no file name leads outside the directory.
 """
 
 import io
@@ -24,7 +27,7 @@ from ..comm.process_group import Group
 from ..errors import CheckpointError
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What an unpickler may hand out, and what it may be told to do, so that nothing in a file can change the process.
+# Unpickling restricted to known classes and opcodes, so that no file can modify the process.
 
 
 _ALLOWED_OPCODES = (
@@ -37,38 +40,43 @@ _ALLOWED_OPCODES = (
     *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET, pickle.MEMOIZE),
     *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD),
 )
-"""What Python has written since protocol 2 for numbers, texts, plain containers and objects."""
+"""Opcodes that Python uses, since protocol 2, for numbers, strings, plain containers and objects."""
 
 _PICKLE_DISPATCH: dict[int, Callable[..., None]] = vars(pickle._Unpickler)["dispatch"]
 
 
 class FrozenType(type):
-    # Pickle sets attributes of whatever it was handed, by its opcode BUILD: also of classes and functions, and of
-    # objects that the process shares, like members of enums. They would stay changed for the whole process.
+    """Metaclass of classes whose attributes cannot be set.
+
+    Hazard: pickle's opcode BUILD sets attributes of any object: also of classes, functions and shared objects such as
+    enum members, which would stay changed for the whole process.
+    """
+
     def __setattr__(cls, name: str, value: Any) -> None:
         raise pickle.UnpicklingError(f"it changes '{name}' of {cls.__name__}")
 
 
 def make_frozen_type(constructor: Callable[..., Any]) -> type:
-    """In a file it is a class or a function; it makes what `make` returns, which must be a new object or unchangeable.
+    """Return a class that stands for a class or function named in a file; its `__new__` calls `constructor`.
 
-    Pickle makes objects by `__new__` alone, and takes them whatever they are.
+    `constructor` must return a new or immutable object. Pickle creates objects by `__new__` alone and accepts an
+    instance of any class.
     """
-    return FrozenType("a sealed class", (), {"__slots__": (), "__new__": lambda _, *given: constructor(*given)})
+    return FrozenType("a sealed class", (), {"__slots__": (), "__new__": lambda _, *args: constructor(*args)})
 
 
 class SafeUnpickler(pickle._Unpickler):
-    """Knows the opcodes that are needed, and takes no more memory than its file has.
+    """Allows only the opcodes of `_ALLOWED_OPCODES`, and needs memory in proportion to the file.
 
-    Hazard: the one in C makes a list as long as the largest number that a file gives to a value, 64 GB for 10 bytes.
-    And a tuple of tuples of tuples that is the key of a dict is hashed without end, or until the stack overflows.
+    Hazard: the C unpickler allocates its memo for the largest index in the file: 10 bytes can request 64 GB. Nested
+    tuples as dict keys take exponential time to hash, or overflow the stack: `is_allowed_key` rejects them.
     """
 
     dispatch: ClassVar[dict[int, Callable[..., None]]]
     stack: list[Any]
 
     def is_allowed_key(self, value: Any) -> bool:
-        """Whether it may be the key of a dict."""
+        """Return whether `value` may be the key of a dict."""
         return type(value) in (str, int)
 
     def load_setitem(self) -> None:
@@ -103,7 +111,7 @@ SafeUnpickler.dispatch |= {
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Values of files in errors: short, whatever they are.
+# Short representations of untrusted values, for error messages.
 
 
 class _SafeRepr(Repr):
@@ -112,7 +120,7 @@ class _SafeRepr(Repr):
         self.maxlevel, self.maxother, self.maxstring = 2, 80, 80
 
     def repr_instance(self, x: Any, level: int) -> str:
-        """Of a tuple of a class of its own, its values; of others not more than what they are."""
+        """Show the values of a tuple subclass, and only the class of other objects."""
         if isinstance(x, (bool, float, type(None))):
             return repr(x)
         return self.repr_tuple(tuple(x), level) if isinstance(x, tuple) else f"a {type(x).__name__}"
@@ -122,21 +130,23 @@ class _SafeRepr(Repr):
 
 
 def safe_repr(value: Any) -> str:
-    """Hazard: a tuple of tuples of tuples, each twice the same, is short in a file, and without end written out."""
+    """Return a short `repr`.
+
+    Hazard: a tuple that contains the same tuple twice, nested many times, is small in a file and exponentially long in
+    full.
+    """
     return _SafeRepr().repr(value)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a checkpoint's metadata say of a tensor: every element of it is in exactly one chunk.
-#
-# Where none is torch reads nothing, and says nothing.
+# Chunks of a tensor: each element is in exactly one.
 
 
 _MAX_DIMS = 64
-"""That a tensor may have."""
 
 
 def check_chunks(key: str, tensor: TensorStorageMetadata) -> None:
+    """Raise `CheckpointError` unless the chunks cover the tensor exactly, without gaps and overlaps."""
     dtype: Any = tensor.properties.dtype
     if not _is_valid_size(tensor.size) or not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"'{key}' is of size {safe_repr(tensor.size)} and dtype {safe_repr(dtype)}")
@@ -145,10 +155,10 @@ def check_chunks(key: str, tensor: TensorStorageMetadata) -> None:
             raise CheckpointError(
                 f"'{key}' has the size {tuple(tensor.size)}, but a part that goes beyond: {_format_chunk(chunk)}"
             )
-    # Not numel(), which overflows.
-    there, all_of_it = sum(prod(chunk.sizes) for chunk in tensor.chunks), prod(tensor.size)
-    if there != all_of_it:
-        raise CheckpointError(f"'{key}' has {all_of_it} elements, but parts with {there} of them")
+    # numel() may overflow.
+    covered, numel = sum(prod(chunk.sizes) for chunk in tensor.chunks), prod(tensor.size)
+    if covered != numel:
+        raise CheckpointError(f"'{key}' has {numel} elements, but parts with {covered} of them")
     if len(tensor.chunks) > 1 and _has_overlap(_chunk_bounds(tensor.chunks)):
         raise CheckpointError(f"'{key}' has parts that overlap")
 
@@ -164,7 +174,7 @@ def _is_chunk_inside(chunk: Any, size: Sequence[int]) -> bool:
         return False
     if not len(chunk.offsets) == len(chunk.sizes) == len(size):
         return False
-    return all(map(lambda first, count, most: first + count <= most, chunk.offsets, chunk.sizes, size))
+    return all(map(lambda offset, length, limit: offset + length <= limit, chunk.offsets, chunk.sizes, size))
 
 
 def _format_chunk(chunk: Any) -> str:
@@ -177,44 +187,46 @@ class _ChunkBounds(NamedTuple):
 
 
 def _chunk_bounds(chunks: Iterable[ChunkStorageMetadata]) -> list[_ChunkBounds]:
-    ends = ((it, tuple(a + b for a, b in zip(it.offsets, it.sizes, strict=True))) for it in chunks if prod(it.sizes))
-    return [_ChunkBounds(tuple(it.offsets), end) for it, end in ends]
+    """Return the bounds of all chunks that are not empty."""
+    return [
+        _ChunkBounds(tuple(chunk.offsets), tuple(a + b for a, b in zip(chunk.offsets, chunk.sizes, strict=True)))
+        for chunk in chunks
+        if prod(chunk.sizes)
+    ]
 
 
 def _has_overlap(chunk_bounds: Sequence[_ChunkBounds]) -> bool:
-    """Goes along the dimension that is cut most often, so that each box is compared with few others."""
+    """Return whether two chunks intersect.
+
+    Sweeps along the dimension with the most distinct starts, so that each chunk is compared with few others.
+    """
     dims = range(len(chunk_bounds[0].start)) if chunk_bounds else ()
-    dim = max(dims, key=lambda it: len({box.start[it] for box in chunk_bounds}), default=0)
-    near: list[_ChunkBounds] = []
-    for box in sorted(chunk_bounds, key=lambda it: it.start[dim : dim + 1]):
-        near = [other for other in near if other.stop[dim] > box.start[dim]]
-        if any(_intersects(box, other) for other in near):
+    dim = max(dims, key=lambda candidate: len({bounds.start[candidate] for bounds in chunk_bounds}), default=0)
+    active: list[_ChunkBounds] = []
+    for bounds in sorted(chunk_bounds, key=lambda bounds: bounds.start[dim : dim + 1]):
+        active = [other for other in active if other.stop[dim] > bounds.start[dim]]
+        if any(_intersects(bounds, other) for other in active):
             return True
-        near.append(box)
+        active.append(bounds)
     return False
 
 
 def _intersects(a: _ChunkBounds, b: _ChunkBounds) -> bool:
-    return all(map(lambda first, end, start, stop: first < stop and start < end, *a, *b))
+    return all(map(lambda a_start, a_stop, b_start, b_stop: a_start < b_stop and b_start < a_stop, *a, *b))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A directory that `torch.distributed.checkpoint` wrote, read without running code from it.
-#
-# torch's own reader unpickles whatever the files say. Here only the classes that make up DCP's metadata are known,
-# values
-# are read as `torch.load(weights_only=True)` reads them, and no name in the metadata leads outside the directory.
+# The file `.metadata`.
 
 
 _METADATA_FILE = ".metadata"
 _SPARSE_LIST_LIMIT = 1024
-"""Of which most elements may be missing, since they were empty."""
+"""Lists up to this length may have fewer entries than elements, since empty containers have no entries."""
 _MAX_FILE_BYTES = 1 << 63
-"""Of a file."""
 
 
 class _MemFormatEncoding(int, metaclass=FrozenType):
-    """Equals a member of the enum that torch compares it with."""
+    """Compares equal to the member of torch's enum with the same value."""
 
     __slots__ = ()
 
@@ -232,21 +244,21 @@ _METADATA_CLASSES = (
 
 
 def _make_dict() -> dict[Any, Any]:
-    """In the place of an ordered one, which takes attributes: they would come before its methods."""
+    """Return a plain dict instead of an OrderedDict, whose methods a file could shadow by attributes."""
     return {}
 
 
 _ALLOWED_GLOBALS: dict[str, type] = {
-    **{f"{it.__module__}.{it.__name__}": make_frozen_type(partial(object.__new__, it)) for it in _METADATA_CLASSES},
+    **{f"{cls.__module__}.{cls.__name__}": make_frozen_type(partial(object.__new__, cls)) for cls in _METADATA_CLASSES},
     f"{metadata.__name__}._MEM_FORMAT_ENCODING": _MemFormatEncoding,
     "torch.Size": make_frozen_type(torch.Size),
     "torch.serialization._get_layout": make_frozen_type(torch.serialization._get_layout),
     "collections.OrderedDict": make_frozen_type(_make_dict),
-    # The directory as it was given to the writer; never looked at. Its class depends on system and version.
+    # The directory that was passed to the writer. It is not used; its class depends on platform and Python version.
     **{
-        f"{module}.{kind}Path": make_frozen_type(lambda *_: None)
+        f"{module}.{platform}Path": make_frozen_type(lambda *_: None)
         for module in ("pathlib", "pathlib._local")
-        for kind in ("Posix", "Windows")
+        for platform in ("Posix", "Windows")
     },
 }
 
@@ -256,16 +268,17 @@ def is_dcp_checkpoint(directory: Path) -> bool:
 
 
 class Entry(NamedTuple):
-    """One value in the archive."""
+    """One value of the checkpoint."""
 
     key: str
+    """Flat key in the checkpoint."""
     path: tuple[Any, ...]
-    """Where it was in the nested dict that was saved."""
+    """Keys in the nested dict that was saved."""
     tensor: TensorStorageMetadata | None
-    """None for what is not a tensor."""
+    """None if the value is not a tensor."""
 
     def allocate(self) -> torch.Tensor | None:
-        """New memory for the whole of it, if it is a tensor."""
+        """Return uninitialised memory for the full tensor, or None."""
         return None if self.tensor is None else torch.empty(self.tensor.size, dtype=self.tensor.properties.dtype)
 
     @property
@@ -274,9 +287,10 @@ class Entry(NamedTuple):
 
 
 class CheckpointMetadata:
-    """What is in a directory, and where."""
+    """The entries of a checkpoint, and the file and bytes of each."""
 
     def __init__(self, directory: Path) -> None:
+        """Read and validate `.metadata`. Raises `CheckpointError` if it is missing, unsafe or inconsistent."""
         self.directory = directory
         self.dcp_metadata = _read_metadata(directory)
         try:
@@ -289,56 +303,56 @@ class CheckpointMetadata:
         _check_no_overlaps(directory / _METADATA_FILE, self.dcp_metadata.storage_data.values())
 
     def under(self, *prefix: Any) -> list[Entry]:
-        """All entries whose path begins like that."""
+        """Return all entries whose path starts with `prefix`."""
         return [entry for entry in self.entries if entry.path[: len(prefix)] == prefix]
 
     def min_file_sizes(self) -> dict[str, int]:
-        """All files that the metadata names, and how long they must be at least."""
-        found: dict[str, int] = {}
+        """Return the smallest valid size of each file in the metadata, by file name."""
+        sizes: dict[str, int] = {}
         for info in self.dcp_metadata.storage_data.values():
-            found[info.relative_path] = max(found.get(info.relative_path, 0), info.offset + info.length)
-        return found
+            sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
+        return sizes
 
     def check_files(self) -> None:
-        """All that was saved is there, as far as sizes can tell."""
-        for name, least in self.min_file_sizes().items():
+        """Raise `CheckpointError` if a file is missing or too short."""
+        for name, min_size in self.min_file_sizes().items():
             file = self.directory / name
             if not file.is_file():
                 raise CheckpointError(f"{file} is missing: the checkpoint is incomplete. Restore it, or load another.")
-            if file.stat().st_size < least:
+            if file.stat().st_size < min_size:
                 raise CheckpointError(
-                    f"{file} is truncated: it has {file.stat().st_size} bytes, and {least} were written. Load another "
-                    "checkpoint."
+                    f"{file} is truncated: it has {file.stat().st_size} bytes, and {min_size} were written. Load "
+                    "another checkpoint."
                 )
 
     def _tensor_entries(self) -> Iterator[tuple[str, TensorStorageMetadata]]:
         return ((key, tensor) for key, _, tensor in self.entries if tensor is not None)
 
     def _check_storage_lengths(self) -> None:
-        """Memory is made for what the metadata say: no tensor may be larger than what was written of it."""
+        """Raise if a chunk is larger than its bytes in the file, since memory is allocated by the size of chunks."""
         for key, tensor in self._tensor_entries():
             for chunk in tensor.chunks:
-                least = prod(chunk.sizes) * tensor.properties.dtype.itemsize
-                if least and (length := self.storage_info(MetadataIndex(key, chunk.offsets)).length) < least:
+                nbytes = prod(chunk.sizes) * tensor.properties.dtype.itemsize
+                if nbytes and (length := self.storage_info(MetadataIndex(key, chunk.offsets)).length) < nbytes:
                     raise CheckpointError(
-                        f"{self.directory / _METADATA_FILE} contradicts itself: a part of '{key}' has {least} bytes, "
+                        f"{self.directory / _METADATA_FILE} contradicts itself: a part of '{key}' has {nbytes} bytes, "
                         f"but {length} in its file"
                     )
 
     def storage_info(self, index: MetadataIndex) -> Any:
-        """In which file a value lies, from which byte on, and for how many."""
-        place = self.dcp_metadata.storage_data.get(index)
-        if place is None or place.transform_descriptors:
+        """Return file, offset and length of a value. Raises `CheckpointError` if it is missing or transformed."""
+        info = self.dcp_metadata.storage_data.get(index)
+        if info is None or info.transform_descriptors:
             reason = (
-                "is not in its files" if place is None else f"was written with {safe_repr(place.transform_descriptors)}"
+                "is not in its files" if info is None else f"was written with {safe_repr(info.transform_descriptors)}"
             )
             raise CheckpointError(f"{self.directory}: a part of '{index.fqn}' {reason}")
-        return place
+        return info
 
 
 @contextmanager
 def dcp_group_kwargs(group: Group) -> Iterator[dict[str, Any]]:
-    """How to call DCP on these ranks. On one alone it warns that there are no others."""
+    """Yield the arguments that make DCP use these ranks, and silence its warning about a single rank."""
     if group.size > 1:
         yield {"process_group": group.cpu_group}
         return
@@ -354,29 +368,29 @@ class _MetadataUnpickler(SafeUnpickler):
         return type(value.fqn) is str and type(value.offset) in (torch.Size, type(None))
 
     def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
-        if full in _ALLOWED_GLOBALS:
-            return _ALLOWED_GLOBALS[full]
+        qualified_name = f"{module}.{name}"
+        if qualified_name in _ALLOWED_GLOBALS:
+            return _ALLOWED_GLOBALS[qualified_name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it names {full}, which is no part of a checkpoint's metadata")
+        raise pickle.UnpicklingError(f"it names {qualified_name}, which is no part of a checkpoint's metadata")
 
 
 def _parse_entries(dcp_metadata: Metadata) -> list[Entry]:
     paths = dcp_metadata.planner_data or {}
     entries = [
-        Entry(key, tuple(paths.get(key, (key,))), it if isinstance(it, TensorStorageMetadata) else None)
-        for key, it in dcp_metadata.state_dict_metadata.items()
+        Entry(key, tuple(paths.get(key, (key,))), storage if isinstance(storage, TensorStorageMetadata) else None)
+        for key, storage in dcp_metadata.state_dict_metadata.items()
     ]
-    most = max(len(entries), _SPARSE_LIST_LIMIT)
+    limit = max(len(entries), _SPARSE_LIST_LIMIT)
     for key, path, _ in entries:
-        if not isinstance(key, str) or not all(isinstance(it, str) or _is_list_index(it, most) for it in path):
+        if not isinstance(key, str) or not all(isinstance(part, str) or _is_list_index(part, limit) for part in path):
             raise CheckpointError(f"{safe_repr(key)} was at {safe_repr(path)}")
     return entries
 
 
 def _is_list_index(value: Any, limit: int) -> bool:
-    """A place in a list, which is made that long when it is read."""
+    """Return whether `value` is an index of a list no longer than `limit`, which is allocated when it is read."""
     return type(value) is int and 0 <= value < limit
 
 
@@ -385,14 +399,14 @@ def _read_metadata(directory: Path) -> Metadata:
     if not file.is_file():
         raise CheckpointError(f"{directory} has no {_METADATA_FILE}: it is no checkpoint, or an incomplete one")
     try:
-        found = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
+        dcp_metadata = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read: {error or type(error).__name__}") from error
-    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+    if not isinstance(dcp_metadata, Metadata) or not isinstance(dcp_metadata.storage_data, dict):
         raise CheckpointError(f"{file} is not the metadata of a checkpoint")
-    for info in found.storage_data.values():
+    for info in dcp_metadata.storage_data.values():
         _check_storage_info(file, info)
-    return found
+    return dcp_metadata
 
 
 def _check_storage_info(file: Path, info: Any) -> None:
@@ -400,34 +414,35 @@ def _check_storage_info(file: Path, info: Any) -> None:
         raise CheckpointError(f"{file} is not the metadata of a checkpoint in files")
     reject_path_traversal(file, [getattr(info, "relative_path", None)])
     offset, length = getattr(info, "offset", None), getattr(info, "length", None)
-    if not all(type(it) is int and 0 <= it < _MAX_FILE_BYTES for it in (offset, length)):
+    if not all(type(value) is int and 0 <= value < _MAX_FILE_BYTES for value in (offset, length)):
         raise CheckpointError(f"{file} contradicts itself: {safe_repr(length)} bytes from byte {safe_repr(offset)} on")
 
 
 def _check_no_overlaps(file: Path, storage_infos: Iterable[Any]) -> None:
-    """Memory is made for every value: many in one place would take many times the memory that their file has."""
+    """Raise if two values share bytes of a file, since memory is allocated for each: a small file could fill memory."""
     name, end = "", 0
-    for info in sorted(storage_infos, key=lambda it: (it.relative_path, it.offset, it.length)):
+    for info in sorted(storage_infos, key=lambda info: (info.relative_path, info.offset, info.length)):
         if info.relative_path == name and info.length and info.offset < end:
             raise CheckpointError(f"{file} contradicts itself: two values begin before byte {end} of {safe_repr(name)}")
         name, end = info.relative_path, max(info.offset + info.length, end if info.relative_path == name else 0)
 
 
 def reject_path_traversal(file: Path, names: Iterable[Any]) -> None:
-    """`file` names other files, of its own directory."""
+    """Raise `CheckpointError` if a file name in `file` leads outside its directory."""
     for name in names:
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name:
             raise CheckpointError(f"{file} names a file outside its directory: {safe_repr(name)}")
 
 
 def torch_reason(error: BaseException) -> str:
-    """What torch could not read, without its advice, which is to trust the file."""
-    parts = [part.strip() for part in str(error).rpartition("WeightsUnpickler error: ")[2].split("\n\n")]
-    told = [part for part in parts if part and not part.startswith(("Weights only load failed", "Check the docu"))]
-    return told[0].partition("\n")[0] if told else type(error).__name__
+    """Return the cause of an error of `torch.load`, without torch's advice to trust the file."""
+    paragraphs = [text.strip() for text in str(error).rpartition("WeightsUnpickler error: ")[2].split("\n\n")]
+    boilerplate = ("Weights only load failed", "Check the docu")
+    reasons = [text for text in paragraphs if text and not text.startswith(boilerplate)]
+    return reasons[0].partition("\n")[0] if reasons else type(error).__name__
 
 
 def format_failures(error: CheckpointException) -> str:
-    """What went wrong on which rank, without the traces that torch puts in front."""
-    reasons = {rank: failure[0] for rank, failure in error.failures.items()}
-    return "; ".join(f"rank {rank}: {type(it).__name__}: {it}" for rank, it in reasons.items())
+    """Return what failed on which rank, without torch's stack traces."""
+    causes = {rank: failure[0] for rank, failure in error.failures.items()}
+    return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes.items())

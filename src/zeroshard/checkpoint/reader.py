@@ -1,7 +1,7 @@
-"""Values straight from the files of a checkpoint to where they belong, with a few MiB of memory in between.
+"""Read values from checkpoint files directly into their target tensors, with a few MiB of extra memory.
 
-First everything is looked up: that it is there, in the form that the metadata promise. Only then are tensors read, and
-nothing can go wrong any more but the disk. Each rank reads for itself; nothing here is collective.
+`ReadPlan` first locates every tensor and compares it with the metadata; only `execute` reads tensors. After a plan has
+been made, only I/O errors can make the read fail. Each rank reads on its own; nothing here is collective.
 """
 
 import ctypes
@@ -28,9 +28,9 @@ from .metadata import CheckpointMetadata, torch_reason
 from .progress import Progress
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where `torch.save` has put the memory of a plain tensor, seen without reading it.
+# Header of a tensor that `torch.save` wrote: where its memory begins, and its shape and strides.
 #
-# `torch.load` on the meta device says the same in ten times the time, and is asked wherever this does not know.
+# `torch.load` on the meta device returns the same in ten times the time; it is the fallback for anything unusual.
 
 
 _STORAGE_NAMES = {
@@ -56,88 +56,91 @@ _TENSOR_REGEX = re.compile(
     (
         r"\x80\x02ctorch\._utils\n_rebuild_tensor_v2\nq.\(\("
         r"X\x07\0\0\0storageq.ctorch\n(?P<storage>\w+)\nq."
-        r"X(?P<keys>.)\0\0\0(?P<key>[0-9]+)q.X(?P<places>.)\0\0\0(?P<place>[a-z0-9:]+)q."
+        r"X(?P<key_len>.)\0\0\0(?P<key>[0-9]+)q.X(?P<device_len>.)\0\0\0(?P<device>[a-z0-9:]+)q."
         rf"{_INT_PATTERN}tq.Q(?P<offset>{_INT_PATTERN})(?P<size>{_INT_TUPLE_PATTERN})(?P<stride>{_INT_TUPLE_PATTERN})"
         r"[\x88\x89]ccollections\nOrderedDict\nq.\)Rq.tq.Rq.\."
     ).encode(),
     re.DOTALL,
 )
-"""How torch pickles one: `_rebuild_tensor_v2` is called with storage, offset, size and stride. It is not unpickled."""
+"""The pickle of a plain tensor: `_rebuild_tensor_v2(storage, offset, size, stride, ...)`. Matched, not unpickled."""
 _INT_REGEX = re.compile(_INT_PATTERN.encode(), re.DOTALL)
 
 
 class TensorHeader(NamedTuple):
     data_offset: int
-    """The first byte of its first element."""
+    """Offset of the first element, in bytes from the start of the stream."""
     meta_tensor: torch.Tensor
-    """On the meta device."""
 
 
 def parse_tensor_header(stream: Any, dtype: torch.dtype) -> TensorHeader | None:
-    """Of a tensor of that dtype, in a file that begins where `view` does; None if it is something else."""
+    """Return the header of the tensor in `stream`, or None unless it is a plain tensor of `dtype`."""
     try:
         reader = open_torch_archive(stream)
         if reader.get_record("byteorder").decode() != sys.byteorder:
             return None
-        found = _TENSOR_REGEX.fullmatch(reader.get_record("data.pkl"))
-        if found is None or found["storage"].decode() != _STORAGE_NAMES.get(dtype):
+        match = _TENSOR_REGEX.fullmatch(reader.get_record("data.pkl"))
+        if match is None or match["storage"].decode() != _STORAGE_NAMES.get(dtype):
             return None
-        if (found["keys"][0], found["places"][0]) != (len(found["key"]), len(found["place"])):
+        if (match["key_len"][0], match["device_len"][0]) != (len(match["key"]), len(match["device"])):
             return None
-        (offset,), size, stride = (_parse_ints(found[part]) for part in ("offset", "size", "stride"))
+        (offset,), size, stride = (_parse_ints(match[field]) for field in ("offset", "size", "stride"))
         if offset < 0:
             return None
-        start = reader.get_record_offset(f"data/{found['key'].decode()}") + offset * dtype.itemsize
+        start = reader.get_record_offset(f"data/{match['key'].decode()}") + offset * dtype.itemsize
         return TensorHeader(start, torch.empty_strided(size, stride, dtype=dtype, device="meta"))
     except Exception:
-        return None  # torch says better what is wrong with it
+        return None  # the fallback, torch.load, raises a better error
 
 
 def _parse_ints(data: bytes) -> list[int]:
-    return [_parse_int(it) for it in _INT_REGEX.findall(data.removeprefix(b"("))]
+    return [_parse_int(token) for token in _INT_REGEX.findall(data.removeprefix(b"("))]
 
 
 def _parse_int(data: bytes) -> int:
-    """As pickle writes it: those of one and two bytes have no sign."""
-    kind, digits = data[:1], data[2:] if data[:1] == b"\x8a" else data[1:]
-    return int.from_bytes(digits, "little", signed=kind not in b"KM")
+    """Decode an integer of a pickle: opcode, then the value. BININT1 (K) and BININT2 (M) are unsigned."""
+    opcode, digits = data[:1], data[2:] if data[:1] == b"\x8a" else data[1:]
+    return int.from_bytes(digits, "little", signed=opcode not in b"KM")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Values straight from the files of a checkpoint to where they belong, with a few MiB of memory in between.
-#
-# First everything is looked up: that it is there, in the form that the metadata promise. Only then are tensors read,
-# and
-# nothing can go wrong any more but the disk. Each rank reads for itself; nothing here is collective.
+# Read plan: locate everything, then read.
 
 
 READ_CHUNK_BYTES = 4 * 2**20
-"""Bytes that are read at once, unless they can go straight to where they belong."""
+"""Size of one read, where bytes cannot be read directly into the target."""
 _SMALL_ENTRY_BYTES = 1 << 16
 _DISALLOWED_TYPE_MARKER = "GLOBAL"
-"""In what torch says of types that it does not read."""
+"""Part of torch's error message for a type that `weights_only=True` does not allow."""
 
 
 class TensorLocation(NamedTuple):
-    """A stored part of a tensor."""
+    """A stored chunk of a tensor."""
 
     byte_offset: int
-    """The byte of the file where its memory begins."""
+    """Where its memory begins in the file."""
     tensor: torch.Tensor
-    """As it lies there, on the meta device. What cannot be read in pieces is here with its values."""
+    """A meta tensor with the stored strides. A chunk that cannot be read in place is here with its values."""
 
 
 class ReadPlan:
-    """What a rank is going to read: tensors into given ones, and whatever values there are for None."""
+    """Reads of one rank: tensors into target tensors, and all other values by `torch.load`."""
 
     def __init__(self, metadata: CheckpointMetadata, targets: Mapping[str, Any]) -> None:
-        """`targets` by keys of the archive. Raises if one could not be read."""
+        """Locate all tensors, and read all other values.
+
+        Args:
+            metadata: of the checkpoint.
+            targets: tensors to read into, by entry key; None for values that are not tensors.
+
+        Raises:
+            CheckpointError: a value is missing or does not match the metadata.
+        """
         self._metadata = metadata
         self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner(dict(targets), metadata.dcp_metadata)
         self._values = dict(targets)
         self._tensor_reads: dict[str, list[tuple[ReadItem, TensorLocation]]] = {}
-        """By file."""
+        """By file name."""
         by_file: dict[str, list[ReadItem]] = defaultdict(list)
         for item in self._planner.create_local_plan().items:
             by_file[metadata.storage_info(item.storage_index).relative_path].append(item)
@@ -147,32 +150,32 @@ class ReadPlan:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The targets, not filled yet, and the other values."""
+        """The values, with targets that have not been filled yet."""
         return self._values
 
     def execute(self, progress: Progress | None = None) -> dict[str, Any]:
-        """The targets, filled, and the other values."""
-        counted = progress or Progress("", False, 0)
-        counted.add_expected(sum(_item_nbytes(*it) for found in self._tensor_reads.values() for it in found))
-        for name, found in self._tensor_reads.items():
+        """Read all tensors into their targets, and return all values by entry key."""
+        counter = progress or Progress("", False, 0)
+        counter.add_expected(sum(_item_nbytes(*read) for reads in self._tensor_reads.values() for read in reads))
+        for name, reads in self._tensor_reads.items():
             with open_file(self._metadata, name) as stream:
-                for item, place in found:
-                    self._read_tensor(stream, item, place)
-                    counted.advance(_item_nbytes(item, place))
+                for item, location in reads:
+                    self._read_tensor(stream, item, location)
+                    counter.advance(_item_nbytes(item, location))
         return self._values
 
     def _locate_items(self, stream: BinaryIO, items: Sequence[ReadItem]) -> list[tuple[ReadItem, TensorLocation]]:
-        known: dict[MetadataIndex, TensorLocation] = {}
-        found = []
+        locations: dict[MetadataIndex, TensorLocation] = {}
+        reads = []
         for item in items:
             index = item.storage_index
             if item.type == LoadItemType.BYTE_IO:
                 self._values[index.fqn] = _torch_load(self._metadata, stream, index, device="cpu")
                 continue
-            if index not in known:
-                known[index] = locate_tensor(self._metadata, stream, index)
-            found.append((item, known[index]))
-        return found
+            if index not in locations:
+                locations[index] = locate_tensor(self._metadata, stream, index)
+            reads.append((item, locations[index]))
+        return reads
 
     @torch.no_grad()
     def _read_tensor(self, stream: BinaryIO, item: ReadItem, location: TensorLocation) -> None:
@@ -195,7 +198,7 @@ def read_values(metadata: CheckpointMetadata, targets: Mapping[str, Any]) -> dic
 
 @contextmanager
 def open_file(metadata: CheckpointMetadata, name: str) -> Iterator[BinaryIO]:
-    """A file of the archive. Whatever cannot be read there is an error that names it."""
+    """Open a file of the checkpoint. I/O errors become a `CheckpointError` that names the file."""
     try:
         with (metadata.directory / name).open("rb", buffering=0) as stream:
             yield stream
@@ -204,52 +207,53 @@ def open_file(metadata: CheckpointMetadata, name: str) -> Iterator[BinaryIO]:
 
 
 def locate_tensor(metadata: CheckpointMetadata, stream: BinaryIO, index: MetadataIndex) -> TensorLocation:
-    """Where a part of a tensor lies in its file."""
+    """Return where a chunk lies in its file. Raises `CheckpointError` if it contradicts the metadata."""
     entry: Any = metadata.dcp_metadata.state_dict_metadata[index.fqn]
-    place = metadata.storage_info(index)
-    start, found = parse_tensor_header(_entry_stream(stream, place), entry.properties.dtype) or _locate_with_torch(
+    info = metadata.storage_info(index)
+    start, tensor = parse_tensor_header(_entry_stream(stream, info), entry.properties.dtype) or _locate_with_torch(
         metadata, stream, index
     )
     sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
-    if not isinstance(found, torch.Tensor) or (found.shape, found.dtype) != (sizes, entry.properties.dtype):
+    if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.dtype) != (sizes, entry.properties.dtype):
         raise CheckpointError(f"{_format_index(metadata, index)} is not what the checkpoint's metadata say of it")
-    if not _is_plain_strided(found):
+    if not _is_plain_strided(tensor):
         return TensorLocation(0, _torch_load(metadata, stream, index, device="cpu"))
-    if start + storage_numel(found.shape, found.stride()) * found.itemsize > place.length:
+    if start + storage_numel(tensor.shape, tensor.stride()) * tensor.itemsize > info.length:
         raise CheckpointError(f"{_format_index(metadata, index)} goes beyond its place in the file")
-    return TensorLocation(place.offset + start, found)
+    return TensorLocation(info.offset + start, tensor)
 
 
 def _locate_with_torch(metadata: CheckpointMetadata, stream: BinaryIO, index: MetadataIndex) -> tuple[int, Any]:
-    """What torch says of a value, and where in it the memory begins if it is a plain tensor."""
-    found = _torch_load(metadata, stream, index, device="meta")
-    if not isinstance(found, torch.Tensor) or not _is_plain_strided(found):
-        return 0, found
-    start: Any = found.untyped_storage()._checkpoint_offset
-    return start + int(found.storage_offset()) * found.itemsize, found
+    """Load a value on the meta device; return the offset of its memory (0 unless a plain tensor) and the value."""
+    value = _torch_load(metadata, stream, index, device="meta")
+    if not isinstance(value, torch.Tensor) or not _is_plain_strided(value):
+        return 0, value
+    start: Any = value.untyped_storage()._checkpoint_offset
+    return start + int(value.storage_offset()) * value.itemsize, value
 
 
 def iter_chunks(
     stream: BinaryIO, byte_offset: int, like: torch.Tensor
 ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """A tensor whose memory begins at `start` in a file: boxes of its elements, by their offsets.
+    """Read a tensor that begins at `byte_offset` in chunks: yield the offsets and the values of each.
 
-    Each is to be used up before the next is taken.
+    Shape, strides and dtype are those of `like`. All chunks share one buffer: use each before advancing.
     """
-    count, most = storage_numel(like.shape, like.stride()), max(1, READ_CHUNK_BYTES // like.itemsize)
-    # Memory of its own and not a map of the file: there elements may lie at odd addresses.
-    buffer = bytearray(min(count, most) * like.itemsize)
-    for first in range(0, count, most):
-        span = Span(first, min(count, first + most))
-        piece = memoryview(buffer)[: span.length * like.itemsize]
-        read_into(stream, byte_offset + first * like.itemsize, piece)
-        memory = torch.frombuffer(piece, dtype=torch.uint8).view(like.dtype)
-        for box in split_into_chunks(like.shape, like.stride(), span):
-            place = sum(offset * step for offset, step in zip(box.offsets, like.stride(), strict=True))
-            yield box.offsets, memory.as_strided(box.sizes, like.stride(), place - first)
+    numel, max_numel = storage_numel(like.shape, like.stride()), max(1, READ_CHUNK_BYTES // like.itemsize)
+    # A buffer and not mmap: in a file, elements may lie at misaligned addresses.
+    buffer = bytearray(min(numel, max_numel) * like.itemsize)
+    for first in range(0, numel, max_numel):
+        span = Span(first, min(numel, first + max_numel))
+        data = memoryview(buffer)[: span.length * like.itemsize]
+        read_into(stream, byte_offset + first * like.itemsize, data)
+        memory = torch.frombuffer(data, dtype=torch.uint8).view(like.dtype)
+        for chunk in split_into_chunks(like.shape, like.stride(), span):
+            start = sum(offset * stride for offset, stride in zip(chunk.offsets, like.stride(), strict=True))
+            yield chunk.offsets, memory.as_strided(chunk.sizes, like.stride(), start - first)
 
 
 def read_into(stream: BinaryIO, byte_offset: int, buffer: memoryview) -> None:
+    """Fill `buffer` from the file. Raises `OSError` if the file ends before."""
     stream.seek(byte_offset)
     done = 0
     while done < len(buffer):
@@ -260,11 +264,11 @@ def read_into(stream: BinaryIO, byte_offset: int, buffer: memoryview) -> None:
 
 
 def _torch_load(metadata: CheckpointMetadata, stream: BinaryIO, index: MetadataIndex, device: str) -> Any:
-    """What torch reads, without running code. On the meta device: without values."""
-    place = metadata.storage_info(index)
+    """Load a value with `torch.load`, without executing code. Raises `CheckpointError` if that fails."""
+    info = metadata.storage_info(index)
     try:
-        open_torch_archive(_entry_stream(stream, place))
-        return torch.load(_entry_stream(stream, place), map_location=device, weights_only=True)
+        open_torch_archive(_entry_stream(stream, info))
+        return torch.load(_entry_stream(stream, info), map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         if _DISALLOWED_TYPE_MARKER not in torch_reason(error):
             raise CheckpointError(f"{_format_index(metadata, index)} cannot be read: {torch_reason(error)}") from error
@@ -277,7 +281,7 @@ def _torch_load(metadata: CheckpointMetadata, stream: BinaryIO, index: MetadataI
 
 
 def _entry_stream(stream: BinaryIO, storage_info: Any) -> Any:
-    """A part of a file. Torch looks at it here and there, for which a small one is better in memory."""
+    """Return a stream of one value's bytes. Small values are read into memory, since torch seeks a lot."""
     if storage_info.length > _SMALL_ENTRY_BYTES:
         return _create_file_view(stream, storage_info.offset, storage_info.length)  # type: ignore[arg-type]
     content = bytearray(storage_info.length)
@@ -301,20 +305,20 @@ def _narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) 
 
 
 def _has_same_memory_layout(source: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether bytes of one, in the order in which they lie, are those of the other, without gaps."""
+    """Return whether the bytes of `source` can be copied to `target` as one contiguous block."""
     if not _is_plain_strided(target) or target.device.type != "cpu" or target.dtype != source.dtype:
         return False
-    steps = [(a, b) for size, a, b in zip(source.shape, source.stride(), target.stride(), strict=True) if size > 1]
-    return all(a == b for a, b in steps) and storage_numel(source.shape, source.stride()) == source.numel()
+    strides = [(a, b) for size, a, b in zip(source.shape, source.stride(), target.stride(), strict=True) if size > 1]
+    return all(a == b for a, b in strides) and storage_numel(source.shape, source.stride()) == source.numel()
 
 
 def _writable_memory(tensor: torch.Tensor) -> memoryview:
-    """Of a tensor without gaps, to write to. Without numpy, which torch can do without."""
+    """Return the memory of a dense CPU tensor. Works without numpy, which is optional for torch."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _is_plain_strided(tensor: torch.Tensor) -> bool:
-    """Whether its values are what lies in its memory, each at a place of its own."""
+    """Return whether each element of the tensor is stored as it is, at an address of its own."""
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
         return False
     return not has_internal_overlap(tensor.shape, tensor.stride())
