@@ -1,13 +1,12 @@
-"""Where parameters lie, and what is put on the wire for them. The only allocator.
+"""Parameter memory, and the messages that broadcast updated parameters from their owners.
 
-A parcel is the memory of one message from one owner. Two stores make them:
+There are two stores:
 
-- `LooseStore` leaves parameters where they are. Small ones are packed into a staging buffer, large
-  ones travel from and into their own memory.
-- `FlatStore` moves parameters into flat buffers, one a bucket or one for each owner in it. A run of neighbours is a
-  parcel as it is; several small runs are packed.
+- `UnflattenedParams` leaves parameters where they are.
+- `FlatParamBuffers` moves parameters into flat buffers: one per bucket, or one per owner in each bucket.
 
-Staging buffers have memory only while a shipment is sent.
+A message carries contiguous memory of one owner. Large ranges are sent in place; small ones are packed into a staging
+buffer. Staging buffers have memory only while a broadcast plan is sent.
 """
 
 from abc import ABC, abstractmethod
@@ -34,19 +33,19 @@ from ..params import check_no_aliasing
 _T = TypeVar("_T")
 
 MIN_IN_PLACE_BYTES = MIB
-"""From this size on a parameter is worth a message of its own, and not worth a copy."""
+"""Memory ranges of at least this size are sent in place, as a message of their own."""
 MESSAGE_BYTES = 2 * MIB
 STAGING_BYTES = 8 * MIB
-"""What a store's staging buffer may take on the CPU, where every step pays for its pages again."""
+"""Limit of a staging buffer on the CPU, where every step pays for its page faults again."""
 DEVICE_MESSAGE_BYTES = 32 * MIB
 DEVICE_STAGING_BYTES = 64 * MIB
-"""Elsewhere, where messages cost more and the allocator keeps what was freed."""
+"""Limit on other devices, where messages cost more and the caching allocator keeps freed memory."""
 MAX_CACHED_PLANS = 4
 _get_shape = attrgetter("shape")
 
 
 class BroadcastMessage(Protocol):
-    """One message: `pack` on the owner before it goes, `unpack` on the others once it has arrived."""
+    """One broadcast: the owner calls `pack` before sending, the other ranks call `unpack` after receiving."""
 
     owner: Rank
     payload: torch.Tensor
@@ -57,9 +56,9 @@ class BroadcastMessage(Protocol):
 
 
 class BroadcastPlan(NamedTuple):
-    """Parcels in the order in which all ranks send them.
+    """Messages in the order in which all ranks send them.
 
-    Hazard: staging buffers are shared, so no more than `window` staged parcels may be under way at once.
+    Hazard: messages share staging buffers, so at most `max_in_flight` staged messages may be in flight at once.
     """
 
     messages: list[BroadcastMessage]
@@ -67,26 +66,26 @@ class BroadcastPlan(NamedTuple):
     staging_buffers: list[torch.Tensor]
 
     def allocate_staging(self) -> "BroadcastPlan":
-        """The same, with memory in its staging buffers."""
+        """Allocate the memory of the staging buffers and return `self`."""
         for buffer in self.staging_buffers:
             _ensure_allocated(buffer)
         return self
 
     def release_staging(self) -> None:
-        """Free that memory, once all staged parcels have arrived. Views of it stay, to be used next time."""
+        """Free the staging memory, once all staged messages have completed. Its views stay valid for the next time."""
         for buffer in self.staging_buffers:
             buffer.untyped_storage().resize_(0)
 
 
 class MemoryRange(NamedTuple):
-    """What one owner sends, as it lies in memory: a parameter, or neighbours in a flat buffer."""
+    """Memory that one owner broadcasts: a parameter, or a contiguous range of a flat buffer."""
 
     tensor: torch.Tensor
     params: list[torch.Tensor]
 
 
 class InPlaceMessage:
-    """Parameters whose own memory travels."""
+    """A message sent from, and received into, the memory of the parameters."""
 
     def __init__(self, owner: Rank, payload: torch.Tensor, params: list[torch.Tensor]) -> None:
         self.owner, self.payload, self._params = owner, payload, params
@@ -95,37 +94,38 @@ class InPlaceMessage:
         pass
 
     def unpack(self) -> None:
-        # Autograd must see a remote update as the in-place change that a local one is.
+        # Autograd must see a remote update as an in-place change, like a local one.
         increment_version(self._params)
 
 
 class StagedMessage:
-    """Runs that are copied into and out of a staging buffer, which `stage` must give first."""
+    """Several memory ranges, packed into a staging buffer. Call `bind_staging` first."""
 
     payload: torch.Tensor
 
     def __init__(self, owner: Rank, ranges: list[MemoryRange]) -> None:
-        self.owner, self._tensors = owner, [run.tensor for run in ranges]
-        self._aliased_params = [param for run in ranges if run.params[0] is not run.tensor for param in run.params]
-        """Parameters that do not notice when the memory of their run is written to."""
-        self.nbytes = sum(run.tensor.nbytes for run in ranges)
+        self.owner, self._tensors = owner, [item.tensor for item in ranges]
+        self._aliased_params = [param for item in ranges if item.params[0] is not item.tensor for param in item.params]
+        """Parameters whose version counter does not change when their range is written to."""
+        self.nbytes = sum(item.tensor.nbytes for item in ranges)
         self.device = ranges[0].tensor.device
 
     @cached_property
     def _flat_views(self) -> list[torch.Tensor] | None:
-        """For the owner: one concatenation is faster than as many copies."""
-        if not all(param.is_contiguous() for param in self._tensors):
+        """Flat views for the owner, or None: one concatenation is faster than as many copies."""
+        if not all(tensor.is_contiguous() for tensor in self._tensors):
             return None
-        return [param.detach().view(-1) for param in self._tensors]
+        return [tensor.detach().view(-1) for tensor in self._tensors]
 
     def bind_staging(self, buffer: torch.Tensor) -> None:
+        """Use the start of a byte buffer as `payload`."""
         self.payload = buffer[: self.nbytes].view(self._tensors[0].dtype)
-        parts = torch.split(self.payload, [param.numel() for param in self._tensors])
-        self._staged_views = [part.view(param.shape) for part, param in zip(parts, self._tensors, strict=True)]
+        flat_parts = torch.split(self.payload, [tensor.numel() for tensor in self._tensors])
+        self._staged_views = [flat.view(tensor.shape) for flat, tensor in zip(flat_parts, self._tensors, strict=True)]
 
     def pack(self) -> None:
-        # A transposed parameter keeps its pointer, and so its alias here, but not its order.
-        if self._flat_views is not None and all(param.is_contiguous() for param in self._tensors):
+        # A parameter that was transposed since keeps its data pointer, so its cached flat view has the old order.
+        if self._flat_views is not None and all(tensor.is_contiguous() for tensor in self._tensors):
             torch.cat(self._flat_views, out=self.payload)
         else:
             torch._foreach_copy_(self._staged_views, self._tensors)
@@ -136,7 +136,7 @@ class StagedMessage:
 
 
 class ParamStore(ABC):
-    """All parameters by index, and the parcels that carry them."""
+    """All parameters by index, their memory, and the plans that broadcast them."""
 
     def __init__(self) -> None:
         self._params: list[torch.Tensor] = []
@@ -148,26 +148,31 @@ class ParamStore(ABC):
         self._plans_by_bucket: dict[int, BroadcastPlan] = {}
 
     def extend(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
-        """Take in the parameters and buckets that `layout` has beyond the present one."""
-        known = len(self._layout.buckets)
+        """Add the new buckets of `layout`. `params` are the new parameters."""
+        first_new = len(self._layout.buckets)
         self._layout = layout
         self._params.extend(params)
-        for bucket in layout.buckets[known:]:
+        for bucket in layout.buckets[first_new:]:
             self._add_bucket(bucket)
-        # Hazard: not of earlier parameters. One whose memory was exchanged since is noticed by the next `refresh`.
+        # Hazard: record new parameters only. If an earlier one was moved since, the next `rebind_if_moved` must see it.
         self._record_locations(params)
 
-    def prepare(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:  # noqa: B027 (most have nothing to do)
-        """Get ready for an `extend` to `layout`. `params` are all of them."""
+    def prepare(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:  # noqa: B027 (nothing by default)
+        """Prepare an `extend` to `layout`. `params` are all parameters, old and new."""
 
-    def rollback(self) -> None:  # noqa: B027 (most have nothing to take back)
-        """Undo what was prepared for an `extend` that does not come."""
+    def rollback(self) -> None:  # noqa: B027 (nothing by default)
+        """Undo a `prepare` that was not followed by `extend`."""
 
     def rebind_if_moved(self, indices: Sequence[int] | None = None, *, check_shapes: bool = True) -> None:
-        """Notice parameters whose memory was exchanged since (`param.data = ...`): bind anew, or refuse.
+        """Rebind the store if the user has moved parameters (`param.data = ...`).
 
-        `among`: look at these only. `shapes`: a parameter turned over (`param.data = param.data.t()`) keeps its
-        pointer, so look at shapes, too; not needed where its gradient would not fit any more.
+        Args:
+            indices: Check only these parameters; None checks all.
+            check_shapes: Compare shapes too, since a transposed parameter (`param.data = param.data.t()`) keeps its
+                data pointer. Not needed if its gradient would no longer fit anyway.
+
+        Raises:
+            BindingError: A parameter has another dtype, device or shape than at construction, or shares memory.
         """
         params = _select(self._params, indices)
         if list(map(torch.Tensor.data_ptr, params)) == _select(self._data_ptrs, indices) and (
@@ -182,91 +187,95 @@ class ParamStore(ABC):
         self._record_locations(self._params)
 
     def staging_buffers(self) -> list[torch.Tensor]:
-        """Memory in which small parameters are packed: none between shipments."""
+        """Return the staging buffers that have memory now: none between broadcasts."""
         return [buffer for buffer in self._staging_buffers.values() if _is_allocated(buffer)]
 
     def plan_broadcast(self, update_mask: bytes) -> BroadcastPlan:
-        """Parcels of the parameters flagged in `moving`, in an order that is the same on all ranks.
+        """Return the messages for all parameters set in `update_mask`, in the same order on all ranks.
 
-        Their staging buffers have memory until the shipment is released. It is allocated here, and not when it is sent:
-        a rank that has none left says so before the others wait for its messages.
+        The plan's staging buffers have memory until `release_staging`. It is allocated here and not during the
+        broadcast, so a rank that is out of memory fails before the others wait for its messages.
         """
         if update_mask not in self._plans_by_mask:
-            shipment = self._build_plan(update_mask, self._layout.buckets)
+            plan = self._build_plan(update_mask, self._layout.buckets)
             while len(self._plans_by_mask) >= MAX_CACHED_PLANS:
                 del self._plans_by_mask[next(iter(self._plans_by_mask))]
-            self._plans_by_mask[update_mask] = shipment
+            self._plans_by_mask[update_mask] = plan
         return self._plans_by_mask[update_mask].allocate_staging()
 
     def plan_bucket_broadcast(self, bucket: int) -> BroadcastPlan:
-        """Parcels of all parameters of one bucket."""
+        """Return the messages for all parameters of one bucket, as `plan_broadcast` does."""
         if bucket not in self._plans_by_bucket:
             self._plans_by_bucket[bucket] = self._build_plan(b"\1" * len(self._params), [self._layout.buckets[bucket]])
         return self._plans_by_bucket[bucket].allocate_staging()
 
     def _build_plan(self, update_mask: bytes, buckets: Sequence[Bucket]) -> BroadcastPlan:
-        # Over all buckets: hundreds of groups that were added one by one have as many of them.
-        runs: dict[tuple[Rank, torch.dtype, torch.device], list[MemoryRange]] = defaultdict(list)
+        # Pack ranges across buckets: hundreds of groups that were added one by one have as many small buckets.
+        ranges: dict[tuple[Rank, torch.dtype, torch.device], list[MemoryRange]] = defaultdict(list)
         for bucket in buckets:
-            full = [piece for piece in bucket.param_shards if piece.in_param.length]
-            for owner, pieces in groupby(full, key=lambda piece: piece.owner):
-                runs[owner, bucket.dtype, bucket.device].extend(self._memory_ranges(bucket, list(pieces), update_mask))
-        queues: dict[Rank, list[BroadcastMessage]] = defaultdict(list)
-        for (owner, _, _), of_kind in runs.items():
-            queues[owner].extend(self._build_messages(owner, of_kind))
-        parcels = [parcel for _, _, parcel in sorted(_interleave_owners(queues), key=lambda turn: turn[:2])]
-        packed = [parcel for parcel in parcels if isinstance(parcel, StagedMessage)]
-        window = self._assign_staging(packed)
-        return BroadcastPlan(
-            parcels, window, [self._staging_buffers[device] for device in {parcel.device for parcel in packed}]
-        )
+            non_empty = [shard for shard in bucket.param_shards if shard.in_param.length]
+            for owner, owned in groupby(non_empty, key=lambda shard: shard.owner):
+                ranges[owner, bucket.dtype, bucket.device].extend(self._memory_ranges(bucket, list(owned), update_mask))
+        by_owner: dict[Rank, list[BroadcastMessage]] = defaultdict(list)
+        for (owner, _, _), owner_ranges in ranges.items():
+            by_owner[owner].extend(self._build_messages(owner, owner_ranges))
+        messages = _interleave_owners(by_owner)
+        staged = [message for message in messages if isinstance(message, StagedMessage)]
+        max_in_flight = self._assign_staging(staged)
+        devices = {message.device for message in staged}
+        return BroadcastPlan(messages, max_in_flight, [self._staging_buffers[device] for device in devices])
 
     def _build_messages(self, owner: Rank, ranges: list[MemoryRange]) -> Iterator[BroadcastMessage]:
-        # Hazard: sizes alone decide what is a parcel. Strides may differ from rank to rank.
+        """Send large ranges on their own and pack small ones into staged messages of limited size."""
+        # Hazard: only sizes may decide how ranges form messages. Strides can differ between ranks.
         small: list[MemoryRange] = []
-        limit, _ = _staging_limits([run.tensor for run in ranges])
-        room = limit
-        for run in ranges:
-            if run.tensor.nbytes >= MIN_IN_PLACE_BYTES or self._can_send_in_place(ranges):
-                yield _make_single_message(owner, run)
+        limit, _ = _staging_limits([item.tensor for item in ranges])
+        remaining = limit
+        for item in ranges:
+            if item.tensor.nbytes >= MIN_IN_PLACE_BYTES or self._can_send_in_place(ranges):
+                yield _make_single_message(owner, item)
                 continue
-            if run.tensor.nbytes > room:
+            if item.tensor.nbytes > remaining:
                 yield StagedMessage(owner, small)
-                small, room = [], limit
-            small.append(run)
-            room -= run.tensor.nbytes
+                small, remaining = [], limit
+            small.append(item)
+            remaining -= item.tensor.nbytes
         if small:
             yield StagedMessage(owner, small)
 
     def _can_send_in_place(self, ranges: list[MemoryRange]) -> bool:  # noqa: ARG002
-        """Whether a small run needs no packing, since it is all there is."""
+        """Return whether small ranges need no packing, because there is only one."""
         return False
 
     def _assign_staging(self, messages: list[StagedMessage]) -> int:
-        """Deal out places in the staging buffer, in turns; return how many places there are."""
-        largest = align_up(max((parcel.nbytes for parcel in messages), default=1), ALIGNMENT_BYTES)
+        """Assign slots of the staging buffer to messages round-robin and return the number of slots."""
+        slot_bytes = align_up(max((message.nbytes for message in messages), default=1), ALIGNMENT_BYTES)
         _, limit = _staging_limits(messages)
-        window = max(1, min(len(messages), limit // largest))
-        for turn, parcel in enumerate(messages):
-            start = turn % window * largest
-            parcel.bind_staging(self._ensure_staging_buffer(parcel.device, window * largest)[start : start + largest])
-        return window
+        num_slots = max(1, min(len(messages), limit // slot_bytes))
+        for position, message in enumerate(messages):
+            buffer = self._ensure_staging_buffer(message.device, num_slots * slot_bytes)
+            start = position % num_slots * slot_bytes
+            message.bind_staging(buffer[start : start + slot_bytes])
+        return num_slots
 
     def _ensure_staging_buffer(self, device: torch.device, nbytes: int) -> torch.Tensor:
-        """One buffer serves all shipments: a shipment's staged parcels have arrived before the next one starts."""
-        arena = self._staging_buffers.get(device)
-        if arena is None or arena.nbytes < nbytes:
-            self._invalidate_plans()  # they would keep the outgrown buffer alive
-            arena = self._staging_buffers[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        _ensure_allocated(arena)  # no view can be made of a buffer without memory
-        return arena
+        """Return the staging buffer of a device, with memory and of at least `nbytes`.
+
+        All plans share it: the staged messages of one plan complete before the next plan starts.
+        """
+        buffer = self._staging_buffers.get(device)
+        if buffer is None or buffer.nbytes < nbytes:
+            self._invalidate_plans()  # they would keep the smaller buffer alive
+            buffer = self._staging_buffers[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        _ensure_allocated(buffer)  # torch cannot make a view of a buffer without memory
+        return buffer
 
     def _invalidate_plans(self) -> None:
         self._plans_by_mask.clear()
         self._plans_by_bucket.clear()
 
     def _record_locations(self, params: Sequence[torch.Tensor]) -> None:
-        """Where further parameters lie."""
+        """Append the data pointers and shapes of parameters, and drop all plans."""
         self._data_ptrs.extend(map(torch.Tensor.data_ptr, params))
         self._shapes.extend(map(_get_shape, params))
         self._invalidate_plans()
@@ -281,11 +290,11 @@ class ParamStore(ABC):
     def _memory_ranges(
         self, bucket: Bucket, param_shards: list[ParamShard], update_mask: bytes
     ) -> Iterator[MemoryRange]:
-        """What moves of pieces of one owner."""
+        """Yield the memory of those param shards of one owner that are set in `update_mask`."""
 
 
 class UnflattenedParams(ParamStore):
-    """Parameters stay where they are."""
+    """Parameters keep the memory that the user gave them."""
 
     def _add_bucket(self, bucket: Bucket) -> None:
         pass
@@ -294,50 +303,58 @@ class UnflattenedParams(ParamStore):
         pass
 
     def _memory_ranges(self, _: Bucket, param_shards: list[ParamShard], update_mask: bytes) -> Iterator[MemoryRange]:
-        for param in (self._params[piece.param] for piece in param_shards if update_mask[piece.param]):
-            yield MemoryRange(param, [param])
+        for shard in param_shards:
+            if update_mask[shard.param]:
+                param = self._params[shard.param]
+                yield MemoryRange(param, [param])
 
 
 def _make_single_message(owner: Rank, memory_range: MemoryRange) -> BroadcastMessage:
+    """Send one range in place if it is contiguous on this rank, otherwise through staging."""
     if memory_range.tensor.is_contiguous():
         return InPlaceMessage(owner, memory_range.tensor.detach().view(-1), memory_range.params)
     return StagedMessage(owner, [memory_range])
 
 
 class FlatParamBuffers(ParamStore):
-    """Parameters are views of flat buffers: one a bucket, or one for each owner in it."""
+    """Parameters are views of flat buffers: one per bucket, or one per owner in each bucket."""
 
     def __init__(self, *, by_owner: bool = False) -> None:
-        """`by_owner`: what ranks own need not be neighbours. Building then takes the memory of one owner's share."""
+        """Create a store without buffers.
+
+        Args:
+            by_owner: Allocate one buffer per owner. The shards of a bucket are then not contiguous, and moving
+                parameters temporarily duplicates one owner's shard instead of a bucket.
+        """
         super().__init__()
         self._by_owner = by_owner
         self._buffers: list[list[tuple[Span, torch.Tensor]]] = []
-        """By bucket, which span of it lies where."""
+        """By bucket, its spans and their buffers."""
         self._moved_params: dict[int, list[torch.Tensor]] = {}
-        """By bucket, parameters that were moved here and are not taken in yet."""
+        """By bucket, parameters that `prepare` has moved and `extend` has not added yet."""
 
     def prepare(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
-        """Make the buffers that `layout` has beyond the present ones, and move its new parameters there.
+        """Allocate buffers for the new buckets of `layout` and move their parameters there.
 
-        One buffer after the other, so that only what belongs into one is there twice. A parameter's old memory is free
-        as soon as it has moved. `params` are all of them.
+        Buffers are filled one after the other, and a parameter's old memory is freed as soon as it has moved, so at
+        most one buffer is duplicated at a time. `params` are all parameters, old and new.
         """
         for bucket in layout.buckets[len(self._buffers) :]:
             self._allocate_buffers(bucket, layout, params)
 
     def rollback(self) -> None:
-        """Bucket by bucket, the last first, so that only what was in one buffer is there twice."""
+        """Move parameters out of new buffers, last bucket first, so at most one buffer is duplicated at a time."""
         while len(self._buffers) > len(self._layout.buckets):
             self._buffers.pop()
             for param in self._moved_params.pop(len(self._buffers), []):
                 _move_out(param)
 
     def buffers(self) -> list[torch.Tensor]:
-        """The memory of all parameters, padding included."""
-        return [buffer for parts in self._buffers for _, buffer in parts]
+        """Return the memory of all parameters, including padding."""
+        return [buffer for bucket_buffers in self._buffers for _, buffer in bucket_buffers]
 
     def buffer(self, bucket: int) -> torch.Tensor:
-        """All of a bucket, which is not divided by owner."""
+        """Return the flat buffer of a bucket. Not for stores with one buffer per owner."""
         ((_, buffer),) = self._buffers[bucket]
         return buffer
 
@@ -347,49 +364,55 @@ class FlatParamBuffers(ParamStore):
         self._moved_params.pop(bucket.index, None)
 
     def _allocate_buffers(self, bucket: Bucket, layout: Layout, params: Sequence[torch.Tensor]) -> None:
-        parts: list[tuple[Span, torch.Tensor]] = []
+        """Allocate the buffers of a bucket, move its parameters there and zero the padding."""
+        buffers: list[tuple[Span, torch.Tensor]] = []
         moved: list[torch.Tensor] = []
-        self._buffers.append(parts)
+        self._buffers.append(buffers)
         self._moved_params[bucket.index] = moved
-        rooms = deque(bucket.slots)
-        for part in self._buffer_spans(bucket):
-            # On the CPU, memory that nobody has written to takes no pages: it fills up as old memory is freed.
-            buffer = torch.empty(part.length, dtype=bucket.dtype, device=bucket.device)
-            parts.append((part, buffer))
-            end = part.start
-            while rooms and (rooms[0].span.start < part.stop or part.stop == bucket.numel):
-                index, span = rooms.popleft()
-                spec, room = layout.params[index], _slice_buffer(part, buffer, span)
-                _slice_buffer(
-                    part, buffer, Span(end, span.start if spec.storage_numel == spec.numel else span.stop)
-                ).zero_()
+        slots = deque(bucket.slots)
+        for buffer_span in self._buffer_spans(bucket):
+            # On the CPU, untouched memory has no pages yet: the buffer grows as old parameter memory is freed.
+            buffer = torch.empty(buffer_span.length, dtype=bucket.dtype, device=bucket.device)
+            buffers.append((buffer_span, buffer))
+            filled = buffer_span.start
+            while slots and (slots[0].span.start < buffer_span.stop or buffer_span.stop == bucket.numel):
+                index, span = slots.popleft()
+                spec, target = layout.params[index], _slice_buffer(buffer_span, buffer, span)
+                # A parameter with gaps in its storage does not overwrite all of its slot.
+                zero_until = span.start if spec.storage_numel == spec.numel else span.stop
+                _slice_buffer(buffer_span, buffer, Span(filled, zero_until)).zero_()
                 moved.append(params[index])
-                _move_into(params[index], params[index].detach(), room, spec)
-                end = span.stop
-            _slice_buffer(part, buffer, Span(end, part.stop)).zero_()
+                _move_into(params[index], params[index].detach(), target, spec)
+                filled = span.stop
+            _slice_buffer(buffer_span, buffer, Span(filled, buffer_span.stop)).zero_()
 
     def _buffer_spans(self, bucket: Bucket) -> list[Span]:
-        """Spans of a bucket that have a buffer each."""
+        """Return the spans of a bucket that get one buffer each."""
         return [shard for _, shard in bucket.shards.non_empty()] if self._by_owner else [Span(0, bucket.numel)]
 
     def span_view(self, bucket: int, span: Span) -> torch.Tensor:
-        """A span of a bucket. It lies in one buffer."""
-        parts = self._buffers[bucket]
-        part, buffer = parts[max(0, bisect_right(parts, span.start, key=lambda part: part[0].start) - 1)]
-        return _slice_buffer(part, buffer, span)
+        """Return a view of a span of a bucket, which must lie in one buffer."""
+        buffers = self._buffers[bucket]
+        position = bisect_right(buffers, span.start, key=lambda item: item[0].start) - 1
+        buffer_span, buffer = buffers[max(0, position)]
+        return _slice_buffer(buffer_span, buffer, span)
 
     def _rebind(self) -> None:
-        away = [
-            (index, room) for index, room in self._param_views() if self._params[index].data_ptr() != room.data_ptr()
+        """Copy moved parameters into the buffers and make them views of the buffers again."""
+        moved = [
+            (index, view) for index, view in self._param_views() if self._params[index].data_ptr() != view.data_ptr()
         ]
-        # Hazard: one may lie in the room of another, so all are read before any is written.
-        values = [self._params[index].detach().clone() for index, _ in away]
-        for (index, room), value in zip(away, values, strict=True):
-            _move_into(self._params[index], value, room, self._layout.params[index])
+        # Hazard: a parameter may now alias the slot of another one, so clone all values before writing any.
+        values = [self._params[index].detach().clone() for index, _ in moved]
+        for (index, view), value in zip(moved, values, strict=True):
+            _move_into(self._params[index], value, view, self._layout.params[index])
 
     def _param_views(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Where parameters belong. Hazard: `share_memory_` takes along all that has a parameter's storage, so buckets
-        alone know it."""
+        """Yield the slot of each parameter as a view of its buffer.
+
+        Hazard: compute it from the buckets, never from the parameters: `share_memory_` moves everything that has a
+        parameter's storage.
+        """
         for bucket in self._layout.buckets:
             for index, span in bucket.slots:
                 yield index, self.span_view(bucket.index, span)
@@ -397,24 +420,24 @@ class FlatParamBuffers(ParamStore):
     def _memory_ranges(
         self, bucket: Bucket, param_shards: list[ParamShard], update_mask: bytes
     ) -> Iterator[MemoryRange]:
-        for moves, run in groupby(param_shards, key=lambda piece: update_mask[piece.param]):
-            if moves:
-                members = list(run)
-                span = Span(members[0].in_bucket.start, members[-1].in_bucket.stop)
-                yield MemoryRange(self.span_view(bucket.index, span), [self._params[piece.param] for piece in members])
+        for is_updated, run in groupby(param_shards, key=lambda shard: update_mask[shard.param]):
+            if is_updated:
+                shards = list(run)
+                span = Span(shards[0].in_bucket.start, shards[-1].in_bucket.stop)
+                yield MemoryRange(self.span_view(bucket.index, span), [self._params[shard.param] for shard in shards])
 
     def _can_send_in_place(self, ranges: list[MemoryRange]) -> bool:
         return len(ranges) == 1
 
 
 def _slice_buffer(buffer_span: Span, buffer: torch.Tensor, span: Span) -> torch.Tensor:
-    """A span of a bucket, in the buffer that a part of it has."""
+    """Return a span of a bucket as a view of `buffer`, which holds `buffer_span` of that bucket."""
     return buffer[span.start - buffer_span.start : span.stop - buffer_span.start]
 
 
 def _staging_limits(tensors: Sequence[torch.Tensor | StagedMessage]) -> tuple[int, int]:
-    """Bytes of a parcel of small runs, and of all staged parcels in flight."""
-    if all(it.device.type == "cpu" for it in tensors):
+    """Return the maximum bytes of one staged message and of all staged messages in flight."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
         return MESSAGE_BYTES, STAGING_BYTES
     return DEVICE_MESSAGE_BYTES, DEVICE_STAGING_BYTES
 
@@ -429,24 +452,24 @@ def _is_allocated(buffer: torch.Tensor) -> bool:
 
 
 def _move_into(param: torch.Tensor, value: torch.Tensor, target: torch.Tensor, spec: ParamSpec) -> None:
-    """Move a parameter into its room, with a value that does not lie there."""
-    # Through DLPack each parameter gets a storage of its own over the shared memory: saving one
-    # parameter then writes that one, not the whole bucket.
-    home = from_dlpack(target).as_strided(spec.shape, spec.stride)
-    param.data = home.copy_(value)
+    """Make a parameter a view of `target`, with `value`, which must not overlap `target`."""
+    # DLPack gives each parameter its own storage over the shared memory, so torch.save writes one parameter and not
+    # the entire bucket.
+    view = from_dlpack(target).as_strided(spec.shape, spec.stride)
+    param.data = view.copy_(value)
 
 
 def _move_out(param: torch.Tensor) -> None:
-    """Memory of its own for a parameter. Where there is none left, it stays in the buffer, which lives on."""
-    with suppress(RuntimeError):  # also that of a GPU without memory
+    """Give a parameter its own memory. If none is left, it stays in the buffer and keeps that alive."""
+    with suppress(RuntimeError):  # includes torch.cuda.OutOfMemoryError
         own = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
         param.data = own.copy_(param.detach())
 
 
-def _interleave_owners(queues: dict[Rank, list[BroadcastMessage]]) -> Iterator[tuple[int, Rank, BroadcastMessage]]:
-    """First one parcel of every owner, then the second ones: all links are busy."""
-    for owner, parcels in queues.items():
-        yield from ((turn, owner, parcel) for turn, parcel in enumerate(parcels))
+def _interleave_owners(by_owner: dict[Rank, list[BroadcastMessage]]) -> list[BroadcastMessage]:
+    """Return the first message of every owner in rank order, then all second ones, and so on: all links are busy."""
+    order = sorted((position, owner) for owner, messages in by_owner.items() for position in range(len(messages)))
+    return [by_owner[owner][position] for position, owner in order]
 
 
 def _select(values: list[_T], indices: Sequence[int] | None) -> list[_T]:
@@ -454,9 +477,7 @@ def _select(values: list[_T], indices: Sequence[int] | None) -> list[_T]:
 
 
 def _require_same_metadata(spec: ParamSpec, param: torch.Tensor) -> None:
-    was = (spec.dtype, spec.device, spec.shape)
-    now = (param.dtype, param.device, tuple(param.shape))
-    if was != now:
+    if (spec.dtype, spec.device, spec.shape) != (param.dtype, param.device, tuple(param.shape)):
         raise BindingError(
             f"{spec.label} was {spec.dtype} on {spec.device} with shape {spec.shape} when the optimizer was made, "
             f"and is {param.dtype} on {param.device} with shape {tuple(param.shape)} now. "
