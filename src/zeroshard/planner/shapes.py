@@ -1,4 +1,8 @@
-"""A model as far as memory is concerned: names, shapes and dtypes of its parameters."""
+"""Model shapes for the planner: names, shapes and dtypes of parameters, without any weights.
+
+`load_model_shape` reads them from user code, a Transformers config, safetensors headers, a preset or a plain number
+of parameters. Nothing is allocated, and files are treated as untrusted: only headers are read, and all are validated.
+"""
 
 import json
 import math
@@ -26,7 +30,7 @@ from ..errors import CheckpointError, ConfigError
 from ..layout.spec import ParamSpec
 
 _BLOCK_PREFIX = re.compile(r"^(?:\w+\.)*?(?:\w+_)?\d+(?=\.)")
-"""The beginning of a name up to its first number, as in `h.3.` and `encoder_layer_3.`: one of a list of blocks."""
+"""The prefix of a name up to its first number, as in `h.3.` and `encoder_layer_3.`: one block of a list."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +49,13 @@ class ParamShape:
         return self.numel * self.dtype.itemsize
 
     def to_meta_param(self) -> torch.nn.Parameter:
-        """A parameter of this shape, without memory."""
+        """Return a parameter of this shape on the meta device."""
         return torch.nn.Parameter(torch.empty(self.shape, dtype=self.dtype, device="meta"), self.trainable)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Parameters in the order of the model, and the bytes of its buffers."""
+    """The parameters of a model, in its order, and the bytes of its buffers."""
 
     name: str
     params: tuple[ParamShape, ...]
@@ -63,96 +67,106 @@ class ModelShape:
 
     @classmethod
     def from_module(cls, module: torch.nn.Module, name: str | None = None) -> "ModelShape":
-        """That of a module, which may be on the meta device."""
+        """Return the shape of a module, which may be on the meta device."""
         params = [
-            ParamShape(label, tuple(it.shape), it.dtype, it.requires_grad) for label, it in module.named_parameters()
+            ParamShape(label, tuple(param.shape), param.dtype, param.requires_grad)
+            for label, param in module.named_parameters()
         ]
-        buffers = sum(it.nbytes for it in module.buffers())
+        buffers = sum(buffer.nbytes for buffer in module.buffers())
         return cls(name or type(module).__name__, tuple(params), buffers)
 
     def cast(self, dtype: torch.dtype) -> "ModelShape":
-        """With all floating-point parameters in another dtype."""
-        cast = [replace(it, dtype=dtype) if it.dtype.is_floating_point else it for it in self.params]
+        """Return the model with all floating-point parameters in another dtype."""
+        cast = [replace(param, dtype=dtype) if param.dtype.is_floating_point else param for param in self.params]
         return replace(self, params=tuple(cast))
 
     @property
     def numel(self) -> int:
-        return sum(it.numel for it in self.params)
+        return sum(param.numel for param in self.params)
 
     @property
     def trainable_params(self) -> list[ParamShape]:
-        return [it for it in self.params if it.trainable]
+        return [param for param in self.params if param.trainable]
 
     @cached_property
     def blocks(self) -> list[list[ParamShape]]:
-        """Parameters whose names begin with the same number in a list, such as `layers.3.`; first those of none."""
-        found: dict[str, list[ParamShape]] = defaultdict(list, {"": []})
-        for it in self.params:
-            match = _BLOCK_PREFIX.match(it.name)
-            found[match.group() if match else ""].append(it)
-        return list(found.values())
+        """Parameters grouped by block prefix, such as `layers.3.`. The first list holds those outside all blocks."""
+        blocks: dict[str, list[ParamShape]] = defaultdict(list, {"": []})
+        for param in self.params:
+            match = _BLOCK_PREFIX.match(param.name)
+            blocks[match.group() if match else ""].append(param)
+        return list(blocks.values())
 
 
 def make_param_specs(groups: Iterable[Iterable[ParamShape]], device: torch.device) -> list[ParamSpec]:
-    """As a layout knows them, dense, numbered group after group."""
-    members = [(number, it) for number, group in enumerate(groups) for it in group]
+    """Return specs for a layout: contiguous tensors, indexed group by group."""
+    members = [(group_id, param) for group_id, group in enumerate(groups) for param in group]
     return [
-        ParamSpec(index, it.name, it.shape, _contiguous_strides(it.shape), it.dtype, device, number, it.trainable)
-        for index, (number, it) in enumerate(members)
+        ParamSpec(
+            index,
+            param.name,
+            param.shape,
+            _contiguous_strides(param.shape),
+            param.dtype,
+            device,
+            group_id,
+            param.trainable,
+        )
+        for index, (group_id, param) in enumerate(members)
     ]
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What `package.module:name` and `file.py:name` stand for: code of the user's, run as a script next to it would be.
+# User code: `package.module:name` and `file.py:name`, run like a script in its directory.
 
 
 _LIBRARY_PREFIXES = tuple(
-    f"{Path(str(it)).parent}{os.sep}" for it in (torch.__file__, os.__file__, Path(__file__).parent)
+    f"{Path(str(file)).parent}{os.sep}" for file in (torch.__file__, os.__file__, Path(__file__).parent)
 )
-"""Where code lies that is not the user's: torch's, Python's and ours."""
+"""Directories of code that is not the user's: torch's, Python's and ours."""
 USER_CODE_ERRORS = (Exception, SystemExit)
-"""How such code may end: also as a program does."""
+"""What user code may raise, including `sys.exit()` in a script."""
 
 
 def describe_error(error: BaseException) -> str:
-    """What went wrong, and where in the user's code, as far as it got there."""
+    """Return the error, with the last line of user code in its traceback if there is one."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [it for it in frames if not it.filename.startswith((*_LIBRARY_PREFIXES, "<"))]
-    where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    user_frames = [frame for frame in frames if not frame.filename.startswith((*_LIBRARY_PREFIXES, "<"))]
+    where = f" ({Path(user_frames[-1].filename).name}, line {user_frames[-1].lineno})" if user_frames else ""
     return f"{type(error).__name__}: {error}{where}"
 
 
 def import_object(source: str, expected: str) -> Any:
-    """What the name stands for. `expected` says, for errors, what it should be."""
-    place, _, name = source.rpartition(":")
+    """Import `package.module:name` or `file.py:name`. `expected` describes it in error messages."""
+    location, _, name = source.rpartition(":")
     with script_environment(source):
-        found = _import_source(place)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(f"{place} has no {name!r}: expected {expected}")
-        found = getattr(found, part)
-    return found
+        target = _import_source(location)
+    for attribute in name.split("."):
+        if not hasattr(target, attribute):
+            raise ConfigError(f"{location} has no {name!r}: expected {expected}")
+        target = getattr(target, attribute)
+    return target
 
 
 @contextmanager
 def script_environment(source: str) -> Iterator[None]:
-    """The current directory and that of the file can be imported from; words of our own command line are not seen."""
-    place = source.rpartition(":")[0]
-    folders, words = [str(Path.cwd())], sys.argv
-    if place.endswith(".py"):
-        folders.insert(0, str(Path(place).resolve().parent))
-    sys.path[:0], sys.argv = folders, [place]
+    """Run user code as a script: extend `sys.path` by its directory and the current one, and hide our `sys.argv`."""
+    location = source.rpartition(":")[0]
+    directories, argv = [str(Path.cwd())], sys.argv
+    if location.endswith(".py"):
+        directories.insert(0, str(Path(location).resolve().parent))
+    sys.path[:0], sys.argv = directories, [location]
     try:
         yield
     finally:
-        sys.argv = words
-        for folder in folders:
+        sys.argv = argv
+        for directory in directories:
             with suppress(ValueError):
-                sys.path.remove(folder)
+                sys.path.remove(directory)
 
 
 def _import_source(location: str) -> Any:
@@ -165,7 +179,7 @@ def _import_source(location: str) -> Any:
 
 
 def _import_file(path: str) -> Any:
-    """Under a name that no other module has, where classes find the module that they are of."""
+    """Import a file under a unique module name, registered in `sys.modules` so that its classes find their module."""
     name = f"zeroshard_plans_{Path(path).stem}"
     spec = spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -180,21 +194,21 @@ def _import_file(path: str) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Models that many know, with the shapes and names of their published weights.
+# Presets: well-known models, with the shapes and names of their published weights.
 
 
 NamedShapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 class ModelFamily(Protocol):
-    """Models that are built alike."""
+    """A model architecture of any size."""
 
     def named_shapes(self) -> NamedShapes: ...
 
 
 @dataclass(frozen=True)
 class Gpt2:
-    """Its head is its embedding."""
+    """GPT-2. The head is tied to the embedding."""
 
     num_layers: int
     hidden_size: int
@@ -218,16 +232,15 @@ class Gpt2:
 
 @dataclass(frozen=True)
 class Llama:
-    """Also Mistral, Mixtral and Qwen: keys and values have heads of their own number."""
+    """Llama, Mistral, Mixtral and Qwen, with grouped-query attention."""
 
     num_layers: int
     hidden_size: int
     intermediate_size: int
     vocab_size: int
     kv_size: int
-    """Elements of all heads of keys together."""
+    """Total width of all key heads."""
     has_qkv_bias: bool = False
-    """Queries, keys and values have biases."""
     num_experts: int = 0
 
     def named_shapes(self) -> NamedShapes:
@@ -260,7 +273,7 @@ class Llama:
 
 @dataclass(frozen=True)
 class Bert:
-    """The encoder with its pooler, without a head."""
+    """The BERT encoder with its pooler, without a head."""
 
     num_layers: int
     hidden_size: int
@@ -285,7 +298,7 @@ class Bert:
 
 @dataclass(frozen=True)
 class Vit:
-    """As in torchvision, for 1,000 classes and pictures of 224 x 224."""
+    """Vision transformer as in torchvision, for 1,000 classes and images of 224 x 224."""
 
     num_layers: int
     hidden_size: int
@@ -331,7 +344,7 @@ PRESETS: dict[str, ModelFamily] = {
 
 
 def load_preset(name: str) -> ModelShape:
-    """In float32. Raises KeyError for a name that is not among `PRESETS`."""
+    """Return a preset in float32. Raises KeyError for a name that is not in `PRESETS`."""
     return ModelShape(name, tuple(ParamShape(label, shape) for label, shape in PRESETS[name].named_shapes()))
 
 
@@ -341,13 +354,13 @@ def _weight_and_bias(name: str, shape: tuple[int, ...], bias_size: int) -> Named
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Shapes from files of safetensors: only their headers are read, and nothing in them is believed.
+# safetensors: only headers are read, and all their values are validated.
 
 
 _MAX_HEADER_BYTES = 100 * 10**6
-"""Of a header, as the format itself allows, and of an index."""
+"""Limit of a header, as in the format's specification, and of an index."""
 _MODEL_PREFIX, _STATE_PREFIX = "model.", "optim.state."
-"""In files of `zeroshard checkpoint convert`, which have the state of an optimizer beside the model."""
+"""Key prefixes in files of `zeroshard checkpoint convert`, which also hold optimizer state."""
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -369,21 +382,23 @@ _SAFETENSORS_DTYPES = {
 
 
 def read_safetensors(path: Path) -> ModelShape:
-    """Of one `.safetensors` file. Tensors that cannot train, since they hold integers, count as buffers."""
+    """Read the shapes of one `.safetensors` file. Integer tensors cannot train and count as buffers."""
     return _make_model_shape(path, path.stem, _read_tensor_shapes(path))
 
 
 def read_safetensors_index(path: Path) -> ModelShape:
-    """Of a `model.safetensors.index.json`, whose files are next to it."""
+    """Read the shapes of all files that a `model.safetensors.index.json` lists. They must lie next to it."""
     if path.stat().st_size > _MAX_HEADER_BYTES:
         raise CheckpointError(
             f"{path} has {path.stat().st_size:,} bytes: expected an index of {_MAX_HEADER_BYTES:,} at most"
         )
-    listed = _parse_json_object(path, path.read_bytes()).get("weight_map")
-    if not isinstance(listed, dict) or not listed:
+    weight_map = _parse_json_object(path, path.read_bytes()).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no 'weight_map' of names to files: expected an index of safetensors")
-    files = {name: _resolve_weight_file(path, file) for name, file in listed.items()}
-    shapes = {file: {it.name: it for it in _read_tensor_shapes(file)} for file in dict.fromkeys(files.values())}
+    files = {name: _resolve_weight_file(path, file) for name, file in weight_map.items()}
+    shapes = {
+        file: {param.name: param for param in _read_tensor_shapes(file)} for file in dict.fromkeys(files.values())
+    }
     missing = [name for name, file in files.items() if name not in shapes[file]]
     if missing:
         raise CheckpointError(
@@ -403,31 +418,37 @@ def _resolve_weight_file(index: Path, file: Any) -> Path:
 
 
 def _make_model_shape(path: Path, name: str, tensors: Iterable[ParamShape]) -> ModelShape:
-    found = list(tensors)
-    trains = [it for it in found if it.dtype.is_floating_point or it.dtype.is_complex]
-    if not trains:
+    shapes = list(tensors)
+    trainable = [shape for shape in shapes if shape.dtype.is_floating_point or shape.dtype.is_complex]
+    if not trainable:
         raise CheckpointError(f"{path} holds no tensor of floating-point numbers: there is nothing to train")
-    return ModelShape(name, tuple(trains), sum(it.nbytes for it in found) - sum(it.nbytes for it in trains))
+    return ModelShape(
+        name, tuple(trainable), sum(shape.nbytes for shape in shapes) - sum(shape.nbytes for shape in trainable)
+    )
 
 
 def _read_tensor_shapes(path: Path) -> list[ParamShape]:
-    header, room = _read_header(path)
+    header, data_nbytes = _read_header(path)
     header.pop("__metadata__", None)
     if not header:
         raise CheckpointError(f"{path} holds no tensors")
-    found = [_parse_tensor_entry(path, name, entry, room) for name, entry in header.items()]
-    if not any(it.name.startswith(_STATE_PREFIX) for it in found):
-        return found
-    return [replace(it, name=it.name.removeprefix(_MODEL_PREFIX)) for it in found if it.name.startswith(_MODEL_PREFIX)]
+    shapes = [_parse_tensor_entry(path, name, entry, data_nbytes) for name, entry in header.items()]
+    if not any(shape.name.startswith(_STATE_PREFIX) for shape in shapes):
+        return shapes
+    return [
+        replace(shape, name=shape.name.removeprefix(_MODEL_PREFIX))
+        for shape in shapes
+        if shape.name.startswith(_MODEL_PREFIX)
+    ]
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """With the bytes that follow it."""
+    """Return the header and the number of bytes that follow it."""
     size = path.stat().st_size
     with path.open("rb") as stream:
-        start = stream.read(8)
-        length = int.from_bytes(start, "little")
-        if len(start) < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
+        prefix = stream.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
             raise CheckpointError(
                 f"{path} is no file of safetensors: its first 8 bytes claim a header of {length:,} bytes, expected 2 "
                 f"to {max(2, min(size - 8, _MAX_HEADER_BYTES)):,} in a file of {size:,}"
@@ -437,24 +458,24 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 def _parse_json_object(path: Path, text: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=_reject_duplicate_keys)
+        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=_reject_duplicate_keys)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} has no JSON where it should have: {_error_reason(error)}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} has a JSON {type(found).__name__} where names of tensors are expected")
-    return found
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{path} has a JSON {type(parsed).__name__} where names of tensors are expected")
+    return parsed
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         raise ValueError("a name occurs twice")
-    return found
+    return unique
 
 
 def _parse_tensor_entry(path: Path, name: str, entry: Any, data_nbytes: int) -> ParamShape:
-    found: dict[str, Any] = entry if isinstance(entry, dict) else {}
-    dtype, shape, span = (found.get(key, "nothing") for key in ("dtype", "shape", "data_offsets"))
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    dtype, shape, span = (fields.get(key, "nothing") for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in _SAFETENSORS_DTYPES:
         raise CheckpointError(
             f"{path}: {_short_repr(name)} has the dtype {_short_repr(dtype)}: expected one of "
@@ -475,8 +496,12 @@ def _parse_tensor_entry(path: Path, name: str, entry: Any, data_nbytes: int) -> 
 
 
 def _are_sizes(values: Any) -> bool:
-    """Bounded, so that products of many stay small numbers."""
-    return isinstance(values, list) and len(values) <= 64 and all(type(it) is int and 0 <= it < 2**63 for it in values)
+    """Return whether the values are valid sizes. Bounded, so that their product cannot become huge."""
+    return (
+        isinstance(values, list)
+        and len(values) <= 64
+        and all(type(value) is int and 0 <= value < 2**63 for value in values)
+    )
 
 
 def _short_repr(value: Any) -> str:
@@ -491,7 +516,7 @@ def _error_reason(error: Exception) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where the shapes of a model come from: code, a configuration, files of weights, a well-known name, a number.
+# Sources: code, a configuration, weight files, a preset, a number.
 
 
 _INDEX_FILE = "model.safetensors.index.json"
@@ -502,14 +527,13 @@ _MAX_NUMEL = 10**16
 
 
 def load_model_shape(source: str) -> ModelShape:
-    """What `source` names.
+    """Load the model shape that `source` names.
 
-    - `package.module:callable` or `file.py:callable`, which is called with the meta device as the default one and
-      returns a module
-    - a Transformers `config.json`, or a directory with one; this needs the package transformers
+    - `package.module:callable` or `file.py:callable`: called without arguments under the meta device, returns a module
+    - a Transformers `config.json`, or a directory with one (needs the package transformers)
     - a `.safetensors` file, or a `model.safetensors.index.json`
     - one of `PRESETS`, such as "gpt2-xl"
-    - a number of parameters, such as "7.5B": so many, in 100 equal matrices
+    - a number of parameters, such as "7.5B", divided into 100 equal matrices
     """
     if match := _PARAM_COUNT_PATTERN.fullmatch(source):
         return _shape_from_count(source, int(Decimal(match[1]) * _COUNT_SUFFIXES[match[2].upper()]))
@@ -529,15 +553,15 @@ def load_model_shape(source: str) -> ModelShape:
 
 
 def freeze_params(model: ModelShape, patterns: Sequence[str]) -> ModelShape:
-    """With parameters whose names match, as `embed*` does, or lie below such a name, excluded from training."""
+    """Return the model with all parameters frozen that match a pattern such as `embed*`, or lie below a match."""
     for pattern in patterns:
-        if not any(_matches_pattern(it.name, pattern) for it in model.params):
+        if not any(_matches_pattern(param.name, pattern) for param in model.params):
             raise ConfigError(
                 f"no parameter of {model.name} is named {pattern!r}: the first is {model.params[0].name!r}"
             )
     frozen = [
-        replace(it, trainable=False) if any(_matches_pattern(it.name, pattern) for pattern in patterns) else it
-        for it in model.params
+        replace(param, trainable=False) if any(_matches_pattern(param.name, pattern) for pattern in patterns) else param
+        for param in model.params
     ]
     return replace(model, params=tuple(frozen))
 
@@ -549,10 +573,10 @@ def _matches_pattern(name: str, pattern: str) -> bool:
 def _shape_from_count(name: str, numel: int) -> ModelShape:
     if not _NUM_MATRICES <= numel <= _MAX_NUMEL:
         raise ConfigError(f"{name} parameters cannot be planned: expected {_NUM_MATRICES} to {_MAX_NUMEL:.0e}")
-    each, rest = divmod(numel, _NUM_MATRICES)
-    rows = next(it for it in range(isqrt(each), 0, -1) if each % it == 0)
-    params = [ParamShape(f"blocks.{number}.weight", (each // rows, rows)) for number in range(_NUM_MATRICES)]
-    return ModelShape(name, tuple(params + [ParamShape("rest", (rest,))] * bool(rest)))
+    matrix_numel, remainder = divmod(numel, _NUM_MATRICES)
+    rows = next(size for size in range(isqrt(matrix_numel), 0, -1) if matrix_numel % size == 0)
+    params = [ParamShape(f"blocks.{index}.weight", (matrix_numel // rows, rows)) for index in range(_NUM_MATRICES)]
+    return ModelShape(name, tuple(params + [ParamShape("rest", (remainder,))] * bool(remainder)))
 
 
 # ---- files
@@ -560,10 +584,12 @@ def _shape_from_count(name: str, numel: int) -> ModelShape:
 
 def _shape_from_path(path: Path) -> ModelShape:
     if path.is_dir():
-        inside = [path / name for name in ("config.json", _INDEX_FILE, "model.safetensors") if (path / name).is_file()]
-        if not inside:
+        candidates = [
+            path / name for name in ("config.json", _INDEX_FILE, "model.safetensors") if (path / name).is_file()
+        ]
+        if not candidates:
             raise ConfigError(f"{path} has no config.json and no model.safetensors: expected the directory of a model")
-        return _shape_from_path(inside[0])
+        return _shape_from_path(candidates[0])
     if path.suffix == ".safetensors":
         return read_safetensors(path)
     if path.name.endswith(".index.json"):
@@ -577,7 +603,7 @@ def _shape_from_path(path: Path) -> ModelShape:
 
 
 def _shape_from_transformers(path: Path) -> ModelShape:
-    """Of the model that a configuration describes, without its weights and without code that comes with it."""
+    """Build the model of a configuration on the meta device. Code that comes with the configuration is not run."""
     try:
         transformers = import_module("transformers")
     except ImportError as error:
@@ -596,42 +622,44 @@ def _shape_from_transformers(path: Path) -> ModelShape:
 
 
 def _build_transformers_model(transformers: Any, config: Any) -> Any:
-    # A configuration may ask for a kernel for attention, which would be fetched and run. Parameters are the same.
-    plain: dict[str, Any] = {"attn_implementation": "eager"}
-    if kind := _find_architecture_class(transformers, config):
-        return kind._from_config(config, **plain)
-    # Of an encoder and a decoder some have a class for the decoder alone, which would be taken for all of it.
-    both = getattr(config, "is_encoder_decoder", False)
-    writer = transformers.AutoModelForSeq2SeqLM if both else transformers.AutoModelForCausalLM
-    plain["trust_remote_code"] = False  # left out, the terminal is asked whether to run code that comes with it
+    # A configuration may request an attention kernel, which would be fetched and run. It does not change parameters.
+    options: dict[str, Any] = {"attn_implementation": "eager"}
+    if model_class := _find_architecture_class(transformers, config):
+        return model_class._from_config(config, **options)
+    # Some encoder-decoder models have a class for the decoder alone, which AutoModelForCausalLM would build.
+    is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
+    auto_class = transformers.AutoModelForSeq2SeqLM if is_encoder_decoder else transformers.AutoModelForCausalLM
+    options["trust_remote_code"] = False  # by default it asks in the terminal whether to run remote code
     try:
-        return writer.from_config(config, **plain)
-    except ValueError:  # not one that writes text
-        return transformers.AutoModel.from_config(config, **plain)
+        return auto_class.from_config(config, **options)
+    except ValueError:  # not a language model
+        return transformers.AutoModel.from_config(config, **options)
 
 
 def _find_architecture_class(transformers: Any, config: Any) -> Any:
-    """The class that the configuration names, if it is one of transformers' models for such a configuration."""
+    """Return the class that the configuration names, if it is a transformers model for such a configuration."""
     names = getattr(config, "architectures", None) or [None]
-    found: Any = getattr(transformers, str(names[0]), None)
-    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-    return found if is_model and isinstance(config, found.config_class or ()) else None
+    model_class: Any = getattr(transformers, str(names[0]), None)
+    is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+    return model_class if is_model and isinstance(config, model_class.config_class or ()) else None
 
 
 # ---- code
 
 
 def _shape_from_code(source: str) -> ModelShape:
-    make = import_object(source, "a callable that returns a torch.nn.Module")
-    if not callable(make):
-        raise ConfigError(f"{source} is a {type(make).__name__}: expected a callable that returns a torch.nn.Module")
+    model_fn = import_object(source, "a callable that returns a torch.nn.Module")
+    if not callable(model_fn):
+        raise ConfigError(
+            f"{source} is a {type(model_fn).__name__}: expected a callable that returns a torch.nn.Module"
+        )
     with script_environment(source), torch.device("meta"):
-        made = _call_model_fn(source, make)
-    if isinstance(made, ModelShape):
-        return made
-    if not isinstance(made, torch.nn.Module):
-        raise ConfigError(f"{source}() returned a {type(made).__name__}: expected a torch.nn.Module")
-    return ModelShape.from_module(made, source.rpartition(":")[2])
+        model = _call_model_fn(source, model_fn)
+    if isinstance(model, ModelShape):
+        return model
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"{source}() returned a {type(model).__name__}: expected a torch.nn.Module")
+    return ModelShape.from_module(model, source.rpartition(":")[2])
 
 
 def _call_model_fn(source: str, model_fn: Any) -> Any:
