@@ -1,4 +1,12 @@
-"""`ZeroRedundancyOptimizer`: wires the parts together and delegates."""
+"""`ZeroRedundancyOptimizer`: the optimizer that users hold.
+
+The class parses arguments, builds an engine and delegates to it:
+
+- `StepDriver` runs a step: directly, under a GradScaler, or inside `Join`.
+- `TrainEvalMixin` forwards `train()` and `eval()` of schedule-free optimizers.
+- `StateDictMixin` gathers and loads state.
+- `EngineBuilder` chooses the layout and the engine.
+"""
 
 import warnings
 import weakref
@@ -10,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._compile import _disable_dynamo  # as torch's own optimizers: the compiler is not imported before it is used
+from torch._compile import _disable_dynamo  # as in torch.optim: imports the compiler only on first use
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
@@ -50,27 +58,27 @@ if TYPE_CHECKING:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How a step is driven: plainly, by a GradScaler, or with ranks that ran out of inputs.
+# Step driver: a plain step, a step under GradScaler, a step inside `Join`.
 
 
 class SteppableOptimizer(Protocol):
-    """An optimizer as users hold it."""
+    """The part of the user-facing optimizer that `StepDriver` needs."""
 
     param_groups: list[ParamGroup]
     _engine: Engine
 
     def _before_join_step(self, source: Rank) -> None:
-        """Called on all ranks before a step that some only shadow; `source` is one that still trains."""
+        """Run on all ranks before a step in which some ranks have joined; `source` is a rank that still trains."""
 
     def _after_step(self) -> None:
-        """Called on all ranks when all have made a step, or have skipped it."""
+        """Run on all ranks after a step, also after a skipped one."""
 
 
 class StepDriver:
-    """Steps an engine for the optimizer that users hold."""
+    """Runs the engine's step on behalf of the user-facing optimizer."""
 
     def __init__(self, optimizer: "SteppableOptimizer", comm: Comm) -> None:
-        # The optimizer holds this, and shall be freed when its user drops it.
+        # Weak: the optimizer owns this driver, and a cycle would delay its release until garbage collection.
         self._optimizer: Any = weakref.proxy(optimizer)
         self._comm = comm
         self._has_cleared_grads = False
@@ -86,7 +94,14 @@ class StepDriver:
         self._has_cleared_grads = False
 
     def step(self, closure: Closure | None, kwargs: dict[str, Any], *, in_join: bool, is_joined: bool) -> Any:
-        """`uneven`: some ranks may only shadow the step; `joined`: this one does."""
+        """Step on all ranks and return the result of the inner optimizer's step.
+
+        Args:
+            closure: Passed to the inner optimizer, as are `kwargs`.
+            kwargs: Further arguments of `step()`.
+            in_join: The step runs inside `Join`, so some ranks may be out of inputs.
+            is_joined: This rank is out of inputs.
+        """
         with self._comm.profiler.step():
             result = self._run_step(closure, kwargs, in_join=in_join, is_joined=is_joined)
             self._optimizer._after_step()
@@ -97,20 +112,20 @@ class StepDriver:
             self._check_consistency_if_due()
             self._engine.grad_check.is_paused = in_join
             if in_join and not self._comm.is_single_rank:
-                run = self._step_with_join_sharded if self._engine.reduces_grads else self._step_with_join
-                return run(closure, kwargs, is_joined=is_joined)
+                step = self._step_with_join_sharded if self._engine.reduces_grads else self._step_with_join
+                return step(closure, kwargs, is_joined=is_joined)
             if amp.is_scaler_step(self._optimizer) and self._should_skip_step(in_join=False):
                 return None
             return self._engine.step(self._optimizer.param_groups, closure, kwargs)
         except BaseException:
-            amp.clear_scaler_attrs(self._optimizer)  # GradScaler takes back what it set only after a step that returns
+            amp.clear_scaler_attrs(self._optimizer)  # GradScaler removes its attributes only if step() returns
             raise
         finally:
             self._has_checked_inf = False
             amp.clear_scaler_attrs(*self._inner_optimizers)
 
     def _check_consistency_if_due(self) -> None:
-        """In the same steps on all ranks: all of them make each, if only as a shadow or to skip it."""
+        # All ranks count every step, including skipped ones and those after they joined, so checks stay in lockstep.
         self._num_steps += 1
         if self._engine.checks.is_consistency_check_due(self._num_steps):
             self._engine.check_consistency(f"before step {self._num_steps}", self._num_steps)
@@ -118,13 +133,23 @@ class StepDriver:
     def synchronize_sharded_grads(
         self, call: str, read_arguments: Callable[[], list[str]] = list, *, in_join: bool
     ) -> list[torch.Tensor] | None:
-        """This rank's part of gradients that are spread over ranks, to be clipped or unscaled; None if all of them are
-        in `param.grad`. `given`: as for `settle`."""
+        """Finish reducing gradients and return this rank's shards, for clipping or unscaling in place.
+
+        Call on all ranks. Returns None if gradients are not sharded, that is, if all of them are in `param.grad`.
+
+        Args:
+            call: Name of the calling method, for error messages.
+            read_arguments: As for `Engine.synchronize_grads`.
+            in_join: The call is made inside `Join`.
+
+        Raises:
+            RuntimeError: If gradients are sharded and `in_join` is set.
+        """
         engine = self._engine
         if not isinstance(engine, FlatShardEngine) or not engine.reduces_grads:
             return None
-        if in_join:  # Hazard: ranks without inputs make no such call, so that none can be agreed on
-            raise RuntimeError(f"{call} cannot be used inside Join where gradients are spread over ranks")
+        if in_join:  # Hazard: joined ranks never make this call, so ranks cannot agree on it
+            raise RuntimeError(f"{call} cannot be used inside Join when gradients are sharded")
         engine.synchronize_grads(call, self._optimizer.param_groups, read_arguments)
         engine.grads.mark_scaled()
         return engine.grads.grad_tensors()
@@ -136,37 +161,37 @@ class StepDriver:
 
     def _step_with_join(self, closure: Closure | None, kwargs: dict[str, Any], *, is_joined: bool) -> Any:
         engine, groups = self._engine, self._optimizer.param_groups
-        uneven = JoinedStep(engine, groups, kwargs, is_joined=is_joined, has_cleared_grads=self._has_cleared_grads)
+        joined_step = JoinedStep(engine, groups, kwargs, is_joined=is_joined, has_cleared_grads=self._has_cleared_grads)
         try:
             if closure is not None:
-                return engine.step(groups, uneven.wrap_closure(closure), kwargs)
-            survey = uneven.gather_status(has_grad_scaler=amp.is_scaler_step(self._optimizer))
-            if survey.has_grad_scaler and self._should_skip_step(in_join=True):
+                return engine.step(groups, joined_step.wrap_closure(closure), kwargs)
+            status = joined_step.gather_status(has_grad_scaler=amp.is_scaler_step(self._optimizer))
+            if status.has_grad_scaler and self._should_skip_step(in_join=True):
                 return None
-            uneven.exchange_step_inputs(survey)
-            shadow = uneven.make_joined_closure() if survey.has_closure else None
-            return engine.step(groups, shadow, uneven.kwargs)
+            joined_step.exchange_step_inputs(status)
+            joined_closure = joined_step.make_joined_closure() if status.has_closure else None
+            return engine.step(groups, joined_closure, joined_step.kwargs)
         finally:
-            uneven.finish()
+            joined_step.finish()
             self._has_cleared_grads = is_joined
 
     def _step_with_join_sharded(self, closure: Closure | None, kwargs: dict[str, Any], *, is_joined: bool) -> Any:
-        """Ranks without inputs have no gradients, and need none: they own slices of those of the others."""
+        # Joined ranks have no gradients of their own. They still own shards of the average and must update them.
 
         def prepare() -> Prepared[None]:
             if amp.is_scaler_step(self._optimizer) or closure is not None:
                 raise RuntimeError(
-                    "inside Join, step() takes neither a closure nor a GradScaler where gradients are spread"
+                    "inside Join, step() takes neither a closure nor a GradScaler when gradients are sharded"
                 )
             return Prepared(None)
 
         prepare_all(self._comm, "a step inside Join", prepare)
-        training = broadcast_options(self._comm, self._optimizer.param_groups, is_current=not is_joined)
-        self._optimizer._before_join_step(training[-1])  # the rank whose buffers DDP broadcasts, too
+        active_ranks = broadcast_options(self._comm, self._optimizer.param_groups, is_current=not is_joined)
+        self._optimizer._before_join_step(active_ranks[-1])  # DDP broadcasts this rank's buffers, too
         if not is_joined:
             return self._engine.step(self._optimizer.param_groups, None, kwargs)
         self._clear_param_grads()
-        if not self._engine.is_reducing:  # else they are what DDP has shadowed
+        if not self._engine.is_reducing:  # otherwise they come from DDP's shadowed backward pass
             self._engine.clear_grads(set_to_none=True)
         try:
             return self._engine.step(self._optimizer.param_groups, None, kwargs)
@@ -175,20 +200,26 @@ class StepDriver:
             self._engine.clear_grads(set_to_none=True)
 
     def _clear_param_grads(self) -> None:
-        """Those in `param.grad` are of this rank's last own step."""
+        """Drop the gradients in `param.grad`: they are left over from this rank's last step with inputs."""
         self._engine.drop_placeholders()
         for param in self._engine.params:
             param.grad = None
 
     def _should_skip_step(self, *, in_join: bool) -> bool:
         engine = self._engine
-        # Kernels that skip by themselves would leave it open whether gradients that are not finite are the guard's.
-        fused = self._inner_optimizers if not engine.checks.should_check_grads else None
+        # Fused kernels skip on their own, so the non-finite check could not tell whether to handle the step.
+        fused_optimizers = self._inner_optimizers if not engine.checks.should_check_grads else None
         if isinstance(engine, FlatShardEngine) and engine.reduces_grads:
             return amp.should_skip_sharded_step(
-                self._optimizer, fused, engine.grads.grad_tensors(), self._comm, is_inf_checked=self._has_checked_inf
+                self._optimizer,
+                fused_optimizers,
+                engine.grads.grad_tensors(),
+                self._comm,
+                is_inf_checked=self._has_checked_inf,
             )
-        return amp.should_skip_step(self._optimizer, fused, engine.params, self._comm, is_join_enabled=in_join)
+        return amp.should_skip_step(
+            self._optimizer, fused_optimizers, engine.params, self._comm, is_join_enabled=in_join
+        )
 
     @property
     def _inner_optimizers(self) -> list[Optimizer]:
@@ -196,11 +227,11 @@ class StepDriver:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Modes of optimizers: schedule-free ones have other values in the parameters while they train than for evaluation.
+# Train and eval modes: schedule-free optimizers keep different parameter values for training and for evaluation.
 
 
 class TrainEvalMixin:
-    """`train()` and `eval()`, where the inner optimizer has them. Called on all ranks."""
+    """Provides `train()` and `eval()` if the inner optimizer has them. Call them on all ranks."""
 
     _engine: Engine
     param_groups: list[ParamGroup]
@@ -208,12 +239,12 @@ class TrainEvalMixin:
 
     @property
     def train(self) -> Callable[[], None]:
-        """Parameters become those that are trained, on all ranks."""
+        """Switch parameters to their training values. Call on all ranks; needs an inner `train()`."""
         return self._mode_setter("train")
 
     @property
     def eval(self) -> Callable[[], None]:
-        """Parameters become those to evaluate and to save, on all ranks."""
+        """Switch parameters to the values to evaluate and save. Call on all ranks; needs an inner `eval()`."""
         return self._mode_setter("eval")
 
     def _mode_setter(self, mode: str) -> Callable[[], None]:
@@ -223,10 +254,10 @@ class TrainEvalMixin:
 
     @abstractmethod
     def _require_final_layout(self, call: str) -> None:
-        """Raise if owners may still change. That of the class that has modes comes first."""
+        """Raise if the owners of parameters may still change. `StateDictMixin` implements it."""
 
     def _set_mode(self, mode: str) -> None:
-        """Each rank switches what it owns, and all get everything. What fails on one rank is raised on all."""
+        """Switch this rank's shards and all-gather the result. An error on one rank is raised on all ranks."""
         engine, groups = self._engine, self.param_groups
 
         def prepare() -> Prepared[Callable[[], None]]:
@@ -235,44 +266,47 @@ class TrainEvalMixin:
             engine.wait_until_idle()
             return Prepared(engine.snapshot(groups), describe_groups(groups))
 
-        put_back = prepare_all(engine.comm, f"{mode}()", prepare)
-        attempt = StepOutcome()
-        attempt.run(lambda: engine.set_mode(groups, mode))
-        verdict = exchange_status(engine.comm, f"the end of {mode}()", b"", attempt.failure)
-        if verdict.failure_level:
-            put_back()
+        restore = prepare_all(engine.comm, f"{mode}()", prepare)
+        outcome = StepOutcome()
+        outcome.run(lambda: engine.set_mode(groups, mode))
+        status = exchange_status(engine.comm, f"the end of {mode}()", b"", outcome.failure)
+        if status.failure_level:
+            restore()
         engine.broadcast_params()()
-        if verdict.failure_level:
-            raise_failure(engine.comm, f"{mode}()", attempt.error)
+        if status.failure_level:
+            raise_failure(engine.comm, f"{mode}()", outcome.error)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# `ZeroRedundancyOptimizer`: wires the parts together and delegates.
+# The drop-in replacement for torch's class.
 
 
 class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
-    """An optimizer whose state exists once across all ranks instead of once on each.
+    """Shard optimizer state over the ranks of a process group (ZeRO-1): a drop-in replacement for torch's class.
 
-    Each rank updates the parameters it owns with its own instance of `optimizer_class` and sends them to the
-    others. Parameters come out bit for bit as the unsharded optimizer would have made them of the same
-    gradients, which must be equal on all ranks, as `DistributedDataParallel` makes them: if they differ in the first
-    step, it warns.
+    Each rank updates the parameters it owns with its own instance of `optimizer_class` and broadcasts them. The
+    result is bit-identical to the unsharded optimizer for the same gradients. Gradients must be equal on all ranks, as
+    they are under `DistributedDataParallel`; if they differ in the first step, the optimizer warns.
 
-    Constructing, stepping, adding groups, loading and consolidating are collective: call them on all ranks of
-    the group in the same order. Ranks that disagree raise `RankMismatchError`; what fails on one rank is
-    raised on all.
+    Constructing, stepping, adding groups, loading and consolidating are collective: call them on all ranks of the
+    group in the same order. An error on one rank is raised on all ranks.
 
     Args:
-        params: parameters, named parameters, or dicts of them with options, as any torch optimizer takes them.
-        optimizer_class: the class, or any callable, that makes the optimizer to shard.
-        process_group: the ranks to shard over; by default all.
-        parameters_as_bucket_view: keep parameters in flat buffers, so that a step copies nothing.
-        overlap_with_ddp: step inside the backward pass, driven by a hook of `zeroshard.ddp_hooks`.
-        config: options beyond torch's signature.
-        defaults: everything else goes to `optimizer_class`.
+        params: Parameters, named parameters, or dicts of them with options, as for any torch optimizer.
+        optimizer_class: Class, or any callable, that constructs the optimizer to shard.
+        process_group: Ranks to shard over. Defaults to all ranks.
+        parameters_as_bucket_view: Keep parameters as views of flat buffers, which saves the copies of a step.
+        overlap_with_ddp: Step inside the backward pass, driven by a hook of `zeroshard.ddp_hooks`.
+        config: Options beyond torch's signature.
+        **defaults: Passed to `optimizer_class`.
+
+    Raises:
+        ConfigError: If the options or the optimizer class cannot be sharded.
+        RankMismatchError: If the ranks pass different parameters or options.
+        RankFailedError: If construction fails on another rank.
     """
 
-    # GradScaler then calls `step` on every rank, also where this rank's gradients are not finite.
+    # Makes GradScaler call `step` on every rank, even if this rank's gradients are not finite.
     _step_supports_amp_scaling = True
     _default_stage: Literal[1, 2] = 1
 
@@ -301,7 +335,7 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
         self._engine.extend(layout, self.param_groups)
         if overlap_with_ddp:
             self._ddp_overlap = DDPOverlap(self._comm, self._repartition, self.param_groups)
-            self._opt_called = True  # LR schedulers would warn that step() is never called
+            self._opt_called = True  # otherwise LR schedulers warn that step() is never called
             if parameters_as_bucket_view:
                 warnings.warn("parameters_as_bucket_view has no effect with overlap_with_ddp=True", stacklevel=2)
         self._peer_checkpointer = self._make_copying()
@@ -311,11 +345,15 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
 
         log_summary(self._builder, self._engine)
 
-    # ---- what it is made of
+    # ---- properties
 
     @property
     def optim(self) -> Optimizer:
-        """This rank's inner optimizer, an instance of the given class."""
+        """This rank's inner optimizer, an instance of `optimizer_class`.
+
+        Raises:
+            AttributeError: If there are several, see `inner_optimizers`.
+        """
         optimizer, *others = self.inner_optimizers
         if others:
             raise AttributeError(
@@ -325,19 +363,19 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
 
     @property
     def inner_optimizers(self) -> list[Optimizer]:
-        """This rank's inner optimizers, one for each class."""
+        """This rank's inner optimizers, one per rule."""
         return [member.optimizer for member in self._engine.inner.local_optimizers]
 
     @property
     def state(self) -> Any:
-        """This rank's optimizer state, by parameter: the one copy there is. Make the same edits on all ranks.
+        """This rank's shard of the optimizer state, by parameter. It is not a copy; make the same edits on all ranks.
 
-        With flat shards a parameter shows this rank's slice of its state as a flat tensor. Assign tensors in the shape
-        of the slice or of the parameter; of the latter, this rank keeps a copy of its slice.
+        With `FlatShards()` the state of a parameter is this rank's slice, as a flat tensor. Assigned tensors may have
+        the shape of the slice or of the parameter; from the latter, this rank copies its slice.
         """
         if callers.is_dcp_initializing_state():
             if callers.is_dcp_loading_flattened():
-                self._engine.materialize_initial_state()  # until it is loaded
+                self._engine.materialize_initial_state()  # DCP loads into it
             return self._engine.state() or {None: "nothing to be made by a step"}
         return self._engine.state()
 
@@ -348,19 +386,22 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
+        """The ranks that share the optimizer state."""
         return self._comm.group.process_group
 
     @property
     def world_size(self) -> int:
+        """Number of ranks in `process_group`."""
         return self._comm.group.size
 
     @property
     def rank(self) -> Rank:
-        """This process's rank in the group."""
+        """This process's rank in `process_group`."""
         return self._comm.group.rank
 
     @property
     def global_rank(self) -> GlobalRank:
+        """This process's rank in the default process group."""
         return self._comm.group.global_rank
 
     @property
@@ -370,22 +411,22 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
 
     @property
     def _reduces_grads(self) -> bool:
-        """Gradients are averaged here, each slice at its owner, and not by DDP."""
+        """Whether this optimizer reduces gradients to their owners, instead of DDP."""
         return self._engine.reduces_grads
 
     @property
     def _is_superseded(self) -> bool:
-        """Another optimizer was made by `shard` for parameters of this one."""
+        """Whether a later `shard()` call took over parameters of this optimizer."""
         return False
 
     @property
     def balance(self) -> Balance:
-        """How evenly the ranks are loaded."""
+        """How evenly memory and compute are distributed over the ranks."""
         return self._builder.compute_balance(self.layout, self.param_groups)
 
     @property
     def _required_ddp_overlap(self) -> DDPOverlap:
-        """What drives this optimizer from inside DDP's backward."""
+        """The `DDPOverlap`; raises `ConfigError` without `overlap_with_ddp=True`."""
         if self._ddp_overlap is None:
             raise ConfigError(
                 "this optimizer steps when step() is called; construct it with overlap_with_ddp=True "
@@ -395,43 +436,51 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
 
     @property
     def nonfinite(self) -> NonFiniteSteps:
-        """Steps whose gradients were not all finite, counted where `ZeroConfig(nonfinite=...)` looks for them."""
+        """Counts steps with non-finite gradients. Only updated with `ZeroConfig(nonfinite=...)`."""
         return self._engine.checks.nonfinite
 
     @property
     def peer_snapshots(self) -> "PeerSnapshots | None":
-        """What this rank holds of the copies that `PeerCheckpoint(...)` asks for. Keep it: `restore` takes it."""
+        """The snapshots that this rank holds under `PeerCheckpoint(...)`, for `restore_from_peers`; else None."""
         return None if self._peer_checkpointer is None else self._peer_checkpointer.snapshots
 
     def report(self) -> "Report":
-        """Who owns what, what it takes on this rank, what the last step took. Any rank may call it: nothing is sent."""
+        """Report the layout, this rank's memory use, and the time and traffic of the last step.
+
+        Not collective: any rank may call it.
+        """
         from .report import make_report
 
-        settled = self._ddp_overlap is None or self._ddp_overlap.is_initialized
-        return make_report(self._builder, self._engine, self.param_groups, self.peer_snapshots, is_layout_final=settled)
+        is_final = self._ddp_overlap is None or self._ddp_overlap.is_initialized
+        return make_report(
+            self._builder, self._engine, self.param_groups, self.peer_snapshots, is_layout_final=is_final
+        )
 
     # ---- state
 
     def state_dict(self) -> StateDict:
-        """What `consolidate_state_dict` gathered on this rank, in the format of the unsharded optimizer.
+        """Return the state that `consolidate_state_dict` gathered on this rank, in the unsharded optimizer's format.
 
-        To spare memory its tensors are those that were gathered, not copies. `torch.distributed.checkpoint` and its
-        helpers get what they can save: this rank's part, or everything if they were asked for that.
+        To save memory the dict shares its tensors with the gathered state. Called by `torch.distributed.checkpoint` or
+        its helpers, it returns this rank's shard, or the full state if they request it; then call it on all ranks.
+
+        Raises:
+            RuntimeError: If no state was gathered on this rank, or the gathered tensors were modified in place.
         """
         self._require_final_layout("state_dict")
-        asked = callers.detect_dcp_call()
-        if asked is not None:
-            return run_state_dict_hooks(self, state_dict_for_dcp(self._engine, self.param_groups, asked))
+        request = callers.detect_dcp_call()
+        if request is not None:
+            return run_state_dict_hooks(self, state_dict_for_dcp(self._engine, self.param_groups, request))
         if self._consolidated_state is None:
             raise RuntimeError(
                 "this rank holds only its own share of the state. Call full_state_dict(to=0) on "
                 "all ranks: it returns everything on rank 0. Or call consolidate_state_dict(to=0) on all ranks, then "
                 "state_dict() on rank 0 only."
             )
-        since = self._engine.steps - self._consolidated_state.num_steps
-        if since:
+        age = self._engine.steps - self._consolidated_state.num_steps
+        if age:
             warnings.warn(
-                f"state_dict() returns the state of {since} steps ago: call consolidate_state_dict() on all ranks "
+                f"state_dict() returns the state of {age} steps ago: call consolidate_state_dict() on all ranks "
                 "again for the present one",
                 stacklevel=2,
             )
@@ -443,24 +492,34 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
         return run_state_dict_hooks(self, deepcopy_except_tensors(self._consolidated_state.state_dict))
 
     def load_state_dict(self, state_dict: StateDict, *, assign: bool = False) -> None:
-        """Load this rank's part of a dict saved at any world size, or by the plain optimizer. Called on all ranks.
-
-        Either all ranks load it or none does.
+        """Load this rank's shard of a state dict. Call on all ranks; either all ranks load it or none does.
 
         Args:
-            state_dict: what `full_state_dict` or the plain optimizer returned, or this rank's part of it.
-            assign: use the dict's tensors as the state where they fit, instead of copying them. The dict must not be
-                used afterwards. By default it stays as it is.
+            state_dict: The result of `full_state_dict` at any world size or of the unsharded optimizer, or this rank's
+                shard of it.
+            assign: Use the dict's tensors as state where they fit, instead of copying them. Do not use the dict
+                afterwards. By default the dict is not modified.
+
+        Raises:
+            CheckpointError: If the dict does not fit this optimizer.
+            RankFailedError: If loading fails on another rank.
         """
         self._load_state_dict(state_dict, assign=assign)
 
-    # ---- training (who compiles a training loop leaves the graph here: messages to other ranks are in none)
+    # ---- training (a compiled training loop breaks its graph here: collectives are not traced)
 
     @_disable_dynamo
     def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:
-        """Update this rank's parameters and bring everyone's updates to all ranks.
+        """Update this rank's shards and bring the updated parameters to all ranks. Call on all ranks.
 
-        Returns what the inner optimizer's step returned. `closure` and `kwargs` are handed on to it.
+        With `overlap_with_ddp=True` it does nothing but warn: the DDP hook steps.
+
+        Args:
+            closure: Reevaluates the model and returns the loss, as for any torch optimizer.
+            **kwargs: Passed to the inner optimizer's step.
+
+        Returns:
+            The result of the inner optimizer's step; None if the step is skipped.
         """
         if self._ddp_overlap is not None:
             self._ddp_overlap.check_trainable_unchanged()
@@ -474,6 +533,7 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
         return self._step(closure, kwargs, is_joined=False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters, including this rank's gradient shards."""
         if self._ddp_overlap is not None:
             self._ddp_overlap.check_trainable_unchanged()
         self._engine.drop_placeholders()
@@ -484,7 +544,18 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """As `torch.nn.utils.clip_grad_norm_` on all parameters, wherever their gradients are. Called on all ranks."""
+        """Clip the norm of all gradients, like `torch.nn.utils.clip_grad_norm_`. Call on all ranks.
+
+        It works for sharded gradients as well as for those in `param.grad`.
+
+        Args:
+            max_norm: Maximum norm of the gradients.
+            norm_type: Order of the norm; may be `inf`.
+            error_if_nonfinite: Raise if the norm is inf or NaN.
+
+        Returns:
+            The norm before clipping.
+        """
         with self._comm.profiler.phase(Phase.CLIP_GRADS):
             grads = self._synchronize_sharded_grads(
                 "clip_grad_norm_",
@@ -501,7 +572,7 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
 
     @_disable_dynamo
     def clip_grad_value_(self, clip_value: float) -> None:
-        """As `torch.nn.utils.clip_grad_value_` on all parameters, wherever their gradients are. Called on all ranks."""
+        """Clamp all gradients to +/- `clip_value`, like `torch.nn.utils.clip_grad_value_`. Call on all ranks."""
         with self._comm.profiler.phase(Phase.CLIP_GRADS):
             grads = self._synchronize_sharded_grads("clip_grad_value_", lambda: [f"clip_value={float(clip_value)}"])
             if grads is None:
@@ -510,28 +581,33 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
                 clip.clip_grad_value(grads, clip_value)
 
     def check_consistency(self) -> None:
-        """Raise `ReplicaMismatchError` on all ranks if they have different parameters, bit by bit. Called on all ranks.
+        """Compare all parameters bitwise across ranks. Call on all ranks.
 
-        `ZeroConfig(consistency_check=ConsistencyCheck(every=...))` does it every so many steps, and
-        says what it cannot find.
+        `ConsistencyCheck` runs this check periodically; its documentation says what the check cannot find.
+
+        Raises:
+            ReplicaMismatchError: If parameters differ, on all ranks.
         """
         self._engine.check_consistency("check_consistency()")
 
     def ddp_hook(self) -> CommHook:
-        """A communication hook for DDP that brings gradients to their owners only; `step()` then does as usual.
+        """Return a DDP communication hook that reduces gradients to their owners only, instead of all-reducing them.
 
-        For `config=ZeroConfig(partition=FlatShards())`. `param.grad` holds this rank's own gradients afterwards, as
-        with `stage=1`: clip with `clip_grad_norm_` of this optimizer. `step()` raises if they were changed there after
-        they had been reduced. Called on all ranks, in the same order as other optimizers' hooks.
+        Call on all ranks, in the same order as the hooks of other optimizers. After backward `param.grad` holds this
+        rank's own gradients, as with `stage=1`. Clip with this optimizer's `clip_grad_norm_`. `step()` raises if
+        `param.grad` was modified after it was reduced.
+
+        Raises:
+            ConfigError: If the optimizer was constructed without `ZeroConfig(partition=FlatShards())`.
         """
         if not isinstance(self._engine, FlatShardEngine):
             raise ConfigError("ddp_hook() brings slices of gradients to their owners: it needs partition=FlatShards()")
-        sync = self._engine.grads
-        if not isinstance(sync, GradReducer):
-            sync = GradReducer(self._comm, ZeroStage1(), self._config._reduce_policy, self._config._master_policy)
-            self._engine.set_grad_source(sync)
-        self._attach_accumulation_hooks(sync)
-        return make_comm_hook(sync, self._engine.params)
+        reducer = self._engine.grads
+        if not isinstance(reducer, GradReducer):
+            reducer = GradReducer(self._comm, ZeroStage1(), self._config._reduce_policy, self._config._master_policy)
+            self._engine.set_grad_source(reducer)
+        self._attach_accumulation_hooks(reducer)
+        return make_comm_hook(reducer, self._engine.params)
 
     def _attach_accumulation_hooks(self, grad_reducer: GradReducer) -> None:
         for index, param in enumerate(self._engine.params):
@@ -539,21 +615,21 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
                 register_accumulation_hook(grad_reducer, index, param)
 
     def _unscale_grads(self, inverse_scale: torch.Tensor) -> dict[torch.device, torch.Tensor]:
-        """For `zeroshard.GradScaler`: scale gradients that are spread over ranks, and say where some are not finite."""
+        """Unscale sharded gradients and return the found-inf flag of each device, for `zeroshard.GradScaler`."""
         grads = self._synchronize_sharded_grads("unscaling gradients")
         return self._step_driver.unscale(grads or [], inverse_scale)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add a group in the middle of training. Call it on all ranks. No earlier parameter changes its owner.
+        """Add a group during training. Call on all ranks. Earlier parameters keep their owners.
 
         To add many groups, `add_param_groups` is faster and sends fewer, larger messages.
 
         Args:
-            param_group: a dict with the key `params` and the options of the group, as for any torch optimizer.
+            param_group: Dict with the key `params` and the options of the group, as for any torch optimizer.
 
         Raises:
-            RankMismatchError: the ranks added different groups.
-            RankFailedError: the group was refused on another rank.
+            RankMismatchError: If the ranks add different groups.
+            RankFailedError: If another rank rejects the group.
         """
         if not self.initialized:
             super().add_param_group(param_group)
@@ -561,33 +637,34 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
         self._add_groups("add_param_group", [param_group])
 
     def add_param_groups(self, param_groups: Iterable[ParamGroup]) -> None:
-        """Add several groups in the middle of training, all of them or none. Call it on all ranks.
+        """Add several groups during training, all of them or none. Call on all ranks.
 
-        The result is that of `add_param_group` on each of them in order, with one agreement of all ranks instead of one
-        a group. If a group is refused on any rank, all ranks raise and no group is added.
+        Equivalent to `add_param_group` for each group in order, with one consensus round for all groups. If any rank
+        rejects a group, all ranks raise and no group is added.
 
         Args:
-            param_groups: dicts with the key `params` and the options of the group, as for any torch optimizer.
+            param_groups: Dicts with the key `params` and the options of the group, as for any torch optimizer.
 
         Raises:
-            RankMismatchError: the ranks added different groups.
-            RankFailedError: a group was refused on another rank.
+            RankMismatchError: If the ranks add different groups.
+            RankFailedError: If another rank rejects a group.
         """
         self._add_groups("add_param_groups", param_groups)
 
     def join_hook(self, **_: Any) -> JoinHook:
-        """For `torch.distributed.algorithms.join.Join`."""
+        """Return the hook with which a rank that is out of inputs takes part in the others' steps, for `Join`."""
         if self._ddp_overlap is None:
             self._step_driver.start_join()
         return compat._ZeROJoinHook(self)
 
     @property
     def join_device(self) -> torch.device:
+        """The device of the first parameter, for `Join`."""
         return self._engine.params[0].device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """All ranks that train together."""
+        """All data-parallel ranks, for `Join`."""
         return self._comm.data_parallel.group.process_group
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -596,20 +673,20 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
             f"{self.world_size} ranks. Save full_state_dict() and load it into a new one."
         )
 
-    # ---- how it is put together
+    # ---- construction
 
     def _build(
         self, params: Any, optimizer_class: Any, overlap_with_ddp: bool, defaults: dict[str, Any]
     ) -> Prepared[Layout]:
-        """Read what the user gave and build this rank's engine of it."""
+        """Parse the user's arguments and build this rank's engine; `prepare_all` commits or undoes the result."""
         if not isinstance(self._config, ZeroConfig):
             raise TypeError(f"config must be a ZeroConfig, not {type(self._config).__name__}")
         if self._config.stage is None:
             self._config = replace(self._config, stage=self._default_stage)
-        given = self._parse_params(params)
-        Optimizer.__init__(self, given.groups, {})
+        parsed_params = self._parse_params(params)
+        Optimizer.__init__(self, parsed_params.groups, {})
         self._builder = self._make_builder(
-            self._make_optimizer_specs(optimizer_class, defaults, given, overlap_with_ddp=overlap_with_ddp),
+            self._make_optimizer_specs(optimizer_class, defaults, parsed_params, overlap_with_ddp=overlap_with_ddp),
             overlap_with_ddp,
         )
         self._builder.validate_options()
@@ -625,7 +702,7 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
             return Prepared(layout, self._must_match_across_ranks(layout), undo, format_param_count(self.param_groups))
 
     def _must_match_across_ranks(self, layout: Layout) -> list[str]:
-        """What must be equal on all ranks that make one."""
+        """Describe everything that must be equal on all ranks at construction."""
         return self._builder.must_match_across_ranks(layout, self.param_groups)
 
     def _add_groups(self, call: str, groups: Any) -> None:
@@ -639,27 +716,27 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
         self._discard_consolidated_state()
 
     def _parse_groups(self, groups: Any) -> list[ParamGroup]:
-        """New groups in one form. What is wrong with them is raised on all ranks."""
+        """Normalize new groups. Runs inside `prepare_all`, so errors are raised on all ranks."""
         return parse_groups(groups)
 
     def _prepare_groups(self, groups: Sequence[ParamGroup]) -> Prepared[Layout]:
-        """The layout with more groups, which our groups and those of the inner optimizer already have."""
-        known, engine = len(self.param_groups), self._engine
+        """Add `groups` here and to the inner optimizer, and return the extended layout with an undo function."""
+        num_existing, engine = len(self.param_groups), self._engine
 
         def undo() -> None:
-            del self.param_groups[known:]
-            engine.rollback(known)
+            del self.param_groups[num_existing:]
+            engine.rollback(num_existing)
 
         with rollback_on_error(undo):
             for group in groups:
                 super().add_param_group(group)
-            layout = self._builder.extend_layout(self.layout, self.param_groups, known)
+            layout = self._builder.extend_layout(self.layout, self.param_groups, num_existing)
             self._builder.prepare_engine(engine, layout, self.param_groups)
-            engine.inner.pull_added_options(self.param_groups, known)
-            facts = self._builder.must_match_for_new_groups(self.layout, layout, self.param_groups, known)
-            # Ranks have agreed on the earlier groups, but their options may have been changed since.
+            engine.inner.pull_added_options(self.param_groups, num_existing)
+            must_match = self._builder.must_match_for_new_groups(self.layout, layout, self.param_groups, num_existing)
+            # Ranks agreed on the existing groups, but their options may have changed since.
             options = engine.consensus_options(self.param_groups)
-            return Prepared(layout, facts, undo, format_param_count(self.param_groups), options)
+            return Prepared(layout, must_match, undo, format_param_count(self.param_groups), options)
 
     def _make_comm(self, process_group: dist.ProcessGroup | None) -> Comm:
         return Comm(Group(process_group))
@@ -670,20 +747,20 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
     def _make_optimizer_specs(
         self, optimizer_class: Any, defaults: dict[str, Any], parsed_params: ParsedParams, *, overlap_with_ddp: bool
     ) -> list[OptimizerSpec]:
-        """What kinds of optimizers shall be made, for our groups."""
+        """Return one spec per inner optimizer to construct."""
         if not callable(optimizer_class):
             raise TypeError(
                 f"optimizer_class must be a class such as torch.optim.AdamW, not a {type(optimizer_class).__name__}. "
                 "A list of ParamRule(...)s, and not an empty one, is for zeroshard.shard."
             )
         reject_config_options(optimizer_class, defaults)
-        recipe = OptimizerFactory(
+        factory = OptimizerFactory(
             resolve_optimizer_class(optimizer_class, overlap=overlap_with_ddp),
             self.param_groups,
             parsed_params.is_bare_sequence,
             defaults,
         )
-        return [OptimizerSpec(recipe.name, recipe)]
+        return [OptimizerSpec(factory.name, factory)]
 
     def _make_builder(self, optimizer_specs: list[OptimizerSpec], overlap_with_ddp: bool) -> EngineBuilder:
         return EngineBuilder(
@@ -695,10 +772,10 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
         )
 
     def _repartition(self, partitioner: Partitioner) -> WholeParamEngine:
-        """Start afresh with other owners, before there is any state."""
+        """Replace the engine by one with other owners. Only valid before there is any state."""
         layout = partitioner.extend(Layout.empty(self.world_size), make_param_specs(self.param_groups))
         engine = self._builder.make_engine()
-        assert isinstance(engine, WholeParamEngine), "overlap_with_ddp is refused with anything else"
+        assert isinstance(engine, WholeParamEngine), "overlap_with_ddp is rejected with any other engine"
         self._builder.prepare_engine(engine, layout, self.param_groups)
         self._engine = engine
         engine.extend(layout, self.param_groups)
@@ -708,7 +785,7 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
         return self._step_driver.step(closure, kwargs, in_join=self._join_config.enable, is_joined=is_joined)
 
     def _shadow_step(self) -> None:
-        """For a rank that ran out of inputs inside `Join`."""
+        """Take part in the step of the other ranks, as a joined rank inside `Join`."""
         if self._ddp_overlap is not None:
             self._ddp_overlap.run_deferred()
         else:
@@ -726,7 +803,7 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
             self._peer_checkpointer.invalidate_snapshots()
 
     def _model_buffers(self) -> "NamedBuffers":
-        """Those that a copy must have beside the parameters; of a model that is not known, none."""
+        """Return the buffers to include in peer snapshots. Without a model there are none."""
         return {}
 
     def _synchronize_sharded_grads(
@@ -735,14 +812,14 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
         return self._step_driver.synchronize_sharded_grads(call, read_arguments, in_join=self._join_config.enable)
 
     def _before_join_step(self, source: Rank) -> None:
-        """For `Stepping`."""
+        """Implement `SteppableOptimizer`."""
 
     def _after_step(self) -> None:
-        """For `Stepping`."""
+        """Implement `SteppableOptimizer`."""
         if self._peer_checkpointer is not None:
             self._peer_checkpointer.after_step(self._engine, self.param_groups, self._model_buffers)
 
-    # ---- names that torch marks private
+    # ---- private names of torch's class
 
     _all_params = compat.all_params
     _index_to_param = compat.index_to_param

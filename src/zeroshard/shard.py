@@ -1,4 +1,8 @@
-"""`shard`: an optimizer for a whole model, without DDP."""
+"""`shard`: ZeRO-1 and ZeRO-2 for a model that DDP does not wrap.
+
+`ShardedOptimizer` extends `ZeroRedundancyOptimizer` with hooks on the model: gradients are reduced during backward,
+buffers are broadcast from rank 0, and parameters may be all-gathered during the next forward pass.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,43 +57,55 @@ def shard(
     config: ZeroConfig | None = None,
     **defaults: Any,
 ) -> "ShardedOptimizer":
-    """An optimizer for `model` of which every rank holds 1/N: of the state, and of the gradients.
+    """Shard `optimizer_class` over the data-parallel ranks: each rank keeps 1/N of optimizer state and gradients.
 
-    The model is neither wrapped nor changed in what it computes. Its parameters and buffers become those of rank 0, its
-    parameters move into flat buffers, and gradients are averaged over the ranks while backward runs. Called on all
+    Call on all ranks. The model is not wrapped and computes the same as before. Its parameters and buffers are
+    broadcast from rank 0, its parameters become views of flat buffers, and backward passes average gradients over all
     ranks.
 
     Args:
-        model: a module that no `DistributedDataParallel` wraps.
-        optimizer_class: the class, or any callable, that makes the optimizer to shard. Or a list of `ParamRule`s: which
-            class updates which parameters.
-        params: parameters or groups of them, if not all of the model in one group. Not with rules.
-        process_group: the ranks that train together; by default all. All of them share the state, unless `mesh` or
-            `shard_group_size` say otherwise.
-        mesh: those ranks, in one dimension along which they share, or in two (replicate, shard): the state is divided
-            along the second, and every row has all of it. Gradients are averaged over all ranks in any case.
-        shard_group_size: the same by words: "node" for the ranks of one host, or a number of consecutive ranks.
-        config: how to shard.
-        defaults: everything else goes to `optimizer_class`. On GPUs the fused implementation is
-            taken where torch has one, unless `fused` or `foreach` are given.
+        model: Module that is not wrapped in `DistributedDataParallel`.
+        optimizer_class: Class, or any callable, that constructs the optimizer to shard; or a list of `ParamRule`s that
+            assign parameters to several classes.
+        params: Parameters or parameter groups. Defaults to all parameters of the model in one group. Not allowed with
+            rules.
+        process_group: The data-parallel ranks. Defaults to all ranks. State is sharded over all of them unless `mesh`
+            or `shard_group_size` is given.
+        mesh: The data-parallel ranks as a mesh of one dimension (shard) or two (replicate, shard). State is sharded
+            along the last dimension and replicated along the first. Gradients are always averaged over all ranks.
+        shard_group_size: Shard within groups of this many consecutive ranks, or within each host with `"node"`, and
+            replicate across the groups. An alternative to `mesh`.
+        config: How to shard.
+        **defaults: Passed to `optimizer_class`. On GPUs the fused implementation is used if torch has one, unless
+            `fused` or `foreach` is given.
+
+    Returns:
+        The optimizer. Use its `clip_grad_norm_` and, for float16, `zeroshard.GradScaler`.
+
+    Raises:
+        ConfigError: If the model, the options or the optimizer class cannot be sharded.
+        RankMismatchError: If the ranks pass different models or options.
+        RankFailedError: If the call fails on another rank.
     """
-    rules = _is_rule_list(optimizer_class)
-    given = _iter_named_params(model, include_duplicates=rules) if params is None else params
-    if rules and params is not None:
-        given = _reject_params_with_rules()
-    ranks = (mesh, shard_group_size)
-    return ShardedOptimizer(model, given, optimizer_class, process_group, mesh_options=ranks, config=config, **defaults)
+    has_rules = _is_rule_list(optimizer_class)
+    param_source = _iter_named_params(model, include_duplicates=has_rules) if params is None else params
+    if has_rules and params is not None:
+        param_source = _reject_params_with_rules()
+    mesh_options = (mesh, shard_group_size)
+    return ShardedOptimizer(
+        model, param_source, optimizer_class, process_group, mesh_options=mesh_options, config=config, **defaults
+    )
 
 
 class ShardedOptimizer(ZeroRedundancyOptimizer):
-    """What `shard` returns. Gradients come from autograd's hooks and are on their way to their owners at once.
+    """The optimizer that `shard` returns. It reduces gradients to their owners during backward.
 
-    After a backward pass with `stage=2`, the default, `param.grad` is a placeholder that raises when it is used. With
-    `stage=1` it is the sum of this rank's own passes. Use `clip_grad_norm_` of this optimizer, and
-    `zeroshard.GradScaler`.
+    After a backward pass with `stage=2`, the default, `param.grad` is a placeholder that raises when used. With
+    `stage=1` it is the sum of this rank's own backward passes. Use this optimizer's `clip_grad_norm_`, and
+    `zeroshard.GradScaler` instead of torch's.
 
-    Where rows of ranks hold the same, `rank`, `world_size` and `process_group` are those of this rank's row, as in
-    `layout`. The rank that `full_state_dict(to=...)` takes counts in all that train, `join_process_group`.
+    With several shard groups, `rank`, `world_size`, `process_group` and `layout` refer to this rank's shard group. The
+    rank in `full_state_dict(to=...)` counts in all data-parallel ranks, `join_process_group`.
     """
 
     _engine: FlatShardEngine
@@ -125,80 +141,85 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
             self._comm.data_parallel, model, self._should_forward_skip_broadcast, self._is_accumulating
         )
         self._buffer_broadcast.broadcast(Rank(0))
-        others = [param for param in model.parameters() if id(param) not in self._engine.bucket_by_param_id]
-        broadcast_coalesced(self._comm.data_parallel, others, Rank(0))
+        unmanaged = [param for param in model.parameters() if id(param) not in self._engine.bucket_by_param_id]
+        broadcast_coalesced(self._comm.data_parallel, unmanaged, Rank(0))
         self._double_reduce_guard = DoubleReduceGuard(model, self._engine, self._grad_hooks)
         self._param_prefetch = ParamPrefetch(model, self._engine) if self._config.overlap_param_gather else None
         vars(model)["zero_grad"] = ZeroGradWrapper(model, self._clear_grads)
 
     @property
     def _is_superseded(self) -> bool:
-        hooks = vars(self).get("_grad_hooks")  # not there before it is made
+        hooks = vars(self).get("_grad_hooks")  # not set yet during construction
         return hooks is not None and hooks.is_superseded
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside no gradients are sent: backward passes add up gradients in `param.grad`, in full size.
+        """Accumulate gradients in `param.grad`, at full size, without communication.
 
-        The next pass outside, or the next step, sends the sum. Without it every pass is reduced, and with `stage=2`
-        gradients never take more than 1/N.
+        The next backward pass outside the context, or the next step, reduces the sum. Outside of `no_sync()` every
+        backward pass is reduced, and with `stage=2` gradients never take more than 1/N of their full size.
 
-        Buffers follow DDP: all passes up to the next one outside use those that the first of them has got. So after a
-        step a rank may run the model alone here; without gradients it may anywhere. Right after a pass outside whose
-        step is yet to come, the first pass inside broadcasts the buffers of rank 0, which all ranks must take part in.
+        Buffers follow DDP's schedule: all forward passes up to and including the next one outside use the buffers of
+        the first one inside. Directly after a step, forward passes inside do not communicate, so a single rank may run
+        the model here (under `no_grad()` it may do so anywhere). If a pass outside has not been followed by a step yet,
+        the first pass inside broadcasts rank 0's buffers, and all ranks must take part.
         """
-        before, self._grad_reducer.is_paused = self._grad_reducer.is_paused, True
+        was_paused, self._grad_reducer.is_paused = self._grad_reducer.is_paused, True
         try:
             yield
         finally:
-            self._grad_reducer.is_paused = before
+            self._grad_reducer.is_paused = was_paused
 
     def wait_for_params(self) -> None:
-        """All parameters have arrived. Needed with `overlap_param_gather` only, before parameters are read directly."""
+        """Wait until all parameters are gathered.
+
+        Only needed with `overlap_param_gather`, before parameters are read other than through the model.
+        """
         if self._param_prefetch is not None:
             self._param_prefetch.wait()
 
     def _add_groups(self, call: str, groups: Any) -> None:
-        self._engine.synchronize_grads(call, self.param_groups)  # gradients in flight belong to the present buckets
-        known = len(self._engine.layout.buckets)
+        self._engine.synchronize_grads(call, self.param_groups)  # gradients in flight belong to the existing buckets
+        num_existing = len(self._engine.layout.buckets)
         super()._add_groups(call, groups)
-        self._engine.broadcast_from_rank(Rank(0), first_bucket=known)
+        self._engine.broadcast_from_rank(Rank(0), first_bucket=num_existing)
         self._grad_hooks.attach(self._engine.params)
         if self._param_prefetch is not None:
             self._param_prefetch.refresh_buckets()
 
     def _parse_groups(self, groups: Any) -> list[ParamGroup]:
-        """With the names that parameters have in the model, if our other groups have names."""
-        new = super()._parse_groups(groups)
+        """Normalize new groups and, if the existing groups are named, name their parameters as in the model."""
+        new_groups = super()._parse_groups(groups)
         if "param_names" not in self.param_groups[0]:
-            return new
+            return new_groups
         names = {id(param): name for name, param in self._model.named_parameters()}
         start = len(self._engine.params)
-        for group in new:
+        for group in new_groups:
             entries = enumerate(group["params"], start)
             start += len(group["params"])
             group["params"] = [
-                (names.get(id(it), f"added.{i}"), it) if isinstance(it, torch.Tensor) else it for i, it in entries
+                (names.get(id(entry), f"added.{index}"), entry) if isinstance(entry, torch.Tensor) else entry
+                for index, entry in entries
             ]
-        return new
+        return new_groups
 
     def _step(self, closure: Any, kwargs: dict[str, Any], *, is_joined: bool) -> Any:
         self._require_not_superseded("step")
         try:
             result = super()._step(closure, kwargs, is_joined=is_joined)
-            if self._should_check_unreduced:  # once, and not before now: another optimizer may have been made for them
+            if self._should_check_unreduced:  # only now: another optimizer may have taken these parameters before
                 self._should_check_unreduced = False
                 _warn_unreduced_params(self._model)
             return result
         finally:
-            self._grad_hooks.attach(self._engine.params)  # also those that have been thawed since
+            self._grad_hooks.attach(self._engine.params)  # includes parameters unfrozen since the last step
             if self._param_prefetch is not None and self._engine.param_sync.is_in_flight:
                 self._param_prefetch.arm()
 
     def _synchronize_sharded_grads(
         self, call: str, read_arguments: Callable[[], list[str]] = list
     ) -> list[torch.Tensor] | None:
-        # Those that were unfrozen since the last step, too: the next pass may add to what is clipped or unscaled now.
+        # Includes parameters unfrozen since the last step: the next pass may add to gradients clipped or unscaled now.
         self._grad_hooks.attach(self._engine.params)
         return super()._synchronize_sharded_grads(call, read_arguments)
 
@@ -216,20 +237,24 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         if not self._rules:
             return super()._parse_params(params)
         _validate_rules(self._rules)
-        chosen = assign_params_to_rules(super()._parse_params(params).groups[0]["params"], self._rules)
+        params_per_rule = assign_params_to_rules(super()._parse_params(params).groups[0]["params"], self._rules)
         names = make_class_names(self._rules)
         return ParsedParams(
-            [{"params": it, OPTIMIZER_KEY: name} for it, name in zip(chosen, names, strict=True)], is_bare_sequence=True
+            [
+                {"params": rule_params, OPTIMIZER_KEY: name}
+                for rule_params, name in zip(params_per_rule, names, strict=True)
+            ],
+            is_bare_sequence=True,
         )
 
     def _make_optimizer_specs(
         self, optimizer_class: Any, defaults: dict[str, Any], parsed_params: ParsedParams, *, overlap_with_ddp: bool
     ) -> list[OptimizerSpec]:
         if not self._rules:
-            (kind,) = super()._make_optimizer_specs(
+            (spec,) = super()._make_optimizer_specs(
                 optimizer_class, defaults, parsed_params, overlap_with_ddp=overlap_with_ddp
             )
-            return [OptimizerSpec(kind.name, enable_fused(kind.factory))]
+            return [OptimizerSpec(spec.name, enable_fused(spec.factory))]
         if defaults:
             raise ConfigError(f"with rules, options belong into one: ParamRule(..., {next(iter(defaults))}=...)")
         return [
@@ -244,14 +269,14 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
     def _make_builder(self, optimizer_specs: list[OptimizerSpec], overlap_with_ddp: bool) -> EngineBuilder:
         for name, tensor in self._unmanaged_tensors().items():
             reject_dtensor(name, tensor)
-        order = {id(param): place for place, param in enumerate(self._model.parameters())}
+        param_order = {id(param): position for position, param in enumerate(self._model.parameters())}
         return EngineBuilder(
             self._comm,
             self._config,
             optimizer_specs,
             overlap_with_ddp=overlap_with_ddp,
             reduces_grads=True,
-            param_order=order,
+            param_order=param_order,
         )
 
     def _must_match_across_ranks(self, layout: Layout) -> list[str]:
@@ -261,10 +286,10 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         ]
 
     def _unmanaged_tensors(self) -> dict[str, torch.Tensor]:
-        """What the model has beside our parameters."""
-        ours = {id(param) for group in self.param_groups for param in group["params"]}
-        foreign = {name: param for name, param in self._model.named_parameters() if id(param) not in ours}
-        return foreign | {f"buffer {name}": buffer for name, buffer in self._model.named_buffers()}
+        """Return the model's buffers and its parameters that are in no group, by name."""
+        managed_ids = {id(param) for group in self.param_groups for param in group["params"]}
+        unmanaged = {name: param for name, param in self._model.named_parameters() if id(param) not in managed_ids}
+        return unmanaged | {f"buffer {name}": buffer for name, buffer in self._model.named_buffers()}
 
     def _model_buffers(self) -> "NamedBuffers":
         return dict(self._model.named_buffers())
@@ -274,22 +299,24 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
     def _after_step(self) -> None:
         if not self._is_buffer_broadcast_disabled():
-            self._buffer_broadcast.broadcast(
-                Rank(0)
-            )  # for the next passes, also those without gradients, which send nothing
+            # For all following passes, including those under no_grad(), which do not communicate.
+            self._buffer_broadcast.broadcast(Rank(0))
         super()._after_step()
 
     def broadcast_buffers(self) -> None:
-        """Buffers become those of rank 0 now, for instance after passes without gradients that have changed them.
+        """Broadcast rank 0's buffers now, for example after passes under `no_grad()` that changed them.
 
-        Called on all ranks, and not inside `Join`.
+        Call on all ranks, and not inside `Join`.
+
+        Raises:
+            RuntimeError: If a later `shard()` call took over parameters of this optimizer.
         """
         self._require_not_superseded("sync")
         check_all_equal(self._comm, "broadcast_buffers", ())
         self._buffer_broadcast.broadcast(Rank(0))
 
     def _should_forward_skip_broadcast(self) -> bool:
-        """So that one rank may make the forward pass that is next alone."""
+        # Under no_grad() a rank may run the model alone.
         return not torch.is_grad_enabled() or self._is_buffer_broadcast_disabled()
 
     def _is_accumulating(self) -> bool:
@@ -300,8 +327,8 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
             raise RuntimeError(f"another optimizer was made by shard() for parameters of this one: {action} that one")
 
     def _is_buffer_broadcast_disabled(self) -> bool:
-        replaced = self._grad_hooks.is_superseded  # the ranks of this one need no longer be there
-        return replaced or not self._config.broadcast_buffers or self._join_config.enable
+        is_superseded = self._grad_hooks.is_superseded  # the ranks of this optimizer may be gone
+        return is_superseded or not self._config.broadcast_buffers or self._join_config.enable
 
     def _clear_grads(self, set_to_none: bool) -> None:
         self._engine.clear_grads(set_to_none=set_to_none)
@@ -312,38 +339,38 @@ def _is_rule_list(value: Any) -> bool:
 
 
 def _validate_rules(rules: Sequence[ParamRule]) -> None:
-    strange = [it for it in rules if not isinstance(it, ParamRule)]
-    if strange:
-        raise TypeError(f"a list for shard() holds ParamRule(...)s only, not {strange[0]!r}")
+    invalid = [rule for rule in rules if not isinstance(rule, ParamRule)]
+    if invalid:
+        raise TypeError(f"a list for shard() holds ParamRule(...)s only, not {invalid[0]!r}")
     for rule in rules:
         reject_config_options(rule.optimizer_class, rule.options)
 
 
 def _reject_params_with_rules() -> Iterator[Any]:
-    """Raises when it is read, with all ranks."""
+    """Raise when iterated: that happens inside `prepare_all`, so the error is raised on all ranks."""
     raise ConfigError("rules choose among all parameters of the model: shard() takes either them or params")
     yield
 
 
 def _warn_unreduced_params(model: torch.nn.Module) -> None:
-    """Tell of parameters that have gradients which are averaged by nobody, as far as this rank can see."""
-    wrapped = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
-    averaged = hooked_param_ids() | {id(param) for part in wrapped for param in part.parameters()}
-    candidates = ((name, param) for name, param in model.named_parameters() if id(param) not in averaged)
-    strays = [name for name, param in candidates if param.requires_grad and param.grad is not None]
-    if strays:
-        shown = ", ".join(strays[:_MAX_LISTED_NAMES]) + (", ..." if len(strays) > _MAX_LISTED_NAMES else "")
+    """Warn about parameters that have gradients on this rank, but no optimizer or DDP module that reduces them."""
+    ddp_modules = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    reduced_ids = hooked_param_ids() | {id(param) for module in ddp_modules for param in module.parameters()}
+    candidates = ((name, param) for name, param in model.named_parameters() if id(param) not in reduced_ids)
+    unreduced = [name for name, param in candidates if param.requires_grad and param.grad is not None]
+    if unreduced:
+        shown = ", ".join(unreduced[:_MAX_LISTED_NAMES]) + (", ..." if len(unreduced) > _MAX_LISTED_NAMES else "")
         warn_at_caller(
-            f"nobody averages the gradients of {len(strays)} parameters of the model, since no group of a sharded "
+            f"nobody averages the gradients of {len(unreduced)} parameters of the model, since no group of a sharded "
             f"optimizer has them: {shown}. Ranks that train them would drift apart. Put them into the params of "
             "shard(), freeze them with requires_grad_(False), or average their gradients yourself."
         )
 
 
 def _iter_named_params(model: torch.nn.Module, *, include_duplicates: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read only when all ranks are about to agree: what is wrong on one is then raised on all.
+    """Yield the model's parameters, with `include_duplicates` once for each name of a tied weight.
 
-    `every_name`: also the second of a tied weight.
+    Lazy: it is iterated inside `prepare_all`, so an error on one rank is raised on all ranks.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
