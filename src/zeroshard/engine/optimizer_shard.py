@@ -1,7 +1,7 @@
-"""`optimizer.state` over flat shards: dicts without contents of their own, which read and write the inner state.
+"""An inner optimizer over flat shards, and the dict views behind the user's `optimizer.state`.
 
-A parameter shows this rank's slice of its state, flat. Every operation has the meaning that it has for an unsharded
-optimizer, and is local: all ranks make the same edits, and each takes from them what concerns its own slices.
+`OptimizerShard` has what this rank holds for one optimizer class: the inner optimizer, its flat params and their state.
+The views make that state look like the state of an unsharded optimizer.
 """
 
 from collections import defaultdict
@@ -25,18 +25,18 @@ from .probe import FlopCost, OptimizerTraits, SplitRule, probe_split_rule, probe
 from .state import ShardedState, StateKeys
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One kind of optimizer: what is known of it, and what this rank holds for it.
+# One optimizer class: its probed properties, and this rank's shard of its parameters.
 
 
 ShardStateAllocatorFn = Callable[[ParamShard, Any, tuple[int, ...], torch.dtype], torch.Tensor]
-"""Memory for state of a piece: of a key, a shape and a dtype."""
+"""Returns memory for state of a param shard: (param shard, key, shape, dtype)."""
 
 
 class OptimizerSpec:
-    """A class with the user's options for it, and what the self-test finds."""
+    """An optimizer class with the user's options, and what the probes find out about it."""
 
     def __init__(self, name: str, factory: OptimizerFactory, partitioner: Partitioner | None = None) -> None:
-        """`partition`: what its user wants for it alone."""
+        """`partitioner`: set by the user for this optimizer only; None uses the default."""
         self.name, self.factory, self.partitioner = name, factory, partitioner
 
     @cached_property
@@ -45,62 +45,62 @@ class OptimizerSpec:
 
     @cached_property
     def split_rule(self) -> SplitRule | None:
-        """How it updates pieces of a parameter as it would update the whole; None if it does not."""
+        """How parameters may be split without changing their update; None if they must not be."""
         return None if self.traits.couples_params else probe_split_rule(self.factory)
 
     @cached_property
     def step_cost(self) -> FlopCost:
-        """What it takes to update a parameter as a whole."""
+        """Cost model of updating an unsplit parameter."""
         return FlopCost(self.factory)
 
     def check_constructible(self) -> None:
-        """A self-test of an optimizer that cannot, since its arguments are wrong, says nothing: raise its own error."""
+        """Build the optimizer once, so wrong arguments raise its own error and not a misleading probe result."""
         self.factory.build({id(param) for group in self.factory.groups for param in group["params"]})
 
 
 class OptimizerShard:
-    """The parameters of one kind: the inner optimizer, the segments that it updates, their state."""
+    """This rank's shard of one optimizer: the inner optimizer, the flat params that it updates, and their state."""
 
     inner: LocalOptimizer
 
     def __init__(self, rank: Rank, spec: OptimizerSpec, storage: ShardStorage, *, splits_params: bool) -> None:
         self.name, self.traits, self._factory = spec.name, spec.traits, spec.factory
         self.group_ids: list[int] = []
-        """Of its groups."""
-        cutting = spec.split_rule if splits_params else None
-        joins = cutting is not None and cutting.granularity.is_elementwise
+        """Indices of its groups among the user's groups."""
+        split_rule = spec.split_rule if splits_params else None
+        can_join = split_rule is not None and split_rule.granularity.is_elementwise
         self.flat_params = FlatParams(
-            rank, storage.view, can_join_shards=joins, param_shaped_keys=spec.traits.param_shaped_keys
+            rank, storage.view, can_join_shards=can_join, param_shaped_keys=spec.traits.param_shaped_keys
         )
-        self.sharded_state = ShardedState(
-            self.flat_params, storage, spec.factory, frozenset() if cutting is None else cutting.shared_inner_names
-        )
+        shared_inner_names = frozenset() if split_rule is None else split_rule.shared_inner_names
+        self.sharded_state = ShardedState(self.flat_params, storage, spec.factory, shared_inner_names)
 
     def __iter__(self) -> Iterator[FlatParam]:
         return iter(self.flat_params)
 
     def prepare(self, layout: Layout, groups: Sequence[ParamGroup], group_ids: Sequence[int]) -> None:
-        """Have all groups with these numbers."""
-        known, self.group_ids = len(self.group_ids), list(group_ids)
-        mine = [groups[number] for number in group_ids]
+        """Build the inner optimizer for these groups, or add the new ones. `group_ids` includes the present groups."""
+        num_known, self.group_ids = len(self.group_ids), list(group_ids)
+        user_groups = [groups[group_id] for group_id in group_ids]
         self.flat_params.extend(layout, self.group_ids)
-        own = self.flat_params.make_inner_groups(mine)
-        if not known:
-            self.inner = replace(self._factory, groups=own).build(self.flat_params.param_ids())
+        inner_groups = self.flat_params.make_inner_groups(user_groups)
+        if not num_known:
+            self.inner = replace(self._factory, groups=inner_groups).build(self.flat_params.param_ids())
             return
-        self.inner.add_groups(mine[:known], own[known:], self.flat_params.param_ids())
+        self.inner.add_groups(user_groups[:num_known], inner_groups[num_known:], self.flat_params.param_ids())
 
     def rollback(self, layout: Layout, first_group: int) -> None:
-        """Undo `prepare`, also one that failed halfway, for the groups from a number on."""
-        self.group_ids = [number for number in self.group_ids if number < first_group]
+        """Undo `prepare` for the groups from `first_group` on, even if it failed halfway."""
+        self.group_ids = [group_id for group_id in self.group_ids if group_id < first_group]
         self.inner.drop_groups(len(self.group_ids))
         self.flat_params.rollback(layout, len(self.group_ids))
 
     def split_by_mask(self, mask: bytes) -> None:
+        """Split flat params, and their state, in which `mask` is set for some parameters only."""
         self.flat_params.split_by_mask(mask, self.inner.optimizer)
 
     def sync_user_edits(self) -> None:
-        """Take over what was done to `optimizer.state` since the last step."""
+        """Apply the user's edits of `optimizer.state` since the last step, and join flat params without state."""
         self.sharded_state.sync_user_edits(self.inner.optimizer)
         self.sharded_state.rejoin_stateless(self.inner.optimizer)
 
@@ -115,31 +115,31 @@ class OptimizerShard:
         )
 
     def load_state(self, saved: SavedState, specs: Sequence[ParamSpec], *, assign: bool) -> Callable[[], None]:
-        """Take this rank's part of it; returns how to undo it."""
+        """Load this rank's part of saved state. Returns a function that undoes it."""
         return self.sharded_state.load(
             self.inner.optimizer, saved.select_groups(self.group_ids, specs), specs, assign=assign
         )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# `optimizer.state` over flat shards: dicts without contents of their own, which read and write the inner state.
+# `optimizer.state` over flat shards: dict views that read and write the state of the inner optimizers.
 #
-# A parameter shows this rank's slice of its state, flat. Every operation has the meaning that it has for an unsharded
-# optimizer, and is local: all ranks make the same edits, and each takes from them what concerns its own slices.
+# A parameter's state shows this rank's shard, flat. Every operation means the same as on an unsharded optimizer, and is
+# local: all ranks make the same edits, and each rank applies what concerns its own shards.
 
 
 _MISSING = object()
 
 
 class _DictView(dict[Any, Any]):
-    """A dict for everyone who asks, whose contents are elsewhere.
+    """A dict for `isinstance`, whose contents are stored elsewhere.
 
-    Subclasses define `__getitem__`, `__setitem__`, `__delitem__` and `__iter__`, which iterates over a copy of the
-    keys: values may be assigned inside a loop.
+    Subclasses define `__getitem__`, `__setitem__`, `__delitem__` and `__iter__`. `__iter__` iterates over a copy of the
+    keys, so values may be assigned inside a loop.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Code that rebuilds containers by `type(it)(contents)` gets a plain dict."""
+        """Return a plain dict, for code that rebuilds containers with `type(container)(contents)`."""
         return dict(*args, **kwargs)
 
     @classmethod
@@ -180,13 +180,13 @@ class _DictView(dict[Any, Any]):
         return self[key]
 
 
-# Hazard: what a dict has of its own would read its own, empty contents.
+# Hazard: methods inherited from `dict` would read its own, empty contents.
 for _name in ("__contains__", "__eq__", "clear", "get", "items", "keys", "pop", "update", "values"):
     setattr(_DictView, _name, getattr(MutableMapping, _name))
 
 
 class ParamStateView(_DictView):
-    """The state of one parameter, as far as this rank holds it."""
+    """This rank's shard of the state of one parameter; empty if this rank owns no shard of it."""
 
     _optimizer_shard: OptimizerShard
     _layout: Layout
@@ -206,7 +206,7 @@ class ParamStateView(_DictView):
 
     @property
     def has_state(self) -> bool:
-        """Whether there is any on this rank, be it empty."""
+        """Whether this rank has an entry for the parameter, even an empty one."""
         return self._param_shard is not None and self._optimizer_shard.sharded_state.has_state(
             self._optimizer, self._param_shard
         )
@@ -240,7 +240,7 @@ class ParamStateView(_DictView):
         )
 
     def pop(self, key: Any, default: Any = _MISSING) -> Any:
-        """Where this rank holds no part of the parameter there is nothing to remove: that is no error."""
+        """Remove and return a value. Does not raise if this rank owns no shard of the parameter."""
         if key not in self:
             if default is _MISSING and self._param_shard is not None:
                 raise KeyError(key)
@@ -256,7 +256,7 @@ class ParamStateView(_DictView):
         return key, self.pop(key)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """All values fit, or none is assigned."""
+        """Assign all values, or none if one does not fit."""
         fitted = self.fit_values(dict(*args, **kwargs))
         if self._param_shard is not None:
             for key, value in fitted.items():
@@ -267,13 +267,13 @@ class ParamStateView(_DictView):
             self.replace_state({})
 
     def fit_values(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
-        """What this rank's slice takes of state for the parameter; raises if that does not fit."""
+        """Return this rank's shard of each state value; raises if a value does not fit the parameter."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"the state of {self._spec.label} must be a dict, got a {type(values).__name__}")
         return {key: self._fit_value(key, value) for key, value in values.items()}
 
     def replace_state(self, fitted: dict[Any, Any] | None) -> dict[Any, Any]:
-        """Have other state, or none; returns what was there."""
+        """Replace the state by values from `fit_values`, or remove it (None). Returns the former state."""
         if self._param_shard is None:
             return {}
         return self._optimizer_shard.sharded_state.replace_state(self._optimizer, self._param_shard, fitted)
@@ -283,13 +283,15 @@ class ParamStateView(_DictView):
         return self._optimizer_shard.inner.optimizer
 
     def _fit_value(self, key: Any, value: Any) -> Any:
-        pieces = self._layout.param_shards(self._spec.index)
-        cut = not all(map(self._optimizer_shard.flat_params.is_full_param, pieces))
-        return self._optimizer_shard.sharded_state.fit_value(self._spec, self._param_shard, key, value, is_sharded=cut)
+        shards = self._layout.param_shards(self._spec.index)
+        is_sharded = not all(map(self._optimizer_shard.flat_params.is_full_param, shards))
+        return self._optimizer_shard.sharded_state.fit_value(
+            self._spec, self._param_shard, key, value, is_sharded=is_sharded
+        )
 
 
 class OptimizerStateView(_DictView):
-    """The state of all parameters that this rank holds a part of, and state that belongs to no parameter."""
+    """The state of all parameters of which this rank owns a shard, and state under keys that are not parameters."""
 
     _params: Sequence[torch.Tensor]
     _optimizer_shards: Sequence[OptimizerShard]
@@ -304,42 +306,35 @@ class OptimizerStateView(_DictView):
         find_param_state: Callable[[torch.Tensor], ParamStateView | None],
         world_size: int,
     ) -> "OptimizerStateView":
-        """`find`: the state of a parameter; None for any other tensor."""
+        """Return a view. `find_param_state` returns the state of a parameter, and None for any other tensor."""
         view: OptimizerStateView = cls._new_view()
-        view._params, view._optimizer_shards, view._find_param_state, view._world_size = (
-            params,
-            optimizer_shards,
-            find_param_state,
-            world_size,
-        )
+        view._params, view._optimizer_shards = params, optimizer_shards
+        view._find_param_state, view._world_size = find_param_state, world_size
         return view
 
     def __iter__(self) -> Iterator[Any]:
-        """Parameters in their order, as an unsharded optimizer has them, then what belongs to none."""
-        having = (
-            segment
-            for part in self._optimizer_shards
-            for segment in part
-            if segment.param in part.inner.optimizer.state
+        """Iterate over parameters in their order, as an unsharded optimizer has them, then over all other keys."""
+        indices = sorted(
+            shard.param
+            for optimizer_shard in self._optimizer_shards
+            for flat_param in optimizer_shard
+            if flat_param.param in optimizer_shard.inner.optimizer.state
+            for shard in flat_param.param_shards
         )
-        params = [
-            self._params[index] for index in sorted(it.param for segment in having for it in segment.param_shards)
-        ]
-        return iter(
-            [*params, *(key for state in self._inner_states() for key in state if not isinstance(key, torch.Tensor))]
-        )
+        other_keys = (key for state in self._inner_states() for key in state if not isinstance(key, torch.Tensor))
+        return iter([*(self._params[index] for index in indices), *other_keys])
 
     def __contains__(self, key: Any) -> bool:
         if isinstance(key, torch.Tensor):
-            found = self._find_param_state(key)
-            return found is not None and found.has_state
+            param_state = self._find_param_state(key)
+            return param_state is not None and param_state.has_state
         return any(key in state for state in self._inner_states())
 
     def __getitem__(self, key: Any) -> Any:
-        """As of a `defaultdict(dict)`: a parameter without state has an empty one, which may be filled."""
+        """Return the state under a key. As with `defaultdict(dict)`, a parameter without state has an empty one."""
         if isinstance(key, torch.Tensor):
-            found = self._find_param_state(key)
-            return {} if found is None else found
+            param_state = self._find_param_state(key)
+            return {} if param_state is None else param_state
         return self._shared_state_for(key)[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -352,13 +347,13 @@ class OptimizerStateView(_DictView):
         return self[key] if key in self else default  # noqa: SIM401 (this is `get`)
 
     def pop(self, key: Any, default: Any = _MISSING) -> Any:
-        """Where this rank holds no part of a parameter there is nothing to remove: that is no error."""
-        found = self._find_param_state(key) if isinstance(key, torch.Tensor) else None
+        """Remove and return state. Does not raise for a parameter of which this rank owns no shard."""
+        param_state = self._find_param_state(key) if isinstance(key, torch.Tensor) else None
         if key in self:
-            return self._shared_state_for(key).pop(key) if found is None else found.replace_state(None)
+            return self._shared_state_for(key).pop(key) if param_state is None else param_state.replace_state(None)
         if default is not _MISSING:
             return default
-        if found is None or found.has_shard:
+        if param_state is None or param_state.has_shard:
             raise KeyError(key)
         return {}
 
@@ -374,15 +369,15 @@ class OptimizerStateView(_DictView):
         return key, self.pop(key)
 
     def clear(self) -> None:
-        for part in self._optimizer_shards:
-            part.sharded_state.clear(part.inner.optimizer)
+        for optimizer_shard in self._optimizer_shards:
+            optimizer_shard.sharded_state.clear(optimizer_shard.inner.optimizer)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """All values fit, or none is assigned."""
+        """Assign all values, or none if one does not fit."""
         self._commit({key: self._fit_value(key, value) for key, value in dict(*args, **kwargs).items()})
 
     def replace_state(self, contents: Any) -> None:
-        """`optimizer.state = contents`. All values fit, or nothing changes."""
+        """Implement `optimizer.state = contents`. Nothing changes if a value does not fit."""
         if contents is self:
             return
         fitted = {key: self._fit_value(key, value) for key, value in dict(contents).items()}
@@ -390,38 +385,39 @@ class OptimizerStateView(_DictView):
         self._commit(fitted)
 
     def copy(self) -> dict[Any, Any]:
-        found = {key: it.copy() if isinstance(it, ParamStateView) else it for key, it in self.items()}
-        return defaultdict(dict, found)
+        """Return a plain `defaultdict` with plain dicts."""
+        items = {key: value.copy() if isinstance(value, ParamStateView) else value for key, value in self.items()}
+        return defaultdict(dict, items)
 
     def _inner_states(self) -> list[dict[Any, Any]]:
-        return [part.inner.optimizer.state for part in self._optimizer_shards]
+        return [optimizer_shard.inner.optimizer.state for optimizer_shard in self._optimizer_shards]
 
     def _shared_state_for(self, key: Any) -> dict[Any, Any]:
-        """Where state that belongs to no parameter is, or would be."""
-        inner = self._inner_states()
-        for state in inner:
+        """Return the inner state that has, or would get, a key that is not a parameter."""
+        inner_states = self._inner_states()
+        for state in inner_states:
             if key in state:
                 return state
-        if len(inner) > 1:
+        if len(inner_states) > 1:
             raise KeyError(f"{key!r} is not a parameter: with several classes there is only state of parameters")
-        return inner[0]
+        return inner_states[0]
 
     def _fit_value(self, key: Any, value: Any) -> Any:
         if not isinstance(key, torch.Tensor):
             self._shared_state_for(key)
             return value
-        found = self._find_param_state(key)
-        if found is None:
+        param_state = self._find_param_state(key)
+        if param_state is None:
             raise ConfigError(
                 f"optimizer.state takes no state for a tensor of shape {tuple(key.shape)}: it is not a parameter of "
                 "this optimizer. Use one from optimizer.param_groups."
             )
-        return found.fit_values(value)
+        return param_state.fit_values(value)
 
     def _commit(self, fitted: Mapping[Any, Any]) -> None:
         for key, value in fitted.items():
-            found = self._find_param_state(key) if isinstance(key, torch.Tensor) else None
-            if found is None:
+            param_state = self._find_param_state(key) if isinstance(key, torch.Tensor) else None
+            if param_state is None:
                 self._shared_state_for(key)[key] = value
             else:
-                found.replace_state(value)
+                param_state.replace_state(value)
