@@ -1,1 +1,1 @@
-"""State as records and layouts; knows nothing of the runtime."""
+"""Optimizer state: shards, state dicts and their serialization. Independent of the engine."""

@@ -1,8 +1,8 @@
-"""What torch's checkpoint helpers want when they call an optimizer, which they do not say.
+"""Detect calls from `torch.distributed.checkpoint` (DCP), and what they expect.
 
-They call `state_dict()` of any optimizer and expect its own tensors, whole or in parts that they know to gather. Ours
-cannot be gathered by them, so it looks at who asks. All that is known of torch's frames is in this file;
-tests/ranks/test_dcp.py fails where a version of torch changes them.
+DCP's helpers call `state_dict()` of any optimizer and expect full tensors, or shards that they can gather themselves.
+They cannot gather ours, and do not say which of the two they want, so `state_dict()` inspects the call stack. This is
+the only module that depends on torch's stack frames; tests/ranks/test_dcp.py fails if a torch release changes them.
 """
 
 import sys
@@ -17,31 +17,31 @@ _DCP_MODULE = "torch.distributed.checkpoint"
 _STATE_DICT_MODULE = f"{_DCP_MODULE}.state_dict"
 _LOAD_FUNCTION = "_load_optim_state_dict"
 _MAX_FRAMES = 16
-"""Frames outside this package: the helpers are not farther away than that."""
+"""How many frames outside this package to search for a helper."""
 
 
 class StateDictType(Enum):
-    """What a helper can make use of."""
+    """The kind of state dict that a DCP helper expects."""
 
     SHARDED = auto()
-    """This rank's part."""
+    """This rank's shards."""
     LOAD_TARGET = auto()
-    """This rank's part, to be loaded into."""
+    """This rank's shards, as buffers to load into."""
     FULL = auto()
-    """Whole tensors on all ranks."""
+    """Full tensors on all ranks."""
     FULL_ON_RANK0 = auto()
-    """Whole tensors on rank 0 of the job."""
+    """Full tensors on global rank 0."""
 
 
 class DcpRequest(NamedTuple):
     state_dict_type: StateDictType
     needs_param_names: bool
-    """With the names of parameters in the groups. Most helpers write them in the place of numbers instead, and what
-    has both could not be loaded by an optimizer without names."""
+    """Whether groups include `param_names`. Most helpers replace parameter ids by names instead, and an optimizer
+    without names could not load a dict with both."""
 
 
 def detect_dcp_call() -> DcpRequest | None:
-    """Called by `state_dict()`: what the caller of that wants; None if it is no helper of torch's."""
+    """Return what the caller of `state_dict()` expects, or None if it is not part of DCP. Called by `state_dict()`."""
     frames = list(_outer_frames())
     helpers = [frame for frame in frames if _module_name(frame) == _STATE_DICT_MODULE]
     if helpers:
@@ -62,17 +62,17 @@ def _parse_helper_frames(frames: Sequence[FrameType]) -> DcpRequest:
             f"torch {torch.__version__} calls state_dict() in a way that is not known here: use "
             "optimizer.sharded_state_dict() or optimizer.full_state_dict() instead"
         )
-    loads = any(frame.f_code.co_name == _LOAD_FUNCTION for frame in frames)
-    wanted = StateDictType.SHARDED
-    if loads:  # it is about to put whole tensors in their place
-        wanted = StateDictType.FULL
+    is_loading = any(frame.f_code.co_name == _LOAD_FUNCTION for frame in frames)
+    state_dict_type = StateDictType.SHARDED
+    if is_loading:  # the helper replaces the values by full tensors
+        state_dict_type = StateDictType.FULL
     elif info.full_state_dict:
-        wanted = StateDictType.FULL_ON_RANK0 if info.cpu_offload else StateDictType.FULL
-    return DcpRequest(wanted, needs_param_names=info.flatten_optimizer_state_dict)
+        state_dict_type = StateDictType.FULL_ON_RANK0 if info.cpu_offload else StateDictType.FULL
+    return DcpRequest(state_dict_type, needs_param_names=info.flatten_optimizer_state_dict)
 
 
 def is_dcp_initializing_state() -> bool:
-    """Called by the getter of `state`: whether torch asks if there is any, in order to step with zeros if not."""
+    """Return whether DCP reads `state` to decide if it must initialize it by a step with zero gradients."""
     return any(
         _module_name(frame) == _STATE_DICT_MODULE and frame.f_code.co_name == "_init_optim_state"
         for frame in _outer_frames()
@@ -80,7 +80,7 @@ def is_dcp_initializing_state() -> bool:
 
 
 def is_dcp_loading_flattened() -> bool:
-    """Called by the getter of `state`: whether torch will look there for the keys to take from a flattened dict."""
+    """Return whether DCP reads `state` to find the keys that it takes from a flattened dict."""
     frames = [
         frame
         for frame in _outer_frames()
@@ -90,7 +90,7 @@ def is_dcp_loading_flattened() -> bool:
 
 
 def _outer_frames() -> Iterator[FrameType]:
-    """Frames outside this package, nearest first."""
+    """Yield at most `_MAX_FRAMES` frames outside this package, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     package = __name__.partition(".")[0] + "."
     seen = 0

@@ -1,4 +1,8 @@
-"""State from one rank to another: structure first, then the bytes of the tensors in bounded pieces."""
+"""Serialize nested values and move them between ranks, without executing code when they are read back.
+
+A value is sent as a header, its structure with meta tensors as placeholders, followed by the bytes of its tensors in
+messages of at most `MESSAGE_BYTES`. Both sides derive the same messages from the header.
+"""
 
 import io
 import pickletools
@@ -18,56 +22,56 @@ from ..errors import CheckpointError, ConfigError, RankMismatchError
 from .tensor_utils import dense_flat_view, is_wrapper_subclass, map_inner_tensors, map_tensors, snapshot_to_host
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Objects as bytes that can be read back without running code.
+# Bytes that `torch.load(weights_only=True)` reads back.
 
 
 def dumps(value: Any) -> bytes:
-    """`value` as `torch.save` writes it, refused unless `torch.load(weights_only=True)` will take it back."""
+    """Serialize `value` with `torch.save`. Raises `CheckpointError` if `loads` could not read it back."""
     try:
         return _dumps_checked(value)
     except Exception as error:
-        where, part = _find_unserializable(value)
+        path, culprit = _find_unserializable(value)
         reason = str(error).split("WeightsUnpickler error: ")[-1].partition("\n")[0] or type(error).__name__
         raise CheckpointError(
-            f"{where}: a {type(part).__name__} cannot be sent safely: {reason} "
+            f"{path}: a {type(culprit).__name__} cannot be sent safely: {reason} "
             "Keep to tensors, numbers, strings and plain containers, or allow its types with "
             "torch.serialization.add_safe_globals on every rank."
         ) from error
 
 
 def dumps_unchecked(value: Any) -> bytes:
-    """`value` of plain containers and numbers, which need no trial."""
+    """Serialize plain containers and numbers, which need no check."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def loads(data: bytes) -> Any:
-    """What was packed, with all tensors in host memory."""
+    """Deserialize the output of `dumps`, with all tensors in host memory."""
     open_torch_archive(io.BytesIO(data))
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def open_torch_archive(stream: Any) -> Any:
-    """Torch's reader of what `torch.save` wrote. Raises if its records take more memory than they have in the file.
+    """Open a `torch.save` archive with torch's reader. Raises `CheckpointError` for a decompression bomb.
 
-    Torch never compresses them, but reads some that are: 300 KB would become 300 MB. Old versions do not tell sizes.
+    Torch never compresses records, but does read compressed ones: 300 KB could become 300 MB. Readers of old torch
+    versions do not report record sizes, so the check is skipped there.
     """
     reader: Any = torch._C.PyTorchFileReader(stream)
     stream.seek(0, io.SEEK_END)
-    stored = stream.tell()
+    file_nbytes = stream.tell()
     stream.seek(0)
     sizes = map(reader.get_record_size, reader.get_all_records()) if hasattr(reader, "get_record_size") else ()
-    if (unpacked := sum(sizes)) > stored:
-        raise CheckpointError(f"its records take {unpacked} bytes, and it has {stored}")
+    if (record_nbytes := sum(sizes)) > file_nbytes:
+        raise CheckpointError(f"its records take {record_nbytes} bytes, and it has {file_nbytes}")
     return reader
 
 
 def extract_tensors(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    """`value` with memory-less stand-ins for its tensors, and the tensors in order.
+    """Return `value` with meta tensors as placeholders, and its tensors in order.
 
-    Sparse tensors and others without plain memory stay where they are. Of those that are made of others, these are
-    taken out.
+    Sparse and quantized tensors stay in `value`. Wrapper subclasses stay too, with placeholders for inner tensors.
     """
     tensors: list[torch.Tensor] = []
 
@@ -90,12 +94,12 @@ def _dumps_checked(value: Any) -> bytes:
 
 
 def _find_unserializable(value: Any, path: str = "") -> tuple[str, Any]:
-    """The smallest part of `value` that cannot be packed, and the path to it."""
-    for key, part in _children(value):
+    """Return the path to the innermost value that cannot be serialized, and that value."""
+    for key, child in _children(value):
         try:
-            _dumps_checked(part)
+            _dumps_checked(child)
         except Exception:
-            return _find_unserializable(part, f"{path}[{key!r}]")
+            return _find_unserializable(child, f"{path}[{key!r}]")
     return path or "the value itself", value
 
 
@@ -106,37 +110,37 @@ def _children(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Can those who receive it read it? Types beyond torch's own must be allowed on every rank.
+# Custom types: allowed by `torch.serialization.add_safe_globals`, on every rank.
 
 
 def find_custom_types(data: bytes) -> list[str]:
-    """Names of the types in it that torch's own list does not have, and the user has allowed."""
+    """Return the names of serialized types that the user allowed in addition to torch's own list."""
     return sorted(_pickled_type_names(data) & _user_safe_globals())
 
 
 def check_types_allowed(comm: Comm, call: str, used_types: Sequence[str]) -> None:
-    """Raise on all ranks if one of them sends a type that another has not allowed. Called on all ranks.
+    """Raise `RankMismatchError` on all ranks if one sends a type that another has not allowed. Call on all ranks.
 
-    What ranks have allowed and nobody uses may differ: many libraries allow their types when they are imported.
+    Unused types may differ between ranks: many libraries allow their types on import.
     """
-    everyone = comm.data_parallel
-    if comm.is_single_rank or not everyone.all_reduce_max([bool(used_types)])[0]:
+    data_parallel = comm.data_parallel
+    if comm.is_single_rank or not data_parallel.all_reduce_max([bool(used_types)])[0]:
         return
-    wanted = {name for text in everyone.all_gather_text("\n".join(used_types)) for name in text.splitlines()}
-    lacking = everyone.all_gather_text(", ".join(sorted(wanted - _user_safe_globals())))
-    if any(lacking):
-        told = "; ".join(f"rank {rank} has not allowed {names}" for rank, names in enumerate(lacking) if names)
-        raise RankMismatchError(f"{call}: {told}. Call torch.serialization.add_safe_globals on every rank.")
+    required = {name for text in data_parallel.all_gather_text("\n".join(used_types)) for name in text.splitlines()}
+    missing = data_parallel.all_gather_text(", ".join(sorted(required - _user_safe_globals())))
+    if any(missing):
+        reasons = "; ".join(f"rank {rank} has not allowed {names}" for rank, names in enumerate(missing) if names)
+        raise RankMismatchError(f"{call}: {reasons}. Call torch.serialization.add_safe_globals on every rank.")
 
 
 def _user_safe_globals() -> set[str]:
-    """What the user, or a library, has allowed beyond torch's own list."""
+    """Return the names of types that the user, or a library, allowed in addition to torch's own list."""
     allowed = [entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals()]
     return {f"{entry.__module__}.{entry.__qualname__}" for entry in allowed}
 
 
 def _pickled_type_names(data: bytes) -> set[str]:
-    """Of the types that are needed to read it."""
+    """Return the names of all types that reading `data` requires."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         (path,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         return {
@@ -145,36 +149,37 @@ def _pickled_type_names(data: bytes) -> set[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Nested values with thousands of tensors as a few long ones: copied to host memory, and sent, in a few pieces.
+# Packed values: thousands of small tensors in one host buffer per dtype, for few copies and few messages.
 
 
 PackedValue = dict[str, Any]
+"""`outline`: the serialized structure, with references into `flats`, one buffer per dtype; `types`: custom types."""
 _TENSOR_TAG = "zeroshard.place"
 _PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _COPY_BATCH_BYTES = 32 * MIB
-"""What is put together on a device at once."""
+"""How much is concatenated on a device before it is copied to the host."""
 
 
 def pack_into_buffers(value: Any) -> PackedValue:
-    """A copy in host memory that nothing changes later: an outline of it, as bytes, with places in `flats`.
+    """Copy `value` to host memory, independent of later changes.
 
-    Raises if it could not be read back without running code.
+    Raises `CheckpointError` if it could not be read back without executing code.
     """
-    packing = _BufferPacker()
-    outline = packing.pack(value)
-    data = dumps(outline) if packing.has_non_plain_values else dumps_unchecked(outline)
-    flats = [_concat_on_host(parts) for parts in packing.tensors_by_dtype.values()]
-    types = find_custom_types(data) if packing.has_non_plain_values else []
+    packer = _BufferPacker()
+    outline = packer.pack(value)
+    data = dumps(outline) if packer.has_non_plain_values else dumps_unchecked(outline)
+    flats = [_concat_on_host(tensors) for tensors in packer.tensors_by_dtype.values()]
+    types = find_custom_types(data) if packer.has_non_plain_values else []
     return {"outline": torch.frombuffer(bytearray(data), dtype=torch.uint8), "flats": flats, "types": types}
 
 
 def unpack_from_buffers(packed: PackedValue) -> Any:
-    """The value, whose tensors are views of those in `flats`."""
+    """Return the packed value. Its tensors are views of the packed buffers."""
     flats = packed["flats"]
 
     def view(tensor_ref: tuple[Any, ...]) -> torch.Tensor:
-        _, kind, start, shape, stride = tensor_ref
-        tensor: torch.Tensor = flats[kind].as_strided(shape, stride, flats[kind].storage_offset() + start)
+        _, index, start, shape, stride = tensor_ref
+        tensor: torch.Tensor = flats[index].as_strided(shape, stride, flats[index].storage_offset() + start)
         return tensor
 
     return _restore_tensors(loads(bytes(packed["outline"].tolist())), view)
@@ -184,30 +189,30 @@ class _BufferPacker:
     def __init__(self) -> None:
         self.tensors_by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         self.has_non_plain_values = False
-        """There is more in it than plain containers, numbers and tensors."""
+        """Whether the value has more than plain containers, numbers and tensors."""
         self._numel_by_dtype: dict[torch.dtype, int] = defaultdict(int)
         self._buffer_index: dict[torch.dtype, int] = {}
 
     def pack(self, value: Any) -> Any:
-        kind = type(value)
+        cls = type(value)
         if isinstance(value, torch.Tensor):
             return self._pack_tensor(value)
-        if kind is dict:
+        if cls is dict:
             return {key: self.pack(item) for key, item in value.items()}
-        if kind is list or kind is tuple:
-            return kind([self.pack(item) for item in value])
-        return value if kind in _PLAIN_TYPES else self._pack_non_plain(value)
+        if cls is list or cls is tuple:
+            return cls([self.pack(item) for item in value])
+        return value if cls in _PLAIN_TYPES else self._pack_non_plain(value)
 
     def _pack_tensor(self, tensor: torch.Tensor) -> Any:
-        memory = _plain_flat_view(tensor)
-        if memory is None:
+        flat = _plain_flat_view(tensor)
+        if flat is None:
             return self._pack_non_plain(tensor)
         dtype = tensor.dtype
-        number = self._buffer_index.setdefault(dtype, len(self._buffer_index))
-        self.tensors_by_dtype.setdefault(dtype, []).append(memory)
+        index = self._buffer_index.setdefault(dtype, len(self._buffer_index))
+        self.tensors_by_dtype.setdefault(dtype, []).append(flat)
         start = self._numel_by_dtype[dtype]
-        self._numel_by_dtype[dtype] += memory.numel()
-        return (_TENSOR_TAG, number, start, tuple(tensor.shape), tensor.stride())
+        self._numel_by_dtype[dtype] += flat.numel()
+        return (_TENSOR_TAG, index, start, tuple(tensor.shape), tensor.stride())
 
     def _pack_non_plain(self, value: Any) -> Any:
         self.has_non_plain_values = True
@@ -215,37 +220,37 @@ class _BufferPacker:
 
 
 def _plain_flat_view(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The flat memory of a plain tensor; None for others, and for what has gaps."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-    if not plain or is_wrapper_subclass(tensor) or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+    """Return a flat view of a plain tensor; None for other tensors, and for those with gaps."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    if not is_plain or is_wrapper_subclass(tensor) or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
     return dense_flat_view(tensor) if tensor.numel() else None
 
 
 def _restore_tensors(value: Any, view: Callable[[tuple[Any, ...]], torch.Tensor]) -> Any:
-    kind = type(value)
-    if kind is dict:
+    cls = type(value)
+    if cls is dict:
         return {key: _restore_tensors(item, view) for key, item in value.items()}
-    if kind is tuple and value and type(value[0]) is str and value[0] == _TENSOR_TAG:
+    if cls is tuple and value and type(value[0]) is str and value[0] == _TENSOR_TAG:
         return view(value)
-    return kind([_restore_tensors(item, view) for item in value]) if kind in (list, tuple) else value
+    return cls([_restore_tensors(item, view) for item in value]) if cls in (list, tuple) else value
 
 
 def _concat_on_host(tensors: list[torch.Tensor]) -> torch.Tensor:
-    flat = torch.empty(sum(part.numel() for part in tensors), dtype=tensors[0].dtype, device="cpu")
-    start, room, batch = 0, _COPY_BATCH_BYTES, list[torch.Tensor]()
-    for part in tensors:
-        if batch and (part.device != batch[0].device or part.nbytes > room):
-            start, room = _copy_batch(batch, flat, start), _COPY_BATCH_BYTES
-        batch.append(part)
-        room -= part.nbytes
-    _copy_batch(batch, flat, start)
-    return flat
+    buffer = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype, device="cpu")
+    start, free_bytes, batch = 0, _COPY_BATCH_BYTES, list[torch.Tensor]()
+    for tensor in tensors:
+        if batch and (tensor.device != batch[0].device or tensor.nbytes > free_bytes):
+            start, free_bytes = _copy_batch(batch, buffer, start), _COPY_BATCH_BYTES
+        batch.append(tensor)
+        free_bytes -= tensor.nbytes
+    _copy_batch(batch, buffer, start)
+    return buffer
 
 
 def _copy_batch(batch: list[torch.Tensor], buffer: torch.Tensor, start: int) -> int:
-    """Copies, and empties the batch; where the next begins."""
-    target = buffer[start : start + sum(part.numel() for part in batch)]
+    """Copy the batch into `buffer` at `start` and clear it. Return where the next batch starts."""
+    target = buffer[start : start + sum(tensor.numel() for tensor in batch)]
     if batch[0].device.type == "cpu":
         torch.cat(batch, out=target)
     else:
@@ -255,7 +260,7 @@ def _copy_batch(batch: list[torch.Tensor], buffer: torch.Tensor, start: int) -> 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# State from one rank to another: structure first, then the bytes of the tensors in bounded pieces.
+# Point-to-point transfer.
 
 
 MESSAGE_BYTES = 4 * MIB
@@ -263,7 +268,7 @@ MAX_IN_FLIGHT_MESSAGES = 2
 
 
 class StateSender:
-    """A value made ready to be sent. Making it finds what cannot be sent, before anything is."""
+    """A value ready to be sent. The constructor raises `CheckpointError` if it cannot be serialized."""
 
     def __init__(self, value: Any) -> None:
         skeleton, self._tensors = extract_tensors(value)
@@ -272,23 +277,23 @@ class StateSender:
 
     @property
     def nbytes(self) -> int:
-        """What it takes on the wire."""
+        """Bytes to send."""
         return len(self._header) + sum(tensor.nbytes for tensor in self._tensors)
 
     def send(self, comm: Comm, to: Rank) -> None:
-        """Pairs with `receive` on rank `to`."""
+        """Send to rank `to`, which must call `receive_state`."""
         window = InFlightWindow(MAX_IN_FLIGHT_MESSAGES)
         header = torch.frombuffer(bytearray(self._header), dtype=torch.uint8)
         window.add(comm.send(torch.tensor([len(header)], device="cpu"), to))
         window.add(comm.send(header, to))
-        for piece in _split_into_messages(self._tensors):
+        for message in _split_into_messages(self._tensors):
             window.wait_for_capacity()
-            window.add(comm.send(_concat_message(piece), to))
+            window.add(comm.send(_concat_message(message), to))
         window.drain()
 
 
 class GatherInput(NamedTuple):
-    """What one rank gives to a gathering, and what must be equal on all ranks for it."""
+    """One rank's value for `gather_state`, and descriptions that must be equal on all ranks."""
 
     value: Any
     must_match: Sequence[str]
@@ -303,47 +308,51 @@ def gather_state(
     on_consensus: Callable[[], object],
     on_value: Callable[[Any], object],
 ) -> bool:
-    """Rank `to` gets to `take` every rank's value in the order of ranks, as a snapshot in host memory.
+    """Gather one value per rank on rank `to`. Call on all ranks; return whether this rank is `to`.
 
-    It counts in `Comm.everyone`, and gets the values of its own group. Called on all ranks; says whether this is rank
-    `to`. What cannot be made or sent on one rank is raised on all, before anything is sent; then `agreed_on` is called.
+    Rank `to`, a rank of `comm.data_parallel`, calls `on_value` with each value of its own shard group, in rank order,
+    as a snapshot in host memory. If a rank cannot make or serialize its value, all ranks raise before anything is sent;
+    otherwise all call `on_consensus` first.
     """
 
     def prepare() -> Prepared[tuple[Any, StateSender]]:
         if not isinstance(to, Integral) or to not in range(comm.data_parallel.group.size):
             raise ConfigError(f"{call}: to={to!r:.200} is not a rank of a group of {comm.data_parallel.group.size}")
-        value, facts = make_input()
-        return Prepared((value, StateSender(value)), [f"to={to}", *facts])
+        value, must_match = make_input()
+        return Prepared((value, StateSender(value)), [f"to={to}", *must_match])
 
-    mine, outbox = prepare_all(comm, call, prepare)
-    check_types_allowed(comm, call, outbox.custom_types)
+    own_value, sender = prepare_all(comm, call, prepare)
+    check_types_allowed(comm, call, sender.custom_types)
     on_consensus()
     target = comm.data_parallel.group.to_global(to)
     if target not in comm.group.members:
-        return False  # which has all of it without us
+        return False  # the shard group of `to` has all of the state
     with comm.group.failure_detector.abort_on_error():
         if comm.group.global_rank != target:
-            outbox.send(comm, comm.group.from_global(target))
+            sender.send(comm, comm.group.from_global(target))
             return False
         for rank in range(comm.group.size):
-            on_value(snapshot_to_host(mine) if rank == comm.group.rank else receive_state(comm, Rank(rank)))
+            on_value(snapshot_to_host(own_value) if rank == comm.group.rank else receive_state(comm, Rank(rank)))
     return True
 
 
 def broadcast_state(comm: Comm, value: Any, source: Rank) -> Any:
-    """The source's value on all ranks, in host memory of their own. It must be one that was gathered."""
+    """Send `source`'s value to all ranks of the group, into host memory. Call on all ranks.
+
+    The value must come from `gather_state`, which checked that all ranks can read it.
+    """
     if comm.group.rank != source:
         return receive_state(comm, source)
     with comm.group.failure_detector.abort_on_error():
-        outbox = StateSender(value)
+        sender = StateSender(value)
         for rank in range(comm.group.size):
             if rank != source:
-                outbox.send(comm, Rank(rank))
+                sender.send(comm, Rank(rank))
     return value
 
 
 def receive_state(comm: Comm, source: Rank) -> Any:
-    """What `source` sends from its `Outbox`, in host memory of its own."""
+    """Receive what `source` sends with `StateSender.send`, into new host memory."""
     size = torch.empty(1, dtype=torch.int64, device="cpu")
     comm.receive(size, source).wait()
     buffer = bytearray(int(size.item()))
@@ -358,56 +367,59 @@ def receive_state(comm: Comm, source: Rank) -> Any:
 
     value = map_tensors(loads(bytes(buffer)), lambda tensor: map_inner_tensors(tensor, allocate))
     window = InFlightWindow(MAX_IN_FLIGHT_MESSAGES)
-    for piece in _split_into_messages(tensors):
+    for message in _split_into_messages(tensors):
         window.wait_for_capacity()
-        _receive_message(comm, source, piece, window)
+        _receive_message(comm, source, message, window)
     window.drain()
     return value
 
 
 Message = list[torch.Tensor]
-"""Flat tensors that make one message: a slice of a large one, or several small ones."""
+"""Flat tensors that are sent as one message: a slice of a large tensor, or several small tensors."""
 
 
 def _split_into_messages(tensors: list[torch.Tensor]) -> Iterator[Message]:
-    """Cut alike on both sides, since both know shapes, strides and dtypes."""
+    """Yield messages of at most `MESSAGE_BYTES`.
+
+    Sender and receiver get the same messages, since both know shapes, strides and dtypes.
+    """
     small: Message = []
-    room = MESSAGE_BYTES
+    free_bytes = MESSAGE_BYTES
     for tensor in tensors:
         flat = _flatten_dense(tensor)
-        if flat.nbytes > room and small:
+        if flat.nbytes > free_bytes and small:
             yield small
-            small, room = [], MESSAGE_BYTES
+            small, free_bytes = [], MESSAGE_BYTES
         if flat.nbytes > MESSAGE_BYTES:
-            yield from ([part] for part in torch.split(flat, MESSAGE_BYTES // flat.element_size()))
+            yield from ([chunk] for chunk in torch.split(flat, MESSAGE_BYTES // flat.element_size()))
         elif flat.nbytes:
             small.append(flat)
-            room -= flat.nbytes
+            free_bytes -= flat.nbytes
     if small:
         yield small
 
 
 def _flatten_dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor, or a copy without the gaps in it."""
-    memory = dense_flat_view(tensor)
-    return tensor.contiguous().view(-1) if memory is None else memory
+    """Return a flat view of a tensor, or a flat copy if it has gaps."""
+    flat = dense_flat_view(tensor)
+    return tensor.contiguous().view(-1) if flat is None else flat
 
 
 def _concat_message(message: Message) -> torch.Tensor:
-    parts = [view_as_bytes(flat.cpu()) for flat in message]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    buffers = [view_as_bytes(flat.cpu()) for flat in message]
+    return buffers[0] if len(buffers) == 1 else torch.cat(buffers)
 
 
 def _receive_message(comm: Comm, source: Rank, message: Message, window: InFlightWindow) -> None:
-    parts = [view_as_bytes(flat) for flat in message]
-    if len(parts) == 1:
-        window.add(comm.receive(parts[0], source))
+    buffers = [view_as_bytes(flat) for flat in message]
+    if len(buffers) == 1:
+        window.add(comm.receive(buffers[0], source))
         return
-    staging = torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8, device="cpu")
-    sizes = [part.nbytes for part in parts]
+    staging = torch.empty(sum(buffer.nbytes for buffer in buffers), dtype=torch.uint8, device="cpu")
+    sizes = [buffer.nbytes for buffer in buffers]
 
-    def distribute() -> None:
-        for part, arrived in zip(parts, torch.split(staging, sizes), strict=True):
-            part.copy_(arrived)
+    def unpack() -> None:
+        for buffer, received in zip(buffers, torch.split(staging, sizes), strict=True):
+            buffer.copy_(received)
 
-    window.add(comm.receive(staging, source), on_done=distribute)
+    window.add(comm.receive(staging, source), on_done=unpack)

@@ -1,7 +1,7 @@
-"""A rank's part of a tensor, as `torch.distributed.checkpoint` saves and loads it.
+"""ShardTensor: one rank's shard of a tensor, as `torch.distributed.checkpoint` (DCP) saves and loads it.
 
-The only file that knows torch's protocol for that, which is private; tests/ranks/test_dcp.py fails where a version of
-torch changes it.
+DCP's protocol for sharded tensors is private. This is the only module that depends on it; tests/ranks/test_dcp.py fails
+if a torch release changes it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from .._types import Span
 from ..layout.chunks import Chunk, split_into_chunks, storage_numel
 from .tensor_utils import dense_flat_view, map_tensors
 
-if TYPE_CHECKING:  # DCP takes a second to import, and who never saves does not need it
+if TYPE_CHECKING:  # importing DCP takes a second, and only saving needs it
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
@@ -21,26 +21,26 @@ _aten = torch.ops.aten
 
 
 class ShardTensor(torch.Tensor):
-    """Has the shape of the whole, and of its memory a span: `local`, flat.
+    """A tensor with the full shape that holds only one span of the memory: `local`, a flat tensor.
 
-    It can be saved, loaded into, copied and moved. It cannot be computed with.
+    It can be saved, loaded into, copied and moved to another device. It does not support computation.
     """
 
-    # Hazard: staging copies what is in `__dict__`, one by one, onto what `new_empty` returned.
+    # Hazard: DCP's staging copies the items of `__dict__` one by one onto the result of `new_empty`.
     local: torch.Tensor
     full_stride: tuple[int, ...]
     start: int
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, shape: Sequence[int], stride: Sequence[int], start: int) -> "ShardTensor":
-        made: ShardTensor = torch.Tensor._make_wrapper_subclass(
+        shard: ShardTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=local.dtype, device=local.device
         )
-        made.local, made.full_stride, made.start = local, tuple(stride), start
-        return made
+        shard.local, shard.full_stride, shard.start = local, tuple(stride), start
+        return shard
 
     def __init__(self, *_: Any) -> None:
-        """All is done in `__new__`, as torch wants it."""
+        """Do nothing: `__new__` initializes wrapper subclasses."""
 
     @property
     def span(self) -> Span:
@@ -51,14 +51,15 @@ class ShardTensor(torch.Tensor):
         return self.local.numel() == storage_numel(self.shape, self.full_stride)
 
     def to_full(self) -> torch.Tensor:
-        """The whole tensor, if this is all of it."""
+        """Return the full tensor as a view of `local`. Requires `is_full`."""
         return self.local.as_strided(self.shape, self.full_stride)
 
     def with_local(self, local: torch.Tensor) -> "ShardTensor":
         return ShardTensor(local, self.shape, self.full_stride, self.start)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"CutTensor({tuple(self.shape)}, {self.dtype}, elements {self.start} to {self.span.stop} of its memory)"
+        start, stop = self.span
+        return f"ShardTensor({tuple(self.shape)}, {self.dtype}, elements {start} to {stop} of its memory)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardTensor":
         copy = memo.setdefault(id(self), self.with_local(self.local.clone()))
@@ -68,7 +69,7 @@ class ShardTensor(torch.Tensor):
     def __reduce_ex__(self, _: Any) -> Any:
         return ShardTensor, (self.local, tuple(self.shape), self.full_stride, self.start)
 
-    # ---- torch's protocol
+    # Protocols of torch: wrapper subclasses and DCP.
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["local"], (tuple(self.shape), self.full_stride, self.start)
@@ -95,24 +96,24 @@ class ShardTensor(torch.Tensor):
         properties = TensorProperties.create_from_tensor(self.local)
         return [
             WriteItem(
-                index=MetadataIndex(fqn, torch.Size(box.offsets)),
+                index=MetadataIndex(fqn, torch.Size(chunk.offsets)),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=_to_chunk_metadata(box), properties=properties, size=self.shape),
+                tensor_data=TensorWriteData(chunk=_to_chunk_metadata(chunk), properties=properties, size=self.shape),
             )
-            for box in self._chunks()
+            for chunk in self._chunks()
         ]
 
     def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
-        return [_to_chunk_metadata(box) for box in self._chunks()]
+        return [_to_chunk_metadata(chunk) for chunk in self._chunks()]
 
     def __get_tensor_shard__(self, index: "MetadataIndex") -> torch.Tensor:
-        for box in self._chunks():
-            if torch.Size(box.offsets) == index.offset:
-                return self._view_chunk(box)
-        raise ValueError(f"{index} is no part of what this rank has of it")
+        for chunk in self._chunks():
+            if torch.Size(chunk.offsets) == index.offset:
+                return self._view_chunk(chunk)
+        raise ValueError(f"{index} is not part of this rank's shard")
 
     def _chunks(self) -> list[Chunk]:
-        if 0 in self.shape:  # a tensor of no elements is one box, so that it is there when it is loaded
+        if 0 in self.shape:  # save an empty tensor as one chunk, so that loading finds it
             return [Chunk((0,) * len(self.shape), tuple(self.shape))]
         return split_into_chunks(self.shape, self.full_stride, self.span)
 
@@ -122,7 +123,7 @@ class ShardTensor(torch.Tensor):
 
 
 def make_full_shard(tensor: torch.Tensor) -> ShardTensor:
-    """A tensor that one rank has all of, and the others nothing."""
+    """Return a shard that holds all of `tensor`. Other ranks hold nothing of it."""
     memory = dense_flat_view(tensor)
     if memory is None:
         return make_full_shard(tensor.contiguous())
@@ -130,14 +131,16 @@ def make_full_shard(tensor: torch.Tensor) -> ShardTensor:
 
 
 def make_empty_shard(tensor: torch.Tensor) -> ShardTensor:
-    """What a rank has of a tensor that belongs to others."""
-    nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return ShardTensor(nothing, tensor.shape, tensor.stride(), 0)
+    """Return a shard without elements, for a tensor that other ranks own."""
+    local = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return ShardTensor(local, tensor.shape, tensor.stride(), 0)
 
 
 def unwrap_full_shards(value: Any) -> Any:
-    """Plain tensors in the place of those of which a rank has everything, wherever they are in `value`."""
-    return map_tensors(value, lambda it: it.to_full() if isinstance(it, ShardTensor) and it.is_full else it)
+    """Replace shards in `value` that hold the full tensor by plain tensors."""
+    return map_tensors(
+        value, lambda tensor: tensor.to_full() if isinstance(tensor, ShardTensor) and tensor.is_full else tensor
+    )
 
 
 def _apply_to_local(func: Any, shard: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
@@ -146,8 +149,8 @@ def _apply_to_local(func: Any, shard: ShardTensor, *args: Any, **kwargs: Any) ->
 
 def _new_empty(_: Any, shard: ShardTensor, size: Sequence[int], **kwargs: Any) -> ShardTensor:
     device = kwargs.get("device") or shard.local.device
-    nothing = torch.empty(0, dtype=kwargs.get("dtype") or shard.local.dtype, device=device)
-    return ShardTensor(nothing, size, (1,) * len(size), 0)
+    local = torch.empty(0, dtype=kwargs.get("dtype") or shard.local.dtype, device=device)
+    return ShardTensor(local, size, (1,) * len(size), 0)
 
 
 def _copy_local(_: Any, target: ShardTensor, source: ShardTensor, *args: Any) -> ShardTensor:

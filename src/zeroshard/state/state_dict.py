@@ -1,4 +1,8 @@
-"""Optimizer state in torch's own format: `{"state": {id: ...}, "param_groups": [...]}`."""
+"""Optimizer state dicts in torch's format, `{"state": {id: ...}, "param_groups": [...]}`, and shards of state.
+
+`parse_state_dict` validates a dict and matches it with this optimizer's parameters. `StateShard` is one rank's state of
+a parameter or of a span of it; `StateAssembler` joins the shards of all ranks to the state of full parameters.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -29,22 +33,22 @@ StateDict = dict[str, Any]
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 ParamGroup = Mapping[str, Any]
 ParamShapedKeysFn = Callable[[int], frozenset[str]]
-"""Keys of a parameter's state that has the parameter's shape."""
+"""Maps a parameter index to the keys of state that has the shape of the parameter."""
 
 
 def pack_param_groups(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
-    """The groups with running numbers in the place of parameters, as `Optimizer.state_dict` writes them."""
-    written, start = [], 0
+    """Replace the parameters of groups by consecutive ids, as `Optimizer.state_dict` does."""
+    packed_groups, start = [], 0
     for group in groups:
         packed = {key: snapshot_to_host(value) for key, value in group.items() if key != "params"}
         packed["params"] = list(range(start, start + len(group["params"])))
         start += len(group["params"])
-        written.append(packed)
-    return written
+        packed_groups.append(packed)
+    return packed_groups
 
 
 def drop_param_names(state_dict: StateDict) -> StateDict:
-    """Without the names of parameters in the groups."""
+    """Return a copy without `param_names` in the groups."""
     groups = [
         {key: value for key, value in group.items() if key != "param_names"} for group in state_dict["param_groups"]
     ]
@@ -53,39 +57,39 @@ def drop_param_names(state_dict: StateDict) -> StateDict:
 
 @dataclass(frozen=True)
 class SavedState:
-    """A foreign dict, checked against this optimizer's parameters."""
+    """A loaded state dict, validated and matched with this optimizer's parameters."""
 
     groups: list[dict[str, Any]]
     by_param: dict[int, Any]
-    """State by this optimizer's parameter index. The caller's objects: to be copied before use."""
+    """State by this optimizer's parameter index. The caller owns these objects: copy them before use."""
     shared_state: dict[Hashable, Any]
     """State that belongs to no parameter."""
     extra: StateDict
-    """What the dict has beside the state and the groups."""
+    """All other entries of the dict."""
     param_names: list[str] | None
-    """What this optimizer calls its parameters, whatever the dict calls them."""
+    """This optimizer's names of its parameters, regardless of the names in the dict."""
     is_sharded: bool = False
-    """It has this rank's part only, and other ranks have other parts."""
+    """Whether it holds only this rank's shards."""
 
     def select_groups(self, group_ids: Sequence[int], specs: Sequence[ParamSpec]) -> "SavedState":
-        """What it has of the groups with these numbers, in this order."""
+        """Return only the groups with these indices, in this order, and their state."""
         if len(group_ids) == len(self.groups):
             return self
-        chosen = {index: state for index, state in self.by_param.items() if specs[index].group in group_ids}
-        return replace(self, groups=[self.groups[number] for number in group_ids], by_param=chosen)
+        selected = {index: state for index, state in self.by_param.items() if specs[index].group in group_ids}
+        return replace(self, groups=[self.groups[group_id] for group_id in group_ids], by_param=selected)
 
     def has_state(self, index: int) -> bool:
-        """Whether there is state of a parameter. In a rank's part an empty dict says that there is none."""
+        """Return whether a parameter has state. In a sharded dict, an empty dict stands for no state."""
         state = self.by_param.get(index)
         return index in self.by_param and not (self.is_sharded and isinstance(state, Mapping) and not state)
 
     @property
     def tensor_containers(self) -> list[Any]:
-        """All that may have tensors in it."""
+        """Everything that may contain tensors."""
         return [self.groups, list(self.by_param.values()), list(self.shared_state.values()), self.extra]
 
     def must_match(self, *, is_sharded: bool) -> list[str]:
-        """What must be equal on all ranks that load it: all of it, or of a rank's part the groups."""
+        """Return descriptions that must be equal on all ranks: of groups and, unless sharded, of the state."""
         lines = describe_groups(self.groups, "the loaded dict's group")
         if is_sharded:
             return lines
@@ -96,7 +100,7 @@ class SavedState:
 
 @contextmanager
 def as_checkpoint_error() -> Iterator[None]:
-    """What goes wrong with a dict that has something else where a value should be is said of the dict."""
+    """Re-raise errors caused by unexpected values in a loaded dict as `CheckpointError`."""
     try:
         yield
     except (ZeroError, torch.OutOfMemoryError):
@@ -110,59 +114,63 @@ def as_checkpoint_error() -> Iterator[None]:
 def parse_state_dict(
     state_dict: Any, specs: Sequence[ParamSpec], num_groups: int, param_shaped_keys: ParamShapedKeysFn
 ) -> SavedState:
-    """Check `saved` and match its entries with `specs`, by name where both have names, else by position."""
+    """Validate `state_dict` and match its entries with `specs`: by name if both have names, otherwise by position.
+
+    Raises `CheckpointError` if it does not fit.
+    """
     groups = _validate_groups(state_dict)
     _check_group_sizes(groups, specs, num_groups)
     ids = [key for group in groups for key in group["params"]]
     if len(set(ids)) != len(ids):
         raise CheckpointError("the loaded state dict lists a parameter twice in its param_groups")
-    places = _match_params(groups, ids, specs)
-    by_param = {places[key]: state for key, state in state_dict["state"].items() if key in places}
-    # A number that no group lists would be taken for one of this rank's own numbers.
-    others = {
-        key: state for key, state in state_dict["state"].items() if key not in places and not isinstance(key, int)
+    indices = _match_params(groups, ids, specs)
+    by_param = {indices[key]: state for key, state in state_dict["state"].items() if key in indices}
+    # Drop integer ids that no group lists: they would be mistaken for ids of this rank's parameters.
+    shared_state = {
+        key: state for key, state in state_dict["state"].items() if key not in indices and not isinstance(key, int)
     }
     for index, state in by_param.items():
         _check_state_shapes(specs[index], state, param_shaped_keys(index))
     names = [spec.name for spec in specs if spec.name is not None]
     extra = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
-    plain, is_part = unwrap_full_shards(by_param), _is_sharded_state(by_param)
-    return SavedState([dict(group) for group in groups], plain, others, extra, names or None, is_part)
+    is_sharded = _is_sharded_state(by_param)
+    by_param = unwrap_full_shards(by_param)
+    return SavedState([dict(group) for group in groups], by_param, shared_state, extra, names or None, is_sharded)
 
 
 def _is_sharded_state(by_param: Mapping[int, Any]) -> bool:
-    """A rank that owns nothing has an empty dict for each parameter."""
-    cut: list[bool] = []
-    map_tensors(dict(by_param), lambda tensor: cut.append(isinstance(tensor, ShardTensor)))
-    return any(cut) or all(isinstance(state, Mapping) and not state for state in by_param.values())
+    """Return whether state has shards. A rank that owns nothing has an empty dict for each parameter."""
+    is_shard: list[bool] = []
+    map_tensors(dict(by_param), lambda tensor: is_shard.append(isinstance(tensor, ShardTensor)))
+    return any(is_shard) or all(isinstance(state, Mapping) and not state for state in by_param.values())
 
 
 def extract_local_state_dict(saved: SavedState, owned_params: Sequence[Sequence[int]]) -> StateDict:
-    """The part of one rank, numbered from 0: `owned` lists the parameter indices of each of its groups."""
+    """Return one rank's state dict, with ids from 0. `owned_params` are the parameter indices of each of its groups."""
     state: dict[Hashable, Any] = dict(saved.shared_state)
-    groups, number = [], 0
+    groups, next_id = [], 0
     for group, indices in zip(saved.groups, owned_params, strict=True):
-        state |= {number + i: saved.by_param[index] for i, index in enumerate(indices) if saved.has_state(index)}
-        own: dict[str, Any] = {"params": list(range(number, number + len(indices)))}
+        state |= {next_id + i: saved.by_param[index] for i, index in enumerate(indices) if saved.has_state(index)}
+        own: dict[str, Any] = {"params": list(range(next_id, next_id + len(indices)))}
         if saved.param_names is not None:
             own["param_names"] = [saved.param_names[index] for index in indices]
         options = {key: value for key, value in group.items() if key != "param_names" or key in own}
         groups.append(options | own)
-        number += len(indices)
+        next_id += len(indices)
     return {**saved.extra, "state": state, "param_groups": groups}
 
 
 def describe_groups(groups: Sequence[ParamGroup], prefix: str = "group", *, first: int = 0) -> list[str]:
-    """A line for each option of each group. They are numbered from `first` on."""
+    """Return one line per option of each group. Groups are numbered from `first`."""
     return [
-        f"{prefix} {number} has {key}={describe_value(value)}"
-        for number, group in enumerate(groups, first)
+        f"{prefix} {index} has {key}={describe_value(value)}"
+        for index, group in enumerate(groups, first)
         for key, value in sorted(_group_options(group).items())
     ]
 
 
 def describe_options(group: ParamGroup) -> str:
-    """Hyper-parameters in one line that is equal on ranks with equal values."""
+    """Return a group's options in one line, which is equal on ranks with equal values."""
     return ", ".join(f"{key}={describe_value(value)}" for key, value in sorted(_group_options(group).items()))
 
 
@@ -171,20 +179,20 @@ def _group_options(group: ParamGroup) -> dict[str, Any]:
 
 
 def describe_value(value: Any) -> str:
-    """Equal for equal values, on all ranks."""
+    """Return a text that is equal on all ranks for equal values."""
     if isinstance(value, torch.Tensor):
-        inside = value.tolist() if value.numel() <= 16 else f"shape {tuple(value.shape)}"
-        return f"tensor({inside}, {value.dtype})"
+        contents = value.tolist() if value.numel() <= 16 else f"shape {tuple(value.shape)}"
+        return f"tensor({contents}, {value.dtype})"
     if isinstance(value, (list, tuple)):
         return f"{type(value).__name__}({', '.join(map(describe_value, value))})"
     if isinstance(value, Mapping):
         items = ", ".join(f"{describe_value(key)}: {describe_value(item)}" for key, item in value.items())
         return f"{type(value).__name__}({items})"
     if isinstance(value, float):
-        return float.__repr__(value)  # numpy's floats are equal to plain ones
+        return float.__repr__(value)  # numpy's floats compare equal to plain ones
     if isinstance(value, (int, complex, str, bytes, type(None), torch.dtype)):
         return repr(value)
-    return type(value).__qualname__  # a repr may hold an address, which differs from rank to rank
+    return type(value).__qualname__  # a repr may contain an address, which differs between ranks
 
 
 def _describe_state(state: Any) -> str:
@@ -192,15 +200,15 @@ def _describe_state(state: Any) -> str:
 
 
 def _validate_groups(state_dict: Any) -> Sequence[ParamGroup]:
-    """The groups of what must look like a state dict."""
+    """Return the groups of a state dict. Raises `CheckpointError` if it is not one."""
     groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
-    listed = isinstance(groups, (list, tuple)) and all(isinstance(g, Mapping) and "params" in g for g in groups)
-    if groups is None or not listed or not isinstance(state_dict.get("state"), Mapping):
+    is_list = isinstance(groups, (list, tuple)) and all(isinstance(g, Mapping) and "params" in g for g in groups)
+    if groups is None or not is_list or not isinstance(state_dict.get("state"), Mapping):
         raise CheckpointError(
             "not an optimizer state dict: it needs 'state', a dict, and 'param_groups', a list of dicts with 'params'"
         )
-    for number, group in enumerate(groups):
-        _check_group(number, group)
+    for index, group in enumerate(groups):
+        _check_group(index, group)
     return list(groups)
 
 
@@ -217,7 +225,7 @@ def _check_group(index: int, group: ParamGroup) -> None:
 
 
 def _is_param_id(value: Any) -> bool:
-    """Whether state can be found by it: not by a tensor, nor by what differs from itself."""
+    """Return whether a value can be a key of state: hashable, not a tensor, and equal to itself (unlike NaN)."""
     return isinstance(value, Hashable) and not isinstance(value, torch.Tensor) and bool(value == value)  # noqa: PLR0124
 
 
@@ -241,39 +249,39 @@ def _check_group_sizes(groups: Sequence[ParamGroup], specs: Sequence[ParamSpec],
 def _match_params(groups: Sequence[ParamGroup], ids: list[Hashable], specs: Sequence[ParamSpec]) -> dict[Hashable, int]:
     by_position = dict(zip(ids, (spec.index for spec in specs), strict=True))
     names = _saved_param_names(groups)
-    mine = {_strip_all_prefixes(spec.name): spec.index for spec in specs if spec.name is not None}
-    if names is None or len(mine) != len(specs):
+    index_by_name = {_strip_all_prefixes(spec.name): spec.index for spec in specs if spec.name is not None}
+    if names is None or len(index_by_name) != len(specs):
         return by_position
-    if set(names) != set(mine):
+    if set(names) != set(index_by_name):
         warn_at_caller("the parameter names in the loaded state dict differ from the optimizer's: matching by position")
         return by_position
-    places = dict(zip(ids, (mine[name] for name in names), strict=True))
-    moved = [key for key in ids if specs[places[key]].group != specs[by_position[key]].group]
+    by_name = dict(zip(ids, (index_by_name[name] for name in names), strict=True))
+    moved = [key for key in ids if specs[by_name[key]].group != specs[by_position[key]].group]
     if moved:
-        raise CheckpointError(f"{specs[places[moved[0]]].label} is in another group in the loaded state dict")
-    return places
+        raise CheckpointError(f"{specs[by_name[moved[0]]].label} is in another group in the loaded state dict")
+    return by_name
 
 
 def _saved_param_names(groups: Sequence[ParamGroup]) -> list[str] | None:
-    """The names of the saved parameters: given as such, or used as ids."""
+    """Return the names of the saved parameters, from `param_names` or from ids that are names; None if incomplete."""
     names: list[str] = []
     for group in groups:
-        given = group.get("param_names") or group["params"]
-        if len(given) != len(group["params"]) or not all(isinstance(name, str) for name in given):
+        group_names = group.get("param_names") or group["params"]
+        if len(group_names) != len(group["params"]) or not all(isinstance(name, str) for name in group_names):
             return None
-        names.extend(map(_strip_all_prefixes, given))
+        names.extend(map(_strip_all_prefixes, group_names))
     return names
 
 
 def strip_wrapper_prefixes(name: str) -> str:
-    """A parameter's name without what torch.compile and wrappers of modules put into it."""
-    for wrapping in _WRAPPER_PREFIXES:
-        name = name.replace(wrapping, "")
+    """Remove the prefixes that torch.compile, activation checkpointing and FSDP insert into parameter names."""
+    for prefix in _WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
     return name
 
 
 def _strip_all_prefixes(name: str) -> str:
-    """Without what DDP puts in front, too."""
+    """Also remove DDP's `module.`."""
     return strip_wrapper_prefixes(name).removeprefix("module.")
 
 
@@ -289,18 +297,18 @@ def _check_state_shapes(spec: ParamSpec, state: Any, param_shaped_keys: frozense
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# State of parameters that may be cut: in records on every rank, whole in torch's dict.
+# Sharded state.
 
 
 MASTER_KEY = "master_weights"
-"""The key of a parameter's more precise copy in its state."""
+"""The key of a parameter's master weights in its state."""
 
 
 class StateShard(NamedTuple):
-    """A rank's state of a parameter, or of a span of its memory.
+    """One rank's state of a parameter, or of a span of its memory (None: all of it).
 
-    `cut` are the keys whose values have an element for each of the span, `common` is what all pieces have in common of
-    values that are made of several tensors.
+    Values under `sharded_keys` have one element per element of the span. `shared_inner_names` are the inner tensors of
+    wrapper subclasses that all shards have in common.
     """
 
     param: int
@@ -310,7 +318,7 @@ class StateShard(NamedTuple):
     shared_inner_names: frozenset[str] = frozenset()
 
     def to_dcp(self, spec: ParamSpec, *, as_load_target: bool) -> dict[Any, Any]:
-        """As `torch.distributed.checkpoint` saves it. `room`: in memory of its own, to be loaded into."""
+        """Return the state as DCP saves it. With `as_load_target`, in new memory for DCP to load into."""
 
         def convert(tensor: torch.Tensor) -> torch.Tensor:
             return torch.empty_like(tensor) if as_load_target else tensor.detach()
@@ -320,12 +328,12 @@ class StateShard(NamedTuple):
                 return self._inner_to_dcp(value, spec, convert)
             if self.span is not None and key in self.sharded_keys:
                 return ShardTensor(convert(value), spec.shape, spec.stride, self.span.start)
-            if isinstance(value, tuple):  # DCP takes it for one value
+            if isinstance(value, tuple):  # DCP treats a tuple as one opaque value
                 return map_tensors(value, clone_tensor)
-            # Several pieces may share it, a step count for example, and each may be loaded with another one.
+            # Several shards may share a value, a step count for example, and each may be loaded with a different one.
             return map_tensors(
                 deepcopy_except_tensors(value),
-                lambda it: it.clone() if self.span is not None else make_full_shard(convert(it)),
+                lambda tensor: tensor.clone() if self.span is not None else make_full_shard(convert(tensor)),
             )
 
         return {key: convert_value(key, value) for key, value in self.state.items()}
@@ -333,23 +341,23 @@ class StateShard(NamedTuple):
     def _inner_to_dcp(
         self, value: torch.Tensor, spec: ParamSpec, convert: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The plain tensors that a value is made of, flat, so that the same is saved however it is cut."""
-        found = {name: it.reshape(-1) for name, it in inner_tensors(value).items()}
+        """Return the inner tensors, flat, so that the saved format does not depend on how the value is sharded."""
+        flat_inner = {name: inner.reshape(-1) for name, inner in inner_tensors(value).items()}
         if self.span is None:
-            return {name: make_full_shard(convert(it)) for name, it in found.items()}
+            return {name: make_full_shard(convert(inner)) for name, inner in flat_inner.items()}
         start = self.span.start
 
         def make_inner_shard(inner: torch.Tensor) -> ShardTensor:
-            per = elements_per_inner(value.numel(), inner)
-            return ShardTensor(convert(inner), (spec.numel // per,), (1,), start // per)
+            block = elements_per_inner(value.numel(), inner)
+            return ShardTensor(convert(inner), (spec.numel // block,), (1,), start // block)
 
         return {
-            name: convert(it).clone() if name in self.shared_inner_names else make_inner_shard(it)
-            for name, it in found.items()
+            name: convert(inner).clone() if name in self.shared_inner_names else make_inner_shard(inner)
+            for name, inner in flat_inner.items()
         }
 
     def to_portable(self) -> Any:
-        """In plain containers, as it travels."""
+        """Return the shard in plain containers, to be sent."""
         return (
             None if self.span is None else list(self.span),
             list(self.sharded_keys),
@@ -359,7 +367,7 @@ class StateShard(NamedTuple):
 
 
 class StateAssembler:
-    """Puts records together, from whichever rank they come, into the state of whole parameters."""
+    """Joins the state shards of all ranks to the state of full parameters."""
 
     def __init__(self, specs: Sequence[ParamSpec]) -> None:
         self._specs = specs
@@ -367,74 +375,74 @@ class StateAssembler:
         self._shared_inner_names: dict[int, frozenset[str]] = {}
         self._sharded_keys: dict[int, frozenset[str]] = {}
         self._subclass_shards: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
-        """Of values that are made of several tensors, in the order of ranks, and so of memory."""
+        """Shards of wrapper subclasses, in rank order, which is memory order."""
 
     def add(self, portable_shards: dict[int, Any]) -> None:
-        """A rank's portable records, by parameter."""
-        for param, (span, cut, common, state) in portable_shards.items():
-            self._shared_inner_names[param] = frozenset(common)
+        """Add the portable shards of one rank, by parameter. Call in rank order."""
+        for param, (span, sharded_keys, shared_inner_names, state) in portable_shards.items():
+            self._shared_inner_names[param] = frozenset(shared_inner_names)
             if span is None:
                 self._by_param[param] = state
             else:
-                self._add_shard(self._specs[param], Span(*span), frozenset(cut), state)
+                self._add_shard(self._specs[param], Span(*span), frozenset(sharded_keys), state)
 
     def assemble(self) -> dict[int, Any]:
-        """By parameter. State has no gaps where the parameter has: torch's optimizers leave none either."""
-        for (param, key), pieces in self._subclass_shards.items():
+        """Return the state by parameter. Like torch's optimizers, state has no gaps where the parameter has some."""
+        for (param, key), shards in self._subclass_shards.items():
             self._by_param[param][key] = concat_subclass_shards(
-                pieces, self._specs[param].shape, self._shared_inner_names[param]
+                shards, self._specs[param].shape, self._shared_inner_names[param]
             )
-        for param, cut in self._sharded_keys.items():
+        for param, sharded_keys in self._sharded_keys.items():
             if self._specs[param].storage_numel > self._specs[param].numel:
-                self._by_param[param].update({key: self._by_param[param][key].clone() for key in cut})
+                self._by_param[param].update({key: self._by_param[param][key].clone() for key in sharded_keys})
         return dict(sorted(self._by_param.items()))
 
     def _add_shard(self, spec: ParamSpec, span: Span, sharded_keys: frozenset[str], state: dict[str, Any]) -> None:
-        whole = self._by_param.setdefault(spec.index, {})
+        full_state = self._by_param.setdefault(spec.index, {})
         self._sharded_keys[spec.index] = sharded_keys & state.keys()
         for key, value in state.items():
             if key not in sharded_keys:
-                whole.setdefault(key, value)
+                full_state.setdefault(key, value)
                 continue
             if is_wrapper_subclass(value):
-                whole.setdefault(key, None)
+                full_state.setdefault(key, None)
                 self._subclass_shards[spec.index, key].append(value)
                 continue
-            if key not in whole:
-                whole[key] = value.new_zeros(spec.storage_numel).as_strided(spec.shape, spec.stride)
-            whole[key].as_strided((spec.storage_numel,), (1,))[slice(*span)] = value
+            if key not in full_state:
+                full_state[key] = value.new_zeros(spec.storage_numel).as_strided(spec.shape, spec.stride)
+            full_state[key].as_strided((spec.storage_numel,), (1,))[slice(*span)] = value
 
 
 def infer_param_shaped_keys(shapes: Iterable[tuple[ParamSpec, Any, Sequence[int]]]) -> frozenset[Any]:
-    """Keys of state that has the shape of its parameter, as far as the shapes of such state tell.
+    """Return the keys whose state has the shape of its parameter, in all of `shapes`.
 
-    A parameter of one element says nothing: its step count has one element, too.
+    Parameters of one element are ignored: their step counts have one element, too.
     """
-    telling = [(key, tuple(shape) == spec.shape) for spec, key, shape in shapes if spec.numel > 1]
-    return frozenset(key for key, same in telling if same) - frozenset(key for key, same in telling if not same)
+    matches = [(key, tuple(shape) == spec.shape) for spec, key, shape in shapes if spec.numel > 1]
+    return frozenset(key for key, same in matches if same) - frozenset(key for key, same in matches if not same)
 
 
 def slice_span(tensor: torch.Tensor, spec: ParamSpec, span: Span) -> torch.Tensor:
-    """A span of the parameter's memory, of a tensor of its shape."""
+    """Return a span, in the parameter's memory order, of a tensor that has the parameter's shape."""
     if not isinstance(tensor, ShardTensor):
         return flatten_in_memory_order(tensor, spec)[slice(*span)]
     if tensor.full_stride != spec.stride or tensor.span != span:
         raise CheckpointError(
             f"the loaded state of {spec.label} has elements {tensor.start} to {tensor.span.stop} of its memory, but "
-            f"this rank owns {span.start} to {span.stop}: it is a rank's part of another optimizer's state. Save and "
-            "load it through torch.distributed.checkpoint, which divides it anew."
+            f"this rank owns {span.start} to {span.stop}: it is a shard of another optimizer's state. Save and "
+            "load it through torch.distributed.checkpoint, which reshards it."
         )
     return tensor.local
 
 
 def flatten_in_memory_order(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
-    """A tensor of a parameter's shape as a flat one, in the order of the parameter's memory."""
+    """Flatten a tensor that has the parameter's shape, in the parameter's memory order."""
     if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != spec.shape:
-        found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
-        raise CheckpointError(f"loaded state of {spec.label} has {found}, but the parameter has shape {spec.shape}")
+        actual = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
+        raise CheckpointError(f"loaded state of {spec.label} has {actual}, but the parameter has shape {spec.shape}")
     dense = _to_dense(tensor, spec)
-    if dense.stride() == spec.stride and (memory := dense_flat_view(dense)) is not None:
-        return memory
+    if dense.stride() == spec.stride and (view := dense_flat_view(dense)) is not None:
+        return view
     flat = dense.new_zeros(spec.storage_numel)
     flat.as_strided(spec.shape, spec.stride).copy_(dense)
     return flat
@@ -445,9 +453,9 @@ def _to_dense(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
         return tensor
     if tensor.layout != torch.sparse_coo:
         raise CheckpointError(f"loaded state of {spec.label} has the layout {tensor.layout}: make it dense")
-    # Hazard: torch.load does not look at indices, and what they point to is written.
+    # Hazard: torch.load does not validate sparse indices, and to_dense() writes to memory wherever they point.
     indices, values = tensor._indices(), tensor._values()
     try:
         return torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=True).to_dense()
     except RuntimeError as error:
-        raise CheckpointError(f"loaded state of {spec.label} is no sparse tensor: {error}") from error
+        raise CheckpointError(f"loaded state of {spec.label} is not a valid sparse tensor: {error}") from error

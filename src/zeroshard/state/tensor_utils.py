@@ -1,7 +1,8 @@
-"""Tensors that are made of others: quantized state, for example, of codes and scales.
+"""Helpers for wrapper subclasses (tensors made of inner tensors) and for nested containers of tensors.
 
-Their classes need not know how to be cloned, cut or joined. They say what is inside them (`__tensor_flatten__`, as
-torch wants it of classes that are compiled), and that are plain tensors.
+Quantized optimizer state, for example, is a subclass with inner tensors of codes and scales. Such classes often cannot
+be cloned, sliced or concatenated, but `__tensor_flatten__`, which torch.compile requires, gives their inner tensors,
+and those are plain.
 """
 
 import copy
@@ -17,9 +18,9 @@ InnerTensors = dict[str, torch.Tensor]
 
 
 def is_wrapper_subclass(value: Any) -> TypeGuard[torch.Tensor]:
-    """Not what is a part of a tensor: a DTensor, or a rank's piece, which know how to be copied and saved."""
-    is_part = hasattr(value, "to_local") or hasattr(value, "is_full")
-    return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value) and not is_part
+    """Return whether a tensor is made of inner tensors. Excludes DTensor and ShardTensor, which copy themselves."""
+    is_shard = hasattr(value, "to_local") or hasattr(value, "is_full")
+    return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value) and not is_shard
 
 
 def inner_tensors(value: Any) -> InnerTensors:
@@ -28,80 +29,84 @@ def inner_tensors(value: Any) -> InnerTensors:
 
 
 def rebuild_subclass(like: Any, inner: Mapping[str, torch.Tensor], shape: Sequence[int] | None = None) -> torch.Tensor:
-    """One of the class of `like`, of other tensors; of another shape, if that is given."""
+    """Return a tensor of the class of `like` with other inner tensors, and with `shape` if given."""
     _, context = like.__tensor_flatten__()
-    size, before = torch.Size(like.shape if shape is None else shape), tuple(like.shape)
+    size, old_shape = torch.Size(like.shape if shape is None else shape), tuple(like.shape)
     if isinstance(context, (list, tuple)):
-        context = [size if isinstance(it, tuple) and tuple(it) == before else it for it in context]
+        context = [size if isinstance(item, tuple) and tuple(item) == old_shape else item for item in context]
     contiguous = torch.empty(size, device="meta").stride()
-    made: torch.Tensor = type(like).__tensor_unflatten__(dict(inner), context, size, contiguous)
-    return made
+    rebuilt: torch.Tensor = type(like).__tensor_unflatten__(dict(inner), context, size, contiguous)
+    return rebuilt
 
 
 def map_inner_tensors(value: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A plain tensor changed; one that is made of others, made of them changed.
+    """Return `fn(value)` for a plain tensor; rebuild a wrapper subclass from its inner tensors, mapped by `fn`.
 
-    Hazard: a `change` that called itself would be a cycle, and keep what it refers to alive.
+    Hazard: an `fn` that recursed into itself would be a reference cycle and keep what it refers to alive.
     """
     if not is_wrapper_subclass(value):
         return fn(value)
-    return rebuild_subclass(value, {name: map_inner_tensors(it, fn) for name, it in inner_tensors(value).items()})
+    return rebuild_subclass(value, {name: map_inner_tensors(inner, fn) for name, inner in inner_tensors(value).items()})
 
 
 def flatten_subclasses(state: Any) -> Any:
-    """The state of a parameter with the insides of its values in their place, flat, as files have them."""
+    """Replace wrapper subclasses in a parameter's state by dicts of their flat inner tensors, as files store them."""
     if not isinstance(state, dict):
         return state
     return {key: _flat_inner_tensors(value) if is_wrapper_subclass(value) else value for key, value in state.items()}
 
 
 def _flat_inner_tensors(value: torch.Tensor) -> InnerTensors:
-    return {name: it.reshape(-1) for name, it in inner_tensors(value).items()}
+    return {name: inner.reshape(-1) for name, inner in inner_tensors(value).items()}
 
 
 def slice_subclass(value: torch.Tensor, start: int, stop: int, shared_inner_names: frozenset[str]) -> torch.Tensor:
-    """Elements `start` to `stop` of it, flat. `common`: what of its insides all pieces have in common."""
-    found = inner_tensors(value)
-    for name in found.keys() - shared_inner_names:
-        per = elements_per_inner(value.numel(), found[name])
-        if start % per or stop % per:
+    """Return elements `start` to `stop` as a flat tensor of the same class.
+
+    `shared_inner_names` are inner tensors that all slices have in common. Raises `CheckpointError` if a bound lies
+    inside a block of an inner tensor.
+    """
+    inner = inner_tensors(value)
+    for name in inner.keys() - shared_inner_names:
+        block = elements_per_inner(value.numel(), inner[name])
+        if start % block or stop % block:
             raise CheckpointError(
                 f"elements {start} to {stop} of a {type(value).__name__} cannot be taken out of it: its {name} is of "
-                f"blocks of {per}. Use WholeParams() to load it."
+                f"blocks of {block}. Use WholeParams() to load it."
             )
-        found[name] = found[name].reshape(-1)[start // per : stop // per]
-    return rebuild_subclass(value, found, (stop - start,))
+        inner[name] = inner[name].reshape(-1)[start // block : stop // block]
+    return rebuild_subclass(value, inner, (stop - start,))
 
 
 def concat_subclass_shards(
     shards: Sequence[torch.Tensor], shape: Sequence[int], shared_inner_names: frozenset[str]
 ) -> torch.Tensor:
-    """One of that shape, of flat pieces in order."""
-    first, parts = shards[0], [inner_tensors(piece) for piece in shards]
-    found = {
-        name: it if name in shared_inner_names else torch.cat([part[name] for part in parts])
-        for name, it in parts[0].items()
+    """Concatenate flat shards, in order, to a tensor of `shape`."""
+    first, inner_by_shard = shards[0], [inner_tensors(shard) for shard in shards]
+    joined = {
+        name: tensor if name in shared_inner_names else torch.cat([inner[name] for inner in inner_by_shard])
+        for name, tensor in inner_by_shard[0].items()
     }
-    for name, it in parts[0].items():
-        if name not in shared_inner_names and it.shape == first.shape:
-            found[name] = found[name].view(torch.Size(shape))
-    return rebuild_subclass(first, found, shape)
+    for name, tensor in inner_by_shard[0].items():
+        if name not in shared_inner_names and tensor.shape == first.shape:
+            joined[name] = joined[name].view(torch.Size(shape))
+    return rebuild_subclass(first, joined, shape)
 
 
 def elements_per_inner(numel: int, inner: torch.Tensor) -> int:
-    """How many elements of a tensor one of an inner tensor stands for."""
-    per = numel // max(1, inner.numel())
-    if per * inner.numel() != numel:
+    """Return how many elements of a tensor one element of an inner tensor represents (the block size)."""
+    block = numel // max(1, inner.numel())
+    if block * inner.numel() != numel:
         raise CheckpointError(f"an inner tensor of {inner.numel()} elements cannot be divided as one of {numel} is")
-    return per
+    return block
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Walking through the values that optimizers keep as state.
+# Nested containers of tensors.
 
 
 def map_tensors(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
-    """A copy of nested containers with every tensor changed; containers keep their types, other values stay."""
+    """Copy nested containers with `fn(tensor)` for each tensor. Containers keep their types, other values stay."""
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, dict):
@@ -116,31 +121,31 @@ def map_tensors(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def collect_plain_tensors(value: Any) -> list[torch.Tensor]:
-    """All tensors in it; of one that is made of others, these."""
-    found: list[torch.Tensor] = []
+    """Return all plain tensors in `value`, including the inner tensors of wrapper subclasses."""
+    tensors: list[torch.Tensor] = []
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
         return tensor
 
-    map_tensors(value, lambda tensor: map_inner_tensors(tensor, note))
-    return found
+    map_tensors(value, lambda tensor: map_inner_tensors(tensor, collect))
+    return tensors
 
 
 def snapshot_to_host(value: Any) -> Any:
-    """A copy on the CPU that nothing changes later."""
+    """Return a deep copy in host memory, independent of later changes."""
     return map_tensors(deepcopy_except_tensors(value), lambda tensor: map_inner_tensors(tensor, _detach_to_host))
 
 
 def tensor_versions(value: Any) -> list[int]:
-    """A number for each tensor that changes when the tensor is changed in place."""
-    found: list[int] = []
-    map_tensors(value, lambda tensor: found.append(tensor._version))
-    return found
+    """Return autograd's version counter of each tensor, which every in-place change increments."""
+    versions: list[int] = []
+    map_tensors(value, lambda tensor: versions.append(tensor._version))
+    return versions
 
 
 def deepcopy_except_tensors(value: Any) -> Any:
-    """Deep copies of everything but tensors."""
+    """Deep-copy everything except tensors, which the copy shares."""
     memo: dict[int, Any] = {}
     map_tensors(value, lambda tensor: memo.setdefault(id(tensor), tensor))
     return copy.deepcopy(value, memo)
@@ -156,7 +161,7 @@ def _detach_to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dense_flat_view(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The memory of a tensor as one flat alias in the order it lies there; None if its strides leave gaps."""
+    """Return a flat view of a tensor's memory, in memory order; None if its strides leave gaps."""
     if tensor.is_contiguous():
         return tensor.detach().view(-1)
     expected = 1
