@@ -1,7 +1,14 @@
-"""Every slice straight to its owner, who adds in the order of ranks: gloo with CPU tensors.
+"""The transport for CPU tensors over gloo: point-to-point messages, summed by the owner in rank order.
 
-Slices travel in pieces. A thread receives a row of them, one from each other rank, into memory that is kept for that,
-and adds it up while it is in the cache. So what is received takes little memory, however long the slices are.
+Each shard is sent in chunks. A thread on the owner receives one row of chunks at a time, one chunk from each peer, into
+a reused buffer, and sums it while it is in the CPU cache::
+
+    from rank 0   | chunk 0 | chunk 1 | chunk 2 |
+    from rank 1   | chunk 0 | chunk 1 | chunk 2 |
+    from rank 2   | chunk 0 | chunk 1 | chunk 2 |
+                     row 0     row 1     row 2
+
+So receiving takes at most `MAX_ROWS_IN_FLIGHT` rows of memory, however long the shards are.
 """
 
 import threading
@@ -24,51 +31,53 @@ from .transport import ReduceWork, ShardTransport, ThreadedWork, split_shards, s
 from .work import PendingWork, WorkList
 
 P2P_TAG_BASE = 1 << 20
-"""Beyond what users give their own messages."""
+"""Larger than the tags of users."""
 CHUNK_ROW_BYTES = 4 * MIB
+"""The size of a row, unless its chunks would be shorter than `MIN_CHUNK_BYTES`."""
 MIN_CHUNK_BYTES = 64 * 1024
-"""Bytes of a row, unless its pieces would be shorter than that."""
 CHUNK_ALIGN_BYTES = 64
-"""Bytes: where a piece starts in memory."""
+"""The alignment of chunks in the receive buffer."""
 MAX_ROWS_IN_FLIGHT = 3
-"""Rows that are received at once."""
 
 _p2p_tags: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
-"""Ways are made in the same order on all ranks, and messages of one must not be taken for those of another."""
+"""The next unused tag by process group. All ranks create their transports in the same order."""
 
 
 class GlooTransport(ShardTransport):
+    """Sends every chunk straight to its owner, and updated shards straight to all peers."""
+
     reduces_on_host = True
 
     def __init__(self, group: Group, reduce: Reduce) -> None:
         super().__init__(group, reduce)
         tags = _p2p_tags.setdefault(group.process_group, count(P2P_TAG_BASE))
-        # Hazard: what is reduced is received by a thread in its own time, and must not meet what is gathered.
+        # Hazard: a thread receives reduce-scatter messages asynchronously. They must not be paired with messages of an
+        # all-gather, so each has a tag of its own.
         self._reduce_channel, self._gather_channel = _P2PChannel(group, next(tags)), _P2PChannel(group, next(tags))
         self._reduce_thread = _ReduceThread(self._reduce_channel)
 
     def reduce_scatter(
         self, flat: torch.Tensor, shards: Sequence[Span], output: torch.Tensor, scale: float
     ) -> ReduceWork:
-        pairs, slices = self._reduce_channel, split_shards(flat, shards)
-        parts = [
-            (piece, other) for other in pairs.peers for piece in pairs.split_chunks(slices[other]) if piece.numel()
+        channel, slices = self._reduce_channel, split_shards(flat, shards)
+        messages = [
+            (chunk, peer) for peer in channel.peers for chunk in channel.split_chunks(slices[peer]) if chunk.numel()
         ]
         with ProfilerPaused():
-            sent = [pairs.send(*part) for part in parts]
-        total = _GlooReduceWork(scale, PendingWork(WorkList(sent), flat, self.group.failure_detector))
-        own = pairs.split_chunks(slices[self.group.rank])
-        targets = torch.split(output, [piece.numel() for piece in own])
-        rows = [_ChunkRow(piece, target, total) for piece, target in zip(own, targets, strict=True)]
+            sends = [channel.send(chunk, peer) for chunk, peer in messages]
+        reduce_work = _GlooReduceWork(scale, PendingWork(WorkList(sends), flat, self.group.failure_detector))
+        own_chunks = channel.split_chunks(slices[self.group.rank])
+        outputs = torch.split(output, [chunk.numel() for chunk in own_chunks])
+        rows = [_ChunkRow(chunk, out, reduce_work) for chunk, out in zip(own_chunks, outputs, strict=True)]
         self._reduce_thread.submit([*rows[:-1], rows[-1]._replace(is_last=True)])
-        return total
+        return reduce_work
 
     def all_gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> PendingWork:
-        pairs, slices = self._gather_channel, split_shards(flat, shards)
+        channel, slices = self._gather_channel, split_shards(flat, shards)
         own = slices[self.group.rank]
         with ProfilerPaused():
-            works = [pairs.receive(slices[other], other) for other in pairs.peers if slices[other].numel()]
-            works += [pairs.send(own, other) for other in pairs.peers if own.numel()]
+            works = [channel.receive(slices[peer], peer) for peer in channel.peers if slices[peer].numel()]
+            works += [channel.send(own, peer) for peer in channel.peers if own.numel()]
         return PendingWork(WorkList(works), flat, self.group.failure_detector)
 
     def cached_buffers(self) -> list[torch.Tensor]:
@@ -76,19 +85,19 @@ class GlooTransport(ShardTransport):
 
 
 class _P2PChannel:
-    """Messages between two ranks, apart from all others."""
+    """Point-to-point messages with a tag of their own."""
 
     def __init__(self, group: Group, tag: int) -> None:
         self._group, self._tag, self.rank = group, tag, group.rank
         self.failure_detector = group.failure_detector
-        self.peers = [Rank((group.rank + turn) % group.size) for turn in range(1, group.size)]
-        """In an order that has every rank begin with another one."""
+        self.peers = [Rank((group.rank + offset) % group.size) for offset in range(1, group.size)]
+        """All other ranks, rotated so that every rank starts with a different peer."""
         self._chunk_bytes = max(
             MIN_CHUNK_BYTES, align_up(CHUNK_ROW_BYTES // max(1, len(self.peers)), CHUNK_ALIGN_BYTES)
         )
 
     def split_chunks(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """What travels as one message each."""
+        """Split a slice into chunks, which are sent as one message each."""
         return torch.split(tensor, self._chunk_bytes // tensor.itemsize)
 
     def send(self, tensor: torch.Tensor, peer: Rank) -> Any:
@@ -97,7 +106,7 @@ class _P2PChannel:
             try:
                 return dist.isend(view_as_bytes(tensor), self._group.to_global(peer), group, self._tag)
             except ValueError:
-                # Hazard: torch refuses a group that was destroyed. Others may wait for this message, and live longer.
+                # Hazard: torch refuses a destroyed group. A peer that lives longer may still wait for this message.
                 return group.send([view_as_bytes(tensor)], peer, self._tag)
 
     def receive(self, tensor: torch.Tensor, peer: Rank) -> Any:
@@ -105,12 +114,12 @@ class _P2PChannel:
         with self.failure_detector:
             try:
                 return dist.irecv(view_as_bytes(tensor), self._group.to_global(peer), group, self._tag)
-            except ValueError:  # as above: without it, the sender's process would wait at its end
+            except ValueError:  # as in `send`: otherwise the sender would block at exit
                 return group.recv([view_as_bytes(tensor)], peer, self._tag)
 
 
 class _GlooReduceWork(ThreadedWork):
-    """Complete when all rows have been added up and all that others need was sent."""
+    """A reduce-scatter in flight: done when all rows are summed and all sends are complete."""
 
     def __init__(self, scale: float, sends: PendingWork) -> None:
         super().__init__()
@@ -122,7 +131,7 @@ class _GlooReduceWork(ThreadedWork):
 
 
 class _ChunkRow(NamedTuple):
-    """A piece of this rank's slice, and where its sum with those of the others belongs."""
+    """A chunk of this rank's own shard, and the output for its sum with the chunks of the peers."""
 
     own_chunk: torch.Tensor
     output: torch.Tensor
@@ -131,7 +140,7 @@ class _ChunkRow(NamedTuple):
 
 
 class _ReduceThread:
-    """Receives and adds up, row after row, in a thread that lives as long as there is something to receive."""
+    """Receives and sums rows in a thread that runs as long as there are rows to receive."""
 
     def __init__(self, channel: _P2PChannel) -> None:
         self._channel = channel
@@ -139,13 +148,12 @@ class _ReduceThread:
         self._queue: deque[_ChunkRow] = deque()
         self._is_running = False
         self._free_buffers: list[torch.Tensor] = []
-        """Memory for a row each. The thread's own, as is all below."""
+        """Receive buffers of one row each. Only the thread changes this list."""
 
     def submit(self, rows: Sequence[_ChunkRow]) -> None:
         with self._lock:
-            if (
-                not self._is_running
-            ):  # a thread that cannot be started leaves nothing behind; one that can waits for the lock
+            # If the thread cannot start, nothing has changed. If it starts, it waits for the lock.
+            if not self._is_running:
                 thread = threading.Thread(target=self._run, name="zeroshard-receiver", daemon=True)
                 thread.start()
                 self._is_running = True
@@ -157,16 +165,16 @@ class _ReduceThread:
 
     @torch.no_grad()
     def _run(self) -> None:
-        under_way: deque[tuple[_ChunkRow, _RowReceive | None]] = deque()
+        in_flight: deque[tuple[_ChunkRow, _RowReceive | None]] = deque()
         while True:
-            new = self._next_rows(MAX_ROWS_IN_FLIGHT - len(under_way), stop_if_empty=not under_way)
-            under_way.extend((row, self._start_receive(row)) for row in new)
-            if not under_way:
+            new_rows = self._next_rows(MAX_ROWS_IN_FLIGHT - len(in_flight), stop_if_empty=not in_flight)
+            in_flight.extend((row, self._start_receive(row)) for row in new_rows)
+            if not in_flight:
                 return
-            self._finish_row(*under_way.popleft())
+            self._finish_row(*in_flight.popleft())
 
     def _next_rows(self, max_rows: int, *, stop_if_empty: bool) -> list[_ChunkRow]:
-        """`last`: if there are none, the thread ends."""
+        """Return up to `max_rows` queued rows. `stop_if_empty`: without any, mark the thread as ended."""
         with self._lock:
             rows = [self._queue.popleft() for _ in range(min(max_rows, len(self._queue)))]
             self._is_running = not stop_if_empty or bool(rows)
@@ -175,8 +183,8 @@ class _ReduceThread:
     def _start_receive(self, row: _ChunkRow) -> "_RowReceive | None":
         try:
             return _RowReceive(row, self._get_buffer(row), self._channel)
-        except Exception as failure:
-            row.reduce_work.set_error(failure)
+        except Exception as error:
+            row.reduce_work.set_error(error)
             return None
 
     def _finish_row(self, row: _ChunkRow, row_receive: "_RowReceive | None") -> None:
@@ -184,38 +192,37 @@ class _ReduceThread:
             if row_receive is not None:
                 row_receive.wait_and_sum()
                 self._free_buffers.append(row_receive.buffer)
-        except Exception as failure:
-            row.reduce_work.set_error(failure)
+        except Exception as error:
+            row.reduce_work.set_error(error)
         if row.is_last:
             row.reduce_work.mark_done()
 
     def _get_buffer(self, row: _ChunkRow) -> torch.Tensor:
         nbytes = len(self._channel.peers) * _chunk_stride_bytes(row.own_chunk)
-        room = self._free_buffers.pop() if self._free_buffers else None
-        if room is not None and room.numel() >= nbytes:
-            return room
+        buffer = self._free_buffers.pop() if self._free_buffers else None
+        if buffer is not None and buffer.numel() >= nbytes:
+            return buffer
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 class _RowReceive:
-    """A row on its way."""
+    """The receives of one row."""
 
     def __init__(self, row: _ChunkRow, buffer: torch.Tensor, channel: _P2PChannel) -> None:
         self._row, self.buffer = row, buffer
-        own, step = row.own_chunk, _chunk_stride_bytes(row.own_chunk)
-        others = channel.peers if own.numel() else []
-        parts = {other: buffer[n * step :][: own.nbytes].view(own.dtype) for n, other in enumerate(others)}
-        self._chunks = {**parts, channel.rank: own}
-        works = WorkList([channel.receive(part, other) for other, part in parts.items()])
+        own, stride = row.own_chunk, _chunk_stride_bytes(row.own_chunk)
+        peers = channel.peers if own.numel() else []
+        received = {peer: buffer[n * stride :][: own.nbytes].view(own.dtype) for n, peer in enumerate(peers)}
+        self._chunks = {**received, channel.rank: own}
+        works = WorkList([channel.receive(chunk, peer) for peer, chunk in received.items()])
         self._work = PendingWork(works, buffer, channel.failure_detector)
 
     def wait_and_sum(self) -> None:
         self._work.wait()
-        sum_in_rank_order(
-            [part for _, part in sorted(self._chunks.items())], self._row.output, self._row.reduce_work.scale
-        )
+        chunks = [chunk for _, chunk in sorted(self._chunks.items())]
+        sum_in_rank_order(chunks, self._row.output, self._row.reduce_work.scale)
 
 
 def _chunk_stride_bytes(chunk: torch.Tensor) -> int:
-    """Bytes from one piece of a row to the next."""
+    """Return the distance of two chunks in a receive buffer."""
     return align_up(chunk.nbytes, CHUNK_ALIGN_BYTES)

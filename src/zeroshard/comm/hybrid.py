@@ -1,7 +1,7 @@
-"""Slices to their owners where several ranks own the same: summed in a row first, then across rows.
+"""Transports for hybrid sharding: reduce-scatter within the shard group, then all-reduce across replicas.
 
-What a rank has summed up of its row meets what its replicas have of theirs, while backward runs. All replicas get the
-same bits: each element of a sum is made by one of them, or by all in the same order.
+The second stage also runs during backward. All replicas get bitwise the same sums: each element is summed by one of
+them, or by all in the same order. Parameters are all-gathered within the shard group only.
 """
 
 import threading
@@ -23,15 +23,15 @@ from .transport import ReduceWork, ShardTransport, ThreadedWork
 from .work import PendingWork
 
 SPLIT_ALIGN_NUMEL = 16
-"""Elements: where a replica's part of a sum starts."""
+"""The alignment of the spans that replicas sum, in elements."""
 MAX_CACHED_BUFFERS = 2
 
 
 class GlooHybridTransport(ShardTransport):
-    """gloo with CPU tensors: threads pass on what has come.
+    """CPU tensors over gloo; threads run the second stage.
 
-    Of a shard that its row has summed up each replica adds up one part, and brings it to the others. So across rows
-    goes no more than an all-reduce of the shard would send, and the order of the sum is that of rows.
+    Replicas all-reduce a shard as reduce-scatter plus all-gather: each replica sums one span of it and sends the result
+    to the others. That sends no more than a ring all-reduce would, and sums in the order of shard groups.
     """
 
     reduces_on_host = True
@@ -40,46 +40,42 @@ class GlooHybridTransport(ShardTransport):
         super().__init__(shard_transport.group, shard_transport.policy)
         self._shard_transport, self._replica_transport = shard_transport, replica_transport
         self.num_ranks = shard_transport.group.size * replica_transport.group.size
-        # Hazard: what meets others must start in the order of `reduce`, which is the same on all ranks.
-        line = shard_transport.group.failure_detector
-        self._reduce_worker, self._gather_worker = (
-            _WorkerThread("zeroshard-meeting", line),
-            _WorkerThread("zeroshard-spreading", line),
-        )
+        # Hazard: operations across replicas must start in the order of the `reduce_scatter` calls, which is the same on
+        # all ranks: one worker thread per stage.
+        detector = shard_transport.group.failure_detector
+        self._reduce_worker = _WorkerThread("zeroshard-replica-reduce", detector)
+        self._gather_worker = _WorkerThread("zeroshard-replica-gather", detector)
         self._buffer_pool = _BufferPool()
 
     def reduce_scatter(
         self, flat: torch.Tensor, shards: Sequence[Span], output: torch.Tensor, scale: float
     ) -> ReduceWork:
-        room = self._buffer_pool.acquire(output.numel(), sum_dtype(flat.dtype))
-        joint = _TwoStageReduce(
-            self._shard_transport.reduce_scatter(flat, shards, room, scale), room, output, self._replica_transport
-        )
+        buffer = self._buffer_pool.acquire(output.numel(), sum_dtype(flat.dtype))
+        shard_work = self._shard_transport.reduce_scatter(flat, shards, buffer, scale)
+        reduce_work = _TwoStageReduce(shard_work, buffer, output, self._replica_transport)
 
         def reduce_across_replicas() -> None:
-            joint.reduce_across_replicas()
+            reduce_work.reduce_across_replicas()
             try:
                 self._gather_worker.submit(gather_across_replicas)
-            except Exception as failure:  # no thread can be started
-                joint.set_error(failure)
-                joint.mark_done()
+            except Exception as error:  # the thread cannot start
+                reduce_work.set_error(error)
+                reduce_work.mark_done()
 
         def gather_across_replicas() -> None:
-            joint.gather_across_replicas(self._buffer_pool)
+            reduce_work.gather_across_replicas(self._buffer_pool)
 
         self._reduce_worker.submit(reduce_across_replicas)
-        return joint
+        return reduce_work
 
     def all_gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> PendingWork:
         return self._shard_transport.all_gather(flat, shards)
 
     def reduce_scatter_nbytes(self, shards: Sequence[Span], dtype: torch.dtype, output_dtype: torch.dtype) -> int:
-        parts = split_evenly(shards[self.group.rank].length, self._replica_transport.group.size)
-        exact = sum_dtype(dtype)
-        across = self._replica_transport.reduce_scatter_nbytes(
-            parts, exact, output_dtype
-        ) + self._replica_transport.all_gather_nbytes(parts, output_dtype)
-        return self._shard_transport.reduce_scatter_nbytes(shards, dtype, exact) + across
+        replica_spans = split_evenly(shards[self.group.rank].length, self._replica_transport.group.size)
+        total = self._shard_transport.reduce_scatter_nbytes(shards, dtype, sum_dtype(dtype))
+        total += self._replica_transport.reduce_scatter_nbytes(replica_spans, sum_dtype(dtype), output_dtype)
+        return total + self._replica_transport.all_gather_nbytes(replica_spans, output_dtype)
 
     def cached_buffers(self) -> list[torch.Tensor]:
         return [
@@ -90,7 +86,7 @@ class GlooHybridTransport(ShardTransport):
 
 
 class NcclHybridTransport(ShardTransport):
-    """NCCL: the second sum waits for the first on a stream of its own, and nobody else does."""
+    """NCCL; the second stage waits for the first on a side stream, so neither the host nor other streams wait."""
 
     def __init__(self, shard_transport: NcclTransport, replica_group: Group) -> None:
         super().__init__(shard_transport.group, shard_transport.policy)
@@ -102,34 +98,43 @@ class NcclHybridTransport(ShardTransport):
     def reduce_scatter(
         self, flat: torch.Tensor, shards: Sequence[Span], output: torch.Tensor, scale: float
     ) -> ReduceWork:
-        exact = sum_dtype(flat.dtype)
-        part = output if output.dtype == exact else torch.empty_like(output, dtype=exact)
-        inside = self._shard_transport.reduce_scatter(flat, shards, part, scale)
+        dtype = sum_dtype(flat.dtype)
+        shard_sum = output if output.dtype == dtype else torch.empty_like(output, dtype=dtype)
+        shard_work = self._shard_transport.reduce_scatter(flat, shards, shard_sum, scale)
         with self._side_stream(flat.device):
-            inside.wait()
-            return self._reduce_across_replicas(part, output, inside)
+            shard_work.wait()
+            return self._reduce_across_replicas(shard_sum, output, shard_work)
 
     def _reduce_across_replicas(
         self, shard_sum: torch.Tensor, output: torch.Tensor, shard_work: ReduceWork
     ) -> ReduceWork:
-        """Hazard: `inside` has memory that the stream may still use, until the sum is waited for."""
-        group, line = self._replica_group.process_group, self._replica_group.failure_detector
+        """Start the all-reduce of `shard_sum` across replicas.
+
+        Hazard: the side stream may still use the memory of `shard_work`; keep it alive until the result is waited for.
+        """
+        group, detector = self._replica_group.process_group, self._replica_group.failure_detector
         if self.policy.fixed_order:
-            parts = shard_sum.new_empty((self._replica_group.size, shard_sum.numel()))
-            with line:
-                work = all_gather_flat(parts.view(-1), shard_sum, group)
-            return OrderedSumWork(list(parts), PendingWork(work, shard_sum, line), output, 1.0, keep_alive=shard_work)
-        with line:
+            sums = shard_sum.new_empty((self._replica_group.size, shard_sum.numel()))
+            with detector:
+                work = all_gather_flat(sums.view(-1), shard_sum, group)
+            pending = PendingWork(work, shard_sum, detector)
+            return OrderedSumWork(list(sums), pending, output, 1.0, keep_alive=shard_work)
+        with detector:
             work = dist.all_reduce(shard_sum, group=group, async_op=True)
-        return BackendSumWork(shard_sum, PendingWork(work, shard_sum, line), output, 1.0, keep_alive=shard_work)
+        pending = PendingWork(work, shard_sum, detector)
+        return BackendSumWork(shard_sum, pending, output, 1.0, keep_alive=shard_work)
 
     def all_gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> PendingWork:
         return self._shard_transport.all_gather(flat, shards)
 
     def reduce_scatter_nbytes(self, shards: Sequence[Span], dtype: torch.dtype, output_dtype: torch.dtype) -> int:
-        own, rows = shards[self.group.rank].length * sum_dtype(dtype).itemsize, self._replica_group.size
-        across = (rows - 1) * own if self.policy.fixed_order else all_reduce_nbytes(own, rows)
-        return self._shard_transport.reduce_scatter_nbytes(shards, dtype, output_dtype) + across
+        shard_nbytes = shards[self.group.rank].length * sum_dtype(dtype).itemsize
+        num_replicas = self._replica_group.size
+        if self.policy.fixed_order:
+            replica_nbytes = (num_replicas - 1) * shard_nbytes
+        else:
+            replica_nbytes = all_reduce_nbytes(shard_nbytes, num_replicas)
+        return self._shard_transport.reduce_scatter_nbytes(shards, dtype, output_dtype) + replica_nbytes
 
     def _side_stream(self, device: torch.device) -> AbstractContextManager[Any]:
         if device.type == "cpu":
@@ -141,28 +146,24 @@ class NcclHybridTransport(ShardTransport):
 
 
 class _TwoStageReduce(ThreadedWork):
-    """A shard on its way through both sums."""
+    """A shard that is reduced within its shard group, and then across replicas."""
 
     def __init__(
         self, shard_work: ReduceWork, buffer: torch.Tensor, output: torch.Tensor, replica_transport: GlooTransport
     ) -> None:
         super().__init__()
-        self._shard_work, self._buffer, self._output, self._replica_transport = (
-            shard_work,
-            buffer,
-            output,
-            replica_transport,
-        )
+        self._shard_work, self._buffer, self._output = shard_work, buffer, output
+        self._replica_transport = replica_transport
         self._replica_spans = split_evenly(output.numel(), replica_transport.group.size)
         self._replica_work: ReduceWork | None = None
 
     def reduce_across_replicas(self) -> None:
-        """The sum of the row has come: on with it to replicas."""
+        """Wait for the sum of the shard group and start the reduce-scatter across replicas."""
         self.run_guarded(self._shard_work.wait)
         self.run_guarded(self._start_replica_reduce)
 
     def gather_across_replicas(self, buffer_pool: "_BufferPool") -> None:
-        """This rank's part of the sum of all rows has come: bring it to replicas, and theirs here."""
+        """Wait for this rank's span of the total, and all-gather the spans of all replicas."""
         if self._replica_work is not None:
             self.run_guarded(self._replica_work.wait)
         self.run_guarded(lambda: self._replica_transport.all_gather(self._output, self._replica_spans).wait())
@@ -171,18 +172,18 @@ class _TwoStageReduce(ThreadedWork):
         self.mark_done()
 
     def _start_replica_reduce(self) -> None:
-        mine = self._output[slice(*self._replica_spans[self._replica_transport.group.rank])]
-        self._replica_work = self._replica_transport.reduce_scatter(self._buffer, self._replica_spans, mine, 1.0)
+        own = self._output[slice(*self._replica_spans[self._replica_transport.group.rank])]
+        self._replica_work = self._replica_transport.reduce_scatter(self._buffer, self._replica_spans, own, 1.0)
 
 
 def split_evenly(numel: int, num_parts: int) -> list[Span]:
-    """Spans of about the same length, one a part."""
+    """Split `numel` elements into `num_parts` spans of about the same length; the last ones may be empty."""
     step = align_up(-(-numel // num_parts), SPLIT_ALIGN_NUMEL)
     return [Span(min(n * step, numel), min((n + 1) * step, numel)) for n in range(num_parts)]
 
 
 class _WorkerThread:
-    """Does one thing after the other, in a thread that lives as long as there is something to do."""
+    """Runs actions in order, in a thread that lives as long as the queue is not empty."""
 
     def __init__(self, name: str, failure_detector: FailureDetector) -> None:
         self._name, self._failure_detector = name, failure_detector
@@ -191,7 +192,7 @@ class _WorkerThread:
         self._is_running = False
 
     def submit(self, action: Callable[[], None]) -> None:
-        """`action` must not raise."""
+        """Queue an action, which must not raise."""
         with self._lock:
             if not self._is_running:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -212,7 +213,7 @@ class _WorkerThread:
 
 
 class _BufferPool:
-    """Memory for sums of a row, kept for the next ones: fresh memory costs page faults."""
+    """Reusable buffers for sums within the shard group: fresh memory costs page faults."""
 
     def __init__(self) -> None:
         self._free_buffers: list[torch.Tensor] = []
@@ -221,8 +222,8 @@ class _BufferPool:
     def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         nbytes = numel * dtype.itemsize
         with self._lock:
-            memory = next((it for it in self._free_buffers if it.numel() >= nbytes), None)
-            self._free_buffers = [it for it in self._free_buffers if it is not memory]
+            memory = next((buffer for buffer in self._free_buffers if buffer.numel() >= nbytes), None)
+            self._free_buffers = [buffer for buffer in self._free_buffers if buffer is not memory]
         if memory is None:
             memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return memory[:nbytes].view(dtype)

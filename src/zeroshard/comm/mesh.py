@@ -1,7 +1,11 @@
-"""Who shares, and who holds the same.
+"""Shard groups and replica groups: resolves `mesh=` and `shard_group_size=`.
 
-Ranks stand in rows and columns. What there is to hold is divided among the ranks of a row; those of a column hold the
-same part of it, and are each other's replicas.
+Hybrid sharding arranges the data-parallel ranks in a grid. The ranks of a row form a shard group, which divides the
+optimizer state; the ranks of a column own the same shard and are replicas of each other::
+
+                      shard 0   shard 1   shard 2
+    shard group 0     rank 0    rank 1    rank 2
+    shard group 1     rank 3    rank 4    rank 5
 """
 
 import os
@@ -21,22 +25,27 @@ from .process_group import Group
 NODE: Literal["node"] = "node"
 ShardGroupSize = int | Literal["node"]
 RankGrid = Sequence[Sequence[int]]
-"""Global ranks."""
+"""Global ranks: a row per shard group, a column per replica group."""
 
 _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], dist.ProcessGroup]] = (
     WeakKeyDictionary()
 )
-"""Groups of some ranks of a group, however many optimizers use them."""
+"""Subgroups by parent group and partition of its ranks; shared by all optimizers."""
 
 
 def make_comm(
     process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, shard_group_size: ShardGroupSize | None
 ) -> Comm:
-    """What the arguments of `shard` ask for. On all ranks that train together; what is wrong is raised on all."""
+    """Return the `Comm` that the arguments of `shard` ask for. All data-parallel ranks must call.
+
+    Raises:
+        ConfigError: the arguments are invalid (on all ranks; `RankFailedError` where only others found that).
+        RankMismatchError: the arguments differ between ranks (on all ranks).
+    """
     if mesh is None and shard_group_size is None:
         return Comm(Group(process_group))
-    everyone = Comm(_resolve_data_parallel_group(process_group, mesh))
-    asked = f"mesh={_format_mesh(mesh)}, shard_group_size={shard_group_size!r}"
+    data_parallel = Comm(_resolve_data_parallel_group(process_group, mesh))
+    arguments = f"mesh={_format_mesh(mesh)}, shard_group_size={shard_group_size!r}"
 
     def prepare() -> Prepared[RankGrid]:
         if process_group is not None and mesh is not None:
@@ -45,24 +54,28 @@ def make_comm(
             raise ConfigError(
                 "mesh=... and shard_group_size=... both say which ranks share the state: give one of them"
             )
-        rows = _grid_from_mesh(mesh) if mesh is not None else _grid_from_group_size(everyone.group, shard_group_size)
-        return Prepared(rows, [asked])
+        if mesh is not None:
+            return Prepared(_grid_from_mesh(mesh), [arguments])
+        return Prepared(_grid_from_group_size(data_parallel.group, shard_group_size), [arguments])
 
-    # Hazard: nothing else may be sent before all ranks are known to be in this call.
-    rows = prepare_all(everyone, "choosing the ranks that share the state", prepare) or _grid_from_hosts(everyone)
-    if len(rows) == 1:
-        return everyone
-    pair = (
-        _get_shard_and_replica_groups(everyone.group, rows) if mesh is None else (mesh.get_group(1), mesh.get_group(0))
-    )
-    row, column = map(Group, pair)
-    # Hazard: were it made later, by one row only, torch would name the next group differently in other rows.
-    _ = row.cpu_group
-    return Comm(row, everyone, column)
+    # Hazard: no other message may be sent before consensus that all ranks are in this call.
+    grid = prepare_all(data_parallel, "choosing the ranks that share the state", prepare)
+    grid = grid or _grid_from_hosts(data_parallel)
+    if len(grid) == 1:
+        return data_parallel
+    if mesh is None:
+        process_groups = _get_shard_and_replica_groups(data_parallel.group, grid)
+    else:
+        process_groups = (mesh.get_group(1), mesh.get_group(0))
+    shard_group, replica_group = map(Group, process_groups)
+    # Hazard: create the CPU group here, on all ranks. If one shard group created it later on its own, torch would name
+    # the next group differently in the other shard groups.
+    _ = shard_group.cpu_group
+    return Comm(shard_group, data_parallel, replica_group)
 
 
 def _resolve_data_parallel_group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> Group:
-    """All ranks that train together, whatever else is wrong with what was given."""
+    """Return the group of all data-parallel ranks, even if the arguments are otherwise invalid."""
     if process_group is not None or not isinstance(mesh, DeviceMesh):
         return Group(process_group)
     world, ranks = Group(), sorted(mesh.mesh.flatten().tolist())
@@ -87,14 +100,15 @@ def _grid_from_mesh(mesh: DeviceMesh) -> RankGrid:
             f"the dimensions of mesh are (replicate, shard) in this order, not as in {_format_mesh(mesh)}"
         )
     rows: list[list[int]] = mesh.mesh.view(-1, mesh.size(-1)).tolist()
-    # Hazard: process groups number their ranks upwards, so that columns of other meshes would not hold the same.
+    # Hazard: process groups number their ranks in ascending order. With any other order the ranks of a column would
+    # not own the same shard.
     if any(row != sorted(row) for row in rows):
         raise ConfigError(f"ranks must ascend in each row of the mesh, not as in {rows}. Sort them.")
     return rows
 
 
 def _grid_from_group_size(data_parallel: Group, shard_group_size: object) -> RankGrid:
-    """Rows of so many ranks; none yet for those of one host, which others have to tell."""
+    """Return shard groups of consecutive ranks. Empty for "node": that needs information from the other ranks."""
     if isinstance(shard_group_size, str) and shard_group_size == NODE:
         _read_local_rank_and_size()
         return []
@@ -103,81 +117,86 @@ def _grid_from_group_size(data_parallel: Group, shard_group_size: object) -> Ran
     if data_parallel.size % shard_group_size:
         raise ConfigError(
             f"shard_group_size={shard_group_size} does not divide the {data_parallel.size} ranks: give one of "
-            f"{[number for number in range(1, data_parallel.size + 1) if data_parallel.size % number == 0]}"
+            f"{[size for size in range(1, data_parallel.size + 1) if data_parallel.size % size == 0]}"
         )
     members = data_parallel.members
     return [members[start : start + shard_group_size] for start in range(0, len(members), shard_group_size)]
 
 
 def _grid_from_hosts(data_parallel: Comm) -> RankGrid:
-    """The ranks of each host, which torchrun numbers one after the other. All ranks find, or raise, the same."""
-    places = [
+    """Return the ranks of each host, which torchrun numbers consecutively. All ranks must call.
+
+    All ranks return the same grid or raise the same error.
+    """
+    local_ranks_and_sizes = [
         tuple(map(int, text.split()))
         for text in data_parallel.all_gather_text("{} {}".format(*_read_local_rank_and_size()), max_bytes=64)
     ]
     hosts: dict[int, list[int]] = defaultdict(list)
-    stated: dict[int, set[int]] = defaultdict(set)
-    for member, (local, size) in zip(data_parallel.group.members, places, strict=True):
-        hosts[member - local].append(member)
-        stated[member - local].add(size)
-    for first, host in hosts.items():
-        if stated[first] != {len(host)}:
+    local_sizes: dict[int, set[int]] = defaultdict(set)
+    for member, (local_rank, local_size) in zip(data_parallel.group.members, local_ranks_and_sizes, strict=True):
+        first_rank = member - local_rank
+        hosts[first_rank].append(member)
+        local_sizes[first_rank].add(local_size)
+    for first_rank, host in hosts.items():
+        if local_sizes[first_rank] != {len(host)}:
             raise ConfigError(
-                f"shard_group_size='{NODE}': the host of rank {host[0]} has {sorted(stated[first])} ranks by "
+                f"shard_group_size='{NODE}': the host of rank {host[0]} has {sorted(local_sizes[first_rank])} ranks by "
                 f"LOCAL_WORLD_SIZE, but {len(host)} of them train here: {host}. All of a host must take part, numbered "
                 "one after the other. Else give a mesh, or a number of consecutive ranks."
             )
     if len(set(map(len, hosts.values()))) > 1:
-        found = ", ".join(f"{len(host)} from rank {host[0]} on" for host in hosts.values())
+        sizes = ", ".join(f"{len(host)} from rank {host[0]} on" for host in hosts.values())
         raise ConfigError(
-            f"shard_group_size='{NODE}': all hosts must have as many ranks, but there are {found}. Give a number of "
+            f"shard_group_size='{NODE}': all hosts must have as many ranks, but there are {sizes}. Give a number of "
             "consecutive ranks that divides each of them."
         )
     return list(hosts.values())
 
 
 def _read_local_rank_and_size() -> tuple[int, int]:
-    """This rank's number on its host, and how many there are."""
-    found = {name: os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    """Return LOCAL_RANK and LOCAL_WORLD_SIZE from the environment."""
+    variables = {name: os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     try:
-        rank, size = (int(value or "") for value in found.values())
+        rank, size = (int(value or "") for value in variables.values())
     except ValueError:
-        told = ", ".join(f"{name}={value!r}" for name, value in found.items())
+        found = ", ".join(f"{name}={value!r}" for name, value in variables.items())
         raise ConfigError(
             f"shard_group_size='{NODE}' takes LOCAL_RANK and LOCAL_WORLD_SIZE from the environment, where torchrun "
-            f"sets them, but found {told}. Start with torchrun, or give a number of consecutive ranks."
+            f"sets them, but found {found}. Start with torchrun, or give a number of consecutive ranks."
         ) from None
     return rank, size
 
 
 def _get_shard_and_replica_groups(data_parallel: Group, grid: RankGrid) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's row, and its column. On all ranks."""
+    """Return this rank's shard group and replica group. All ranks must call."""
     return _get_or_create_subgroup(data_parallel, grid), _get_or_create_subgroup(
         data_parallel, [list(column) for column in zip(*grid, strict=True)]
     )
 
 
 def _get_or_create_subgroup(parent: Group, partition: RankGrid) -> dist.ProcessGroup:
-    """The part that this rank is in. On all ranks of all parts, which do not overlap."""
-    (mine,) = [tuple(part) for part in partition if parent.global_rank in part]
-    if len(mine) == parent.size:
+    """Return the subgroup that contains this rank. All ranks of the disjoint subgroups must call."""
+    (own_ranks,) = [tuple(ranks) for ranks in partition if parent.global_rank in ranks]
+    if len(own_ranks) == parent.size:
         return parent.process_group
-    known = _subgroups.setdefault(parent.process_group, {})
-    # Hazard: by this rank's part alone some ranks could know it, and others would wait for them to make it.
-    division = tuple(map(tuple, partition))
-    if division not in known:
-        known[division] = _create_subgroup(parent, partition, mine)
-    return known[division]
+    cache = _subgroups.setdefault(parent.process_group, {})
+    # Hazard: key by the whole partition. With this rank's subgroup alone as the key, some ranks could find it in the
+    # cache while others wait for them to create it.
+    key = tuple(map(tuple, partition))
+    if key not in cache:
+        cache[key] = _create_subgroup(parent, partition, own_ranks)
+    return cache[key]
 
 
 def _create_subgroup(parent: Group, partition: RankGrid, own_ranks: tuple[int, ...]) -> dist.ProcessGroup:
     backend = dist.get_backend_config(parent.process_group)
     with parent.failure_detector:
         if parent.process_group is dist.group.WORLD and sum(map(len, partition)) == parent.size:
-            made = {tuple(part): dist.new_group(list(part), parent.timeout, backend) for part in partition}
+            groups = {tuple(ranks): dist.new_group(list(ranks), parent.timeout, backend) for ranks in partition}
+            group: dist.ProcessGroup = groups[own_ranks]
         else:
-            made = {own_ranks: dist.new_group(list(own_ranks), parent.timeout, backend, use_local_synchronization=True)}
-    group: dist.ProcessGroup = made[own_ranks]
+            group = dist.new_group(list(own_ranks), parent.timeout, backend, use_local_synchronization=True)
     return group
 
 

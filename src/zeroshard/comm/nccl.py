@@ -1,7 +1,7 @@
-"""Slices of a flat buffer to their owners, and back: the best way there is on each backend.
+"""Transports built on the backend's own collectives, and the choice of transport for one group.
 
-A way is a `ShardWay`; these are for one group of ranks. The table of measurements behind the choice is in
-docs/decisions/0010.
+`NcclTransport` and `NcclUnevenTransport` use NCCL; `AllReduceTransport` works with any backend. docs/decisions/0010 has
+the measurements behind the choice.
 """
 
 from collections.abc import Sequence
@@ -20,39 +20,43 @@ from .transport import ReduceWork, ShardTransport, non_empty_shards, sum_in_rank
 from .work import PendingWork, Waitable, WorkList
 
 MAX_SEQUENTIAL_ADDS = 16
-"""Slices that are added one after the other, with a call each, where no order is asked for."""
+"""The most shards that are summed one by one, with a kernel each, if no fixed order is required."""
 
 
 class NcclTransport(ShardTransport):
-    """The backend's own collectives: NCCL. Waiting for them keeps the stream waiting, not the host."""
+    """NCCL's reduce-scatter and all-gather. Waiting blocks the stream, not the host.
+
+    For a fixed summation order, or a sum in higher precision than the wire dtype, an all-to-all replaces the
+    reduce-scatter, and the owner sums.
+    """
 
     needs_equal_shards = True
 
     def reduce_scatter(self, flat: torch.Tensor, _: Sequence[Span], output: torch.Tensor, scale: float) -> ReduceWork:
         if self.policy.fixed_order or sum_dtype(flat.dtype) != flat.dtype:
-            parts = torch.empty_like(flat)
+            received = torch.empty_like(flat)
             with self.group.failure_detector:
-                work = dist.all_to_all_single(parts, flat, group=self.group.process_group, async_op=True)
-            arrived = PendingWork(work, flat, self.group.failure_detector)
+                work = dist.all_to_all_single(received, flat, group=self.group.process_group, async_op=True)
+            pending = PendingWork(work, flat, self.group.failure_detector)
             if self.group.size > MAX_SEQUENTIAL_ADDS and not self.policy.fixed_order:
-                return _BatchedSumWork(parts.view(self.group.size, -1), arrived, output, scale)
-            return OrderedSumWork(list(parts.chunk(self.group.size)), arrived, output, scale)
+                return _BatchedSumWork(received.view(self.group.size, -1), pending, output, scale)
+            return OrderedSumWork(list(received.chunk(self.group.size)), pending, output, scale)
         shard = output if output.dtype == flat.dtype else torch.empty_like(output, dtype=flat.dtype)
         with self.group.failure_detector:
             work = _reduce_scatter_flat(shard, flat, self.group.process_group)
         return BackendSumWork(shard, PendingWork(work, flat, self.group.failure_detector), output, scale)
 
     def all_gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> PendingWork:
-        mine = flat[slice(*shards[self.group.rank])]
+        own = flat[slice(*shards[self.group.rank])]
         with self.group.failure_detector:
-            return PendingWork(all_gather_flat(flat, mine, self.group.process_group), flat, self.group.failure_detector)
+            return PendingWork(all_gather_flat(flat, own, self.group.process_group), flat, self.group.failure_detector)
 
 
 class NcclUnevenTransport(NcclTransport):
-    """The same where ranks own whole parameters: one message for each rank that owns something.
+    """NCCL with shards of different lengths (ranks own whole parameters): one reduce or broadcast per owner.
 
-    To bring everyone's part to an owner and add up there would take as many times its memory as there are ranks. So
-    what is less precise than float32 travels as that.
+    An all-to-all would need `world_size` times the memory of a shard on its owner. Therefore low-precision gradients
+    are converted to float32 before they are sent.
     """
 
     needs_equal_shards = False
@@ -60,18 +64,21 @@ class NcclUnevenTransport(NcclTransport):
     def reduce_scatter(
         self, flat: torch.Tensor, shards: Sequence[Span], output: torch.Tensor, scale: float
     ) -> ReduceWork:
-        exact = sum_dtype(flat.dtype)
-        mine = output if output.dtype == exact else torch.empty_like(output, dtype=exact)
-        owned = {owner: flat[slice(*shard)] for owner, shard in non_empty_shards(shards)}
-        # Hazard: an owner's tensor becomes the sum, and what was given must stay as it is.
-        parts = {rank: mine.copy_(it) if rank == self.group.rank else it.to(exact) for rank, it in owned.items()}
+        dtype = sum_dtype(flat.dtype)
+        own_sum = output if output.dtype == dtype else torch.empty_like(output, dtype=dtype)
+        slices = {owner: flat[slice(*shard)] for owner, shard in non_empty_shards(shards)}
+        # Hazard: `reduce` overwrites the owner's tensor with the sum, and `flat` must not change: reduce a copy.
+        buffers = {
+            owner: own_sum.copy_(shard) if owner == self.group.rank else shard.to(dtype)
+            for owner, shard in slices.items()
+        }
         with self.group.failure_detector:
             works = [
-                dist.reduce(part, self.group.to_global(owner), group=self.group.process_group, async_op=True)
-                for owner, part in parts.items()
+                dist.reduce(buffer, self.group.to_global(owner), group=self.group.process_group, async_op=True)
+                for owner, buffer in buffers.items()
             ]
         return BackendSumWork(
-            mine, PendingWork(WorkList(works), flat, self.group.failure_detector), output, scale, keep_alive=parts
+            own_sum, PendingWork(WorkList(works), flat, self.group.failure_detector), output, scale, keep_alive=buffers
         )
 
     def reduce_scatter_nbytes(self, shards: Sequence[Span], dtype: torch.dtype, output_dtype: torch.dtype) -> int:
@@ -82,10 +89,10 @@ class NcclUnevenTransport(NcclTransport):
 
 
 class AllReduceTransport(ShardTransport):
-    """Reduce everything everywhere: for backends that know no better, such as gloo with CUDA tensors."""
+    """All-reduces full buckets: for backends without reduce-scatter, such as gloo with CUDA tensors."""
 
     def __init__(self, group: Group, reduce: Reduce, data_parallel: Group | None = None) -> None:
-        """`everyone`: the ranks whose slices are added up, if others than those of `group` are among them."""
+        """`data_parallel`: the ranks whose gradients are summed, if they are more than those of `group`."""
         super().__init__(group, reduce)
         self._data_parallel = data_parallel or group
         self.num_ranks = self._data_parallel.size
@@ -96,12 +103,12 @@ class AllReduceTransport(ShardTransport):
         total = flat.to(sum_dtype(flat.dtype), copy=True)
         with self.group.failure_detector, ProfilerPaused():
             work = dist.all_reduce(total, group=self._data_parallel.process_group, async_op=True)
-        arrived = PendingWork(work, total, self.group.failure_detector)
-        return BackendSumWork(total[slice(*shards[self.group.rank])], arrived, output, scale)
+        pending = PendingWork(work, total, self.group.failure_detector)
+        return BackendSumWork(total[slice(*shards[self.group.rank])], pending, output, scale)
 
     def reduce_scatter_nbytes(self, shards: Sequence[Span], dtype: torch.dtype, output_dtype: torch.dtype) -> int:  # noqa: ARG002
-        total = sum(it.length for _, it in non_empty_shards(shards)) * sum_dtype(dtype).itemsize
-        return all_reduce_nbytes(total, self._data_parallel.size)
+        nbytes = sum(shard.length for _, shard in non_empty_shards(shards)) * sum_dtype(dtype).itemsize
+        return all_reduce_nbytes(nbytes, self._data_parallel.size)
 
     def all_gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> PendingWork:
         with ProfilerPaused():
@@ -109,26 +116,26 @@ class AllReduceTransport(ShardTransport):
 
     @property
     def can_overlap_backward(self) -> bool:
-        # Hazard: gloo pairs collectives by their order, also with those of the control channel in the same group.
+        # Hazard: gloo pairs collectives by their order, including control messages if they use the same group.
         return self._data_parallel.size == 1 or self._data_parallel.cpu_group is not self._data_parallel.process_group
 
 
 def select_group_transport(
     group: Group, device: torch.device, reduce: Reduce, *, has_equal_shards: bool
 ) -> ShardTransport:
-    """`equal`: all shards are equally long."""
-    name = group.process_group._get_backend(device).name().lower() if group.size > 1 else ""
-    if name in ("nccl", "fake", "xccl", "hccl"):
+    """Return the fastest transport for one group. `has_equal_shards`: all shards have the same length."""
+    backend = group.process_group._get_backend(device).name().lower() if group.size > 1 else ""
+    if backend in ("nccl", "fake", "xccl", "hccl"):
         return NcclTransport(group, reduce) if has_equal_shards else NcclUnevenTransport(group, reduce)
     return (
         GlooTransport(group, reduce)
-        if device.type == "cpu" and name in ("gloo", "mpi")
+        if device.type == "cpu" and backend in ("gloo", "mpi")
         else AllReduceTransport(group, reduce)
     )
 
 
 class OrderedSumWork(ReduceWork):
-    """Those of all ranks, yet to be added up."""
+    """Sums the received slices in rank order when waited for."""
 
     def __init__(
         self, slices: list[torch.Tensor], work: Waitable, output: torch.Tensor, scale: float, keep_alive: Any = None
@@ -141,7 +148,7 @@ class OrderedSumWork(ReduceWork):
 
 
 class _BatchedSumWork(ReduceWork):
-    """Those of very many ranks, which one call adds up: in an order of its own, always the same."""
+    """Sums the received slices of many ranks in one call: deterministic, but not in rank order."""
 
     def __init__(self, slices: torch.Tensor, work: Waitable, output: torch.Tensor, scale: float) -> None:
         self._slices, self._work, self._output, self._scale = slices, work, output, scale
@@ -152,7 +159,7 @@ class _BatchedSumWork(ReduceWork):
 
 
 class BackendSumWork(ReduceWork):
-    """Added up on the way."""
+    """The backend sums; `wait` scales and converts the result."""
 
     def __init__(
         self, shard: torch.Tensor, work: Waitable, output: torch.Tensor, scale: float, keep_alive: Any = None
@@ -168,23 +175,23 @@ class BackendSumWork(ReduceWork):
 
 
 def all_reduce_nbytes(nbytes: int, num_ranks: int) -> int:
-    """What each rank sends around a ring."""
+    """Return how many bytes each rank sends in a ring all-reduce."""
     return 2 * nbytes * (num_ranks - 1) // num_ranks
 
 
 def broadcast_shards(group: Group, flat: torch.Tensor, shards: Sequence[Span]) -> PendingWork:
-    """Each owner's shard to everyone."""
-    raw = [(group.to_global(rank), view_as_bytes(flat[slice(*shard)])) for rank, shard in non_empty_shards(shards)]
+    """Start broadcasting each owner's shard to all ranks of the group."""
+    views = [(group.to_global(rank), view_as_bytes(flat[slice(*shard)])) for rank, shard in non_empty_shards(shards)]
     with group.failure_detector:
-        works = [dist.broadcast(part, owner, group=group.process_group, async_op=True) for owner, part in raw]
+        works = [dist.broadcast(view, owner, group=group.process_group, async_op=True) for owner, view in views]
     return PendingWork(WorkList(works), flat, group.failure_detector)
 
 
 def _reduce_scatter_flat(shard: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    verb = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-    return verb(shard, flat, group=group, async_op=True)
+    reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    return reduce_scatter(shard, flat, group=group, async_op=True)
 
 
 def all_gather_flat(flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    verb = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    return verb(flat, shard, group=group, async_op=True)
+    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    return all_gather(flat, shard, group=group, async_op=True)
