@@ -268,7 +268,7 @@ def test_a_bandwidth_inside_of_rows() -> None:
     """It is that of everybody, where all ranks are in one row; and of nobody without rows."""
     fast, slow = Network(50e9, 0, within=500e9), Network(50e9, 0)
     model = nn.Linear(1000, 1000)
-    with pytest.raises(ConfigError, match="inside of rows was given, and no rows"):
+    with pytest.raises(ConfigError, match="inside shard groups was given without shard groups"):
         plan(model, AdamW, ranks=[8], network=fast)
     rows = plan(model, AdamW, ranks=[8, 64], network=fast, shard_group_size=8)
     plain = plan(model, AdamW, ranks=[8, 64], network=slow, shard_group_size=8)

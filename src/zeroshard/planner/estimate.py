@@ -1,4 +1,9 @@
-"""What `zeroshard.shard` takes, read off the layout that it would make."""
+"""Estimate the memory and communication of a training step with `zeroshard.shard`.
+
+The estimate uses the real layout: it partitions the model as `shard` would and counts bytes on the rank with the most.
+Optimizer state is measured on meta tensors (`StateMeter`), and `BackwardSimulation` replays a backward pass bucket by
+bucket to find the peak of gradient memory. Nothing is allocated.
+"""
 
 import math
 from collections import deque
@@ -25,39 +30,39 @@ from .meter import StateMeter, TensorMeta
 from .shapes import ModelShape, ParamShape, make_param_specs
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Answers of a planner: bytes on one rank, and what travels.
+# Results: bytes on one rank, and traffic of a step.
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on the rank that has most."""
+    """Bytes on the rank with the highest memory use."""
 
     parameters: int
-    """With the buffers of the model."""
+    """Parameters and buffers of the model."""
     gradients: int
-    """What stays of them until the step, as theory counts: in the dtype of the parameters."""
+    """Gradients that are kept until the step, in the dtype of the parameters, as the ZeRO paper counts."""
     state: int
     masters: int = 0
-    """More precise copies of parameters."""
+    """Master weights."""
     backward_overhead: int = 0
-    """At most beside all that, while gradients are made and sent."""
+    """Peak of temporary memory during backward, on top of the above."""
     step_overhead: int = 0
-    """At most beside all that, while parameters are updated."""
+    """Peak of temporary memory during the step, on top of the above."""
     construction_peak: int = 0
-    """At most while the optimizer is made: all that there is then."""
+    """Peak of all memory while the optimizer is constructed."""
     host: int = 0
-    """In host memory. State and masters that rest there are not among those above."""
+    """Bytes in host memory. Offloaded state and masters count here, not above."""
     activations: int = 0
-    """As the user says. They are there in backward."""
+    """Activations during backward, as given by the user."""
 
     @property
     def total(self) -> int:
-        """What theory counts: parameters, gradients, state and masters."""
+        """Parameters, gradients, state and masters, as the ZeRO paper counts."""
         return self.parameters + self.gradients + self.state + self.masters
 
     @property
     def buffers(self) -> int:
-        """The most that comes on top."""
+        """The larger of both overheads."""
         return max(self.backward_overhead, self.step_overhead)
 
     @property
@@ -78,22 +83,22 @@ class MemoryEstimate:
 
 
 class Traffic(NamedTuple):
-    """Of one step."""
+    """Communication of one step."""
 
     sent: int
-    """Bytes, by each rank on the average."""
+    """Bytes that a rank sends, on average."""
     messages: int
-    """Collectives, one after the other."""
+    """Number of collectives, one after the other."""
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Network:
-    """Between any two ranks.
+    """The network between any two ranks.
 
-    bandwidth: bytes that a rank sends in a second.
-    latency: seconds until a message of no length has arrived.
-    within: the bandwidth inside a row of ranks that share the state, if it is another.
+    bandwidth: bytes per second that a rank sends.
+    latency: seconds of an empty message.
+    within: bandwidth inside a shard group, if it differs.
     """
 
     bandwidth: float = 50e9
@@ -102,7 +107,7 @@ class Network:
 
     def __post_init__(self) -> None:
         bandwidths = (self.bandwidth, self.bandwidth if self.within is None else self.within)
-        if not all(0 < it < math.inf for it in bandwidths) or not 0 <= self.latency < math.inf:
+        if not all(0 < bandwidth < math.inf for bandwidth in bandwidths) or not 0 <= self.latency < math.inf:
             raise ConfigError(
                 f"Network(...) takes bandwidths above 0 and a latency of 0 or more, not {bandwidths} and "
                 f"{self.latency!r}: bytes a second, and seconds"
@@ -110,40 +115,44 @@ class Network:
 
     @property
     def shard_group_network(self) -> "Network":
-        """That among the ranks of one row."""
+        """The network among the ranks of one shard group."""
         return Network(self.within or self.bandwidth, self.latency)
 
     def estimate_seconds(self, sent: float, messages: int, ranks: int) -> float:
-        """Collectives of the best kind: each takes log2 N messages one after the other, and all links are busy.
+        """Return the time of optimal collectives: log2 N sequential messages each, at full bandwidth.
 
-        Rings take N - 1 of them: with many ranks and small buckets the truth lies above.
+        Ring algorithms take N - 1 messages, so this is a lower bound for many ranks and small buckets.
         """
         return messages * self.latency * (ranks - 1).bit_length() + sent / self.bandwidth
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One way of training on so many ranks."""
+    """The estimate of one training method on a number of ranks."""
 
     method: str
     ranks: int
     memory: MemoryEstimate
     traffic: Traffic
     state_imbalance: float = 1.0
-    """State of the rank that has most, over the mean."""
+    """State bytes of the fullest rank, divided by the mean."""
     peer_checkpoint_bytes: int = 0
-    """Bytes that a rank sends for a second copy."""
+    """Bytes that a rank sends for one peer checkpoint."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How much memory gradients take on their way to their owners: a backward pass, played through bucket by bucket.
+# Backward simulation: the memory of gradients that are being reduced.
 #
-# It follows runtime/grad_sync.py, as it is with NCCL: large gradients are copied into a buffer as they come and freed,
-# small ones wait for their bucket to be full, and no more than two buckets are under way.
+# It follows engine/grad_reducer.py as it runs with NCCL: large gradients are copied into a bucket buffer when they are
+# ready and freed, small ones wait until their bucket is full, and at most MAX_IN_FLIGHT (2) buckets are in flight.
 
 
 class BackwardSimulation:
-    """What `in_backward` takes at most, and what `stays` for the next pass."""
+    """Simulates the memory of gradient reduction during a backward pass.
+
+    `peak_bytes` is the most memory in use at one time; `persistent_bytes` are the bucket buffers that stay allocated
+    for the next pass.
+    """
 
     def __init__(
         self,
@@ -155,14 +164,23 @@ class BackwardSimulation:
         rank: Rank,
         num_replicas: int,
     ) -> None:
-        """`updated_in`: what parameters of a dtype are updated in. `rows` of ranks hold the same."""
+        """Run the simulation.
+
+        Args:
+            layout: layout of the shard group.
+            stage: whether gradients are freed after they are reduced.
+            reduce: dtype and order of the reduction.
+            update_dtype: maps the dtype of parameters to the dtype of their update.
+            rank: rank in the shard group whose memory is simulated.
+            num_replicas: number of shard groups.
+        """
         self._layout, self._frees_grads, self._reduce = layout, stage.frees, reduce
         self._update_dtype, self._rank, self._num_replicas = update_dtype, rank, num_replicas
         self._is_single_rank = layout.world_size * num_replicas == 1
         self._buffer_bytes = max(
-            (self._wire_bytes(it) for it in self._trainable_buckets if len(it.slots) > 1), default=0
+            (self._wire_bytes(bucket) for bucket in self._trainable_buckets if len(bucket.slots) > 1), default=0
         )
-        """Bytes of a buffer that all buckets of several parameters take turns in."""
+        """Bytes of one pooled buffer, which fits any bucket of several parameters."""
         self._memory = _PeakCounter()
         self._buffer_memory = _PeakCounter()
         self._simulate()
@@ -177,7 +195,7 @@ class BackwardSimulation:
 
     @property
     def _trainable_buckets(self) -> list[Bucket]:
-        return [it for it in self._layout.buckets if self._layout.has_trainable_params(it.index)]
+        return [bucket for bucket in self._layout.buckets if self._layout.has_trainable_params(bucket.index)]
 
     def _wire_bytes(self, bucket: Bucket) -> int:
         return bucket.numel * self._wire_dtype(bucket).itemsize
@@ -186,40 +204,40 @@ class BackwardSimulation:
         return self._reduce.wire_dtype(bucket.dtype)
 
     def _simulate(self) -> None:
-        under_way: deque[int] = deque()
+        in_flight: deque[int] = deque()
         for bucket in self._trainable_buckets:
             waiting = self._fill_bucket(bucket)
             if self._is_single_rank:
                 self._memory.free(waiting)
                 continue
-            kept = self._start_reduce(bucket, waiting)
-            under_way.append(kept)
-            while len(under_way) > MAX_IN_FLIGHT:
-                self._memory.free(under_way.popleft())
+            held = self._start_reduce(bucket, waiting)
+            in_flight.append(held)
+            while len(in_flight) > MAX_IN_FLIGHT:
+                self._memory.free(in_flight.popleft())
 
     def _fill_bucket(self, bucket: Bucket) -> int:
-        """Gradients come, one after the other; bytes of those that wait."""
-        packs, waiting = len(bucket.slots) > 1, 0
-        if packs and not self._is_single_rank:
+        """Produce the gradients of a bucket one by one; return the bytes of those that wait for the reduction."""
+        is_packed, waiting = len(bucket.slots) > 1, 0
+        if is_packed and not self._is_single_rank:
             self._acquire_buffer()
-        for param in bucket.params:
-            spec = self._layout.params[param]
+        for index in bucket.params:
+            spec = self._layout.params[index]
             nbytes = spec.storage_numel * spec.dtype.itemsize
             self._memory.allocate(nbytes if self._frees_grads else 0)
-            if packs and nbytes >= EAGER_COPY_MIN_BYTES and not self._is_single_rank and self._frees_grads:
+            if is_packed and nbytes >= EAGER_COPY_MIN_BYTES and not self._is_single_rank and self._frees_grads:
                 self._memory.free(nbytes)
             else:
                 waiting += nbytes if self._frees_grads else 0
         return waiting
 
     def _acquire_buffer(self) -> None:
-        """There is one to fill beside those that are under way, and they stay."""
+        """Take a buffer from the pool, which grows to one buffer being filled plus those in flight."""
         if self._buffer_memory.current < (MAX_IN_FLIGHT + 1) * self._buffer_bytes:
             self._buffer_memory.allocate(self._buffer_bytes)
             self._memory.allocate(self._buffer_bytes)
 
     def _start_reduce(self, bucket: Bucket, pending_bytes: int) -> int:
-        """Bytes that are let go when it has arrived."""
+        """Start the reduction of a bucket; return the bytes that are freed when it is complete."""
         copied = self._accumulation_bytes(bucket) + self._cross_replica_bytes(bucket)
         if len(bucket.slots) > 1:
             self._memory.free(pending_bytes)
@@ -234,33 +252,32 @@ class BackwardSimulation:
         return copied
 
     def _is_zero_copy(self, bucket: Bucket) -> bool:
-        """Whether the only gradient of a bucket is what is sent; else it is copied for that."""
-        (room,) = bucket.slots
-        return self._frees_grads and room.span.length == bucket.numel and self._wire_dtype(bucket) == bucket.dtype
+        """Return whether the single gradient of a bucket is sent as it is, without a copy."""
+        (slot,) = bucket.slots
+        return self._frees_grads and slot.span.length == bucket.numel and self._wire_dtype(bucket) == bucket.dtype
 
     def _accumulation_bytes(self, bucket: Bucket) -> int:
-        """What it takes to add up slices in more precision than they travel in."""
+        """Return the bytes needed to sum shards in a higher precision than they are sent in."""
         wire = self._wire_dtype(bucket)
         if bucket.has_equal_shards:
-            exact = sum_dtype(wire) == wire and not self._reduce.fixed_order
-            return 0 if exact else self._wire_bytes(bucket)
+            is_exact = sum_dtype(wire) == wire and not self._reduce.fixed_order
+            return 0 if is_exact else self._wire_bytes(bucket)
         return 0 if sum_dtype(wire) == wire else bucket.numel * sum_dtype(wire).itemsize
 
     def _cross_replica_bytes(self, bucket: Bucket) -> int:
-        """A sum of this row, and in a fixed order those of all rows."""
+        """Return the bytes of this shard group's sum and, with a fixed order, of the sums of all replicas."""
         if self._num_replicas == 1:
             return 0
-        exact = sum_dtype(self._wire_dtype(bucket))
-        counted = (
-            not bucket.has_equal_shards or self._update_dtype(bucket.dtype) == exact
-        )  # it is among `_copied`, or stays
-        apart = (not counted) + self._num_replicas * self._reduce.fixed_order
-        return apart * bucket.shards[self._rank].length * exact.itemsize
+        accumulation_dtype = sum_dtype(self._wire_dtype(bucket))
+        # Already counted if it is part of `_accumulation_bytes`, or if it is the reduced gradient itself.
+        is_counted = not bucket.has_equal_shards or self._update_dtype(bucket.dtype) == accumulation_dtype
+        num_shards = (not is_counted) + self._num_replicas * self._reduce.fixed_order
+        return num_shards * bucket.shards[self._rank].length * accumulation_dtype.itemsize
 
 
 @dataclass
 class _PeakCounter:
-    """Of water, in bytes."""
+    """Current and highest memory use, in bytes."""
 
     current: int = 0
     peak: int = 0
@@ -274,16 +291,16 @@ class _PeakCounter:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is to be trained, how: all that estimates of every way of training have in common.
+# Training setup: what the estimates of all methods share.
 
 
 UpdatedTensor = tuple[ParamSpec, tuple[int, ...]]
-"""One that an optimizer updates: a parameter that it is, or is a part of, and its shape."""
+"""A tensor that an optimizer updates: the parameter that it is, or is a part of, and its own shape."""
 
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """A model, its optimizers, and where it is trained."""
+    """A model, its optimizers, and where it is trained: what the estimates of all methods share."""
 
     model: ModelShape
     optimizer_class: OptimizerConstructor | Sequence[ParamRule]
@@ -295,34 +312,34 @@ class TrainingSetup:
     shard_group_size: int | None = None
 
     def validate(self) -> None:
-        """Raise what making the optimizer would raise."""
+        """Raise the errors that constructing the optimizer would raise."""
         if self.shard_group_size is not None and (type(self.shard_group_size) is not int or self.shard_group_size < 1):
             raise ConfigError(
                 f"plan(shard_group_size=...) takes a number of ranks from 1 on, not {self.shard_group_size!r}"
             )
         if self.shard_group_size is None and self.network.within is not None:
-            raise ConfigError(
-                "a bandwidth inside of rows was given, and no rows: say with shard_group_size how long they are"
-            )
-        for kind in self.optimizer_specs:
-            reject_config_options(kind.factory.optimizer_class, kind.factory.defaults)
-            kind.check_constructible()
+            raise ConfigError("a bandwidth inside shard groups was given without shard groups: set shard_group_size")
+        for spec in self.optimizer_specs:
+            reject_config_options(spec.factory.optimizer_class, spec.factory.defaults)
+            spec.check_constructible()
         self.partitioning.validate_optimizer_specs()
 
     @cached_property
     def params_by_optimizer(self) -> list[list[ParamShape]]:
-        """Parameters by the class that updates them."""
+        """Parameters of each optimizer class."""
         if not self._rules:
             return [list(self.model.params)]
-        by_name = {it.name: it for it in self.model.params}
-        chosen = assign_params_to_rules([(it.name, it.to_meta_param()) for it in self.model.params], self._rules)
+        by_name = {param.name: param for param in self.model.params}
+        chosen = assign_params_to_rules(
+            [(param.name, param.to_meta_param()) for param in self.model.params], self._rules
+        )
         return [[by_name[name] for name, _ in group] for group in chosen]
 
     @cached_property
     def optimizer_specs(self) -> list[OptimizerSpec]:
         if not self._rules:
-            recipe = _make_factory(self.optimizer_class, self.params_by_optimizer[0], self.options)
-            return [OptimizerSpec(recipe.name, recipe)]
+            factory = _make_factory(self.optimizer_class, self.params_by_optimizer[0], self.options)
+            return [OptimizerSpec(factory.name, factory)]
         return [
             OptimizerSpec(name, _make_factory(rule.optimizer_class, group, rule.options), rule.partition)
             for name, rule, group in zip(
@@ -332,12 +349,12 @@ class TrainingSetup:
 
     @property
     def _rules(self) -> list[ParamRule]:
-        """Empty if there is one class for all."""
+        """The parameter rules; empty if one class updates all parameters."""
         return list(self.optimizer_class) if isinstance(self.optimizer_class, (list, tuple)) else []
 
     @cached_property
     def optimizer_name(self) -> str:
-        return " + ".join(kind.name for kind in self.optimizer_specs)
+        return " + ".join(spec.name for spec in self.optimizer_specs)
 
     @cached_property
     def partitioning(self) -> Partitioning:
@@ -348,14 +365,14 @@ class TrainingSetup:
         return make_param_specs(self.params_by_optimizer, self.device)
 
     def shard_group_size_for(self, ranks: int) -> int:
-        """How many of so many ranks share the state."""
-        row = self.shard_group_size or ranks
-        if ranks % row:
-            raise ConfigError(f"shard_group_size={row} does not divide {ranks} ranks: plan for multiples of {row}")
-        return row
+        """Return the size of a shard group on this number of ranks."""
+        size = self.shard_group_size or ranks
+        if ranks % size:
+            raise ConfigError(f"shard_group_size={size} does not divide {ranks} ranks: plan for multiples of {size}")
+        return size
 
     def network_for(self, ranks: int) -> Network:
-        """That among so many ranks, which may be those of one row."""
+        """Return the network among this number of ranks, which may form one shard group."""
         return self.network.shard_group_network if ranks == self.shard_group_size else self.network
 
     @property
@@ -363,45 +380,47 @@ class TrainingSetup:
         return self.config.offload is not None and self.device.type != "cpu"
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What parameters of a dtype are updated in."""
+        """Return the dtype in which parameters of a dtype are updated."""
         masters = self.config._master_policy
         return masters.dtype if masters is not None and masters.covers(dtype) else dtype
 
     def state_bytes(self, spec: ParamSpec, shape: tuple[int, ...]) -> int:
-        """Of a tensor of that shape that is, or is a part of, a parameter."""
+        """Return the state bytes of a tensor of this shape that is, or is a part of, a parameter."""
         return self._meters[spec.group].state_bytes(shape, self.update_dtype(spec.dtype)) if spec.trainable else 0
 
     def temporary_bytes(self, tensors: Sequence[UpdatedTensor], *, use_fused: bool) -> int:
-        """Of a step on these. `fuses`: the fused implementation is taken where there is one."""
-        found = 0
-        for number, (kind, meter) in enumerate(zip(self.optimizer_specs, self._meters, strict=True)):
+        """Return the peak of temporaries in a step on these tensors, with fused kernels if `use_fused` and supported."""
+        peak = 0
+        for group_id, (optimizer, meter) in enumerate(zip(self.optimizer_specs, self._meters, strict=True)):
             shapes: list[TensorMeta] = [
                 (shape, self.update_dtype(spec.dtype))
                 for spec, shape in tensors
-                if spec.group == number and spec.trainable
+                if spec.group == group_id and spec.trainable
             ]
-            fused = use_fused and self.device.type != "cpu" and can_choose_impl(kind.factory, "fused")
-            if shapes and not fused and not kind.factory.defaults.get("fused"):
-                found = max(found, meter.temporary_bytes(shapes))
-        return found
+            fused = use_fused and self.device.type != "cpu" and can_choose_impl(optimizer.factory, "fused")
+            if shapes and not fused and not optimizer.factory.defaults.get("fused"):
+                peak = max(peak, meter.temporary_bytes(shapes))
+        return peak
 
     @cached_property
     def _meters(self) -> list[StateMeter]:
-        return [StateMeter(_without_fused_kernels(self.device, kind.factory)) for kind in self.optimizer_specs]
+        return [StateMeter(_without_fused_kernels(self.device, spec.factory)) for spec in self.optimizer_specs]
 
 
 def _make_factory(
     optimizer_class: Any, param_shapes: Sequence[ParamShape], options: dict[str, Any]
 ) -> OptimizerFactory:
-    """One whose parameters the self-test can ask for dimensions and dtypes, on the CPU, and that take no memory."""
-    params = [torch.empty((), dtype=it.dtype).expand(it.shape).requires_grad_(it.trainable) for it in param_shapes]
+    """Return a factory with stand-in CPU parameters for the probes, each expanded from a single element."""
+    params = [
+        torch.empty((), dtype=shape.dtype).expand(shape.shape).requires_grad_(shape.trainable) for shape in param_shapes
+    ]
     return OptimizerFactory(optimizer_class, [{"params": params}], True, options)
 
 
 def _without_fused_kernels(device: torch.device, factory: OptimizerFactory) -> OptimizerFactory:
-    """What torch takes on that device by default: all tensors at once, where its class knows how to.
+    """Return a factory with torch's default implementation on that device: foreach where the class supports it.
 
-    Fused kernels are for tensors with memory; what is kept is the same.
+    Fused kernels do not run on meta tensors; the state is the same without them.
     """
     defaults = {key: value for key, value in factory.defaults.items() if key != "fused"}
     if device.type != "cpu" and can_choose_impl(factory, "foreach"):
@@ -410,12 +429,12 @@ def _without_fused_kernels(device: torch.device, factory: OptimizerFactory) -> O
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What `zeroshard.shard` takes, read off the layout that it would make.
+# Estimate of `zeroshard.shard`, from the layout that it would make.
 
 
 @dataclass(frozen=True)
 class ZeroShardMethod:
-    """ZeRO-1 or ZeRO-2, by what is kept of gradients."""
+    """`zeroshard.shard` with ZeRO-1 or ZeRO-2."""
 
     stage: ZeroStage
 
@@ -424,93 +443,94 @@ class ZeroShardMethod:
         return f"zeroshard {2 if self.stage.frees else 1}"
 
     def estimate(self, training: TrainingSetup, ranks: int) -> Estimate:
-        row = training.shard_group_size_for(ranks)
-        return _ShardEstimator(training, self.stage, row, ranks // row).estimate(self.name)
+        shard_group_size = training.shard_group_size_for(ranks)
+        return _ShardEstimator(training, self.stage, shard_group_size, ranks // shard_group_size).estimate(self.name)
 
 
 ZERO1, ZERO2 = ZeroShardMethod(ZeroStage1()), ZeroShardMethod(ZeroStage2())
 
 
 class _ShardEstimator:
-    """That of the rank with most, in one of several rows of ranks that hold the same."""
+    """Estimates the rank with the highest memory use in a shard group. All replicas are the same."""
 
     def __init__(self, training: TrainingSetup, stage: ZeroStage, shard_group_size: int, num_replicas: int) -> None:
         self._num_replicas = num_replicas
         self._training, self._stage, self._frees_grads = training, stage, stage.frees
-        order = {it.name: place for place, it in enumerate(training.model.params)}
+        order = {param.name: index for index, param in enumerate(training.model.params)}
         specs = sorted(training.param_specs, key=lambda spec: order[spec.name or ""])
-        kinds = list(range(len(training.optimizer_specs)))
-        self._layout = training.partitioning.extend_layout(Layout.empty(shard_group_size), specs, kinds)
-        states, others = (
-            self._layout.sum_per_rank(self._spec_state_bytes),
-            self._layout.sum_per_rank(self._spec_grad_and_master_bytes),
-        )
+        groups = list(range(len(training.optimizer_specs)))
+        self._layout = training.partitioning.extend_layout(Layout.empty(shard_group_size), specs, groups)
+        states = self._layout.sum_per_rank(self._spec_state_bytes)
+        others = self._layout.sum_per_rank(self._spec_grad_and_master_bytes)
         self._peak_rank = Rank(max(range(shard_group_size), key=lambda rank: states[rank] + others[rank]))
         self._state_imbalance = max(states) * shard_group_size / sum(states) if any(states) else 1.0
 
     def estimate(self, name: str) -> Estimate:
         policy, ranks = self._training.config.peer_checkpoint, self._layout.world_size * self._num_replicas
-        share = self._peer_checkpoint_bytes() if policy else 0
-        held = max_shards_per_rank(ranks, policy.failure_domain_size) if policy else 0
-        usage = self._estimate_memory()
-        usage = replace(usage, host=usage.host + 2 * held * share)  # of this copy and of the next, which is under way
-        return Estimate(name, ranks, usage, self._estimate_traffic(), self._state_imbalance, share if ranks > 1 else 0)
+        snapshot_bytes = self._peer_checkpoint_bytes() if policy else 0
+        num_shards = max_shards_per_rank(ranks, policy.failure_domain_size) if policy else 0
+        memory = self._estimate_memory()
+        memory = replace(
+            memory, host=memory.host + 2 * num_shards * snapshot_bytes
+        )  # the current snapshot and the next one in flight
+        return Estimate(
+            name, ranks, memory, self._estimate_traffic(), self._state_imbalance, snapshot_bytes if ranks > 1 else 0
+        )
 
     def _peer_checkpoint_bytes(self) -> int:
-        """What a second copy has of this rank: state, and parameters in the precision of their update."""
+        """Return the bytes of this rank's peer snapshot: state, and parameters in the dtype of their update."""
         masters = sum(map(self._master_bytes, self._layout.buckets))
         return self._state_bytes() + (masters or self._owned_param_bytes())
 
     def _estimate_memory(self) -> MemoryEstimate:
-        training, transit = self._training, self._simulate_backward()
+        training, backward = self._training, self._simulate_backward()
         parameters = sum(map(_bucket_nbytes, self._layout.buckets))
-        gradients, slices = self._grad_bytes(), sum(map(self._reduced_grad_bytes, self._layout.buckets))
-        masters, more = (
-            sum(map(self._master_bytes, self._layout.buckets)),
-            slices - (gradients if self._frees_grads else 0),
-        )
-        taken = MemoryEstimate(
+        gradients, reduced = self._grad_bytes(), sum(map(self._reduced_grad_bytes, self._layout.buckets))
+        masters = sum(map(self._master_bytes, self._layout.buckets))
+        # The reduced gradients beyond what counts as gradients: a wider dtype, or all of them with ZeRO-1.
+        extra = reduced - (gradients if self._frees_grads else 0)
+        memory = MemoryEstimate(
             parameters=parameters + training.model.buffer_bytes,
             gradients=gradients,
             state=self._state_bytes(),
             masters=masters,
-            backward_overhead=more + transit.peak_bytes,
-            step_overhead=more
-            + transit.persistent_bytes
+            backward_overhead=extra + backward.peak_bytes,
+            step_overhead=extra
+            + backward.persistent_bytes
             + training.temporary_bytes(list(self._updated_tensors()), use_fused=True),
             construction_peak=parameters + max(self._largest_bucket_bytes(), masters) + training.model.buffer_bytes,
             activations=training.activations,
         )
-        return self._apply_offload(taken) if training.is_offloaded else taken
+        return self._apply_offload(memory) if training.is_offloaded else memory
 
     def _simulate_backward(self) -> BackwardSimulation:
-        reduce, updated_in = self._training.config._reduce_policy, self._training.update_dtype
+        reduce, update_dtype = self._training.config._reduce_policy, self._training.update_dtype
         return BackwardSimulation(
-            self._layout, self._stage, reduce, updated_in, rank=self._peak_rank, num_replicas=self._num_replicas
+            self._layout, self._stage, reduce, update_dtype, rank=self._peak_rank, num_replicas=self._num_replicas
         )
 
     def _largest_bucket_bytes(self) -> int:
-        """Parameters move into buckets one after the other; then masters are made."""
+        """Return the largest bucket. Parameters move into buckets one by one; then masters are allocated."""
         return max(map(_bucket_nbytes, self._layout.buckets), default=0)
 
     def _apply_offload(self, memory: MemoryEstimate) -> MemoryEstimate:
-        """State and masters of a bucket are on the device, and those of the next one on their way there."""
-        buckets = list(map(self._offloaded_bytes, self._layout.buckets))
-        here = max(map(sum, zip(buckets, [*buckets[1:], 0], strict=True)), default=0)
-        made = memory.parameters + max(
+        """Move state and masters to the host. The device holds those of one bucket while the next one is prefetched."""
+        bucket_bytes = list(map(self._offloaded_bytes, self._layout.buckets))
+        on_device = max(map(sum, zip(bucket_bytes, [*bucket_bytes[1:], 0], strict=True)), default=0)
+        construction_peak = memory.parameters + max(
             self._largest_bucket_bytes(), max(map(self._master_bytes, self._layout.buckets), default=0)
         )
         return replace(
             memory,
             state=0,
             masters=0,
-            step_overhead=memory.step_overhead + here,
-            construction_peak=made,
-            host=sum(buckets),
+            step_overhead=memory.step_overhead + on_device,
+            construction_peak=construction_peak,
+            host=sum(bucket_bytes),
         )
 
     def _offloaded_bytes(self, bucket: Bucket) -> int:
-        """What of a bucket rests in host memory."""
+        """Return the bytes of a bucket that are offloaded to host memory."""
         return self._master_bytes(bucket) + sum(
             self._training.state_bytes(*tensor) for tensor in self._updated_tensors_in(bucket)
         )
@@ -519,18 +539,17 @@ class _ShardEstimator:
         return self._training.state_bytes(spec, spec.shape) * numel / spec.storage_numel if spec.storage_numel else 0.0
 
     def _spec_grad_and_master_bytes(self, spec: ParamSpec, numel: int) -> float:
-        """Of gradients and masters."""
         updated = self._training.update_dtype(spec.dtype)
         return numel * updated.itemsize * (spec.trainable + (updated != spec.dtype))
 
     def _grad_bytes(self) -> int:
-        """In the dtype of the parameters: all of them, or this rank's slices."""
+        """Return the bytes of kept gradients in the dtype of the parameters: all of them, or this rank's shards."""
         if not self._frees_grads:
-            return sum(it.nbytes for it in self._training.model.trainable_params)
-        return sum(it.shards[self._peak_rank].length * it.dtype.itemsize for it in self._trainable_buckets)
+            return sum(param.nbytes for param in self._training.model.trainable_params)
+        return sum(bucket.shards[self._peak_rank].length * bucket.dtype.itemsize for bucket in self._trainable_buckets)
 
     def _reduced_grad_bytes(self, bucket: Bucket) -> int:
-        """Of averaged gradients, in the dtype of the update."""
+        """Return the bytes of this rank's reduced gradients, in the dtype of the update."""
         itemsize = self._training.update_dtype(bucket.dtype).itemsize
         return (
             bucket.shards[self._peak_rank].length * itemsize if self._layout.has_trainable_params(bucket.index) else 0
@@ -541,41 +560,43 @@ class _ShardEstimator:
         return bucket.shards[self._peak_rank].length * updated.itemsize if updated != bucket.dtype else 0
 
     def _owned_param_bytes(self) -> int:
-        return sum(it.shards[self._peak_rank].length * it.dtype.itemsize for it in self._layout.buckets)
+        return sum(bucket.shards[self._peak_rank].length * bucket.dtype.itemsize for bucket in self._layout.buckets)
 
     def _state_bytes(self) -> int:
         return sum(self._training.state_bytes(*tensor) for tensor in self._updated_tensors())
 
     def _updated_tensors(self) -> Iterator[UpdatedTensor]:
-        """That this rank's optimizer updates: runs of pieces where it may join them, else one by one."""
+        """Return the tensors that this rank's optimizer updates: flat params if elementwise, else single shards."""
         return chain.from_iterable(map(self._updated_tensors_in, self._layout.buckets))
 
     def _updated_tensors_in(self, bucket: Bucket) -> Iterator[UpdatedTensor]:
-        for group, run in groupby(
-            bucket.param_shards_of_rank(self._peak_rank), key=lambda it: self._layout.params[it.param].group
+        for group, shards in groupby(
+            bucket.param_shards_of_rank(self._peak_rank), key=lambda shard: self._layout.params[shard.param].group
         ):
-            pieces = list(run)
-            runs = [pieces] if self._is_flattened(group) else [[piece] for piece in pieces]
+            param_shards = list(shards)
+            runs = [param_shards] if self._is_flattened(group) else [[shard] for shard in param_shards]
             yield from map(self._make_updated_tensor, runs)
 
     def _is_flattened(self, group: int) -> bool:
-        cutting = self._training.optimizer_specs[group].split_rule
+        split_rule = self._training.optimizer_specs[group].split_rule
         return (
-            self._training.partitioning.is_split(group) and cutting is not None and cutting.granularity.is_elementwise
+            self._training.partitioning.is_split(group)
+            and split_rule is not None
+            and split_rule.granularity.is_elementwise
         )
 
     def _make_updated_tensor(self, param_shards: list[ParamShard]) -> UpdatedTensor:
         first, last = param_shards[0], param_shards[-1]
         spec = self._layout.params[first.param]
-        whole = (
+        is_whole_param = (
             len(param_shards) == 1
             and first.in_param.length == spec.storage_numel
             and not self._is_flattened(spec.group)
         )
-        return spec, spec.shape if whole else (last.in_bucket.stop - first.in_bucket.start,)
+        return spec, spec.shape if is_whole_param else (last.in_bucket.stop - first.in_bucket.start,)
 
     def _estimate_traffic(self) -> Traffic:
-        """Each bucket of gradients to its owners, each of parameters back."""
+        """Return the traffic of reduce-scattering all gradients and all-gathering all parameters."""
         inside, across = self._shard_group_traffic(), self._cross_replica_traffic()
         sent, messages = inside.sent + across.sent, inside.messages + across.messages
         return Traffic(sent, messages, inside.seconds + across.seconds)
@@ -584,13 +605,13 @@ class _ShardEstimator:
         ranks = self._layout.world_size
         if ranks == 1:
             return Traffic(0, 0)
-        away = sum(it.numel * self._wire_dtype(it).itemsize for it in self._trainable_buckets)
-        sent = (away + sum(map(_bucket_nbytes, self._trainable_buckets))) * (ranks - 1) // ranks
+        reduced = sum(bucket.numel * self._wire_dtype(bucket).itemsize for bucket in self._trainable_buckets)
+        sent = (reduced + sum(map(_bucket_nbytes, self._trainable_buckets))) * (ranks - 1) // ranks
         messages = 2 * len(self._trainable_buckets)
         return Traffic(sent, messages, self._training.network_for(ranks).estimate_seconds(sent, messages, ranks))
 
     def _cross_replica_traffic(self) -> Traffic:
-        """Sums of a row's slices meet those of the other rows."""
+        """Return the traffic of reducing gradient shards across replicas."""
         if self._num_replicas == 1:
             return Traffic(0, 0)
         sent = (
@@ -602,16 +623,16 @@ class _ShardEstimator:
         return Traffic(sent, messages, self._training.network.estimate_seconds(sent, messages, self._num_replicas))
 
     def _cross_replica_bytes(self, bucket: Bucket) -> int:
-        """To each other row, of all slices of this one: all of them, or a part to be added up and the sums back."""
-        exact = sum_dtype(self._training.config._reduce_policy.wire_dtype(bucket.dtype)).itemsize
+        """Return the bytes to each other replica: of an all-gather, or of a reduce-scatter and an all-gather."""
+        sum_itemsize = sum_dtype(self._training.config._reduce_policy.wire_dtype(bucket.dtype)).itemsize
         if self._uses_all_gather_across_replicas:
-            return bucket.numel * exact
-        back = self._training.update_dtype(bucket.dtype).itemsize if self._is_on_cpu else exact
-        return bucket.numel * (exact + back) // self._num_replicas
+            return bucket.numel * sum_itemsize
+        result_itemsize = self._training.update_dtype(bucket.dtype).itemsize if self._is_on_cpu else sum_itemsize
+        return bucket.numel * (sum_itemsize + result_itemsize) // self._num_replicas
 
     @property
     def _uses_all_gather_across_replicas(self) -> bool:
-        """NCCL adds them up in an order of its own, unless everybody gets all of them; gloo in that of rows."""
+        """A fixed summation order on NCCL needs an all-gather; gloo always sums in replica order."""
         return self._training.config.deterministic_reduce and not self._is_on_cpu
 
     @property
@@ -619,13 +640,13 @@ class _ShardEstimator:
         return self._training.device.type == "cpu"
 
     def _wire_dtype(self, bucket: Bucket) -> torch.dtype:
-        """What gradients travel as: NCCL adds slices that differ in length up on the way, in more precision."""
+        """Return the dtype in which gradients are sent. NCCL reduces uneven shards in flight, in a higher precision."""
         wire = self._training.config._reduce_policy.wire_dtype(bucket.dtype)
         return wire if bucket.has_equal_shards or self._is_on_cpu else sum_dtype(wire)
 
     @property
     def _trainable_buckets(self) -> list[Bucket]:
-        return [it for it in self._layout.buckets if self._layout.has_trainable_params(it.index)]
+        return [bucket for bucket in self._layout.buckets if self._layout.has_trainable_params(bucket.index)]
 
 
 def _bucket_nbytes(bucket: Bucket) -> int:
