@@ -389,7 +389,7 @@ class TrainingSetup:
         return self._meters[spec.group].state_bytes(shape, self.update_dtype(spec.dtype)) if spec.trainable else 0
 
     def temporary_bytes(self, tensors: Sequence[UpdatedTensor], *, use_fused: bool) -> int:
-        """Return the peak of temporaries in a step on these tensors, with fused kernels if `use_fused` and supported."""
+        """Return the peak of temporaries in a step on these tensors. `use_fused`: use fused kernels if supported."""
         peak = 0
         for group_id, (optimizer, meter) in enumerate(zip(self.optimizer_specs, self._meters, strict=True)):
             shapes: list[TensorMeta] = [
