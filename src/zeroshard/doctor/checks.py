@@ -1,4 +1,7 @@
-"""What is wrong with a job, or may be. Pure: every rank has the same values, and so comes to the same end."""
+"""Checks and advice of `zeroshard doctor`.
+
+All functions are pure. Every rank evaluates them on the same `JobInfo` and so gets the same findings.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +17,7 @@ from ..layout.partition import default_bucket_bytes
 from .collect import CollectiveTiming, JobInfo, RankInfo, find_shared_gpus, ranks_by_host, ranks_by_node
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What there is to say of a job.
+# Findings.
 
 
 NOTE: Literal["note"] = "note"
@@ -25,7 +28,7 @@ Level = Literal["note", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is worth a look. An error makes the job unhealthy; the others do not."""
+    """One observation about a job. Only an error makes the job unhealthy."""
 
     level: Level
     what: str
@@ -39,19 +42,19 @@ def is_healthy(findings: Iterable[Finding]) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# From what was measured to options of `shard`. Pure.
+# Advice: from measurements to options of `shard`.
 
 
 _MAX_LATENCY_FRACTION = 0.05
-"""Of the time of a bucket's message."""
+"""Largest acceptable fraction of a bucket's transfer time that is latency."""
 _MAX_BUCKET_MIB = 512
 _SLOW_INTER_NODE_RATIO = 0.5
-"""Between hosts as a part of within: from there on it pays to share within a host."""
+"""Inter-node over intra-node bandwidth, below which sharding within a node pays off."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Python that can be pasted, and why it says that."""
+    """Recommended options as Python code, and the reasons for them."""
 
     config: str
     call: str
@@ -60,7 +63,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class NetworkProfile:
-    """What decides. Seconds, and bytes a second of a bucket."""
+    """The measurements that decide the advice. Bandwidths in bytes of a bucket per second."""
 
     backend: str
     world_size: int
@@ -72,28 +75,30 @@ class NetworkProfile:
 
 
 def profile_network(job: JobInfo) -> NetworkProfile:
-    verbs = [slowest_timing(job, name) for name in ("reduce-scatter", "all-gather")]
-    rates = [it.rates for it in job.measurements if it.rates is not None]
+    """Summarize the measurements: the slowest collective, and medians over ranks."""
+    timings = [slowest_timing(job, name) for name in ("reduce-scatter", "all-gather")]
+    rates = [measured.rates for measured in job.measurements if measured.rates is not None]
     return NetworkProfile(
         backend=job.backend,
         world_size=len(job.rank_infos),
         num_nodes=len(ranks_by_node(job.rank_infos)),
-        latency_s=max(it.small for it in verbs),
-        bandwidth=min(it.nbytes / max(it.large, 1e-9) for it in verbs),
-        intra_node_bandwidth=median(it.within for it in rates) if rates else None,
-        inter_node_bandwidth=median(it.between for it in rates) if rates else None,
+        latency_s=max(timing.small for timing in timings),
+        bandwidth=min(timing.nbytes / max(timing.large, 1e-9) for timing in timings),
+        intra_node_bandwidth=median(rate.within for rate in rates) if rates else None,
+        inter_node_bandwidth=median(rate.between for rate in rates) if rates else None,
     )
 
 
 def slowest_timing(job: JobInfo, collective: str) -> CollectiveTiming:
-    """As the slowest ranks have timed it: all wait for them."""
-    found = [it for measured in job.measurements for it in measured.timings if it.verb == collective]
-    first = found[0]
-    small, large = max(it.small for it in found), max(it.large for it in found)
+    """Return the timing on the slowest ranks, which all others wait for."""
+    timings = [timing for measured in job.measurements for timing in measured.timings if timing.verb == collective]
+    first = timings[0]
+    small, large = max(timing.small for timing in timings), max(timing.large for timing in timings)
     return CollectiveTiming(collective, first.way, small, large, first.nbytes, first.crossing)
 
 
 def recommend_options(profile: NetworkProfile) -> Advice:
+    """Recommend bucket size, overlap and shard group size."""
     size, reasons = _recommend_bucket_mib(profile)
     overlap = profile.backend == "nccl" or profile.num_nodes > 1
     options = [] if size is None else [f"partition=zeroshard.FlatShards(bucket_bytes={size} * 2**20)"]
@@ -101,20 +106,20 @@ def recommend_options(profile: NetworkProfile) -> Advice:
     if overlap and profile.world_size > 1:
         options.append("overlap_param_gather=True")
         reasons.append("overlap_param_gather: parameters travel while the next forward pass runs")
-    config, more = f"zeroshard.ZeroConfig({', '.join(options)})", ""
+    config, group_option = f"zeroshard.ZeroConfig({', '.join(options)})", ""
     if profile.intra_node_bandwidth is not None and profile.inter_node_bandwidth is not None:
-        pays = profile.inter_node_bandwidth < _SLOW_INTER_NODE_RATIO * profile.intra_node_bandwidth
-        more = ', shard_group_size="node"' if pays else ""
+        is_worthwhile = profile.inter_node_bandwidth < _SLOW_INTER_NODE_RATIO * profile.intra_node_bandwidth
+        group_option = ', shard_group_size="node"' if is_worthwhile else ""
         between, within = profile.inter_node_bandwidth / 1e9, profile.intra_node_bandwidth / 1e9
-        compared = f"{between:.2f} GB/s between hosts, {within:.2f} GB/s within"
-        reasons.append(f"{'shard_group_size' if pays else 'no shard_group_size'}: {compared}")
-    given = f", config={config}" if options else ""
-    call = f"optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=3e-4{given}{more})"
+        bandwidths = f"{between:.2f} GB/s between hosts, {within:.2f} GB/s within"
+        reasons.append(f"{'shard_group_size' if is_worthwhile else 'no shard_group_size'}: {bandwidths}")
+    config_option = f", config={config}" if options else ""
+    call = f"optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=3e-4{config_option}{group_option})"
     return Advice(config, call, tuple(reasons))
 
 
 def _recommend_bucket_mib(profile: NetworkProfile) -> tuple[int | None, list[str]]:
-    """In MiB, so large that latency is a small part of a message's time; None where the default is."""
+    """Return a bucket size in MiB at which latency is negligible, or None for the default, and the reason."""
     if profile.world_size == 1:
         return None, ["one rank: nothing travels, and buckets of any size will do"]
     device = torch.device("cuda" if profile.backend == "nccl" else "cpu")
@@ -123,8 +128,8 @@ def _recommend_bucket_mib(profile: NetworkProfile) -> tuple[int | None, list[str
     size = default if needed <= 2 * default else min(_next_power_of_two(needed), _MAX_BUCKET_MIB)
     share = profile.latency_s / (profile.latency_s + size * MIB / profile.bandwidth)
     measured = f"latency {profile.latency_s * 1e3:.2f} ms, {profile.bandwidth / 1e9:.2f} GB/s of a bucket"
-    kind = "the default" if size == default else "more than the default"
-    reason = f"buckets of {size} MiB, {kind}: {measured}, so that {share:.1%} of a message's time is latency"
+    comparison = "the default" if size == default else "more than the default"
+    reason = f"buckets of {size} MiB, {comparison}: {measured}, so that {share:.1%} of a message's time is latency"
     return None if size == default else size, [reason]
 
 
@@ -136,87 +141,87 @@ def _next_power_of_two(value: float) -> int:
 
 
 def slowest_timings(job: JobInfo) -> Sequence[CollectiveTiming]:
-    """Of all verbs, in the order in which they were measured."""
-    return [slowest_timing(job, it.verb) for it in job.measurements[0].timings]
+    """Return the slowest timing of each collective, in the order of measurement."""
+    return [slowest_timing(job, timing.verb) for timing in job.measurements[0].timings]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Do all ranks run the same, with the same settings? Pure.
+# Consistency: do all ranks run the same versions with the same settings?
 
 
 _RANK_LOCAL_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
 _RESULT_CHANGING_VARIABLES = ("NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
-"""Ranks with different ones wait for each other for ever, or compute different numbers."""
+"""If these differ between ranks, the job hangs or computes different results."""
 _HARMLESS_VERSIONS = ("python",)
 
 
 def check_same_across_ranks(rank_infos: Sequence[RankInfo]) -> Iterator[Finding]:
-    """Named by ranks, with their values."""
+    """Report every version, setting and variable that differs between ranks."""
     yield from _check_versions(rank_infos)
     yield from _check_torch_settings(rank_infos)
     yield from _check_environment(rank_infos)
-    asked = _ranks_by_value(rank_infos, lambda it: it.backend or "none")
-    if len(asked) > 1:
+    requested = _ranks_by_value(rank_infos, lambda info: info.backend or "none")
+    if len(requested) > 1:
         yield Finding(
             ERROR,
             "--backend",
-            _format_ranks_by_value(asked),
+            _format_ranks_by_value(requested),
             "the same on all ranks",
             "start all hosts with the same command",
         )
 
 
 def _check_versions(rank_infos: Sequence[RankInfo]) -> Iterator[Finding]:
-    for name in _all_keys(it.versions for it in rank_infos):
-        sides = _ranks_by_value(rank_infos, partial(_get_version, name))
-        if len(sides) > 1:
+    for name in _all_keys(info.versions for info in rank_infos):
+        ranks_by_value = _ranks_by_value(rank_infos, partial(_get_version, name))
+        if len(ranks_by_value) > 1:
             level: Level = WARNING if name in _HARMLESS_VERSIONS else ERROR
             yield Finding(
                 level,
                 f"version of {name}",
-                _format_ranks_by_value(sides),
+                _format_ranks_by_value(ranks_by_value),
                 "one version on all ranks",
                 f"install the same {name} on all hosts, or start the same interpreter there",
             )
 
 
 def _check_torch_settings(rank_infos: Sequence[RankInfo]) -> Iterator[Finding]:
-    for name in _all_keys(it.settings for it in rank_infos):
-        sides = _ranks_by_value(rank_infos, partial(_get_torch_setting, name))
-        if len(sides) > 1:
+    for name in _all_keys(info.settings for info in rank_infos):
+        ranks_by_value = _ranks_by_value(rank_infos, partial(_get_torch_setting, name))
+        if len(ranks_by_value) > 1:
             yield Finding(
                 ERROR,
                 f"setting of torch: {name}",
-                _format_ranks_by_value(sides),
+                _format_ranks_by_value(ranks_by_value),
                 "the same on all ranks, since it changes numbers",
                 "look for what sets it on some hosts only, such as sitecustomize or the environment",
             )
 
 
 def _check_environment(rank_infos: Sequence[RankInfo]) -> Iterator[Finding]:
-    for name in _all_keys(it.environment for it in rank_infos):
-        sides = _ranks_by_value(rank_infos, partial(_get_variable, name))
-        if len(sides) > 1 and name not in _RANK_LOCAL_VARIABLES:
-            changes = name in _RESULT_CHANGING_VARIABLES
+    for name in _all_keys(info.environment for info in rank_infos):
+        ranks_by_value = _ranks_by_value(rank_infos, partial(_get_variable, name))
+        if len(ranks_by_value) > 1 and name not in _RANK_LOCAL_VARIABLES:
+            changes_results = name in _RESULT_CHANGING_VARIABLES
             yield Finding(
-                ERROR if changes else WARNING,
+                ERROR if changes_results else WARNING,
                 f"environment: {name}",
-                _format_ranks_by_value(sides),
-                "the same on all ranks" + (", else they hang or compute other numbers" if changes else ""),
+                _format_ranks_by_value(ranks_by_value),
+                "the same on all ranks" + (", else they hang or compute other numbers" if changes_results else ""),
                 f"export {name} in the same way on all hosts, unless it is meant to differ",
             )
 
 
 def _all_keys(dicts: Iterable[Mapping[str, str]]) -> list[str]:
-    return sorted({name for it in dicts for name in it})
+    return sorted({name for mapping in dicts for name in mapping})
 
 
 def _ranks_by_value(rank_infos: Sequence[RankInfo], get_value: Callable[[RankInfo], str]) -> dict[str, list[int]]:
-    """The ranks that have each value, those of the fewest first: they are the ones to look at."""
-    found: dict[str, list[int]] = defaultdict(list)
-    for it in rank_infos:
-        found[get_value(it)].append(it.rank)
-    return dict(sorted(found.items(), key=lambda side: len(side[1])))
+    """Group ranks by value, the smallest group first: it is the likely culprit."""
+    ranks_by_value: dict[str, list[int]] = defaultdict(list)
+    for info in rank_infos:
+        ranks_by_value[get_value(info)].append(info.rank)
+    return dict(sorted(ranks_by_value.items(), key=lambda item: len(item[1])))
 
 
 def _format_ranks_by_value(ranks_by_value: dict[str, list[int]]) -> str:
@@ -236,60 +241,59 @@ def _get_variable(name: str, rank_info: RankInfo) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is wrong with a job, or may be. Pure: every rank has the same values, and so comes to the same end.
+# Checks of GPUs, placement, memory, threads, clocks, speed and the trial.
 
 
 _MAX_CLOCK_SKEW_S = 1.0
-"""Seconds."""
 _MIN_GPU_FREE_FRACTION, _MIN_HOST_FREE_FRACTION = 0.75, 0.1
 _SLOW_RANK_FACTOR = 2.5
-"""Times slower than the median."""
+"""A rank is slow if it is this many times slower than the median."""
 _MAX_PARAM_DIFFERENCE = 1e-9
-"""Of float64: sums are made in another order."""
+"""Tolerance in float64: only the summation order may differ."""
 _LEVEL_ORDER = {ERROR: 0, WARNING: 1, NOTE: 2}
 
 
 def run_checks(job: JobInfo) -> list[Finding]:
-    """The worst first."""
-    facts = job.rank_infos
-    found = [
-        *check_same_across_ranks(facts),
+    """Return all findings, the most severe first."""
+    rank_infos = job.rank_infos
+    findings = [
+        *check_same_across_ranks(rank_infos),
         *_check_gpus(job),
-        *_check_placement(facts),
-        *_check_memory(facts),
-        *_check_threads(facts),
+        *_check_placement(rank_infos),
+        *_check_memory(rank_infos),
+        *_check_threads(rank_infos),
     ]
-    found += [*_check_clocks(job), *_check_slow_ranks(job), *_check_trial(job)]
-    return sorted(found, key=lambda finding: _LEVEL_ORDER[finding.level])
+    findings += [*_check_clocks(job), *_check_slow_ranks(job), *_check_trial(job)]
+    return sorted(findings, key=lambda finding: _LEVEL_ORDER[finding.level])
 
 
 def _check_gpus(job: JobInfo) -> Iterator[Finding]:
-    facts = job.rank_infos
-    for it in facts:
-        if it.gpu_trouble:
+    rank_infos = job.rank_infos
+    for info in rank_infos:
+        if info.gpu_trouble:
             yield Finding(
                 ERROR,
-                f"GPU of rank {it.rank}",
-                it.gpu_trouble,
+                f"GPU of rank {info.rank}",
+                info.gpu_trouble,
                 "a GPU that answers",
                 "look at nvidia-smi and the driver there, or leave that host out",
             )
-    asked = any(it.backend == "nccl" for it in facts)
-    for gpu, ranks in find_shared_gpus(facts).items():
+    nccl_requested = any(info.backend == "nccl" for info in rank_infos)
+    for gpu, ranks in find_shared_gpus(rank_infos).items():
         yield Finding(
-            ERROR if asked else WARNING,
+            ERROR if nccl_requested else WARNING,
             f"GPU {gpu}",
             f"{format_ranks(ranks)} would all use it; measured was gloo on the CPU",
             "a GPU of its own for each rank: NCCL refuses others",
             "start as many ranks on a host as it has GPUs, or use the backend gloo",
         )
-    without = [it.rank for it in facts if it.gpu is None and not it.gpu_trouble]
-    if without and (asked or any(it.gpu is not None for it in facts)):
+    ranks_without_gpu = [info.rank for info in rank_infos if info.gpu is None and not info.gpu_trouble]
+    if ranks_without_gpu and (nccl_requested or any(info.gpu is not None for info in rank_infos)):
         yield Finding(
             ERROR,
             "GPUs",
-            f"none for {format_ranks(without)}",
-            "a GPU for each rank" if asked else "a GPU for each rank, or for none",
+            f"none for {format_ranks(ranks_without_gpu)}",
+            "a GPU for each rank" if nccl_requested else "a GPU for each rank, or for none",
             "look at CUDA_VISIBLE_DEVICES, the driver and the build of torch there, or use --backend gloo",
         )
 
@@ -315,22 +319,22 @@ def _check_placement(rank_infos: Sequence[RankInfo]) -> Iterator[Finding]:
 
 
 def _check_memory(rank_infos: Sequence[RankInfo]) -> Iterator[Finding]:
-    for it in rank_infos:
-        if it.gpu is not None and it.gpu.free < _MIN_GPU_FREE_FRACTION * it.gpu.total:
+    for info in rank_infos:
+        if info.gpu is not None and info.gpu.free < _MIN_GPU_FREE_FRACTION * info.gpu.total:
             yield Finding(
                 WARNING,
-                f"memory of the GPU of rank {it.rank}",
-                f"{it.gpu.free / 2**30:.1f} of {it.gpu.total / 2**30:.1f} GiB are free",
+                f"memory of the GPU of rank {info.rank}",
+                f"{info.gpu.free / 2**30:.1f} of {info.gpu.total / 2**30:.1f} GiB are free",
                 f"at least {_MIN_GPU_FREE_FRACTION:.0%} before training starts",
                 "look with nvidia-smi who else uses it",
             )
     for host, ranks in ranks_by_host(rank_infos).items():
-        it = rank_infos[ranks[0]]
-        if it.host_free < _MIN_HOST_FREE_FRACTION * it.host_total:
+        info = rank_infos[ranks[0]]
+        if info.host_free < _MIN_HOST_FREE_FRACTION * info.host_total:
             yield Finding(
                 WARNING,
                 f"memory of host {host}",
-                f"{it.host_free / 2**30:.1f} of {it.host_total / 2**30:.1f} GiB are free",
+                f"{info.host_free / 2**30:.1f} of {info.host_total / 2**30:.1f} GiB are free",
                 f"at least {_MIN_HOST_FREE_FRACTION:.0%}",
                 "end what else runs there",
             )
@@ -339,23 +343,23 @@ def _check_memory(rank_infos: Sequence[RankInfo]) -> Iterator[Finding]:
 def _check_threads(rank_infos: Sequence[RankInfo]) -> Iterator[Finding]:
     for host, ranks in ranks_by_host(rank_infos).items():
         cores = len({core for rank in ranks for core in rank_infos[rank].cores})
-        threads, each = [rank_infos[rank].threads for rank in ranks], max(cores // len(ranks), 1)
+        threads, cores_per_rank = [rank_infos[rank].threads for rank in ranks], max(cores // len(ranks), 1)
         found = f"{sum(threads)} of {format_ranks(ranks)} on {cores} cores"
-        do = f"export OMP_NUM_THREADS={each}"
+        do = f"export OMP_NUM_THREADS={cores_per_rank}"
         if sum(threads) > cores:
-            do = do if max(threads) > each else "start fewer ranks there"
+            do = do if max(threads) > cores_per_rank else "start fewer ranks there"
             yield Finding(WARNING, f"threads on {host}", found, f"{cores} at most: they wait for each other", do)
-        elif each >= 2 * max(threads):
-            yield Finding(NOTE, f"threads on {host}", found, f"up to {each} a rank, for work on the CPU", do)
+        elif cores_per_rank >= 2 * max(threads):
+            yield Finding(NOTE, f"threads on {host}", found, f"up to {cores_per_rank} a rank, for work on the CPU", do)
 
 
 def _check_clocks(job: JobInfo) -> Iterator[Finding]:
-    for it, measured in zip(job.rank_infos, job.measurements, strict=True):
+    for info, measured in zip(job.rank_infos, job.measurements, strict=True):
         link = measured.link
         if link is not None and abs(link.ahead) - link.give_or_take > _MAX_CLOCK_SKEW_S:
             yield Finding(
                 WARNING,
-                f"clock of rank {it.rank} on {it.host}",
+                f"clock of rank {info.rank} on {info.host}",
                 f"{link.ahead:+.3f} s from that of rank 0 (± {link.give_or_take:.4f} s)",
                 f"less than {_MAX_CLOCK_SKEW_S:g} s, or logs of ranks cannot be compared",
                 "let the hosts take their time from one server (chrony, ntpd)",
@@ -363,23 +367,23 @@ def _check_clocks(job: JobInfo) -> Iterator[Finding]:
 
 
 def _check_slow_ranks(job: JobInfo) -> Iterator[Finding]:
-    """Compared with others of their kind: those as far from rank 0."""
-    first, kinds = job.rank_infos[0].host, defaultdict[str, dict[int, float]](dict)
-    for it, measured in zip(job.rank_infos, job.measurements, strict=True):
-        kinds["matrix products"][it.rank] = measured.speed.product
-        kinds["copies in memory"][it.rank] = measured.speed.copy
+    """Compare each rank with the median. Links to rank 0 are compared within its host and across hosts separately."""
+    first_host, rates_by_kind = job.rank_infos[0].host, defaultdict[str, dict[int, float]](dict)
+    for info, measured in zip(job.rank_infos, job.measurements, strict=True):
+        rates_by_kind["matrix products"][info.rank] = measured.speed.product
+        rates_by_kind["copies in memory"][info.rank] = measured.speed.copy
         if measured.link is not None:
-            where = "on its host" if it.host == first else "on other hosts"
-            kinds[f"messages to rank 0 from ranks {where}"][it.rank] = measured.link.rate
-    for what, rates in kinds.items():
-        usual = median(rates.values())
+            where = "on its host" if info.host == first_host else "on other hosts"
+            rates_by_kind[f"messages to rank 0 from ranks {where}"][info.rank] = measured.link.rate
+    for kind, rates in rates_by_kind.items():
+        typical = median(rates.values())
         for rank, rate in rates.items():
-            if rate * _SLOW_RANK_FACTOR < usual:
+            if rate * _SLOW_RANK_FACTOR < typical:
                 yield Finding(
                     WARNING,
-                    f"rank {rank} on {job.rank_infos[rank].host} is slow: {what}",
+                    f"rank {rank} on {job.rank_infos[rank].host} is slow: {kind}",
                     f"{rate / 1e9:.2f} G/s",
-                    f"about the median of all, {usual / 1e9:.2f} G/s",
+                    f"about the median of all, {typical / 1e9:.2f} G/s",
                     "look what else runs there, and run this again: all ranks wait for the slowest",
                 )
 
@@ -400,6 +404,6 @@ def _check_trial(job: JobInfo) -> Iterator[Finding]:
             yield replace(wrong, found=f"rank {rank}: parameters differ by {trial.difference:.3g}")
         elif not trial.after < trial.before:
             yield replace(wrong, found=f"rank {rank}: the loss went from {trial.before:.4f} to {trial.after:.4f}")
-    digests = {it.trial.digest for it in job.measurements if it.trial is not None}
+    digests = {measured.trial.digest for measured in job.measurements if measured.trial is not None}
     if len(digests) > 1:
         yield replace(wrong, found=f"ranks ended with {len(digests)} different sets of parameters")

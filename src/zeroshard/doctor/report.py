@@ -1,4 +1,4 @@
-"""What was found, for people and for programs."""
+"""The report of `zeroshard doctor`, as text and JSON, and the command itself."""
 
 import argparse
 import json
@@ -37,7 +37,7 @@ from .collect import (
 )
 
 _MAX_RANKS_SHOWN = 16
-"""Ranks in the table; JSON has all."""
+"""Ranks in the text table. JSON lists all."""
 _RANK_COLUMNS: tuple[str, ...] = (
     *("rank", "host", "local", "device", "free there", "free on host", "threads/cores", "clock"),
     *("to rank 0", "products", "copies"),
@@ -46,7 +46,7 @@ _RANK_COLUMNS: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """The same on all ranks."""
+    """Measurements, findings and advice. The same on all ranks."""
 
     job: JobInfo
     findings: Sequence[Finding]
@@ -54,29 +54,29 @@ class DoctorReport:
 
     @property
     def exit_status(self) -> int:
-        """The exit status: 0 where the job is healthy."""
+        """0 if the job is healthy, else 1."""
         return 0 if is_healthy(self.findings) else 1
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which knows no numbers that are not finite: these are text."""
-        it = self.job
-        said = {
+        """Return values for JSON. Non-finite numbers, which JSON cannot represent, become strings."""
+        job = self.job
+        values = {
             "healthy": self.exit_status == 0,
-            "backend": it.backend,
-            "world_size": len(it.rank_infos),
-            "hosts": ranks_by_host(it.rank_infos),
+            "backend": job.backend,
+            "world_size": len(job.rank_infos),
+            "hosts": ranks_by_host(job.rank_infos),
             "findings": [asdict(finding) for finding in self.findings],
             "advice": asdict(self.advice),
-            "collectives": [{**asdict(timing), "rate": timing.rate} for timing in slowest_timings(it)],
+            "collectives": [{**asdict(timing), "rate": timing.rate} for timing in slowest_timings(job)],
             "ranks": [
-                {**asdict(facts), **asdict(measured)}
-                for facts, measured in zip(it.rank_infos, it.measurements, strict=True)
+                {**asdict(info), **asdict(measured)}
+                for info, measured in zip(job.rank_infos, job.measurements, strict=True)
             ],
         }
-        return {key: _to_json_value(value) for key, value in said.items()}
+        return {key: _to_json_value(value) for key, value in values.items()}
 
     def as_text(self) -> str:
-        parts = [
+        lines = [
             self._headline(),
             _format_versions(self.job.rank_infos[0]),
             *_format_section("ranks", _format_rank_table(self.job)),
@@ -88,26 +88,27 @@ class DoctorReport:
             *_format_section("findings", _format_findings(self.findings)),
             *_format_section("advice", [self.advice.call, *(f"- {reason}" for reason in self.advice.reasons)]),
         ]
-        return "\n".join(parts) + "\n"
+        return "\n".join(lines) + "\n"
 
     def _headline(self) -> str:
-        errors, warnings = (sum(it.level == level for it in self.findings) for level in (ERROR, WARNING))
-        ranks, there = len(self.job.rank_infos), len(ranks_by_host(self.job.rank_infos))
+        errors, warnings = (sum(finding.level == level for finding in self.findings) for level in (ERROR, WARNING))
+        ranks, hosts = len(self.job.rank_infos), len(ranks_by_host(self.job.rank_infos))
         counts = f"{_pluralize(errors, 'error')}, {_pluralize(warnings, 'warning')}"
         health = f"{'not healthy' if errors else 'healthy'} ({counts})"
-        where = f"{_pluralize(ranks, 'rank')} on {_pluralize(there, 'host')}"
+        where = f"{_pluralize(ranks, 'rank')} on {_pluralize(hosts, 'host')}"
         return f"zeroshard doctor: {health}; {where}, {self.job.backend}"
 
 
 def _to_json_value(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _to_json_value(it) for key, it in value.items()}
+        return {key: _to_json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_to_json_value(it) for it in value]
+        return [_to_json_value(item) for item in value]
     return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
 def make_report(job: JobInfo) -> DoctorReport:
+    """Run all checks on the collected data."""
     return DoctorReport(job, run_checks(job), recommend_options(profile_network(job)))
 
 
@@ -122,10 +123,12 @@ def _format_versions(rank_info: RankInfo) -> str:
 
 def _format_rank_table(job: JobInfo) -> list[str]:
     rows = [_RANK_COLUMNS]
-    both = list(zip(job.rank_infos, job.measurements, strict=True))
-    rows += [_format_rank_row(facts, measured, job.backend) for facts, measured in both[:_MAX_RANKS_SHOWN]]
-    more = len(both) - _MAX_RANKS_SHOWN
-    return _format_table(rows) + ([f"... and {_pluralize(more, 'rank')} more: see --json"] if more > 0 else [])
+    ranks = list(zip(job.rank_infos, job.measurements, strict=True))
+    rows += [_format_rank_row(info, measured, job.backend) for info, measured in ranks[:_MAX_RANKS_SHOWN]]
+    num_hidden = len(ranks) - _MAX_RANKS_SHOWN
+    return _format_table(rows) + (
+        [f"... and {_pluralize(num_hidden, 'rank')} more: see --json"] if num_hidden > 0 else []
+    )
 
 
 def _format_rank_row(rank_info: RankInfo, measurements: RankMeasurements, backend: str) -> tuple[str, ...]:
@@ -153,7 +156,7 @@ def _format_rank_row(rank_info: RankInfo, measurements: RankMeasurements, backen
 
 def _format_collectives(job: JobInfo) -> list[str]:
     rows = [("verb", "way", "tiny", "large", "takes", "a rank gets"), *map(_format_timing, slowest_timings(job))]
-    agreement = max(it.agreement for it in job.measurements)
+    agreement = max(measured.agreement for measured in job.measurements)
     return [*_format_table(rows), f"to agree on something takes all ranks {agreement * 1e3:.3f} ms"]
 
 
@@ -172,7 +175,7 @@ def _format_trial(job: JobInfo) -> list[str]:
     trial = job.measurements[0].trial
     if trial is None:
         return ["could not be made"]
-    worst = max(it.trial.difference for it in job.measurements if it.trial is not None)
+    worst = max(measured.trial.difference for measured in job.measurements if measured.trial is not None)
     losses = f"the loss went from {trial.before:.4f} to {trial.after:.4f}"
     return [f"{TRIAL_STEPS} of AdamW: {losses}; the largest difference to the unsharded optimizer is {worst:.1e}"]
 
@@ -181,8 +184,12 @@ def _format_findings(findings: Sequence[Finding]) -> list[str]:
     if not findings:
         return ["none"]
     lines = []
-    for it in findings:
-        lines += [f"{it.level}: {it.what}: {it.found}", f"    expected: {it.expected}", f"    do: {it.do}"]
+    for finding in findings:
+        lines += [
+            f"{finding.level}: {finding.what}: {finding.found}",
+            f"    expected: {finding.expected}",
+            f"    do: {finding.do}",
+        ]
     return lines
 
 
@@ -196,27 +203,27 @@ def _pluralize(count: int, noun: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# `zeroshard doctor`, as `torchrun ... -m zeroshard doctor` starts it on every rank. Needs torch alone.
+# The command, which `torchrun ... -m zeroshard doctor` runs on every rank. Needs only torch.
 
 
 _GRACE_PERIOD_S = 15.0
-"""Seconds beyond the timeout of messages, which tells more when it is over."""
+"""Extra time of the watchdog, so that the process-group timeout fires first: its error says more."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status, the same on all ranks: 0 healthy, 1 not. Wrong usage exits with 2."""
+    """Run the command and return the exit status, the same on all ranks: 0 healthy, 1 not. Wrong usage exits with 2."""
     options = _make_parser().parse_args(arguments)
-    who = (
+    process_name = (
         f"rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE', '?')}"
         if is_launched_by_torchrun()
         else "this process"
     )
-    with Watchdog(options.timeout + _GRACE_PERIOD_S, who) as watch:
+    with Watchdog(options.timeout + _GRACE_PERIOD_S, process_name) as watchdog:
         try:
-            report = _run_doctor(options, watch)
+            report = _run_doctor(options, watchdog)
         except Exception as error:
             reason = str(error) if isinstance(error, ZeroError) else f"{type(error).__name__}: {error}"
-            sys.stderr.write(f"zeroshard doctor: not healthy: {who}: {reason}\n")
+            sys.stderr.write(f"zeroshard doctor: not healthy: {process_name}: {reason}\n")
             return 1
     return report.exit_status
 
