@@ -1,15 +1,33 @@
-"""Gradients to their owners: a gradient is ready, its bucket is full, its slices are on their way.
+"""Reduce-scatter gradient buckets while backward runs.
 
-All ranks send buckets in the same order, round after round: a bucket goes when all its parameters have gradients and
-its elders have gone. A rank where that never happens, since it used other parameters or made no backward pass at all,
-catches up in `settle`, with zeros for what it lacks. So no rank relies on another inside a backward pass; it waits for
-others there only when much is under way, and not for long.
+One bucket on three ranks::
 
-A large gradient is copied into its bucket as soon as it is there, and freed; small ones together when the bucket goes.
-What is in `param.grad` in `settle` and has not travelled yet (it came too late, or from `no_sync`) goes along then.
+    param.grad    | p7 ... | | p6 . | | p5 ............... |         backward produces them on every rank
+                       |        |              |
+                       v        v              v                     pack: large gradients at once, small ones together
+    flat buffer   | p7 ...   p6 .     p5 ................. | pad |   in the wire dtype
+    shards        | rank 0        | rank 1        | rank 2       |
+                                          |
+                                          v                          reduce-scatter, scaled by 1 / number of ranks
+    on rank 1                     | p6 .  p5 ...  |                  the average, kept until zero_grad()
 
-A rank that fails stops sending, and keeps quiet about it until `settle`. There it sends zeros for what others wait for,
-and all ranks drop what they have and raise.
+With ZeRO-2 `param.grad` is freed when its gradient is packed, and later passes add to the shard. With ZeRO-1
+`param.grad` stays, and later passes reduce the accumulated gradient and overwrite the shard.
+
+Invariants:
+
+* **Order.** All ranks send the same buckets in the same order, one round of all buckets per backward pass. A bucket is
+  sent when its expected gradients are ready and all earlier buckets have been sent, at the latest when the pass ends.
+  A rank that has made fewer passes catches up in `synchronize`, with zeros for gradients that it does not have.
+* **Waiting.** No rank depends on another rank inside backward: it starts reduces, and waits only if more than
+  `MAX_IN_FLIGHT` are in flight, for at most `WAIT_TIMEOUT_S`. Only `synchronize` waits until all have arrived.
+* **Completeness.** `synchronize` also sends gradients that are in `param.grad` and have not been sent: they were ready
+  too late, or were accumulated inside `no_sync()`. It sends all buckets if a transport cannot overlap with backward.
+* **`zero_grad` cancels results, not messages.** Reduces in flight are marked as not needed, and the buckets that the
+  current pass has not sent follow as zeros, because other ranks wait for both. Buckets that one rank has cleared count
+  on no rank.
+* **Errors.** A rank that fails stops packing but does not raise inside backward. In `synchronize` it sends zeros for
+  the buckets that other ranks wait for; then all ranks drop their gradients and raise.
 """
 
 import logging
@@ -45,24 +63,24 @@ from .grad_bucket import (
 from .grad_source import GradSource
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Buckets of gradients that have been sent, and when to wait for them.
+# Reduces in flight, and when to wait for them.
 
 
 MIN_IN_FLIGHT = 1
-"""The newest buckets are left on their way: taking them in at once would stop what they are to overlap with."""
+"""The newest reduces stay in flight: finishing them at once would stall the computation that they overlap with."""
 MAX_IN_FLIGHT = 2
+"""With more reduces in flight, backward waits for the oldest. This bounds memory as long as ranks keep pace."""
 WAIT_TIMEOUT_S = 0.1
-"""Seconds that a rank waits, inside a backward pass, for the oldest of more buckets than that, so that memory is
-bounded where ranks keep pace; and for all of them before it settles, so that what fails is known in time. In vain once
-a step only: another may send nothing before this one settles."""
-
+"""Seconds to wait for the oldest reduce: inside backward, and before the ranks compare signatures, which reports errors
+of finished reduces to all ranks. After one timeout a step does not wait again: another rank may send nothing before
+this one calls `synchronize`."""
 
 FinishReduce = Callable[[PendingReduce], None]
-"""Takes one in. Raises nothing that this rank alone knows of."""
+"""Completes one reduce. Must not raise errors that only this rank knows of."""
 
 
 class InFlightReduces:
-    """The oldest first."""
+    """Reduce-scatters in flight, oldest first."""
 
     def __init__(self, comm: Comm) -> None:
         self._profiler = comm.profiler
@@ -70,7 +88,7 @@ class InFlightReduces:
         self._pending: deque[PendingReduce] = deque()
         self._timeout_s = WAIT_TIMEOUT_S
         self.are_ranks_in_step = True
-        """All ranks had sent as much when they last settled."""
+        """All ranks had sent the same number of buckets at the last `synchronize`."""
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -83,25 +101,27 @@ class InFlightReduces:
         self._unused_buckets.add()
 
     def reset(self) -> None:
-        """A step has all that it waited for."""
+        """Start counting for a new step."""
         self._timeout_s = WAIT_TIMEOUT_S
         self._unused_buckets.reset()
 
     def discard_results(self) -> None:
-        # Hazard: waiting here for what is under way would be waiting for ranks that may not send it before they settle.
-        self._pending = deque(sending._replace(is_needed=False) for sending in self._pending)
+        """Mark all reduces in flight as not needed."""
+        # Hazard: do not wait for them here. Other ranks may not send their buckets before they synchronize.
+        self._pending = deque(pending._replace(is_needed=False) for pending in self._pending)
         self._unused_buckets.reset()
 
     def finish_arrived(self, finish_reduce: FinishReduce) -> None:
+        """Finish reduces that have arrived, and wait briefly if too many are in flight."""
         while len(self) > MIN_IN_FLIGHT:
-            crowded = len(self) > MAX_IN_FLIGHT
-            if not self._wait_for_oldest(self._timeout_s if crowded else 0):
-                self._timeout_s = 0 if crowded else self._timeout_s
+            is_full = len(self) > MAX_IN_FLIGHT
+            if not self._wait_for_oldest(self._timeout_s if is_full else 0):
+                self._timeout_s = 0 if is_full else self._timeout_s
                 return
             self._finish_oldest(finish_reduce)
 
     def finish_within_timeout(self, finish_reduce: FinishReduce) -> None:
-        """What arrives soon: if that fails, all ranks learn of it by the statement."""
+        """Finish reduces that arrive soon: the signature then reports their errors to all ranks."""
         while self and self._wait_for_oldest(self._timeout_s if self.are_ranks_in_step else 0):
             self._finish_oldest(finish_reduce)
         self._timeout_s = 0 if self else self._timeout_s
@@ -111,62 +131,64 @@ class InFlightReduces:
             self._finish_oldest(finish_reduce)
 
     def describe_missing(self, num_sent: int, layout: Layout) -> str:
-        """What of so many buckets a rank waits for, for an error; "" if for nothing."""
-        missing = [it.bucket.index for it in self if not it.work.is_ready(0)]
+        """Describe which of `num_sent` buckets have not arrived, for error messages; "" if all have."""
+        missing = [pending.bucket.index for pending in self if not pending.work.is_ready(0)]
         if not missing:
             return ""
         num_sent = max(num_sent, len(missing))
-        next_one = layout.describe_bucket(missing[0], "gradients")
-        return f"{num_sent - len(missing)} of {num_sent} buckets that were sent have arrived, next: {next_one}"
+        next_bucket = layout.describe_bucket(missing[0], "gradients")
+        return f"{num_sent - len(missing)} of {num_sent} buckets that were sent have arrived, next: {next_bucket}"
 
     def _finish_oldest(self, finish_reduce: FinishReduce) -> None:
-        """It is among these until it has arrived, for errors to name it."""
+        """Finish the oldest reduce. It stays in the queue until then, for error messages to name it."""
         finish_reduce(self._pending[0])
         self._pending.popleft()
 
     def _wait_for_oldest(self, timeout_s: float) -> bool:
-        """Whether the oldest has come, after so many seconds at most."""
-        slot, arriving, *_ = self._pending[0]
-        if not timeout_s or arriving.is_ready(0):
-            return arriving.is_ready(0)
-        with self._profiler.phase(Phase.WAIT_GRADS, slot.index):
-            return arriving.is_ready(timeout_s)
+        """Return whether the oldest reduce has arrived, after `timeout_s` seconds at most."""
+        bucket, work, *_ = self._pending[0]
+        if not timeout_s or work.is_ready(0):
+            return work.is_ready(0)
+        with self._profiler.phase(Phase.WAIT_GRADS, bucket.index):
+            return work.is_ready(timeout_s)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whose turn it is: buckets go in the same order on all ranks, round after round.
+# Bucket schedule: which bucket is sent next.
 
 
 class BucketSchedule:
-    """Which bucket goes next, and whose gradients it waits for.
+    """Decides which bucket is sent next, and which gradients it waits for.
 
-    A backward pass sends one round: every bucket once, however many parameters it has used. So ranks that make the same
-    backward passes have sent as many buckets at each `zero_grad`, whichever parameters each of them has used.
+    A backward pass sends one round: every bucket once, however many parameters it has used. Ranks that make the same
+    backward passes have therefore sent the same number of buckets at each `zero_grad`, whichever parameters each used.
 
-    What had no gradients last time is not waited for: an unused parameter must not keep a bucket waiting, nor an unused
-    bucket the others.
+    Parameters without a gradient in the last step are not expected: an unused parameter must not delay its bucket, nor
+    an unused bucket the others.
     """
 
     def __init__(self) -> None:
         self.buckets: list[GradBucket] = []
         self.bucket_of: dict[int, GradBucket] = {}
         self.num_sent = self.num_cleared = 0
-        """Buckets that were sent since gradients were last settled, all and before they were last cleared."""
+        """Buckets sent since the last `synchronize`, and those of them sent before the last `zero_grad`."""
         self._is_open = False
         self._num_remaining = 0
-        """Buckets that the open round, that of the present backward pass, has yet to send."""
+        """Buckets that the open round, the one of the current backward pass, has not sent."""
         self._send_order: list[GradBucket] = []
         self._params: Sequence[torch.Tensor] = ()
         self._ready_flags = bytearray()
         self._expected_flags = bytearray()
         self._expected_from = b""
+        """The mask that `_expected_flags` were computed from."""
 
     def extend(self, buckets: Iterable[GradBucket], params: Sequence[torch.Tensor]) -> None:
-        for slot in buckets:
-            self.buckets.append(slot)
-            self.bucket_of |= dict.fromkeys(slot.params, slot)
-            if any(place.spec.trainable for place in slot.slots):
-                self._send_order.append(slot)
+        """Append `buckets` to the schedule. `params` are all parameters, old and new."""
+        for bucket in buckets:
+            self.buckets.append(bucket)
+            self.bucket_of |= dict.fromkeys(bucket.params, bucket)
+            if any(slot.spec.trainable for slot in bucket.slots):
+                self._send_order.append(bucket)
         self._params = params
         self._set_expected(bytes(len(params)))
 
@@ -175,21 +197,21 @@ class BucketSchedule:
         return self._send_order[self.num_sent % len(self._send_order)]
 
     def start_backward(self) -> None:
-        """A backward pass has made a gradient: it sends every bucket once, when it is full or at the end of the pass.
+        """Open a round when backward produces its first gradient; do nothing if one is open.
 
-        Gradients for a bucket that it has sent already wait for the next pass, or the step.
+        Gradients of a bucket that this round has already sent are sent in the next pass, or by `synchronize`.
         """
         if not self._is_open:
             self._is_open, self._num_remaining = True, len(self._send_order)
 
     def finish_backward(self) -> None:
-        """All buckets of the round have been sent."""
+        """Close the round, after all its buckets have been sent."""
         assert not self._num_remaining
         self._is_open = False
 
     @property
     def has_remaining(self) -> bool:
-        """The open round has buckets that were not sent."""
+        """Whether the open round has buckets to send."""
         return self._num_remaining > 0
 
     @property
@@ -197,42 +219,52 @@ class BucketSchedule:
         return self.has_remaining and not self.next_bucket.num_missing
 
     def is_pending(self, index: int) -> bool:
+        """Return whether the bucket of this parameter waits for its gradient."""
         return bool(self._expected_flags[index]) and not self._ready_flags[index]
 
     def mark_ready(self, index: int) -> bool:
-        """A gradient that was awaited is there; whether its bucket is full now."""
-        slot, self._ready_flags[index] = self.bucket_of[index], 1
-        slot.num_missing -= 1
-        return not slot.num_missing
+        """Mark a pending gradient as ready. Return whether its bucket is complete."""
+        bucket, self._ready_flags[index] = self.bucket_of[index], 1
+        bucket.num_missing -= 1
+        return not bucket.num_missing
 
     def mark_taken(self, index: int) -> None:
+        """Forget that a gradient is ready: its bucket is being sent."""
         self._ready_flags[index] = 0
 
     def mark_sent(self, bucket: GradBucket) -> None:
+        """Count a bucket as sent, and expect its gradients again."""
         if bucket in self._send_order:
             self.num_sent += 1
             self._num_remaining -= self.has_remaining
         bucket.num_missing = bucket.num_expected
 
     def expect(self, index: int) -> None:
-        """A gradient of this parameter adds up in a pass that sends nothing, so the pass that sends waits for it."""
+        """Expect a gradient that accumulates in a pass without communication: the pass that sends must wait for it."""
         if index in self.bucket_of and not self._expected_flags[index]:
-            slot, self._expected_flags[index] = self.bucket_of[index], 1
-            slot.num_expected += 1
-            slot.num_missing += 1
+            bucket, self._expected_flags[index] = self.bucket_of[index], 1
+            bucket.num_expected += 1
+            bucket.num_missing += 1
 
     def reset(self) -> None:
+        """Start a new step."""
         self.num_sent = self.num_cleared = self._num_remaining = 0
         self._is_open = False
         self._ready_flags = bytearray(len(self._params))
-        for slot in self.buckets:
-            slot.num_missing = slot.num_expected
+        for bucket in self.buckets:
+            bucket.num_missing = bucket.num_expected
 
     def update_expected(self, grad_mask: bytes, *, force: bool) -> None:
-        """Wait for these from now on. `anew`: also if they are those of last time, but others may train now."""
+        """Expect gradients of the parameters in `grad_mask`, which must be equal on all ranks, from now on.
+
+        With `force`, recompute even if the mask is that of the last time: `requires_grad` may have changed.
+        """
         if force or grad_mask != self._expected_from:
             self._set_expected(grad_mask)
-        used = [slot for slot in self.buckets if 0 not in grad_mask or any(map(grad_mask.__getitem__, slot.params))]
+        if 0 not in grad_mask:
+            used = list(self.buckets)
+        else:
+            used = [bucket for bucket in self.buckets if any(map(grad_mask.__getitem__, bucket.params))]
         self._send_order = used or self._send_order
 
     def _set_expected(self, grad_mask: bytes) -> None:
@@ -240,12 +272,12 @@ class BucketSchedule:
         used = grad_mask if any(grad_mask) else b"\1" * len(grad_mask)
         flags = [param.requires_grad and used[index] for index, param in enumerate(self._params)]
         self._expected_flags = bytearray(map(bool, flags))
-        for slot in self.buckets:
-            slot.num_expected = sum(map(self._expected_flags.__getitem__, slot.params))
+        for bucket in self.buckets:
+            bucket.num_expected = sum(map(self._expected_flags.__getitem__, bucket.params))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Gradients that were reduced and stay in `param.grad`, where anybody may write to them afterwards.
+# Edit detection: reduced gradients that stay in `param.grad`, where users may write to them.
 
 
 CHANGED_AFTER_REDUCTION = (
@@ -258,23 +290,26 @@ CHANGED_AFTER_REDUCTION = (
 
 @dataclass
 class _ReducedGrad:
+    """The gradient of a parameter as it was when it was reduced."""
+
     grad_ref: ReferenceType[torch.Tensor]
     version: int
     accumulation_count: int
     is_pending: bool = True
-    """No step has used it yet, and it was not cleared."""
+    """No step has used it yet, and it has not been cleared."""
 
 
 class GradVersions:
-    """What was sent as it is, by parameter; to notice what else is in `param.grad` by now."""
+    """Detects changes of reduced gradients that stay in `param.grad`, by tensor identity and version."""
 
     def __init__(self) -> None:
         self._reduced: dict[int, _ReducedGrad] = {}
         self._accumulation_count = 0
         self.is_scaled = False
-        """The average was clipped or unscaled, and must not be made again from gradients that were not."""
+        """The average was clipped or unscaled. It must not be computed again from gradients that were not."""
 
     def record(self, index: int, grad: torch.Tensor | None) -> None:
+        """Record `grad` as the reduced gradient of a parameter; None removes the record."""
         if grad is None:
             self._reduced.pop(index, None)
         else:
@@ -284,8 +319,8 @@ class GradVersions:
         return index in self._reduced
 
     def mark_scaled(self, params: Sequence[torch.Tensor]) -> None:
-        """The average is clipped or unscaled. It is made of gradients that are still in `param.grad`."""
-        self._reduced = {index: sent for index, sent in self._reduced.items() if params[index].grad is not None}
+        """Record that the average is being clipped or unscaled. It consists of gradients still in `param.grad`."""
+        self._reduced = {index: reduced for index, reduced in self._reduced.items() if params[index].grad is not None}
         self.is_scaled = True
 
     def clear(self) -> None:
@@ -294,64 +329,68 @@ class GradVersions:
     def split_cleared(
         self, params: Sequence[torch.Tensor], written_by_backward: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """Parameters whose gradients were cleared, or set for another step, since they were sent; and the others.
+        """Split parameters into those whose gradients were cleared, or set for another step, since they were reduced,
+        and the others.
 
-        What a backward pass has made since may be zero by chance, and so is left out.
+        Gradients that backward has written since then are in neither list: they may be zero by chance.
         """
         cleared: list[int] = []
         others: list[int] = []
-        for index, sent in self._reduced.items():
+        for index, reduced in self._reduced.items():
             grad = params[index].grad
             if grad is None:
                 cleared.append(index)
             elif not self.is_changed(index, grad):
                 others.append(index)
-            elif not written_by_backward[index] and not self._may_share_version(sent, grad):
-                (cleared if not sent.is_pending or _is_all_zero(grad) else others).append(index)
+            elif not written_by_backward[index] and not self._may_share_version(reduced, grad):
+                (cleared if not reduced.is_pending or _is_all_zero(grad) else others).append(index)
         return cleared, others
 
     def _may_share_version(self, reduced: _ReducedGrad, grad: torch.Tensor) -> bool:
-        """Hazard: views of one DDP bucket share a version, so that adding to one gradient changes its neighbors."""
+        """Return whether an accumulation into another gradient may have changed this one's version.
+
+        Hazard: views of one DDP bucket share a version counter, so adding to one gradient changes it for its neighbors.
+        """
         return grad._is_view() and reduced.accumulation_count != self._accumulation_count
 
     def mark_accumulation(self) -> None:
-        """A backward pass adds to some gradients."""
+        """Record that a backward pass accumulates into some gradients."""
         self._accumulation_count += 1
 
     def mark_zeroed(self, params: Sequence[torch.Tensor]) -> None:
-        """All are zeros, as is their average."""
+        """Record that all gradients, and their averages, were set to zero."""
         for index in list(self._reduced):
             self.record(index, params[index].grad)
         self.mark_stepped()
 
     def mark_stepped(self) -> None:
-        """What is written from now on is a gradient for another step."""
-        for sent in self._reduced.values():
-            sent.is_pending = False
+        """Treat gradients that are written from now on as those of another step."""
+        for reduced in self._reduced.values():
+            reduced.is_pending = False
 
     def is_changed(self, index: int, grad: torch.Tensor) -> bool:
-        """Another one has taken its place, or it was written to."""
-        sent = self._reduced.get(index)
-        return sent is not None and (sent.grad_ref() is not grad or sent.version != _tensor_version(grad))
+        """Return whether a reduced gradient was replaced or written to."""
+        reduced = self._reduced.get(index)
+        return reduced is not None and (reduced.grad_ref() is not grad or reduced.version != _tensor_version(grad))
 
     def find_late_edit(self, params: Sequence[torch.Tensor], written_by_backward: Sequence[int]) -> int | None:
-        """The first that somebody has changed between its reduction and the step, unless a backward pass has."""
+        """Return the first gradient that was changed, not by backward, between its reduction and the step."""
         grads = ((index, params[index].grad) for index in self._reduced if not written_by_backward[index])
         return next((index for index, grad in grads if grad is not None and self._is_late_edit(index, grad)), None)
 
     def _is_late_edit(self, index: int, grad: torch.Tensor) -> bool:
         if not self.is_changed(index, grad):
             return False
-        sent = self._reduced[index]
+        reduced = self._reduced[index]
         if self.is_scaled:
             return True
-        if not sent.is_pending:
-            return False  # a gradient of the user's own, which is sent
-        return not self._may_share_version(sent, grad) and not _is_all_zero(grad)
+        if not reduced.is_pending:
+            return False  # a gradient that the user has set for the next step: it will be sent
+        return not self._may_share_version(reduced, grad) and not _is_all_zero(grad)
 
 
 def _is_all_zero(grad: torch.Tensor) -> bool:
-    """As `model.zero_grad(set_to_none=False)` leaves it."""
+    """Return whether a gradient is all zeros, as `model.zero_grad(set_to_none=False)` leaves it."""
     values = grad._values() if grad.layout == torch.sparse_coo else grad
     return not values.detach().count_nonzero()
 
@@ -361,29 +400,19 @@ def _tensor_version(tensor: torch.Tensor) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Gradients to their owners: a gradient is ready, its bucket is full, its slices are on their way.
-#
-# All ranks send buckets in the same order, round after round: a bucket goes when all its parameters have gradients and
-# its elders have gone. A rank where that never happens, since it used other parameters or made no backward pass at all,
-# catches up in `settle`, with zeros for what it lacks. So no rank relies on another inside a backward pass; it waits
-# for
-# others there only when much is under way, and not for long.
-#
-# A large gradient is copied into its bucket as soon as it is there, and freed; small ones together when the bucket
-# goes.
-# What is in `param.grad` in `settle` and has not travelled yet (it came too late, or from `no_sync`) goes along then.
-#
-# A rank that fails stops sending, and keeps quiet about it until `settle`. There it sends zeros for what others wait
-# for,
-# and all ranks drop what they have and raise.
+# Reducer.
 
 
 EAGER_COPY_MIN_BYTES = 256 * 1024
-"""Bytes of a gradient that is copied on its own."""
+"""Gradients of at least this size are copied to their bucket, and freed, as soon as they are ready."""
 
 
 class GradReducer(GradSource):
-    """Averages gradients over all ranks, each slice at its owner."""
+    """Averages gradients over all data-parallel ranks; each rank keeps its shards of the average.
+
+    Autograd hooks call `prepare_accumulation`, `mark_ready` and `finish_backward` during backward, or DDP's
+    communication hook calls the latter two. Steps and clipping call `signature` and `synchronize` on all ranks.
+    """
 
     source_name = "slices from all ranks"
 
@@ -391,37 +420,41 @@ class GradReducer(GradSource):
         super().__init__(comm, masters)
         self._stage, self._reduce = stage, reduce
         self.is_paused = False
-        """Gradients add up in `param.grad`, and nothing travels."""
+        """Inside `no_sync()`: gradients accumulate in `param.grad`, and nothing is sent."""
         self._schedule = BucketSchedule()
         self._eager_copy_params: set[int] = set()
-        """Parameters whose gradients are copied at once."""
+        """Parameters whose gradients are copied to their bucket as soon as they are ready."""
         self._grad_mask = bytearray()
+        """Parameters with a gradient in the shards."""
         self._provided_grads: dict[int, torch.Tensor] = {}
+        """Gradients that were given to `mark_ready` and have not been sent."""
         self._unsent_flags = bytearray()
+        """Parameters whose gradient is ready and has not been sent."""
         self._accumulated_flags = bytearray()
-        """Parameters to whose `param.grad` a backward pass has added since it was last sent."""
+        """Parameters to whose `param.grad` backward has added since it was last sent."""
         self._unsent_params: list[int] = []
+        """Parameters whose gradients `synchronize` has to send."""
         self._grad_versions = GradVersions()
         self._backward_id = -1
-        """The one that has last added to a gradient."""
+        """The backward pass that accumulated last."""
         self.grad_accumulators: dict[int, torch.autograd.graph.Node] = {}
-        """Of hooked parameters. Nobody else keeps these nodes, and with them their hooks, between passes."""
+        """AccumulateGrad nodes of hooked parameters. Nothing else keeps them, and their hooks, alive between passes."""
         self._in_flight = InFlightReduces(comm)
         self._placeholders: dict[int, ShardedGrad] = {}
         self._placeholder_params: set[int] = set()
-        """Parameters that have a placeholder, unless the user has removed it."""
+        """Parameters that were given a placeholder. Users may have removed it."""
         self._buffer_pools: dict[tuple[torch.dtype, torch.device], BufferPool] = {}
         self._transports = TransportCache(comm, reduce)
         self._lock = RLock()
-        """Autograd has a thread for each device."""
+        """Autograd runs one thread per device."""
         self._is_consumed = False
-        """A step has used them: a backward pass that adds to them gets a warning."""
+        """A step has used the gradients: a backward pass that adds to them warns."""
         self._has_stepped = False
-        """A step was tried since the last backward pass. What is set in `param.grad` then is for another one."""
+        """A step was attempted since the last backward pass: gradients set in `param.grad` now are for the next one."""
         self._error: Exception | None = None
-        """What this rank alone knows of, until gradients are settled."""
+        """An error that only this rank knows of; `synchronize` raises it on all ranks."""
         self._peer_lost_error: RankLostError | None = None
-        """Others are gone, and so are the gradients that had been on their way to them: there is nothing to settle."""
+        """Set by `clear` after a rank was lost: the reduces in flight will not complete, and new gradients raise."""
         comm.group.failure_detector.add_context(self._describe_missing)
 
     def extend(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
@@ -431,9 +464,9 @@ class GradReducer(GradSource):
         if self._stage.frees and not self._comm.is_single_rank and self._can_overlap_backward:
             self._eager_copy_params = {
                 index
-                for slot in self._schedule.buckets
-                if slot.needs_packing
-                for index in slot.large_params(EAGER_COPY_MIN_BYTES)
+                for bucket in self._schedule.buckets
+                if bucket.needs_packing
+                for index in bucket.large_params(EAGER_COPY_MIN_BYTES)
             }
         self._grad_mask.extend(bytes(len(params) - len(self._grad_mask)))
         self._accumulated_flags.extend(bytes(len(params) - len(self._accumulated_flags)))
@@ -442,24 +475,23 @@ class GradReducer(GradSource):
     def _make_bucket(self, layout: Layout, bucket: Bucket) -> GradBucket:
         dtype = self._reduce.wire_dtype(bucket.dtype)
         pool = self._buffer_pools.setdefault((dtype, bucket.device), BufferPool(dtype, bucket.device))
-        way = self._transports.get(bucket.device, has_equal_shards=bucket.has_equal_shards)
-        return GradBucket(layout, bucket, way, pool, self._comm.profiler)
+        transport = self._transports.get(bucket.device, has_equal_shards=bucket.has_equal_shards)
+        return GradBucket(layout, bucket, transport, pool, self._comm.profiler)
 
     @property
     def is_reducing(self) -> bool:
-        """Gradients have been sent since they were last settled."""
         return self._schedule.num_sent > 0 or bool(self._in_flight)
 
     @property
     def _should_add_to_shard(self) -> bool:
-        """A pass adds to the shard; else it sends all that this rank has added up, which takes the shard's place.
+        """Whether a reduce adds to the shard; otherwise it carries all accumulated gradients and overwrites the shard.
 
-        Also with ZeRO-1 once the shard was clipped or unscaled, since what is in `param.grad` was not.
+        True also for ZeRO-1 once the shard was clipped or unscaled, because `param.grad` was not.
         """
         return self._stage.frees or self._grad_versions.is_scaled
 
     def prepare_accumulation(self, index: int, backward_id: int) -> None:
-        """A backward pass is about to add to `param.grad`."""
+        """Prepare `param.grad`, to which backward pass `backward_id` is about to add."""
         with self._lock:
             if backward_id != self._backward_id:
                 self._backward_id = backward_id
@@ -475,7 +507,7 @@ class GradReducer(GradSource):
             self._grad_versions.mark_accumulation()
 
     def _check_grad_edits(self, *, in_backward: bool) -> None:
-        """Notice what was done to `param.grad` since gradients were reduced. Raises in the next step, on all ranks."""
+        """Detect changes of `param.grad` since gradients were reduced. The next step raises errors, on all ranks."""
         if self._error is None:
             try:
                 self._clear_if_grads_cleared(in_backward=in_backward)
@@ -486,7 +518,7 @@ class GradReducer(GradSource):
     def _clear_if_grads_cleared(self, *, in_backward: bool) -> None:
         """Clear the shards if gradients were cleared in `param.grad`, by hand or by `model.zero_grad()`.
 
-        Single gradients may be removed between the last backward pass and the step.
+        Between the last backward pass and the step, users may also remove individual gradients.
         """
         if self._stage.frees:
             cleared = [
@@ -496,7 +528,7 @@ class GradReducer(GradSource):
         elif self._grad_versions.is_scaled:
             cleared, others = self._grad_versions.split_cleared(self._params, self._accumulated_flags)
         else:
-            return  # the next pass sends all that is in `param.grad` then
+            return  # the next reduce sends all of `param.grad` and overwrites the shards
         if cleared and others and not in_backward:
             for index in cleared if self._stage.frees else ():
                 self._placeholder_params.discard(index)
@@ -511,15 +543,19 @@ class GradReducer(GradSource):
             self.clear(set_to_none=True)
 
     def _is_placeholder_removed(self, grad: torch.Tensor | None) -> bool:
-        """A placeholder was removed; or replaced after a step, by a gradient for the next one."""
+        """Return whether a placeholder was removed, or replaced after a step by a gradient for the next one."""
         return grad is None or (self._has_stepped and type(grad) is not ShardedGrad)
 
     def _is_in_scaled_shard(self, index: int) -> bool:
-        """What is in `param.grad` has been sent, and was clipped or unscaled in the shard since."""
+        """Return whether the content of `param.grad` was sent, and was then clipped or unscaled in the shard."""
         return self._grad_versions.is_scaled and index in self._grad_versions and not self._accumulated_flags[index]
 
     def mark_ready(self, index: int, grad: torch.Tensor | None = None) -> None:
-        """A parameter has its gradient: the given one, or that in `param.grad`. Relies on no other rank."""
+        """Mark the gradient of a parameter as ready, and send the buckets that this completes.
+
+        `grad` is the gradient; None means `param.grad`. Does not depend on other ranks: errors of this rank are
+        recorded for `synchronize`. Raises `RankLostError` after `clear` if a rank was lost.
+        """
         with self._lock:
             if self._peer_lost_error is not None and not self.is_paused:
                 raise self._peer_lost_error.copy()
@@ -548,12 +584,12 @@ class GradReducer(GradSource):
             self._send_ready_buckets()
 
     def record_param_grads(self, indices: Sequence[int]) -> None:
-        """What was given to `ready` is in `param.grad` as it was: whoever writes there from now on is heard."""
+        """Detect edits from now on: DDP has written the gradients given to `mark_ready` to `param.grad`, unchanged."""
         with self._lock:
             for index in indices:
                 grad = self._params[index].grad
                 is_unsent = self._provided_grads.pop(index, None) is not None
-                # Hazard: it may have been sent with its bucket before DDP handed it over, and wrote it once more.
+                # Hazard: it may have been sent with its bucket before DDP passed it to the hook and wrote it again.
                 if grad is not None and (not is_unsent or index in self._grad_versions):
                     self._grad_versions.record(index, grad)
 
@@ -565,12 +601,12 @@ class GradReducer(GradSource):
             param.grad = None
 
     def _send_ready_buckets(self) -> None:
-        """Send all buckets that are full and whose turn it is."""
+        """Send complete buckets, in order, up to the first that is not."""
         while self._schedule.is_next_ready:
             self._start_reduce(self._schedule.next_bucket)
 
     def finish_backward(self) -> None:
-        """A backward pass is over: send what is left of its round."""
+        """Send the remaining buckets of the round. Call at the end of each backward pass."""
         with self._lock:
             if self.is_paused or self._error is not None:
                 return
@@ -583,7 +619,7 @@ class GradReducer(GradSource):
                 self._record_error(failure)
 
     def _install_placeholders(self) -> None:
-        """Have whoever uses a gradient that is in the shards get an error, instead of None or a part of it."""
+        """Put placeholders into `param.grad` for sharded gradients: using them raises, instead of reading None."""
         if not self._stage.frees:
             return
         for index, param in enumerate(self._params):
@@ -594,7 +630,7 @@ class GradReducer(GradSource):
                 self._placeholder_params.add(index)
 
     def has_placeholder(self, index: int) -> bool:
-        """Whether `param.grad` holds a placeholder of this reducer."""
+        """Return whether this reducer has put a placeholder into `param.grad`."""
         return index in self._placeholder_params
 
     def drop_placeholders(self) -> None:
@@ -608,7 +644,7 @@ class GradReducer(GradSource):
                 self._params[index].grad = None
 
     def _abandon_backward(self) -> None:
-        """A backward pass has failed halfway, and its gradients are cleared: others still get what they wait for."""
+        """Send zeros for the remaining buckets of a backward pass that failed halfway: other ranks wait for them."""
         try:
             while self._schedule.has_remaining:
                 self._reduce_or_zeros(self._schedule.next_bucket, is_needed=False)
@@ -617,8 +653,11 @@ class GradReducer(GradSource):
             self._record_error(failure)
 
     def _record_error(self, error: Exception) -> None:
-        """Hazard: other ranks rely on what this one would send next, so that it must not raise alone."""
-        if not isinstance(error, RankLostError):  # which all ranks know of, and raise
+        """Keep the first error for `synchronize`.
+
+        Hazard: other ranks wait for the buckets that this rank would send next, so it must not raise on its own.
+        """
+        if not isinstance(error, RankLostError):  # all ranks detect that one themselves, and raise
             rank = self._comm.data_parallel.group.rank
             log_rank(logging.ERROR, rank, "gradients cannot be averaged; step() raises a %s", type(error).__name__)
         self._error = self._error or error
@@ -626,82 +665,80 @@ class GradReducer(GradSource):
     def signature(self) -> bytes:
         self._in_flight.finish_within_timeout(self._finish_reduce)
         self._check_grad_edits(in_backward=False)
-        have, self._unsent_params = bytearray(self._current_grad_mask()), self._find_unsent_params()
+        grad_mask, self._unsent_params = bytearray(self._current_grad_mask()), self._find_unsent_params()
         if self._unsent_params and self._is_consumed:
             self._warn_uncleared_grads()
         for index in self._unsent_params:
-            have[index] = 1
-        doubts = self._error is not None, bool(self._in_flight)
+            grad_mask[index] = 1
+        counts = self._schedule.num_sent, self._schedule.num_cleared
         return (
-            bytes(have)
+            bytes(grad_mask)
             + self._unsent_bucket_flags()
-            + pack("qq??", self._schedule.num_sent, self._schedule.num_cleared, *doubts)
+            + pack("qq??", *counts, self._error is not None, bool(self._in_flight))
         )
 
     def synchronize(self, *, signatures_match: bool) -> bytes:
-        sure = signatures_match and not self._unsent_params and not self._in_flight and self._error is None
+        # Equal signatures say that no rank has an error or a reduce in flight if this one has none. Anything sent below
+        # may fail on one rank only.
+        cannot_fail = signatures_match and not self._unsent_params and not self._in_flight and self._error is None
         if self._error is not None:
             self._drop_local_grads()
         self._in_flight.are_ranks_in_step = signatures_match
         if not signatures_match:
             self._catch_up()
             self._unsent_params = self._find_unsent_params()
-        late = self._unsent_bucket_flags()
-        for slot, flag in zip(
-            self._schedule.buckets,
-            late if signatures_match else self._comm.data_parallel.all_reduce_any(late),
-            strict=True,
-        ):
-            if flag:
-                self._reduce_or_zeros(slot)
+        unsent = self._unsent_bucket_flags()
+        if not signatures_match:
+            unsent = self._comm.data_parallel.all_reduce_any(unsent)
+        for bucket, is_unsent in zip(self._schedule.buckets, unsent, strict=True):
+            if is_unsent:
+                self._reduce_or_zeros(bucket)
         self._in_flight.finish_all(self._finish_reduce)
-        if not sure:
+        if not cannot_fail:
             self._raise_if_any_rank_failed()
-        present = (
-            self._current_grad_mask()
-            if signatures_match
-            else self._comm.data_parallel.all_reduce_any(self._current_grad_mask())
-        )
-        self._schedule.update_expected(present, force=bool(self._unsent_params) or not signatures_match)
-        self._grad_mask[:] = present
+        grad_mask = self._current_grad_mask()
+        if not signatures_match:
+            grad_mask = self._comm.data_parallel.all_reduce_any(grad_mask)
+        self._schedule.update_expected(grad_mask, force=bool(self._unsent_params) or not signatures_match)
+        self._grad_mask[:] = grad_mask
         self._zero_removed_grads()
         self._reset()
         self._install_placeholders()
-        return present
+        return grad_mask
 
     def _zero_removed_grads(self) -> None:
-        """Zero what the shards have of gradients that were removed from `param.grad`: norms do not count them."""
+        """Zero the shards of gradients that were removed from `param.grad`: norms must not count them."""
         rank = self._comm.group.rank
-        for slot in self._schedule.buckets:
-            if slot.has_grads and not all(self._grad_mask[index] for index in slot.params):
-                bucket, shard = self._layout.buckets[slot.index], self.shard(slot.index)
-                start = bucket.shards[rank].start
-                for piece in bucket.param_shards_of_rank(rank):
-                    if not self._grad_mask[piece.param]:
-                        shard[piece.in_bucket.start - start : piece.in_bucket.stop - start].zero_()
+        for bucket in self._schedule.buckets:
+            if bucket.has_grads and not all(self._grad_mask[index] for index in bucket.params):
+                layout_bucket, grad_shard = self._layout.buckets[bucket.index], self.shard(bucket.index)
+                start = layout_bucket.shards[rank].start
+                for param_shard in layout_bucket.param_shards_of_rank(rank):
+                    if not self._grad_mask[param_shard.param]:
+                        grad_shard[param_shard.in_bucket.start - start : param_shard.in_bucket.stop - start].zero_()
 
     def _catch_up(self) -> None:
-        """All ranks have sent as many buckets as the one that has sent most.
+        """Send buckets until all ranks have sent as many as the rank that sent the most. Call on all ranks.
 
-        What one rank has cleared after it was sent counts on none. A rank that sent what shall count in its place could
-        not be told apart from one that cleared too late, so that is refused.
+        Buckets that one rank has cleared after it sent them count on no rank. A rank that sent gradients to keep at the
+        same point of the order cannot be distinguished from one that cleared too late, so this is an error.
         """
-        rounds = self._schedule
-        goal, void, least = self._comm.data_parallel.all_reduce_max(
-            [rounds.num_sent, rounds.num_cleared, -rounds.num_sent]
+        schedule = self._schedule
+        max_sent, max_cleared, negative_min_sent = self._comm.data_parallel.all_reduce_max(
+            [schedule.num_sent, schedule.num_cleared, -schedule.num_sent]
         )
-        self._in_flight.are_ranks_in_step = goal == -least
-        conflict = rounds.num_cleared < void and rounds.num_cleared < rounds.num_sent
+        self._in_flight.are_ranks_in_step = max_sent == -negative_min_sent
+        conflict = schedule.num_cleared < max_cleared and schedule.num_cleared < schedule.num_sent
         if self._comm.data_parallel.all_reduce_max([conflict])[0]:
             self._error = self._error or RankMismatchError(
                 "zero_grad() was called between different backward passes on different ranks, so that gradients of one "
                 "pass would meet those of another. They are cleared now. Where one rank leaves a step out, all must."
             )
-        while rounds.num_sent < goal:
-            self._reduce_or_zeros(rounds.next_bucket, is_needed=rounds.num_sent >= void)
+        while schedule.num_sent < max_sent:
+            self._reduce_or_zeros(schedule.next_bucket, is_needed=schedule.num_sent >= max_cleared)
 
     def _raise_if_any_rank_failed(self) -> None:
-        """On all ranks, whose gradients are gone then: they are not those of all ranks, and parts of them are lost."""
+        """Clear gradients and raise if any rank has an error: the shards are incomplete then. Call on all ranks."""
         failed = self._error is not None
         if not (failed if self._comm.is_single_rank else self._comm.data_parallel.all_reduce_max([failed])[0]):
             return
@@ -712,7 +749,7 @@ class GradReducer(GradSource):
         raise_failure(self._comm, "gradients could not be averaged, and are cleared now", failure)
 
     def _drop_local_grads(self) -> None:
-        """Free what has not travelled."""
+        """Free gradients that have not been sent."""
         self._provided_grads.clear()
         self._placeholder_params.clear()
         for param in self._params:
@@ -721,11 +758,11 @@ class GradReducer(GradSource):
     def clear(self, *, set_to_none: bool) -> None:
         self._in_flight.discard_results()
         self._abandon_backward()
-        for slot in self._schedule.buckets:
-            slot.clear(set_to_none=set_to_none)
-            slot.has_grads = slot.has_grads and not set_to_none
-            if not set_to_none and slot.index in self._shards:
-                self._shards[slot.index].zero_()
+        for bucket in self._schedule.buckets:
+            bucket.clear(set_to_none=set_to_none)
+            bucket.has_grads = bucket.has_grads and not set_to_none
+            if not set_to_none and bucket.index in self._shards:
+                self._shards[bucket.index].zero_()
         if set_to_none:
             self._grad_mask[:] = bytes(len(self._grad_mask))
             self._accumulated_flags[:] = bytes(len(self._accumulated_flags))
@@ -739,24 +776,25 @@ class GradReducer(GradSource):
         self._peer_lost_error = self._error if isinstance(self._error, RankLostError) else None
 
     def grad_tensors(self) -> list[torch.Tensor]:
-        # Hazard: not their padding. Nothing writes there, so what is multiplied by NaN once would stay NaN.
-        # Nor buckets that were sent because an earlier pass had used them: norms do not take on their dtype.
-        filled = (
-            slot for slot in self._schedule.buckets if slot.has_grads and any(self._grad_mask[i] for i in slot.params)
-        )
-        return [self._unpadded_shard(slot) for slot in filled]
+        # Hazard: exclude the padding. Nothing overwrites it, so it would stay NaN once it is multiplied by NaN.
+        # Exclude buckets that were sent only because an earlier pass had used them: their dtype must not affect norms.
+        return [
+            self._unpadded_shard(bucket)
+            for bucket in self._schedule.buckets
+            if bucket.has_grads and any(self._grad_mask[index] for index in bucket.params)
+        ]
 
     def staging_buffers(self) -> list[torch.Tensor]:
         idle = [tensor for pool in self._buffer_pools.values() for tensor in pool.idle_buffers()]
-        filling = [tensor for slot in self._schedule.buckets for tensor in slot.open_buffers()]
-        flying = [it.buffer.flat for it in self._in_flight if it.buffer is not None]
-        targets = [it.output.tensor for it in self._in_flight if not it.output.is_shard]
-        return [*idle, *filling, *flying, *targets, *self._transports.cached_buffers()]
+        filling = [tensor for bucket in self._schedule.buckets for tensor in bucket.open_buffers()]
+        in_flight = [pending.buffer.flat for pending in self._in_flight if pending.buffer is not None]
+        outputs = [pending.output.tensor for pending in self._in_flight if not pending.output.is_shard]
+        return [*idle, *filling, *in_flight, *outputs, *self._transports.cached_buffers()]
 
     def bytes_to_send(self) -> int:
-        slots = [] if self._comm.is_single_rank else self._schedule.buckets
-        trained = [slot for slot in slots if self._layout.has_trainable_params(slot.index)]
-        return sum(slot.bytes_to_send(self._grad_dtype(self._layout.buckets[slot.index])) for slot in trained)
+        buckets = [] if self._comm.is_single_rank else self._schedule.buckets
+        trainable = [bucket for bucket in buckets if self._layout.has_trainable_params(bucket.index)]
+        return sum(bucket.bytes_to_send(self._grad_dtype(self._layout.buckets[bucket.index])) for bucket in trainable)
 
     def mark_scaled(self) -> None:
         if not self._stage.frees:
@@ -769,20 +807,20 @@ class GradReducer(GradSource):
 
     @property
     def _can_overlap_backward(self) -> bool:
-        """Buckets may go while backward runs; else all go along when gradients are settled."""
+        """Whether buckets may be sent while backward runs; otherwise `synchronize` sends all of them."""
         return self._transports.can_overlap_backward
 
     def _find_unsent_params(self) -> list[int]:
-        """Parameters with a gradient that has not travelled, whoever has set it."""
+        """Return the parameters whose gradient has not been sent, whether backward or the user has set it."""
         if self._error is not None:
             return []
         grads = list(map(local_grad, self._params))
-        waiting = [index for slot in self._schedule.buckets for index in slot.copied_params]
-        # Lists ask for identity first. Hazard: `count` would go on and ask every tensor whether it equals None.
+        copied = [index for bucket in self._schedule.buckets for index in bucket.copied_params]
+        # Comparing lists checks identity first. Hazard: `count` would go on to compare every tensor with None.
         if self._stage.frees and grads == [None] * len(grads):
-            return waiting
-        have = [(i, grad) for i, grad in enumerate(grads) if grad is not None and i in self._schedule.bucket_of]
-        return waiting + [i for i, grad in have if self._stage.frees or self._needs_reduce(i, grad)]
+            return copied
+        present = [(i, grad) for i, grad in enumerate(grads) if grad is not None and i in self._schedule.bucket_of]
+        return copied + [i for i, grad in present if self._stage.frees or self._needs_reduce(i, grad)]
 
     def _needs_reduce(self, index: int, grad: torch.Tensor) -> bool:
         return (
@@ -790,12 +828,13 @@ class GradReducer(GradSource):
         )
 
     def _check_no_late_edits(self) -> None:
+        """Raise if a user has changed a gradient in `param.grad` after it was reduced."""
         if self._stage.frees:
             index = next(
                 (index for index in self._placeholder_params if local_grad(self._params[index]) is not None), None
             )
         else:
-            # Hazard: inside DDP's no_sync() gradients are accumulated, but nothing says that they are ready.
+            # Hazard: inside DDP's no_sync() gradients accumulate, but nothing marks them as ready.
             by_backward = [
                 ready or added for ready, added in zip(self._unsent_flags, self._accumulated_flags, strict=True)
             ]
@@ -804,8 +843,8 @@ class GradReducer(GradSource):
             raise RuntimeError(f"the gradient of {self._layout.params[index].label} {CHANGED_AFTER_REDUCTION}")
 
     def _unsent_bucket_flags(self) -> bytes:
-        late = {self._schedule.bucket_of[index].index for index in self._unsent_params}
-        return bytes(slot.index in late for slot in self._schedule.buckets)
+        unsent = {self._schedule.bucket_of[index].index for index in self._unsent_params}
+        return bytes(bucket.index in unsent for bucket in self._schedule.buckets)
 
     def _current_grad_mask(self) -> bytes:
         if self._stage.frees:
@@ -819,7 +858,7 @@ class GradReducer(GradSource):
 
     @torch.no_grad()
     def _start_reduce(self, bucket: GradBucket) -> None:
-        """If it raises, nothing was sent."""
+        """Pack and send a bucket. If this raises, nothing was sent."""
         self._comm.group.failure_detector.set_activity(partial(self._layout.describe_bucket, bucket.index, "gradients"))
         for index in bucket.copied_params:
             self._grad_mask[index] = 1
@@ -831,7 +870,7 @@ class GradReducer(GradSource):
         self._advance(bucket)
 
     def _reduce_or_zeros(self, bucket: GradBucket, *, is_needed: bool = True) -> None:
-        """Other ranks rely on it. What is not `wanted`, or cannot be sent, goes as zeros that nobody will use."""
+        """Send a bucket that other ranks wait for: as unused zeros if it is not needed or this rank has failed."""
         if is_needed and self._error is None:
             try:
                 self._start_reduce(bucket)
@@ -848,10 +887,10 @@ class GradReducer(GradSource):
         self._in_flight.finish_arrived(self._finish_reduce)
 
     def _take_grad(self, index: int) -> torch.Tensor | None:
-        """The gradient of a parameter, which is on its way then."""
+        """Take the gradient of a parameter to send it; None if there is none, or its shard was already scaled."""
         param = self._params[index]
-        offered = self._provided_grads.pop(index, None)
-        grad = local_grad(param) if offered is None else offered
+        provided = self._provided_grads.pop(index, None)
+        grad = local_grad(param) if provided is None else provided
         self._schedule.mark_taken(index)
         self._unsent_flags[index] = 0
         if self._is_in_scaled_shard(index):
@@ -861,11 +900,11 @@ class GradReducer(GradSource):
         if self._stage.frees:
             param.grad = None
         else:
-            self._grad_versions.record(index, grad if offered is None else None)
+            self._grad_versions.record(index, grad if provided is None else None)
         return grad
 
     def _accumulate_on_single_rank(self, bucket: GradBucket, grads: OptionalGrads) -> None:
-        """There are no other ranks: the shard is the whole bucket."""
+        """Pack gradients into the shard, which is the whole bucket on a single rank."""
         buffer = bucket.wrap_shard(self.shard(bucket.index))
         with self._comm.profiler.phase(Phase.PACK_GRADS, bucket.index):
             if bucket.has_grads and self._should_add_to_shard:
@@ -886,29 +925,29 @@ class GradReducer(GradSource):
 
     @torch.no_grad()
     def _wait_and_accumulate(self, pending: PendingReduce) -> None:
-        slot, arriving, (memory, is_shard), *_ = pending
-        self._comm.group.failure_detector.set_activity(partial(self._layout.describe_bucket, slot.index, "gradients"))
-        arriving.wait()
-        slot.release(pending)
-        shard = self._unpadded_shard(slot)
+        bucket, work, (output, is_shard), *_ = pending
+        self._comm.group.failure_detector.set_activity(partial(self._layout.describe_bucket, bucket.index, "gradients"))
+        work.wait()
+        bucket.release(pending)
+        shard = self._unpadded_shard(bucket)
         if not pending.is_needed:
             if is_shard:
                 shard.zero_()
             return
         if not is_shard:
-            shard.add_(memory) if slot.has_grads and self._should_add_to_shard else shard.copy_(memory)
-        slot.has_grads = True
+            shard.add_(output) if bucket.has_grads and self._should_add_to_shard else shard.copy_(output)
+        bucket.has_grads = True
 
     def _choose_output(self, bucket: GradBucket) -> ReduceOutput:
-        """The shard itself, unless it has something that must stay or is about to get something."""
+        """Return the shard itself, or a new tensor if the shard must keep its gradients or is an output in flight."""
         shard = self._unpadded_shard(bucket)
-        occupied = bucket.has_grads and self._should_add_to_shard
-        if occupied or any(sending.bucket is bucket for sending in self._in_flight):
+        must_keep = bucket.has_grads and self._should_add_to_shard
+        if must_keep or any(pending.bucket is bucket for pending in self._in_flight):
             return ReduceOutput(torch.empty_like(shard), is_shard=False)
         return ReduceOutput(shard, is_shard=True)
 
     def _unpadded_shard(self, bucket: GradBucket) -> torch.Tensor:
-        """A shard without the padding at its end."""
+        """Return this rank's shard without the padding at its end."""
         return self.shard(bucket.index)[: bucket.packer.shards[self._comm.group.rank].length]
 
     def _warn_uncleared_grads(self) -> None:

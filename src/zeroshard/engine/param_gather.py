@@ -62,7 +62,7 @@ class ParamAllGather:
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        # Gather within the shard group only: every replica group holds all shards.
+        # Gather within the shard group only: its ranks own all shards, with replicas too.
         self._transports = TransportCache(Comm(comm.group), Reduce())
         self._in_flight: dict[int, PendingWork] = {}
         self.layout = Layout.empty(comm.group.size)
