@@ -1,6 +1,6 @@
 """Metadata of a DCP checkpoint (`torch.distributed.checkpoint`), read without executing code and fully validated.
 
-DCP's reader unpickles arbitrary classes. This one allows only the classes that DCP metadata consists of, and then checks:
+DCP's reader unpickles arbitrary classes. This one allows only those that DCP metadata consists of, and then checks:
 
 * every element of every tensor is in exactly one chunk (DCP silently leaves elements without a chunk unread),
 * each file is as long as its chunks require, and no two values share bytes,

@@ -1,6 +1,7 @@
-"""Optimizers that are saved, or loaded into: ours, whose state is spread over ranks, and all others.
+"""Adapters that save and load a sharded optimizer and any other optimizer through one interface.
 
-The only place in this folder that tells them apart.
+This is the only module of the package that distinguishes the two. It also has the helpers around them: copies to host
+memory, a probe for the state that an optimizer expects, and loading that can be undone.
 """
 
 import inspect
@@ -28,9 +29,9 @@ from ..state_dict_mixin import local_state_dict
 
 
 def copy_to_host(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A copy that stays as it is while training goes on."""
-    result: dict[str, Any] = map_tensors(state_dict, _copy_tensor_to_host)
-    return result
+    """Return a copy in host memory, which training does not modify."""
+    copied: dict[str, Any] = map_tensors(state_dict, _copy_tensor_to_host)
+    return copied
 
 
 def _copy_tensor_to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,81 +42,81 @@ def _copy_tensor_to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a running optimizer would keep of a parameter, asked on tensors that have a shape and no memory.
+# State that an optimizer keeps for a parameter, probed on meta tensors.
 
 
 _IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
-"""Ways to do the same, which need memory."""
+"""Options that select an implementation, which may not run on meta tensors."""
 
 
 def probe_expected_state(optimizer: Optimizer, options: Mapping[str, Any], param: torch.Tensor) -> dict[Any, Any]:
-    """What it keeps, as tensors of the right shapes; empty if it keeps nothing or cannot be asked."""
+    """Return the state for `param` as meta tensors; empty if there is none or the probe fails."""
     probe = torch.empty(tuple(param.shape), dtype=param.dtype, device="meta")
-    plainly = {
+    probe_options = {
         key: False if key in _IMPLEMENTATION_OPTIONS else value for key, value in options.items() if key != "params"
     }
-    recipe = make_factory(optimizer, plainly)
-    with isolated_probe(recipe), suppress(Exception):
-        return probe_initial_state(recipe, plainly, [probe])[0]
+    factory = make_factory(optimizer, probe_options)
+    with isolated_probe(factory), suppress(Exception):
+        return probe_initial_state(factory, probe_options, [probe])[0]
     return {}
 
 
 def can_use_state_key(optimizer: Optimizer, options: Mapping[str, Any], param: torch.Tensor, key: str) -> bool:
-    """Whether a plain one would use that state of a parameter; also if it cannot be asked."""
+    """Return whether the optimizer uses `key` in the state of `param`; True if the probe fails."""
     expected = probe_expected_state(optimizer, options, param)
     return not expected or key in expected
 
 
 def make_factory(optimizer: Optimizer, options: Mapping[str, Any]) -> OptimizerFactory:
-    """How to make another one of that class."""
+    """Return a factory for optimizers of the same class."""
     return OptimizerFactory(type(optimizer), [], True, _required_arguments(type(optimizer), options))
 
 
 def _required_arguments(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that have no default. The others are in the group."""
-    wanted = list(inspect.signature(optimizer_class).parameters.values())[1:]
-    return {it.name: options[it.name] for it in wanted if it.default is it.empty and it.name in options}
+    """Return the constructor arguments without a default. All others are options of the group."""
+    arguments = list(inspect.signature(optimizer_class).parameters.values())[1:]
+    return {arg.name: options[arg.name] for arg in arguments if arg.default is arg.empty and arg.name in options}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a load changes, and how it is undone where it fails later, on this rank or on another.
+# Loading with rollback, for failures later in the load, on this rank or on another.
 
 
 @contextmanager
 def transaction() -> Iterator[ExitStack]:
-    """A place for ways to undo what was done: they are taken, the last first, if the block raises."""
+    """Yield a stack for undo callbacks, which run in reverse order if the block raises."""
     with ExitStack() as undo:
         yield undo
         undo.pop_all()
 
 
 def load_scheduler(scheduler: Any, state: Any, undo: ExitStack) -> None:
-    before = map_tensors(deepcopy_except_tensors(scheduler.state_dict()), clone_tensor)
-    undo.callback(scheduler.load_state_dict, before)
+    snapshot = map_tensors(deepcopy_except_tensors(scheduler.state_dict()), clone_tensor)
+    undo.callback(scheduler.load_state_dict, snapshot)
     scheduler.load_state_dict(state)
 
 
 def load_model(model: torch.nn.Module, state: Mapping[str, Any], undo: ExitStack, *, strict: bool) -> None:
-    mine = get_model_state_dict(model)
-    undo.callback(set_model_state_dict, model, copy_to_host(mine))
-    empty = {name: value for name, value in mine.items() if is_empty_container(value)}
+    current = get_model_state_dict(model)
+    undo.callback(set_model_state_dict, model, copy_to_host(current))
+    empty = {name: value for name, value in current.items() if is_empty_container(value)}
     set_model_state_dict(model, {**empty, **state}, options=StateDictOptions(strict=strict))
 
 
 def is_empty_container(value: Any) -> bool:
-    """A container of nothing, which is not written."""
+    """Return whether `value` is an empty container, which DCP does not write."""
     return isinstance(value, (dict, list, tuple)) and not value
 
 
 def has_custom_load(model: torch.nn.Module) -> bool:
-    """Whether loading runs code that is not torch's and may fail. Else it copies what was found to fit."""
+    """Return whether loading runs code other than torch's, which may fail after values have been validated."""
     return any(map(_has_load_overrides, model.modules()))
 
 
 def _has_load_overrides(module: torch.nn.Module) -> bool:
     hooks = module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks
-    kind = type(module)
-    return bool(hooks) or not are_torch_methods(kind._load_from_state_dict, kind.load_state_dict, kind.set_extra_state)
+    cls = type(module)
+    return bool(hooks) or not are_torch_methods(cls._load_from_state_dict, cls.load_state_dict, cls.set_extra_state)
 
 
 def are_torch_methods(*methods: Any) -> bool:
@@ -123,16 +124,16 @@ def are_torch_methods(*methods: Any) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Optimizers that are saved, or loaded into: ours, whose state is spread over ranks, and all others.
-#
-# The only place in this folder that tells them apart.
+# Adapters.
 
 
 StateShapes = Iterable[tuple[int, Any, torch.Size]]
-"""Of state tensors: the number of a parameter, the key, the shape."""
+"""State tensors as (index of the parameter, state key, shape)."""
 
 
 class OptimizerAdapter(Protocol):
+    """What saving and loading need from an optimizer. `index` counts parameters in the order of groups."""
+
     @property
     def optimizer(self) -> Optimizer: ...
 
@@ -140,50 +141,53 @@ class OptimizerAdapter(Protocol):
 
     @property
     def can_load_in_place(self) -> bool:
-        """State is read to where the present one lies; else to new memory, for the optimizer to load in its own way."""
+        """Whether state is read directly into the present state's memory.
+
+        Otherwise it is read into new memory and passed to the optimizer's `load_state_dict`.
+        """
 
     def check_ready(self) -> None:
-        """Raise if nothing can be loaded now."""
+        """Raise if the optimizer cannot be loaded into now."""
 
     def inner_optimizer_of(self, index: int, /) -> Optimizer:
-        """The user's own optimizer, of a parameter."""
+        """Return the user's optimizer that updates a parameter."""
 
     def local_state_dict(self) -> StateDict:
-        """What this rank has of the state, with the tensors themselves and not copies."""
+        """Return this rank's part of the state. Its tensors are not copies."""
 
     def can_load_master_weights(self, known_keys: Collection[Any], /) -> bool:
-        """Whether it takes master weights. `known`: the keys that its class would make, if that could be asked."""
+        """Return whether master weights can be loaded. `known_keys`: keys found by the probe, empty if it failed."""
 
     def is_param_shaped(self, index: int, key: Any, /) -> bool:
-        """Whether that state of a parameter must have the parameter's shape."""
+        """Return whether a state tensor must have the shape of its parameter."""
 
     def owns_state(self, index: int, key: Any, /) -> bool:
-        """Whether this rank keeps that state of a parameter, all or a part of it."""
+        """Return whether this rank keeps all or part of a state value."""
 
     def param_shaped_keys(self, shapes: StateShapes, /) -> frozenset[Any]:
-        """Keys of state that has the shape of its parameter, and may be divided among ranks."""
+        """Return the keys of state tensors that have the shape of their parameter and may be sharded."""
 
     def state_allocator(self, state_keys: StateKeys, param_shaped_keys: frozenset[Any], /) -> StateAllocator:
-        """Memory to read to. `wanted`: all that it will be asked for."""
+        """Return an allocator of tensors to read into. `state_keys`: everything that will be requested from it."""
 
     def to_loadable(self, state_dict: StateDict, /) -> StateDict:
-        """In the form in which it is loaded."""
+        """Convert a state dict to the form that `load` and `load_in_place` take."""
 
     def validate(self, make_state_dict: Callable[[], StateDict], /) -> None:
-        """Raise if it would be refused, as far as that is known before."""
+        """Raise if the optimizer would reject the state dict, as far as can be determined before loading."""
 
     def snapshot(self) -> dict[str, Any]:
-        """What `load` takes back. On all ranks."""
+        """Return what `load` needs to undo itself. Call on all ranks."""
 
     def load(self, state_dict: StateDict, snapshot: dict[str, Any], undo: ExitStack) -> None:
-        """In the optimizer's own way. On all ranks."""
+        """Load through the optimizer's `load_state_dict`, and add the rollback to `undo`. Call on all ranks."""
 
     def load_in_place(self, read_state_dict: Callable[[], StateDict], param_shaped_keys: frozenset[Any], /) -> None:
-        """Read `in_place`, and take it. On all ranks."""
+        """Call `read_state_dict`, which fills the allocated tensors, and load its result. Call on all ranks."""
 
 
 class PlainAdapter:
-    """Also one over parameters of FSDP2."""
+    """Any optimizer but a sharded one, including one over FSDP2's parameters."""
 
     can_load_in_place = False
 
@@ -202,7 +206,7 @@ class PlainAdapter:
         return {**saved, "state": {key: flatten_subclasses(values) for key, values in state.items()}}
 
     def can_load_master_weights(self, known_keys: Collection[Any], /) -> bool:
-        """Not if it would keep them for ever as they are."""
+        """Return False if the class does not use master weights: it would keep them unchanged forever."""
         return not known_keys or MASTER_KEY in known_keys
 
     def is_param_shaped(self, _: int, __: Any, /) -> bool:
@@ -229,7 +233,7 @@ class PlainAdapter:
         pass
 
     def snapshot(self) -> dict[str, Any]:
-        """Its attributes, which loading exchanges."""
+        """Return the optimizer's attributes, which `load_state_dict` replaces."""
         return dict(vars(self.optimizer))
 
     def load(self, state_dict: StateDict, snapshot: dict[str, Any], undo: ExitStack) -> None:
@@ -240,31 +244,38 @@ class PlainAdapter:
         raise AssertionError("nothing is read in its place")
 
     def _without_stale_masters(self, state: dict[Any, Any]) -> dict[int, Any]:
-        """One that was given state of ours keeps master weights as they were, while the model goes on."""
-        places = enumerate((group, param) for group in self.optimizer.param_groups for param in group["params"])
-        old = [
-            i
-            for i, it in places
-            if MASTER_KEY in state.get(i, ()) and not can_use_state_key(self.optimizer, *it, MASTER_KEY)
+        """Return the state of parameters with stale master weights, without these.
+
+        A plain optimizer that loaded a sharded one's state dict keeps the master weights but never updates them.
+        """
+        params = enumerate((group, param) for group in self.optimizer.param_groups for param in group["params"])
+        stale = [
+            index
+            for index, (group, param) in params
+            if MASTER_KEY in state.get(index, ()) and not can_use_state_key(self.optimizer, group, param, MASTER_KEY)
         ]
-        return {i: {key: value for key, value in state[i].items() if key != MASTER_KEY} for i in old}
+        return {index: {key: value for key, value in state[index].items() if key != MASTER_KEY} for index in stale}
 
     def _allocate(self, index: int, _: Any, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         param = self.params[index]
-        if size == param.shape and param.dim():  # divided and laid out alike
+        if size == param.shape and param.dim():  # same sharding and strides as the parameter
             return torch.empty_like(param, dtype=dtype, requires_grad=False)
         return torch.empty(size, dtype=dtype)
 
 
 class ShardedAdapter:
+    """An optimizer of this package, whose state is sharded over ranks."""
+
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self.optimizer, self.params, self._engine = optimizer, _all_params(optimizer), optimizer._engine
 
     @cached_property
     def can_load_in_place(self) -> bool:
         inner = self.optimizer.inner_optimizers
-        hooks = [hook for part in (self.optimizer, *inner) for hook in _load_hooks(part)]
-        methods = [method for part in inner for method in (type(part).load_state_dict, type(part).__setstate__)]
+        hooks = [hook for optimizer in (self.optimizer, *inner) for hook in _load_hooks(optimizer)]
+        methods = [
+            method for optimizer in inner for method in (type(optimizer).load_state_dict, type(optimizer).__setstate__)
+        ]
         return not hooks and are_torch_methods(*methods)
 
     def check_ready(self) -> None:
@@ -306,9 +317,8 @@ class ShardedAdapter:
         return copy_to_host(self.local_state_dict())
 
     def load(self, state_dict: StateDict, snapshot: dict[str, Any], undo: ExitStack) -> None:
-        undo.callback(
-            self._engine.snapshot_replica_status()
-        )  # after the next: rows that had parted have, then as before
+        # Runs after the next callback, since that marks replicas as consistent even if they had diverged before.
+        undo.callback(self._engine.snapshot_replica_status())
         undo.callback(self.optimizer.load_state_dict, snapshot)
         self.optimizer.load_state_dict(state_dict, assign=True)
 
@@ -322,7 +332,7 @@ def make_adapter(optimizer: Optimizer) -> OptimizerAdapter:
 
 
 def get_engine(optimizer: Optimizer | None) -> Engine | None:
-    """That of a sharded one."""
+    """Return the engine of a sharded optimizer, or None."""
     return optimizer._engine if isinstance(optimizer, ZeroRedundancyOptimizer) else None
 
 

@@ -1,4 +1,15 @@
-"""Saving: everything beside, onto the disk, then visible at once; on all ranks or on none."""
+"""`save` and `async_save`: each rank writes its shards to a staging directory, then rank 0 publishes it atomically.
+
+The checkpoint is a nested dict, written by DCP (`torch.distributed.checkpoint`)::
+
+    model.<name>                 parameters and buffers
+    optim.state.<name>.<key>     optimizer state, in the shape of its parameter, independent of the sharding
+    optim.param_groups           options, with parameter names
+    scheduler                    serialized: loads without executing code
+    ranks.<rank>                 serialized: RNG states and `extra` of each rank
+
+All ranks succeed or all raise.
+"""
 
 import io
 import json
@@ -41,22 +52,24 @@ from .optimizer_adapter import copy_to_host, get_engine, make_adapter
 from .progress import Progress, ProgressFn, check_components, errors_as_checkpoint_error, run_on_rank0
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Parameters that a sharded optimizer divides among ranks: each rank writes and reads what it owns of them.
+# Model: each rank writes the shards of parameters that it owns.
 
 
 def collect_model_state(rank: int, model: torch.nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """What a rank writes of a model: its parts of what is divided, and parameters that all have.
+    """Return what this rank writes of the model: its shards of sharded parameters, and all replicated parameters.
 
-    Buffers, and what modules add, may differ between ranks: those of the first one count, as they do in training.
+    Buffers and extra state may differ between ranks; rank 0 writes its own, as `broadcast_buffers` does in training.
     """
-    owned = ShardedParams(optimizer)
-    found = get_model_state_dict(model)
+    sharded_params = ShardedParams(optimizer)
+    state = get_model_state_dict(model)
     if rank:
         params = {storage_key(param) for param in model.parameters()}
-        found = {name: it for name, it in found.items() if storage_key(it) in params or _has_dtensor(it)}
+        state = {name: value for name, value in state.items() if storage_key(value) in params or _has_dtensor(value)}
     return {
-        name: owned.engine.shard_tensor(i) if (i := owned.find_index(it)) is not None else it
-        for name, it in found.items()
+        name: sharded_params.engine.shard_tensor(index)
+        if (index := sharded_params.find_index(value)) is not None
+        else value
+        for name, value in state.items()
     }
 
 
@@ -65,9 +78,10 @@ def _has_dtensor(value: Any) -> bool:
 
 
 class ShardedParams:
-    """Parameters found by where they lie: a model's dict has others over the same memory.
+    """Finds a sharded optimizer's parameters by memory, since a model's state dict has other tensors over it.
 
-    Hazard: made before that dict is taken, since parameters whose memory was exchanged are moved back here.
+    Hazard: create this before taking the model's state dict: `wait_until_idle` moves parameters whose memory was
+    replaced back into their buckets.
     """
 
     def __init__(self, optimizer: Optimizer | None) -> None:
@@ -84,12 +98,12 @@ class ShardedParams:
         return bool(self._index_by_storage_key)
 
     def find_index(self, value: Any) -> int | None:
-        """The number of a parameter in the optimizer."""
+        """Return the index of the parameter that shares memory with `value`, or None."""
         return self._index_by_storage_key.get(storage_key(value)) if self._index_by_storage_key else None
 
 
 def storage_key(value: Any) -> object:
-    """Where a tensor lies, the same for all that are over the same memory in the same way."""
+    """Return a key that is equal for tensors with the same memory, shape, strides and dtype; None for others."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return None
     local = value.to_local() if hasattr(value, "to_local") else value
@@ -97,18 +111,22 @@ def storage_key(value: Any) -> object:
 
 
 def choose_group(process_group: dist.ProcessGroup | None, optimizer: Optimizer | None) -> Group:
-    """The ranks that save or load together: the given ones, else those of a sharded optimizer, else all."""
+    """Return the ranks that save or load: `process_group`, else those of a sharded optimizer, else all."""
     engine = get_engine(optimizer)
     if process_group is None and engine is not None and dist.is_initialized():
-        own = engine.comm.data_parallel.group
-        if own.size < dist.get_world_size():
-            return own
-    # Hazard: where the optimizer has all ranks in a group of its own, one that forgot it still meets the others here.
+        group = engine.comm.data_parallel.group
+        if group.size < dist.get_world_size():
+            return group
+    # Hazard: an optimizer over all ranks may use a group of its own. The default group is used all the same, so that a
+    # rank that forgot to pass the optimizer meets the others and gets an error instead of a hang.
     return resolve_group(process_group)
 
 
 def check_optimizer_ranks(optimizer: Optimizer | None, group: Group, call: str) -> None:
-    """A part of the ranks has a part of the state, and would wait for the others."""
+    """Raise `ConfigError` unless `group` has exactly the ranks that the optimizer is sharded over.
+
+    Fewer ranks would have only part of the state, or hang in a collective.
+    """
     engine = get_engine(optimizer)
     if engine is None:
         return
@@ -123,7 +141,10 @@ def check_optimizer_ranks(optimizer: Optimizer | None, group: Group, call: str) 
 
 
 def check_state_on_all_owners(optimizer: Optimizer | None, comm: Comm) -> None:
-    """Raise on all ranks if only some owners of a parameter have state of it, which files would have in part."""
+    """Raise `CheckpointError` if only some owners of a parameter have state for it. Call on all ranks; all raise.
+
+    The checkpoint would hold only part of that state.
+    """
     engine = get_engine(optimizer)
     if engine is None or comm.group.size == 1:
         return
@@ -131,22 +152,27 @@ def check_state_on_all_owners(optimizer: Optimizer | None, comm: Comm) -> None:
     flags = bytearray(2 * count)
     for index, param in engine.owned_params(engine.comm.group.rank).items():
         flags[index if state.get(param) else count + index] = 1
-    both = comm.all_reduce_any(bytes(flags))
-    torn = [engine.layout.params[index].label for index in range(count) if both[index] and both[count + index]]
-    if torn:
+    any_rank = comm.all_reduce_any(bytes(flags))
+    partial = [
+        engine.layout.params[index].label for index in range(count) if any_rank[index] and any_rank[count + index]
+    ]
+    if partial:
         raise CheckpointError(
-            f"some ranks have optimizer state of {format_names(torn)}, and others that own a part of it have none, as "
-            "after a step that failed on one rank. Load a checkpoint before you save one."
+            f"some ranks have optimizer state of {format_names(partial)}, and others that own a part of it have none, "
+            "as after a step that failed on one rank. Load a checkpoint before you save one."
         )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A rank's part of a checkpoint into its file, through `torch.distributed.checkpoint`.
+# Writing one file per rank through DCP.
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """DCP copies what is a part of a larger storage, and keeps the copies until all is written. Slices of buckets are
-    such parts; as tensors of their own, over the same memory, they are written as they lie."""
+    """Writes slices of buckets without copying them.
+
+    DCP copies tensors that are views of a larger storage, and keeps all copies until everything is written. Through
+    DLPack a slice becomes a tensor with a storage of its own over the same memory.
+    """
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()
@@ -166,37 +192,31 @@ class _SavePlanner(DefaultSavePlanner):
                 f"planned, and now it is {tuple(data.shape)}"
             )
         if type(data) in (torch.Tensor, torch.nn.Parameter) and data.device.type == "cpu" and data.numel():
-            with suppress(BufferError, RuntimeError):  # some dtypes and views cannot, and are copied
+            with suppress(BufferError, RuntimeError):  # dtypes and views that DLPack does not support are copied
                 return from_dlpack(data.detach())
         return data
 
 
 def write_shards(comm: Comm, directory: Path, state_dict: dict[str, Any], progress: Progress) -> dict[str, int]:
-    """The check sums of all files, whichever rank has written them."""
+    """Write this rank's state dict, and return the checksums of all ranks' files. Call on all ranks."""
     files = ChecksummingFileSystem(progress)
     writer = FileSystemWriter(str(directory), sync_files=True, single_file_per_rank=True)
     writer.fs = files
     try:
-        with comm.group.failure_detector, dcp_group_kwargs(comm.group) as ranks:
-            dcp_save(state_dict, storage_writer=writer, planner=_SavePlanner(progress), **ranks)
+        with comm.group.failure_detector, dcp_group_kwargs(comm.group) as group_kwargs:
+            dcp_save(state_dict, storage_writer=writer, planner=_SavePlanner(progress), **group_kwargs)
     except CheckpointException as error:
         raise CheckpointError(
             f"the checkpoint could not be written to {directory.parent}: {format_failures(error)}"
         ) from error
     progress.finish()
-    mine = json.dumps(files.checksums)
-    shares = [mine] if comm.group.size == 1 else comm.all_gather_text(mine)
-    return {name: value for share in shares for name, value in json.loads(share).items()}
+    own = json.dumps(files.checksums)
+    by_rank = [own] if comm.group.size == 1 else comm.all_gather_text(own)
+    return {name: checksum for checksums in by_rank for name, checksum in json.loads(checksums).items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a checkpoint holds, as the nested dict that `torch.distributed.checkpoint` saves.
-#
-# model.<name>                   parameters and buffers
-# optim.state.<name>.<key>       state, in the shape of its parameter, whoever holds which part of it
-# optim.param_groups             options, with the names of parameters
-# scheduler                      packed: read back without running code
-# ranks.<rank>                   packed: what each rank has for itself, random states and `extra`
+# Contents of a checkpoint.
 
 
 _PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None))
@@ -206,7 +226,7 @@ MODEL, OPTIM, SCHEDULER, RANKS = "model", "optim", "scheduler", "ranks"
 def build_state_dict(
     rank: int, model: torch.nn.Module | None, optimizer: Optimizer | None, scheduler: Any, extra: Any
 ) -> dict[str, Any]:
-    """All of it, with the tensors themselves and not copies."""
+    """Return this rank's part of the checkpoint. Its tensors are not copies."""
     contents: dict[str, Any] = {RANKS: {str(rank): to_byte_tensor({"random": get_rng_states(), "extra": extra})}}
     if model is not None:
         contents[MODEL] = collect_model_state(rank, model, optimizer)
@@ -218,11 +238,15 @@ def build_state_dict(
 
 
 def ensure_loadable(value: Any, key_path: str) -> Any:
-    """The value with numbers of numpy as plain ones. Raises if something in it could not be read back."""
+    """Return `value` with numpy scalars as Python numbers.
+
+    Raises:
+        CheckpointError: a value could not be loaded with `weights_only=True`.
+    """
     if isinstance(value, dict):
-        return {key: ensure_loadable(it, f"{key_path}.{key}") for key, it in value.items()}
+        return {key: ensure_loadable(element, f"{key_path}.{key}") for key, element in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(ensure_loadable(it, f"{key_path}.{number}") for number, it in enumerate(value))
+        return type(value)(ensure_loadable(element, f"{key_path}.{index}") for index, element in enumerate(value))
     if isinstance(value, torch.Tensor) or type(value) in _PLAIN_TYPES:
         return value
     if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
@@ -246,7 +270,7 @@ def to_byte_tensor(value: Any) -> torch.Tensor:
 
 
 def from_byte_tensor(tensor: Any, key: str, directory: Path) -> Any:
-    """What was packed, read from the entry `key`. Whatever bytes these are, no code is run."""
+    """Deserialize the entry `key` without executing code, whatever its bytes. Raises `CheckpointError`."""
     try:
         return loads(tensor_to_bytes(tensor))
     except Exception as error:
@@ -254,7 +278,7 @@ def from_byte_tensor(tensor: Any, key: str, directory: Path) -> Any:
 
 
 def tensor_to_bytes(tensor: torch.Tensor) -> bytes:
-    """Without numpy, which torch can do without."""
+    """Return the bytes of a uint8 tensor. Works without numpy, which is optional for torch."""
     buffer = bytearray(tensor.numel())
     if buffer:
         torch.frombuffer(buffer, dtype=torch.uint8).copy_(tensor)
@@ -262,7 +286,7 @@ def tensor_to_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def get_rng_states() -> dict[str, Any]:
-    """Of this process. CUDA's are those of the present device, if it was used."""
+    """Return the RNG states of torch and Python, and of the current CUDA device if CUDA is initialized."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": list(random.getstate())}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state()
@@ -270,7 +294,7 @@ def get_rng_states() -> dict[str, Any]:
 
 
 def check_rng_states(states: dict[str, Any]) -> None:
-    """Raise if they could not be set."""
+    """Raise if `set_rng_states` would fail."""
     torch.Generator().set_state(states["torch"])
     version, numbers, gauss = states["python"]
     random.Random().setstate((version, tuple(numbers), gauss))
@@ -287,15 +311,15 @@ def set_rng_states(states: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Saving: everything beside, onto the disk, then visible at once; on all ranks or on none.
+# save, async_save.
 
 
 _pending_saves: list["SaveHandle"] = []
-"""The last save in the background, to whatever folder: one at a time, so that their messages do not meet either."""
+"""The last background save, to any folder. Only one runs at a time, so that collectives of two saves cannot mix."""
 
 
 class SaveHandle:
-    """A save in the background, which `async_save` returns."""
+    """Handle of a background save; returned by `async_save`."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -305,15 +329,16 @@ class SaveHandle:
         self._is_failure_reported = False
 
     def done(self) -> bool:
+        """Return whether the save has completed or failed."""
         return self._finished.is_set()
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The bytes that this rank has written, and those that it writes in all, once that is known."""
+        """Bytes that this rank has written, and its total; the total is 0 until the save is planned."""
         return self._progress.done_bytes, self._progress.total_bytes
 
     def wait(self) -> Path:
-        """The directory of the checkpoint, once it is complete. Raises what failed, on all ranks."""
+        """Wait until the checkpoint is complete and return its directory. Raises on all ranks if the save failed."""
         self._finished.wait()
         if self._failure is not None:
             self._is_failure_reported = True
@@ -322,11 +347,11 @@ class SaveHandle:
         return self._path
 
     def _wait_until_done(self) -> None:
-        """It is over, in whatever way."""
+        """Wait until the save has completed or failed, without raising."""
         self._finished.wait()
 
     def _wait_and_raise_unreported(self) -> None:
-        """For the next save. Raises what failed if nobody has heard of it."""
+        """Wait, and raise a failure that `wait` has not raised yet. For the next save."""
         self._finished.wait()
         if not self._is_failure_reported:
             self.wait()
@@ -340,7 +365,7 @@ class SaveHandle:
 
     def _run_in_background(self, write_checkpoint: Callable[[], Path], rank: int) -> None:
         self._run(write_checkpoint)
-        if self._failure is not None:  # it may be the last thing that this process does
+        if self._failure is not None:  # logged, since the process may exit before anyone calls wait()
             log_rank(logging.ERROR, rank, "a checkpoint was not saved: %s", self._failure)
 
 
@@ -356,30 +381,35 @@ def save(
     progress: bool | ProgressFn | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Save a checkpoint into the folder `path`. Called on all ranks of `process_group`; all succeed or all raise.
+    """Save a checkpoint into the folder `path`. Call on all ranks of `process_group`; all succeed or all raise.
 
-    Each rank writes its own parts and nothing is gathered. The checkpoint appears as `path/step-...` when it is
-    complete and on the disk; until then the one before is the latest.
+    Each rank writes its own shards; nothing is gathered. The checkpoint appears as `path/step-...` once it is complete
+    and on disk. Until then the previous one remains the latest.
 
     Args:
-        path: a folder for the checkpoints of one job.
-        step: the number of the step, which names the checkpoint.
-        model: the model, also one that DDP wraps or FSDP2 has sharded.
-        optimizer: one of ours, a plain one, or one over FSDP2's parameters.
-        scheduler: anything with `state_dict()`.
-        extra: what else this rank wants back, of tensors, numbers, strings and plain containers: its position in the
-            data, for example. Random states of torch and Python are saved for each rank in any case.
-        keep: how many checkpoints stay; None for all.
-        progress: show a line on rank 0; by default if somebody sits at the terminal and it takes a while. Or what is
-            to be called on each rank with the bytes that it has written and those that it writes in all.
-        process_group: the ranks that save together; by default those of a sharded `optimizer`, else all.
+        path: A folder for the checkpoints of one job.
+        step: The training step, which names the checkpoint.
+        model: The model; may be wrapped in DDP or sharded by FSDP2.
+        optimizer: A sharded optimizer, a plain one, or one over FSDP2's parameters.
+        scheduler: Any object with `state_dict()`.
+        extra: Further state of this rank, such as its position in the data: tensors, numbers, strings and plain
+            containers. RNG states of torch and Python are always saved for each rank.
+        keep: Number of checkpoints to keep; None keeps all.
+        progress: True shows a progress line on rank 0. None shows it if stderr is a terminal and the save takes more
+            than a second. A function is called on each rank with the bytes it has written and its total.
+        process_group: The ranks that save; default: those of a sharded `optimizer`, else all.
 
     Returns:
         The directory of the checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint could not be written. Nothing is published.
+        ConfigError: an argument is invalid.
+        RankMismatchError: the ranks passed different arguments.
     """
     comm = Comm(choose_group(process_group, optimizer))
-    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    request = _SaveRequest(path, step, keep, given, extra, False, _shown(step, progress, comm))
+    components = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    request = _SaveRequest(path, step, keep, components, extra, False, _shown(step, progress, comm))
     return request.write(comm, request.collect(comm))
 
 
@@ -397,16 +427,16 @@ def async_save(
 ) -> SaveHandle:
     """Copy a checkpoint to host memory and write it in the background, while training continues.
 
-    Called on all ranks of `process_group`, with the arguments of `save`. The next save waits for this one. Wait for the
-    last one before the process group is destroyed.
+    Call on all ranks of `process_group`, with the arguments of `save`. The next save waits for this one. Wait for the
+    last one before destroying the process group.
 
     Returns:
-        A handle. Its `wait()` returns the directory of the checkpoint, or raises what failed. If nobody waits, the next
-        save raises it.
+        A handle. Its `wait()` returns the directory of the checkpoint, or raises if the save failed. A failure that
+        `wait()` has not raised is raised by the next save.
     """
     comm = Comm(choose_group(process_group, optimizer))
-    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    request = _SaveRequest(path, step, keep, given, extra, True, _shown(step, progress, comm))
+    components = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    request = _SaveRequest(path, step, keep, components, extra, True, _shown(step, progress, comm))
     return request.start(comm, request.collect(comm))
 
 
@@ -425,46 +455,48 @@ class _SaveRequest:
     progress: Progress
 
     def collect(self, comm: Comm) -> dict[str, Any]:
-        """What this rank saves, once all ranks agree."""
+        """Check that all ranks agree, and return what this rank saves. Call on all ranks."""
         with errors_as_checkpoint_error(self.path), comm.profiler.phase(Phase.SAVE_COLLECT):
-            contents = prepare_all(comm, "checkpoint.save", lambda: self._propose(comm))
+            state_dict = prepare_all(comm, "checkpoint.save", lambda: self._propose(comm))
             check_state_on_all_owners(self.components["optimizer"], comm)
-        return contents
+        return state_dict
 
     def _propose(self, comm: Comm) -> Prepared[dict[str, Any]]:
         check_components(self.components, "state_dict", self.progress.show)
         _finish_pending_saves()
         _check_step_and_keep(self.step, self.keep)
         _check_numpy(comm)
-        facts = [f"path {Path(self.path)}", f"step {self.step}", f"keep={self.keep}"]
-        facts.append(f"checkpoint.{'async_save' if self.is_async else 'save'}")
-        facts += [f"{name} {'not ' if it is None else ''}given" for name, it in self.components.items()]
+        must_match = [f"path {Path(self.path)}", f"step {self.step}", f"keep={self.keep}"]
+        must_match.append(f"checkpoint.{'async_save' if self.is_async else 'save'}")
+        must_match += [f"{name} {'not ' if value is None else ''}given" for name, value in self.components.items()]
         check_optimizer_ranks(self.components["optimizer"], comm.group, "checkpoint.save")
-        contents = build_state_dict(comm.group.rank, **self.components, extra=self.extra)
-        return Prepared(copy_to_host(contents) if self.is_async else contents, facts)
+        state_dict = build_state_dict(comm.group.rank, **self.components, extra=self.extra)
+        return Prepared(copy_to_host(state_dict) if self.is_async else state_dict, must_match)
 
     def start(self, comm: Comm, state_dict: dict[str, Any]) -> SaveHandle:
-        saving = SaveHandle(self.progress)
-        companion = Comm(comm.group.dedicated_gloo_group())
-        _pending_saves.append(saving)
-        job = (lambda: self.write(companion, state_dict), comm.group.rank)
-        threading.Thread(target=saving._run_in_background, args=job, name="zeroshard-save", daemon=False).start()
-        return saving
+        """Run `write` in a background thread, with a process group of its own. Call on all ranks."""
+        handle = SaveHandle(self.progress)
+        background_comm = Comm(comm.group.dedicated_gloo_group())
+        _pending_saves.append(handle)
+        args = (lambda: self.write(background_comm, state_dict), comm.group.rank)
+        threading.Thread(target=handle._run_in_background, args=args, name="zeroshard-save", daemon=False).start()
+        return handle
 
-    def write(self, comm: Comm, contents: dict[str, Any]) -> Path:
+    def write(self, comm: Comm, state_dict: dict[str, Any]) -> Path:
+        """Write the checkpoint, publish it, and remove old ones. Call on all ranks; all succeed or all raise."""
         folder = CheckpointDir(self.path)
-        with errors_as_checkpoint_error(folder.path), ExitStack() as held:
+        with errors_as_checkpoint_error(folder.path), ExitStack() as stack:
 
             def begin() -> Path:
-                held.enter_context(folder.lock())
+                stack.enter_context(folder.lock())
                 directory = folder.create_staging_dir(self.step)
-                held.callback(folder.discard, directory)  # does nothing once it is published
+                stack.callback(folder.discard, directory)  # no effect after the rename
                 return directory
 
             def publish() -> Path:
                 manifest = Manifest(self.step, comm.group.size, sums, time.time(), torch.__version__)
                 write_and_fsync(directory / MANIFEST_FILE, manifest.to_json())
-                CheckpointMetadata(directory).check_files()  # one that cannot be loaded must not push others out
+                CheckpointMetadata(directory).check_files()  # a broken checkpoint must not replace a good one
                 final = folder.publish(directory, self.step)
                 prune()
                 return final
@@ -477,7 +509,7 @@ class _SaveRequest:
 
             directory = run_on_rank0(comm, "checkpoint.save: beginning", begin)
             with comm.profiler.phase(Phase.SAVE_WRITE):
-                sums = write_shards(comm, directory, contents, self.progress)
+                sums = write_shards(comm, directory, state_dict, self.progress)
             with comm.profiler.phase(Phase.SAVE_PUBLISH):
                 final = run_on_rank0(comm, "checkpoint.save: publishing", publish)
             log_rank(
@@ -498,7 +530,7 @@ def _check_step_and_keep(step: int, keep: int | None) -> None:
 
 
 def _check_numpy(comm: Comm) -> None:
-    """By which torch's checkpoints exchange their plans. Without it a rank would fail while others wait for it."""
+    """Raise `ConfigError` without numpy, which DCP needs to exchange plans: one rank would fail and the others hang."""
     if comm.group.size > 1 and find_spec("numpy") is None:
         raise ConfigError("saving on several ranks takes numpy, which torch.distributed.checkpoint uses: install it")
 
@@ -509,6 +541,6 @@ def _finish_pending_saves() -> None:
 
 
 def wait_for_pending_saves() -> None:
-    """What was saved in the background is there, or has failed, which the next save tells."""
-    for saving in _pending_saves:
-        saving._wait_until_done()
+    """Wait until background saves have completed or failed. The next save raises their failures."""
+    for handle in _pending_saves:
+        handle._wait_until_done()
