@@ -1,4 +1,8 @@
-"""From what the user gave to an engine that runs it. Everything here is local to the rank, and no value changes."""
+"""`EngineBuilder`: from the user's parameters and options to a layout and an engine.
+
+`Partitioning` resolves which partitioner each optimizer gets; `EngineBuilder` validates the options and constructs the
+engine. Everything here is local to the rank: nothing is sent, and no parameter value changes.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,52 +41,51 @@ from .params import check_specs
 from .state.state_dict import describe_groups
 
 # ---------------------------------------------------------------------------------------------------------------------
-# From kinds of optimizers and the user's choices to a layout. Pure: no parameter is touched, nobody is asked.
+# Partitioning: from optimizer specs and options to a layout. Pure: no parameter is touched, nothing is sent.
 
 
 OFFLOAD_BUCKET_BYTES = 128 * MIB
-"""What comes to the device at once, unless its user has chosen: also where one rank alone would take larger ones."""
+"""Default bucket size with CPU offload: bounds what is copied to the device at once, also with a single rank."""
 
 
 @dataclass(frozen=True)
 class Partitioning:
-    """How parameters are divided among ranks.
+    """How parameters are assigned to ranks.
 
-    Methods take `kinds`: for each group of parameters, the number of its kind.
+    Methods take `spec_ids`: for each parameter group, the index of its optimizer in `optimizer_specs`.
     """
 
     config: ZeroConfig
     optimizer_specs: Sequence[OptimizerSpec]
-    """Of optimizers."""
     reduces_grads: bool = False
-    """Gradients are to be reduced to their owners, so that parameters lie in buckets in any case."""
+    """Gradients are reduced to their owners, so parameters always live in buckets."""
     is_offloaded: bool = False
-    """State rests in host memory."""
+    """Optimizer state is kept in host memory."""
 
     @cached_property
     def partitioners(self) -> list[Partitioner]:
-        """How the parameters of each kind are divided."""
-        return [self._resolve_partitioner(kind) for kind in self.optimizer_specs]
+        """The partitioner of each optimizer."""
+        return [self._resolve_partitioner(spec) for spec in self.optimizer_specs]
 
     def _resolve_partitioner(self, optimizer_spec: OptimizerSpec) -> Partitioner:
-        suited = FlatShards() if self.reduces_grads and optimizer_spec.split_rule else WholeParams()
-        shared = self.config.partition
-        if len(self.optimizer_specs) > 1 and isinstance(shared, FlatShards) and not optimizer_spec.split_rule:
-            shared = None  # it is for those that can be cut
-        chosen = optimizer_spec.partitioner or shared or suited
-        if isinstance(chosen, FlatShards) and chosen.granularity is None and optimizer_spec.split_rule:
-            return replace(chosen, **optimizer_spec.split_rule.granularity._asdict())
-        return chosen
+        default = FlatShards() if self.reduces_grads and optimizer_spec.split_rule else WholeParams()
+        configured = self.config.partition
+        if len(self.optimizer_specs) > 1 and isinstance(configured, FlatShards) and not optimizer_spec.split_rule:
+            configured = None  # applies only to the optimizers that can update parts of a parameter
+        partitioner = optimizer_spec.partitioner or configured or default
+        if isinstance(partitioner, FlatShards) and partitioner.granularity is None and optimizer_spec.split_rule:
+            return replace(partitioner, **optimizer_spec.split_rule.granularity._asdict())
+        return partitioner
 
     @cached_property
     def is_flat(self) -> bool:
-        """Ranks own slices of buckets."""
-        return self.reduces_grads or any(isinstance(partition, FlatShards) for partition in self.partitioners)
+        """Whether parameters live in flat buckets."""
+        return self.reduces_grads or any(isinstance(partitioner, FlatShards) for partitioner in self.partitioners)
 
     def validate_optimizer_specs(self) -> None:
-        """Refuse optimizers that cannot be right when they are sharded in this way."""
-        for kind, partition in zip(self.optimizer_specs, self.partitioners, strict=True):
-            self._validate_optimizer_spec(kind, partition)
+        """Raise `ConfigError` for optimizers that would compute wrong results when sharded this way."""
+        for spec, partitioner in zip(self.optimizer_specs, self.partitioners, strict=True):
+            self._validate_optimizer_spec(spec, partitioner)
 
     def _validate_optimizer_spec(self, optimizer_spec: OptimizerSpec, partitioner: Partitioner) -> None:
         if optimizer_spec.traits.couples_params:
@@ -97,12 +100,12 @@ class Partitioning:
         if len(self.optimizer_specs) > 1 and optimizer_spec.traits.has_shared_state:
             raise ConfigError(
                 f"{optimizer_spec.name} cannot be one of several classes: it has state that belongs to no parameter, "
-                "so that "
-                "the state of all could not be told apart. Make an optimizer of its own for its part of the model."
+                "so the state of the classes could not be told apart. Make an optimizer of its own for its part of the "
+                "model."
             )
 
     def _validate_required_grads(self, optimizer_spec: OptimizerSpec) -> None:
-        """Those that it needs and does not get."""
+        """Raise if the optimizer needs gradients that it would not get: sparse ones, or ones with a graph."""
         if optimizer_spec.traits.required_grads == "sparse" and self.reduces_grads:
             raise ConfigError(
                 f"{optimizer_spec.name} takes sparse gradients only, and shard() averages dense ones. Use an "
@@ -115,59 +118,73 @@ class Partitioning:
             )
 
     def is_split(self, spec_id: int) -> bool:
-        """Whether ranks own pieces of parameters of a kind."""
+        """Whether the parameters of an optimizer are split across ranks."""
         return isinstance(self.partitioners[spec_id], FlatShards)
 
     def extend_layout(self, layout: Layout, specs: Sequence[ParamSpec], spec_ids: Sequence[int]) -> Layout:
-        """`layout` with new parameters. Where they are put into buckets they are given in the order of their use."""
-        partition = (
+        """Return `layout` extended by new parameters, which must be in order of use if they live in buckets."""
+        partitioner = (
             self._make_bucket_partitioner(spec_ids, [*layout.params, *specs]) if self.is_flat else self.partitioners[0]
         )
-        return partition.extend(layout, specs)
+        return partitioner.extend(layout, specs)
 
     def compute_balance(self, layout: Layout, spec_ids: Sequence[int]) -> Balance:
-        """Of trained elements, and of what it takes to update them."""
+        """Return how evenly trainable elements and the cost of updating them are distributed over ranks."""
         costs = self._costs(spec_ids, layout.params)
         return compute_balance(layout, lambda spec: costs[spec.group](spec))
 
     def _make_bucket_partitioner(self, spec_ids: Sequence[int], specs: Sequence[ParamSpec]) -> Partitioner:
-        foreign = [it for it in self.partitioners if type(it) not in (FlatShards, WholeParams)]
-        if foreign:
-            return foreign[0]
+        for partitioner in self.partitioners:
+            if type(partitioner) not in (FlatShards, WholeParams):  # user-defined
+                return partitioner
         costs = self._costs(spec_ids, specs)
-        whole = {number: cost for number, cost in enumerate(costs) if not self.is_split(spec_ids[number])}
-        return MixedPartitioner(whole, self._bucket_bytes(), self._granularities(spec_ids))
+        cost_of_whole_group = {group: cost for group, cost in enumerate(costs) if not self.is_split(spec_ids[group])}
+        return MixedPartitioner(cost_of_whole_group, self._bucket_bytes(), self._granularities(spec_ids))
 
     def _granularities(self, spec_ids: Sequence[int]) -> dict[int, ShardGranularity]:
-        """Of each group that is cut, by its kind."""
-        cut = {n: it for n, kind in enumerate(spec_ids) if isinstance(it := self.partitioners[kind], FlatShards)}
-        return {number: partition.granularity or ShardGranularity() for number, partition in cut.items()}
+        """Return the granularity of each group whose parameters are split."""
+        flat_shards = {
+            group: partitioner
+            for group, spec_id in enumerate(spec_ids)
+            if isinstance(partitioner := self.partitioners[spec_id], FlatShards)
+        }
+        return {group: partitioner.granularity or ShardGranularity() for group, partitioner in flat_shards.items()}
 
     def _bucket_bytes(self) -> int | None:
-        """Parameters of all kinds that can be cut share buckets."""
-        cut = [it for it in (self.config.partition, *self.partitioners) if isinstance(it, FlatShards)]
-        sizes = sorted({it.bucket_bytes for it in cut if it.bucket_bytes is not None})
+        """Return the one bucket size: the parameters of all optimizers share buckets."""
+        partitioners = (self.config.partition, *self.partitioners)
+        flat_shards = [partitioner for partitioner in partitioners if isinstance(partitioner, FlatShards)]
+        sizes = sorted({flat.bucket_bytes for flat in flat_shards if flat.bucket_bytes is not None})
         if len(sizes) > 1:
             raise ConfigError(f"all rules share buckets, which have one size: give one bucket_bytes, not {sizes}")
         return sizes[0] if sizes else (OFFLOAD_BUCKET_BYTES if self.is_offloaded else None)
 
     def _costs(self, spec_ids: Sequence[int], specs: Sequence[ParamSpec]) -> list[CostFn]:
-        """For each group, by its kind: what it takes a rank to update a parameter of it."""
-        counted: list[CostFn] = [
-            numel_cost if self.is_split(kind) else self.optimizer_specs[kind].step_cost for kind in spec_ids
+        """Return, for each group, the cost function of updating one of its parameters.
+
+        With several optimizers, user-defined costs are converted to FLOPs to make them comparable.
+        """
+        default_costs: list[CostFn] = [
+            numel_cost if self.is_split(spec_id) else self.optimizer_specs[spec_id].step_cost for spec_id in spec_ids
         ]
-        partitions = [self.partitioners[kind] for kind in spec_ids]
-        own = [it.cost if isinstance(it, WholeParams) else None for it in partitions]
+        partitioners = [self.partitioners[spec_id] for spec_id in spec_ids]
+        user_costs = [
+            partitioner.cost if isinstance(partitioner, WholeParams) else None for partitioner in partitioners
+        ]
         if len(self.optimizer_specs) == 1:
-            return [mine or it for mine, it in zip(own, counted, strict=True)]
+            return [user_cost or default for user_cost, default in zip(user_costs, default_costs, strict=True)]
         return [
-            convert_cost_to_flops(mine, [spec for spec in specs if own[spec.group] is mine], counted) if mine else it
-            for mine, it in zip(own, counted, strict=True)
+            convert_cost_to_flops(
+                user_cost, [spec for spec in specs if user_costs[spec.group] is user_cost], default_costs
+            )
+            if user_cost
+            else default
+            for user_cost, default in zip(user_costs, default_costs, strict=True)
         ]
 
 
 def _validate_granularity(optimizer_spec: OptimizerSpec, flat_shards: FlatShards) -> None:
-    """Refuse to cut parameters more finely than the optimizer allows."""
+    """Raise if parameters would be split more finely than the optimizer allows."""
     if optimizer_spec.split_rule is None:
         optimizer_spec.check_constructible()
         raise ConfigError(
@@ -178,7 +195,7 @@ def _validate_granularity(optimizer_spec: OptimizerSpec, flat_shards: FlatShards
     if flat_shards.granularity is not None and not flat_shards.granularity.satisfies(needed):
         raise ConfigError(
             f"{flat_shards} cuts too finely for {optimizer_spec.name}: a self-test found that it needs pieces of a "
-            f"multiple of {needed.align} elements, at least {needed.min_numel}. Leave align and least out, or take "
+            f"multiple of {needed.align} elements, at least {needed.min_numel}. Leave align and min_numel out, or take "
             f"align={needed.align} and min_numel={needed.min_numel}."
         )
 
@@ -189,39 +206,39 @@ def reject_differentiable(groups: Sequence[ParamGroup]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# From what the user gave to an engine that runs it. Everything here is local to the rank, and no value changes.
+# Engine builder.
 
 
 @dataclass(frozen=True)
 class EngineBuilder:
-    """The choices that stay, and how they turn groups of parameters into a layout and an engine."""
+    """Validates the user's options and turns parameter groups into a layout and an engine."""
 
     comm: Comm
     config: ZeroConfig
     optimizer_specs: Sequence[OptimizerSpec]
-    """Of optimizers. Where there are several, each group names its own."""
+    """With several, each parameter group names its own under `OPTIMIZER_KEY`."""
     parameters_as_bucket_view: bool = False
-    """Whole parameters shall live in flat buffers."""
+    """Keep whole parameters as views of flat buffers."""
     overlap_with_ddp: bool = False
-    """DDP shall drive the steps."""
+    """A DDP communication hook drives the steps."""
     reduces_grads: bool = False
-    """Gradients are to be reduced to their owners, so that parameters lie in buckets in any case."""
+    """Gradients are reduced to their owners, so parameters always live in buckets."""
     param_order: Mapping[int, int] = field(default_factory=dict)
-    """Places of parameters in the model, by id, if that is known."""
+    """Position of each parameter in the model, by id; empty if the model is not known."""
 
     @cached_property
     def partitioning(self) -> Partitioning:
-        """Who owns what."""
+        """How parameters are assigned to ranks."""
         return Partitioning(
             self.config, self.optimizer_specs, reduces_grads=self.reduces_grads, is_offloaded=self._is_offloaded
         )
 
     def _spec_ids(self, groups: Sequence[ParamGroup]) -> list[int]:
-        """The number of each group's kind."""
+        """Return the index of each group's optimizer in `optimizer_specs`."""
         return [0] * len(groups) if len(self.optimizer_specs) == 1 else [self._spec_id(group) for group in groups]
 
     def _spec_id(self, group: ParamGroup) -> int:
-        names = [kind.name for kind in self.optimizer_specs]
+        names = [spec.name for spec in self.optimizer_specs]
         if group.get(OPTIMIZER_KEY) not in names:
             raise ConfigError(
                 f"this optimizer has several classes, so that a group must name its own: {OPTIMIZER_KEY!r} is to be "
@@ -230,11 +247,14 @@ class EngineBuilder:
         return names.index(group[OPTIMIZER_KEY])
 
     def extend_layout(self, layout: Layout, groups: Sequence[ParamGroup], first_group: int = 0) -> Layout:
-        """`layout` with the groups from `first_group` on, once they are found fit to be sharded."""
+        """Validate the groups from `first_group` on and return `layout` extended by their parameters."""
         specs = make_param_specs(groups[first_group:], first_index=len(layout.params), first_group=first_group)
-        mixed = self.config.allow_mixed_dtypes or self.reduces_grads
-        known = len(layout.params)
-        check_specs([*layout.params, *specs], collect_params(groups), allow_mixed_dtypes=mixed, num_checked=known)
+        check_specs(
+            [*layout.params, *specs],
+            collect_params(groups),
+            allow_mixed_dtypes=self.config.allow_mixed_dtypes or self.reduces_grads,
+            num_checked=len(layout.params),
+        )
         for device in {spec.device for spec in specs}:
             if not self.comm.group.supports_device(device):
                 raise ConfigError(f"the backend of the process group cannot carry parameters on {device}")
@@ -242,54 +262,60 @@ class EngineBuilder:
         return self.partitioning.extend_layout(layout, ordered, self._spec_ids(groups))
 
     def compute_balance(self, layout: Layout, groups: Sequence[ParamGroup]) -> Balance:
-        """Of trained elements, and of what it takes to update them."""
+        """Return how evenly trainable elements and the cost of updating them are distributed over ranks."""
         return self.partitioning.compute_balance(layout, self._spec_ids(groups))
 
     def _sort_by_use(self, specs: Sequence[ParamSpec], groups: Sequence[ParamGroup]) -> list[ParamSpec]:
-        """As a forward pass is expected to use them: in the order of the model or, where that is not known, all groups
-        side by side. With one group behind the other, a bucket of all biases would be full, and let others go, last."""
+        """Sort parameters by their expected order of use in the forward pass.
+
+        That is the order of the model or, if it is not known, all groups interleaved. With one group after the other,
+        a bucket of all biases would become ready last and hold back the buckets behind it.
+        """
         if not self.param_order:
             return _interleave_groups(specs)
-        params, last = collect_params(groups), len(self.param_order)
-        return sorted(specs, key=lambda spec: self.param_order.get(id(params[spec.index]), last))
+        params, end = collect_params(groups), len(self.param_order)
+        return sorted(specs, key=lambda spec: self.param_order.get(id(params[spec.index]), end))
 
     def make_engine(self) -> Engine:
-        """One for this rank, which is to `prepare` next."""
+        """Return a new engine for this rank. Call `prepare_engine` on it next."""
         engine = self._make_bare_engine()
         engine.checks = StepChecks(self.comm, self.config.consistency_check, self.config.nonfinite)
         return engine
 
     def prepare_engine(self, engine: Engine, layout: Layout, groups: Sequence[ParamGroup]) -> None:
-        """It is to `extend` to `layout` next, or to take back what it has got ready for that."""
+        """Prepare `engine` for `layout`. Call its `extend` or `rollback` next."""
         engine.prepare(layout, groups)
         self._validate_inner_optimizers(engine)
-        engine.move_params(layout, groups)  # not before: what this rank refuses by itself leaves them where they are
+        engine.move_params(layout, groups)  # last: after a validation error parameters keep their memory
 
     def warn_if_not_splittable(self) -> None:
-        """Say so where parameters would be cut if the optimizer allowed it. After one was made, and so can be made."""
-        (kind, *others) = self.optimizer_specs
-        if self.reduces_grads and self.config.partition is None and not others and not kind.split_rule:
+        """Warn if `shard` falls back to whole parameters because the optimizer does not allow splitting them.
+
+        Call it after the optimizer was constructed: one that cannot be constructed raises its own error.
+        """
+        (spec, *others) = self.optimizer_specs
+        if self.reduces_grads and self.config.partition is None and not others and not spec.split_rule:
             warn_at_caller(
-                f"{kind.name} looks at whole parameters, so each is updated by one rank: shards are as "
+                f"{spec.name} looks at whole parameters, so each is updated by one rank: shards are as "
                 "balanced as the sizes of parameters allow"
             )
 
     @cached_property
     def _is_offloaded(self) -> bool:
-        groups = [group for kind in self.optimizer_specs for group in kind.factory.groups]
+        groups = [group for spec in self.optimizer_specs for group in spec.factory.groups]
         return self.config.offload is not None and any(
             is_offload_device(param.device) for param in collect_params(groups)
         )
 
     def warn_if_offload_unused(self) -> None:
-        """Say so where it has no effect."""
+        """Warn if `CPUOffload` is configured but no parameter is on an accelerator."""
         if self.config.offload is not None and not self._is_offloaded:
             warn_at_caller(
                 "CPUOffload(...) has no effect: no parameter is on a GPU, so that state is in host memory anyway"
             )
 
     def _validate_inner_optimizers(self, engine: Engine) -> None:
-        """Refuse options of an optimizer that cannot be right when it is sharded."""
+        """Raise for options of the constructed optimizers that cannot be sharded."""
         if self._is_offloaded and any(member.has_mode("train") for member in engine.inner.local_optimizers):
             raise ConfigError(
                 "optimizers with train() and eval() cannot be used with CPUOffload(...): what they exchange with the "
@@ -300,7 +326,7 @@ class EngineBuilder:
         )
 
     def validate_options(self) -> None:
-        """Refuse an optimizer that cannot be right when it is sharded, and options that do not go together."""
+        """Raise `ConfigError` for optimizers that cannot be sharded and for incompatible options."""
         self.partitioning.validate_optimizer_specs()
         if self.overlap_with_ddp and self.partitioning.is_flat:
             raise ConfigError("overlap_with_ddp=True deals out whole parameters: with FlatShards() use ddp_hook()")
@@ -311,8 +337,8 @@ class EngineBuilder:
         for name in ("master_dtype", "offload"):
             if getattr(self.config, name) is not None and not self.partitioning.is_flat:
                 raise ConfigError(f"ZeroConfig({name}=...) needs partition=FlatShards()")
-        looking = {"Drift": self.config.consistency_check, "NonFinite": self.config.nonfinite}
-        for name in (name for name, it in looking.items() if it is not None and self.overlap_with_ddp):
+        checks = {"ConsistencyCheck": self.config.consistency_check, "NonFiniteGrads": self.config.nonfinite}
+        for name in (name for name, check in checks.items() if check is not None and self.overlap_with_ddp):
             raise ConfigError(f"{name}(...) cannot be used with overlap_with_ddp=True: DDP's hook makes the steps")
         self._reject_ignored_options()
 
@@ -333,9 +359,9 @@ class EngineBuilder:
                 )
 
     def must_match_across_ranks(self, layout: Layout, groups: Sequence[ParamGroup]) -> list[str]:
-        """What must be equal on all ranks, most telling first, each in a line of its own."""
+        """Return everything that must be equal on all ranks, one line each, most informative first."""
         return [
-            *(f"optimizer class {kind.name}" for kind in self.optimizer_specs),
+            *(f"optimizer class {spec.name}" for spec in self.optimizer_specs),
             *self.config.describe(),
             f"parameters_as_bucket_view={self.parameters_as_bucket_view}",
             f"overlap_with_ddp={self.overlap_with_ddp}",
@@ -345,7 +371,7 @@ class EngineBuilder:
     def must_match_for_new_groups(
         self, base_layout: Layout, layout: Layout, groups: Sequence[ParamGroup], first_group: int = 0
     ) -> list[str]:
-        """The same of what `layout` has beyond `base`: the groups from `first_group` on."""
+        """Return the same for what `layout` adds to `base_layout`: the groups from `first_group` on."""
         return [
             *(spec.describe() for spec in layout.params[len(base_layout.params) :]),
             "no further parameter",
@@ -355,12 +381,12 @@ class EngineBuilder:
 
     def _make_bare_engine(self) -> Engine:
         if self.partitioning.is_flat:
-            shares = [
-                OptimizerSharding(kind, self.partitioning.is_split(number))
-                for number, kind in enumerate(self.optimizer_specs)
+            shardings = [
+                OptimizerSharding(spec, self.partitioning.is_split(spec_id))
+                for spec_id, spec in enumerate(self.optimizer_specs)
             ]
             return FlatShardEngine(
-                self.comm, shares, self.config._master_policy, self.config.offload if self._is_offloaded else None
+                self.comm, shardings, self.config._master_policy, self.config.offload if self._is_offloaded else None
             )
         store = (
             FlatParamBuffers(by_owner=True)
@@ -371,16 +397,16 @@ class EngineBuilder:
 
 
 def _interleave_groups(specs: Sequence[ParamSpec]) -> list[ParamSpec]:
-    """First those at the head of each group, at last those at its end."""
-    members = [list(group) for _, group in groupby(specs, key=lambda spec: spec.group)]
-    place = {it.index: (number + 0.5) / len(group) for group in members for number, it in enumerate(group)}
-    return sorted(specs, key=lambda spec: place[spec.index])
+    """Sort parameters by their relative position in their group: the heads of all groups first, the ends last."""
+    groups = [list(group) for _, group in groupby(specs, key=lambda spec: spec.group)]
+    position = {spec.index: (i + 0.5) / len(group) for group in groups for i, spec in enumerate(group)}
+    return sorted(specs, key=lambda spec: position[spec.index])
 
 
 def format_param_count(groups: Sequence[ParamGroup]) -> str:
-    """How many there are, in words."""
-    params, several = len(collect_params(groups)), "s" if len(groups) > 1 else ""
-    return f"{params} parameters in {len(groups)} group{several}"
+    """Return the number of parameters and groups as text."""
+    count, plural = len(collect_params(groups)), "s" if len(groups) > 1 else ""
+    return f"{count} parameters in {len(groups)} group{plural}"
 
 
 def collect_params(groups: Sequence[ParamGroup]) -> list[torch.Tensor]:

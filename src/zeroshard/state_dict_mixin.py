@@ -1,4 +1,8 @@
-"""The state of all ranks as one dict in torch's format, and back."""
+"""State dicts: gather the state of all ranks into a dict in torch's format, return this rank's shard, load.
+
+`gather_state_dict` gathers on one rank, `all_gather_state_dict` on all ranks; `local_state_dict` communicates nothing.
+`StateDictMixin` adds the corresponding methods to the optimizer.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -31,29 +35,38 @@ def gather_state_dict(
     *,
     include_initial: bool = False,
 ) -> StateDict | None:
-    """The unsharded optimizer's dict, as a snapshot on the CPU of rank `to` of `Comm.everyone`; None on the others.
+    """Gather the unsharded optimizer's state dict in host memory of one rank. Call on all ranks.
 
-    `agreed_on` is called when all ranks have agreed, before anything is gathered. `initial`: see `part`.
+    Args:
+        engine: The engine whose state is gathered.
+        groups: The parameter groups of the user-facing optimizer.
+        call: Name of the calling method, for error messages.
+        to: The rank in `Comm.data_parallel` that receives the dict.
+        on_agreed: Called when all ranks have agreed, before anything is gathered.
+        include_initial: As for `local_state_dict`.
+
+    Returns:
+        The state dict on rank `to`, None on all others.
     """
-    written: StateDict = {}
-    whole, others = StateAssembler(engine.layout.params), dict[Any, Any]()
+    metadata: StateDict = {}
+    assembler, global_state = StateAssembler(engine.layout.params), dict[Any, Any]()
 
     def prepare_local_state() -> GatherInput:
         engine.check_groups(groups)
         extra = snapshot_to_host(engine.inner.extra_state())
-        written.update({"param_groups": compat.pack_param_groups(groups), **extra})
-        facts = [
+        metadata.update({"param_groups": compat.pack_param_groups(groups), **extra})
+        must_match = [
             *compat.describe_groups(groups),
             f"what the optimizer adds to its dict: {compat.describe_options(extra)}",
         ]
         with engine.temporary_initial_state() if include_initial else nullcontext():
-            mine = {record.param: record.to_portable() for record in engine.state_shards()}
-        return GatherInput({"params": mine, "others": _collect_global_state(engine)}, facts)
+            local_params = {shard.param: shard.to_portable() for shard in engine.state_shards()}
+        return GatherInput({"params": local_params, "others": _collect_global_state(engine)}, must_match)
 
     def merge_local_state(local_state: Any) -> None:
-        whole.add(local_state["params"])
+        assembler.add(local_state["params"])
         for key, value in local_state["others"].items():
-            others.setdefault(key, value)
+            global_state.setdefault(key, value)
 
     with engine.comm.profiler.phase(Phase.GATHER_STATE):
         is_target = gather_state(
@@ -61,22 +74,26 @@ def gather_state_dict(
         )
     if not is_target:
         return None
-    return {"state": whole.assemble() | others, **written}
+    return {"state": assembler.assemble() | global_state, **metadata}
 
 
 def local_state_dict(
     engine: Engine, groups: Sequence[ParamGroup], *, include_initial: bool, as_load_target: bool = False
 ) -> StateDict:
-    """This rank's part of the state, as `torch.distributed.checkpoint` saves it. Every parameter has an entry.
+    """Return this rank's shard of the state for `torch.distributed.checkpoint`. Every parameter has an entry.
 
-    `initial`: parameters that require gradients and have no state get the one that their first step would begin with,
-    in the dict only. `room`: with memory of its own, to be loaded into; else its tensors are the optimizer's own.
+    Args:
+        engine: The engine whose state is returned.
+        groups: The parameter groups of the user-facing optimizer.
+        include_initial: For trainable parameters without state, include the state that their first step would start
+            from. The optimizer does not keep it.
+        as_load_target: Allocate new tensors to load into; otherwise the dict shares its tensors with the optimizer.
     """
     engine.check_groups(groups)
     state: dict[Any, Any] = {spec.index: {} for spec in engine.layout.params}
     with engine.temporary_initial_state() if include_initial else nullcontext():
-        for record in engine.state_shards():
-            state[record.param] = record.to_dcp(engine.layout.params[record.param], as_load_target=as_load_target)
+        for shard in engine.state_shards():
+            state[shard.param] = shard.to_dcp(engine.layout.params[shard.param], as_load_target=as_load_target)
     return {
         "state": state | _collect_global_state(engine),
         "param_groups": compat.pack_param_groups(groups),
@@ -85,101 +102,101 @@ def local_state_dict(
 
 
 def _collect_global_state(engine: Engine) -> dict[Any, Any]:
-    """State that belongs to no parameter."""
+    """Return the state that belongs to no parameter."""
     return {key: value for member in engine.inner.local_optimizers for key, value in member.shared_state().items()}
 
 
 def state_dict_for_dcp(engine: Engine, groups: Sequence[ParamGroup], request: DcpRequest) -> StateDict:
-    """What a helper of torch's asks for. On all ranks."""
+    """Return the state dict that a DCP helper requests. Call on all ranks."""
     if request.state_dict_type is StateDictType.FULL:
-        found = all_gather_state_dict(engine, groups, "state_dict")
+        state_dict = all_gather_state_dict(engine, groups, "state_dict")
     elif request.state_dict_type is StateDictType.FULL_ON_RANK0:
-        first = engine.comm.data_parallel.group.from_global(0)
-        gathered_there = gather_state_dict(engine, groups, "state_dict", to=first, include_initial=True)
-        found = gathered_there or {"state": {}, "param_groups": compat.pack_param_groups(groups)}
+        rank0 = engine.comm.data_parallel.group.from_global(0)
+        gathered = gather_state_dict(engine, groups, "state_dict", to=rank0, include_initial=True)
+        state_dict = gathered or {"state": {}, "param_groups": compat.pack_param_groups(groups)}
     else:
-        found = local_state_dict(
+        state_dict = local_state_dict(
             engine, groups, include_initial=True, as_load_target=request.state_dict_type is StateDictType.LOAD_TARGET
         )
-    found = found if request.needs_param_names else compat.drop_param_names(found)
-    return found if len(engine.inner.local_optimizers) == 1 else _strip_optimizer_key(found)
+    state_dict = state_dict if request.needs_param_names else compat.drop_param_names(state_dict)
+    return state_dict if len(engine.inner.local_optimizers) == 1 else _strip_optimizer_key(state_dict)
 
 
 def _strip_optimizer_key(saved: StateDict) -> StateDict:
-    """torch's helpers look for every option in the optimizers that they load into, and these have no such names."""
+    """Remove `OPTIMIZER_KEY` from groups: torch's helpers expect every option in the optimizer they load into."""
     groups = [{key: value for key, value in group.items() if key != OPTIMIZER_KEY} for group in saved["param_groups"]]
     return {**saved, "param_groups": groups}
 
 
 def all_gather_state_dict(engine: Engine, groups: Sequence[ParamGroup], call: str) -> StateDict:
-    """The unsharded optimizer's dict on all ranks, with tensors where the parameters are. Called on all ranks."""
-    mine = gather_state_dict(engine, groups, call, to=0, include_initial=True)
-    found: StateDict = broadcast_state(engine.comm.data_parallel, mine, Rank(0))
+    """Return the unsharded optimizer's state dict on all ranks, on the devices of the parameters. Call on all ranks."""
+    gathered = gather_state_dict(engine, groups, call, to=0, include_initial=True)
+    state_dict: StateDict = broadcast_state(engine.comm.data_parallel, gathered, Rank(0))
     devices = {spec.index: spec.device for spec in engine.layout.params}
-    state = found["state"]
+    state = state_dict["state"]
     for index in state.keys() & devices.keys():
         state[index] = map_tensors(state[index], partial(_move_to_param_device, device=devices[index]))
-    return found
+    return state_dict
 
 
 def _move_to_param_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Step counts stay in host memory, where torch keeps them."""
+    # Scalars are step counts, which torch keeps in host memory.
     return tensor.to(device) if tensor.dim() else tensor
 
 
 def prepare_load(engine: Engine, saved: StateDict, *, assign: bool) -> Prepared[None]:
-    """Load this rank's part of a foreign dict, for all ranks to agree on or to undo."""
-    checked = validate_state_dict(engine, saved)
-    plainly = all(has_builtin_load(member.optimizer) for member in engine.inner.local_optimizers)
-    with compat.as_checkpoint_error() if plainly else nullcontext():  # what a class of others says is left as it is
+    """Load this rank's shard of `saved`; `prepare_all` commits or undoes it on all ranks."""
+    parsed = validate_state_dict(engine, saved)
+    is_builtin = all(has_builtin_load(member.optimizer) for member in engine.inner.local_optimizers)
+    with compat.as_checkpoint_error() if is_builtin else nullcontext():  # keep the errors of user-defined loading
         return Prepared(
-            None, checked.must_match(is_sharded=assign or checked.is_sharded), engine.load_state(checked, assign=assign)
+            None, parsed.must_match(is_sharded=assign or parsed.is_sharded), engine.load_state(parsed, assign=assign)
         )
 
 
 def validate_state_dict(engine: Engine, saved: StateDict) -> SavedState:
-    """Raises if it is not one for this optimizer."""
-    group_count = sum(len(member.optimizer.param_groups) for member in engine.inner.local_optimizers)
+    """Parse `saved`; raise `CheckpointError` if it does not fit this optimizer."""
+    num_groups = sum(len(member.optimizer.param_groups) for member in engine.inner.local_optimizers)
     with compat.as_checkpoint_error():
-        found = compat.parse_state_dict(saved, engine.layout.params, group_count, engine.param_shaped_keys)
-        engine.inner.check_optimizer_classes(found.groups)
-        return found
+        parsed = compat.parse_state_dict(saved, engine.layout.params, num_groups, engine.param_shaped_keys)
+        engine.inner.check_optimizer_classes(parsed.groups)
+        return parsed
 
 
 def run_state_dict_hooks(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-    """`contents` as the optimizer's state-dict hooks leave it."""
-    for before in optimizer._optimizer_state_dict_pre_hooks.values():
-        before(optimizer)
+    """Run the optimizer's state-dict hooks and return `state_dict` as they leave it."""
+    for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        pre_hook(optimizer)
     result = state_dict
-    for after in optimizer._optimizer_state_dict_post_hooks.values():
-        result = after(optimizer, result) or result
+    for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
+        result = post_hook(optimizer, result) or result
     return result
 
 
 def run_load_state_dict_pre_hooks(optimizer: Optimizer, saved: StateDict) -> StateDict:
-    """A shallow copy of the caller's dict as the optimizer's load hooks leave it."""
+    """Run the optimizer's load hooks on a shallow copy of `saved` and return the result."""
     result = saved.copy() if isinstance(saved, dict) else saved
-    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        result = before(optimizer, result) or result
+    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        result = pre_hook(optimizer, result) or result
     return result
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a sharded optimizer does with its state: gather it, hand out this rank's part, load.
+# The optimizer's methods.
 
 
 class _ConsolidatedState(NamedTuple):
     state_dict: StateDict
     num_steps: int
     tensor_versions: list[int]
-    """Of its tensors, to notice when somebody changes one."""
+    """Version counters of its tensors, to detect in-place changes."""
 
 
 class StateDictMixin(Optimizer):
-    """Every method is called on all ranks.
+    """State-dict methods of the sharded optimizers. Call all of them on all ranks.
 
-    `state_dict` and `load_state_dict` are not here: `super(ZeroRedundancyOptimizer, optimizer).state_dict()` must reach
-    torch's, as it does from torch's class.
+    `state_dict` and `load_state_dict` are not defined here: as with torch's class,
+    `super(ZeroRedundancyOptimizer, optimizer).state_dict()` must reach `torch.optim.Optimizer`.
     """
 
     _engine: Engine
@@ -188,38 +205,52 @@ class StateDictMixin(Optimizer):
     _consolidated_state: _ConsolidatedState | None = None
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather all state on rank `to` of the group, for `state_dict()` there. Called on all ranks."""
+        """Gather the full state on one rank, for `state_dict()` there. Call on all ranks.
+
+        Args:
+            to: The rank in `join_process_group` that receives the state.
+        """
         self._require_final_layout("consolidate_state_dict")
 
         def discard_previous() -> None:
-            """An older snapshot goes before the new one comes: the target never holds both."""
+            # Free the previous state before gathering, so the target never holds both.
             if self._comm.data_parallel.group.rank == to:
                 self._discard_consolidated_state()
 
-        contents = gather_state_dict(self._engine, self.param_groups, "consolidate_state_dict", to, discard_previous)
-        if contents is not None:
-            self._consolidated_state = _ConsolidatedState(contents, self._engine.steps, tensor_versions(contents))
+        state_dict = gather_state_dict(self._engine, self.param_groups, "consolidate_state_dict", to, discard_previous)
+        if state_dict is not None:
+            self._consolidated_state = _ConsolidatedState(state_dict, self._engine.steps, tensor_versions(state_dict))
 
     def full_state_dict(self, to: int = 0) -> StateDict | None:
-        """Gather all state and return it on rank `to`, None on the others. Called on all ranks; nothing is kept."""
+        """Gather the full state on one rank, in the unsharded optimizer's format. Call on all ranks.
+
+        Unlike `consolidate_state_dict`, the optimizer does not keep the result.
+
+        Args:
+            to: The rank in `join_process_group` that receives the state.
+
+        Returns:
+            The state dict in host memory on rank `to`, None on all others.
+        """
         self._require_final_layout("full_state_dict")
-        contents = gather_state_dict(self._engine, self.param_groups, "full_state_dict", to)
-        return None if contents is None else run_state_dict_hooks(self, contents)
+        state_dict = gather_state_dict(self._engine, self.param_groups, "full_state_dict", to)
+        return None if state_dict is None else run_state_dict_hooks(self, state_dict)
 
     def sharded_state_dict(self) -> StateDict:
-        """This rank's part of the state, for `torch.distributed.checkpoint`: nothing is gathered, nothing is copied.
+        """Return this rank's shard of the state for `torch.distributed.checkpoint`. Call on all ranks.
 
-        In the format of the unsharded optimizer. State that is cut appears in the shape of its parameter, and knows
-        which part of it is here; DCP saves it so that it loads at any world size. Called on all ranks.
+        The dict has the unsharded optimizer's format and shares its tensors with the optimizer: nothing is gathered or
+        copied. A split tensor has the shape of its parameter and records which part this rank holds. DCP saves it in
+        a form that loads at any world size.
 
-        DCP also loads into this dict. So parameters that require gradients and were never updated are in it with the
-        state that their first step would begin with, as with torch's helpers. The optimizer does not keep that.
+        DCP also loads into this dict. As with torch's helpers, it therefore contains initial state for trainable
+        parameters that were never updated. The optimizer does not keep that state.
         """
         self._require_final_layout("sharded_state_dict")
         return local_state_dict(self._engine, self.param_groups, include_initial=True)
 
     def _check_state_dict(self, state_dict: StateDict) -> None:
-        """Raise if it is not one for this optimizer, whatever the values of its tensors."""
+        """Raise `CheckpointError` if `state_dict` does not fit this optimizer. Tensor values are not checked."""
         validate_state_dict(self._engine, state_dict)
 
     def _load_state_dict(self, state_dict: StateDict, *, assign: bool) -> None:
@@ -238,20 +269,20 @@ class StateDictMixin(Optimizer):
             hook(self)
 
     def _invalidate_peer_snapshots(self) -> None:
-        """Second copies, if there are any: they are not of what was loaded."""
+        """Discard peer snapshots, if there are any: they do not contain the loaded state."""
 
     def _discard_consolidated_state(self) -> None:
         self._consolidated_state = None
 
     def _count_local_step(self) -> None:
-        """Count a step that only this rank makes."""
+        """Count a step that only this rank performs as a change since the state was consolidated."""
         if self._consolidated_state is not None:
             self._consolidated_state = self._consolidated_state._replace(
                 num_steps=self._consolidated_state.num_steps - 1
             )
 
     def _require_final_layout(self, call: str) -> None:
-        """Raise if owners may still change."""
+        """Raise if the owners of parameters may still change: DDP's buckets are not final yet."""
         if self._ddp_overlap is not None and not self._ddp_overlap.is_initialized:
             raise RuntimeError(
                 f"{call}() needs to know who owns what, and DDP's buckets settle only in its first backward passes: "
