@@ -1,4 +1,14 @@
-"""State of segments as state of parameters, and back."""
+"""Optimizer state of flat params as state of parameters, and back.
+
+The inner optimizer keeps one state per flat param; users, state dicts and checkpoints see state per parameter::
+
+    flat param           | p1 ......... | p2 ... | p3 ........ |
+    state "exp_avg"      | one tensor of the same length       |   sharded: each param shard has a slice
+    state "step"         | one value                           |   shared by all param shards
+
+A write to the state of one parameter isolates its param shard in a flat param of its own. Loading joins param shards
+whose shared values are equal.
+"""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -36,64 +46,69 @@ from .inner import OptimizerFactory, load_state
 from .probe import isolated_probe, probe_initial_state
 
 # ---------------------------------------------------------------------------------------------------------------------
-# State that files have in plain tensors, put together as the optimizer would have made it.
+# Tensor subclasses, which files store as plain inner tensors.
 #
-# Files need not say which class that is, and no code comes from them: the running optimizer shows what it keeps.
+# Files neither name the subclass nor contain code. The initial state of the running optimizer shows which one it uses.
 
 
 def rebuild_subclass_state(
     state_dict: StateDict, factory: OptimizerFactory, optimizer: torch.optim.Optimizer
 ) -> StateDict:
-    """The dict with values of the optimizer's own classes, where it has what is inside them."""
-    places = [(param, group) for group in optimizer.param_groups for param in group["params"]]
+    """Return the state dict with dicts of inner tensors replaced by the optimizer's tensor subclasses."""
+    params = [(param, group) for group in optimizer.param_groups for param in group["params"]]
     state = dict(state_dict["state"])
-    for number, found in state.items():
-        if isinstance(number, int) and isinstance(found, dict) and any(isinstance(it, dict) for it in found.values()):
-            param, options = places[number]
+    for index, values in state.items():
+        if isinstance(index, int) and isinstance(values, dict) and any(isinstance(v, dict) for v in values.values()):
+            param, options = params[index]
             with isolated_probe(factory):
-                # Of a parameter whose values may be elsewhere only the kind is known here, and that is enough.
+                # The values of the parameter may be offloaded. Its shape, dtype and device are enough.
                 (expected,) = probe_initial_state(factory, options, [torch.zeros_like(param)])
-            state[number] = {key: _rebuild_like(expected.get(key), value, key) for key, value in found.items()}
+            state[index] = {key: _rebuild_like(expected.get(key), value, key) for key, value in values.items()}
     return {**state_dict, "state": state}
 
 
 def _rebuild_like(like: Any, value: Any, key: Any) -> Any:
     if not is_wrapper_subclass(like) or not isinstance(value, Mapping):
         return value
-    wanted = inner_tensors(like)
-    found = {name: it.local if isinstance(it, ShardTensor) else it for name, it in value.items()}
-    if {name: it.numel() for name, it in found.items()} != {name: it.numel() for name, it in wanted.items()}:
+    expected = inner_tensors(like)
+    loaded = {name: inner.local if isinstance(inner, ShardTensor) else inner for name, inner in value.items()}
+    if {name: inner.numel() for name, inner in loaded.items()} != {
+        name: inner.numel() for name, inner in expected.items()
+    }:
         raise CheckpointError(
-            f"the loaded state '{key}' is made of {_format_sizes(found)}, but {type(like).__name__} has "
-            f"{_format_sizes(wanted)}: it was saved by an optimizer of another class, or with other options"
+            f"the loaded state '{key}' is made of {_format_sizes(loaded)}, but {type(like).__name__} has "
+            f"{_format_sizes(expected)}: it was saved by an optimizer of another class, or with other options"
         )
     return rebuild_subclass(
-        like, {name: it.to(wanted[name].device).view(wanted[name].shape) for name, it in found.items()}
+        like, {name: inner.to(expected[name].device).view(expected[name].shape) for name, inner in loaded.items()}
     )
 
 
-def _format_sizes(inner: Mapping[str, torch.Tensor]) -> str:
-    return ", ".join(f"{name} of {it.numel()} elements" for name, it in inner.items())
+def _format_sizes(tensors: Mapping[str, torch.Tensor]) -> str:
+    return ", ".join(f"{name} of {tensor.numel()} elements" for name, tensor in tensors.items())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Memory for state that is about to be loaded: the present state's own wherever it will do, else new.
+# Memory to load state into: that of the current state where it fits, otherwise new memory.
 
 
 CPU = torch.device("cpu")
 StateKeys = Set[tuple[int, Any]]
-"""State to be loaded: parameters and keys."""
+"""State entries to load: (parameter index, state key)."""
 
 
 def allocate_full(current: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """For a value of which a rank has all."""
+    """Return memory for a value that this rank holds in full."""
     if _is_reusable(current, shape, dtype) and dense_flat_view(current) is not None:
         return make_full_shard(current)
     return make_full_shard(torch.empty(shape, dtype=dtype, device=device if shape else "cpu"))
 
 
 class ShardStateAllocator:
-    """For the pieces of a rank. Neighbouring pieces share new memory, so that segments need not be put together."""
+    """Allocates memory for the state of this rank's param shards.
+
+    Neighbouring param shards get slices of one tensor, so that the state of a flat param need not be concatenated.
+    """
 
     def __init__(
         self,
@@ -105,29 +120,34 @@ class ShardStateAllocator:
         *,
         shared_inner_names: frozenset[str],
     ) -> None:
-        """`present`: the state of each parameter that may be overwritten; `wanted`: all that memory will be asked for;
-        `common`: see `StateRecord`."""
-        self._layout, self._flat_params, self._storage, self._current_state = (
-            layout,
-            flat_params,
-            storage,
-            current_state,
-        )
-        self._shared_inner_names, self._state_keys = shared_inner_names, state_keys
+        """Create an allocator for one load.
+
+        Args:
+            layout: The layout of all parameters.
+            flat_params: The flat params of this rank.
+            storage: The storage of this rank's shards.
+            current_state: State by parameter index that may be overwritten.
+            state_keys: All entries for which memory will be requested.
+            shared_inner_names: See `StateShard`.
+        """
+        self._layout, self._flat_params, self._storage = layout, flat_params, storage
+        self._current_state, self._state_keys = current_state, state_keys
+        self._shared_inner_names = shared_inner_names
         self._allocated: dict[tuple[int, Any, torch.dtype], dict[int, torch.Tensor]] = {}
 
     def __call__(self, param_shard: ParamShard, key: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for the `key` state of a param shard. `shape` and `dtype` are those of the saved tensor."""
         spec = self._layout.params[param_shard.param]
-        present: Any = self._current_state.get(param_shard.param, {}).get(key)
+        current: Any = self._current_state.get(param_shard.param, {}).get(key)
         if self._flat_params.is_full_param(param_shard):
-            return allocate_full(present, shape, dtype, spec.device if self._storage.host_transfers is None else CPU)
+            return allocate_full(current, shape, dtype, spec.device if self._storage.host_transfers is None else CPU)
         if isinstance(key, tuple) and self._shared_inner_names.isdisjoint(key) and len(shape) == 1 and shape[0] > 1:
             return _allocate_inner(param_shard, spec, shape[0], dtype)
         if key != MASTER_KEY and not self._flat_params.has_param_shape(key, shape, spec.shape):
-            # Several pieces may share the present value, a step count for example.
+            # Not the current value: several param shards may share it, a step count for example.
             return torch.empty(shape, dtype=dtype, device=spec.device if shape else "cpu")
         memory = (
-            present.detach()
+            current.detach()
             if self._can_reuse(param_shard, key, dtype)
             else self._get_or_allocate(param_shard, key, dtype)
         )
@@ -139,52 +159,50 @@ class ShardStateAllocator:
         )
 
     def _get_or_allocate(self, param_shard: ParamShard, key: Any, dtype: torch.dtype) -> torch.Tensor:
-        mark = (param_shard.bucket, key, dtype)
-        if mark not in self._allocated:
-            self._allocated[mark] = self._allocate_bucket(*mark)
-        return self._allocated[mark][param_shard.param]
+        bucket_key = (param_shard.bucket, key, dtype)
+        if bucket_key not in self._allocated:
+            self._allocated[bucket_key] = self._allocate_bucket(*bucket_key)
+        return self._allocated[bucket_key][param_shard.param]
 
     def _allocate_bucket(self, bucket: int, key: Any, dtype: torch.dtype) -> dict[int, torch.Tensor]:
-        """For all pieces of a bucket whose state of that key needs new memory, by parameter."""
+        """Allocate memory for all param shards of a bucket whose `key` state needs it; return it by parameter."""
 
         def needs_allocation(param_shard: ParamShard) -> bool:
-            is_wanted = (param_shard.param, key) in self._state_keys and not self._flat_params.is_full_param(
-                param_shard
+            return (
+                (param_shard.param, key) in self._state_keys
+                and not self._flat_params.is_full_param(param_shard)
+                and not self._can_reuse(param_shard, key, dtype)
             )
-            return is_wanted and not self._can_reuse(param_shard, key, dtype)
 
-        new: dict[int, torch.Tensor] = {}
-        for needed, run in groupby(
+        by_param: dict[int, torch.Tensor] = {}
+        for is_needed, run in groupby(
             self._layout.buckets[bucket].param_shards_of_rank(self._storage.rank), key=needs_allocation
         ):
-            places = [(piece.param, self._storage.slice_in_shard(piece)) for piece in run if needed]
-            if places:
-                start, stop = places[0][1].start, places[-1][1].stop
+            slices = [(shard.param, self._storage.slice_in_shard(shard)) for shard in run if is_needed]
+            if slices:
+                start, stop = slices[0][1].start, slices[-1][1].stop
                 memory = self._storage.allocate_state(bucket, slice(start, stop), dtype)
-                new |= {param: memory[span.start - start : span.stop - start] for param, span in places}
-        return new
+                by_param |= {param: memory[span.start - start : span.stop - start] for param, span in slices}
+        return by_param
 
 
 def _allocate_inner(param_shard: ParamShard, spec: ParamSpec, numel: int, dtype: torch.dtype) -> ShardTensor:
-    """For what one of the tensors that make up a value has of a piece."""
-    per = spec.numel // numel
-    start, stop = (place // per for place in param_shard.in_param)
+    """Allocate a param shard's slice of an inner tensor that has `numel` elements for the full parameter."""
+    elements_per_item = spec.numel // numel
+    start, stop = (offset // elements_per_item for offset in param_shard.in_param)
     return ShardTensor(torch.empty(stop - start, dtype=dtype, device=spec.device), (numel,), (1,), start)
 
 
 def join_views(views: Sequence[torch.Tensor], starts: Sequence[int]) -> torch.Tensor | None:
-    """The flat tensor that has `parts` from those places on, if that is how they lie in memory."""
+    """Return one flat tensor that has the `views` at offsets `starts`, or None if they do not lie so in memory."""
     first, last = views[0], views[-1]
-    for part, start in zip(views, starts, strict=True):
-        if part.dtype != first.dtype or _storage_ptr(part) != _storage_ptr(first):
+    storage_ptr = first.untyped_storage().data_ptr()
+    for view, start in zip(views, starts, strict=True):
+        if view.dtype != first.dtype or view.untyped_storage().data_ptr() != storage_ptr:
             return None
-        if part.storage_offset() != first.storage_offset() + start - starts[0]:
+        if view.storage_offset() != first.storage_offset() + start - starts[0]:
             return None
     return first.as_strided((starts[-1] - starts[0] + last.numel(),), (1,))
-
-
-def _storage_ptr(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _is_reusable(current: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
@@ -192,11 +210,11 @@ def _is_reusable(current: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bo
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# State of segments as state of parameters, and back.
+# State of flat params as state of parameters, and back.
 
 
 class _PrivateCopy(NamedTuple):
-    """A value that several pieces share, copied for one of them."""
+    """A copy, for one param shard, of a value that several param shards share."""
 
     param_shard: ParamShard
     key: Any
@@ -205,7 +223,10 @@ class _PrivateCopy(NamedTuple):
 
 
 class ShardedState:
-    """The state of a rank's pieces."""
+    """The optimizer state of this rank's param shards.
+
+    Values that are written must come from `fit_value`.
+    """
 
     def __init__(
         self,
@@ -214,38 +235,32 @@ class ShardedState:
         factory: OptimizerFactory,
         shared_inner_names: frozenset[str],
     ) -> None:
-        """`common`: what all pieces have in common of values that are made of several tensors."""
-        self._flat_params, self._storage, self._factory, self._shared_inner_names = (
-            flat_params,
-            storage,
-            factory,
-            shared_inner_names,
-        )
+        """Create the view of the state. `shared_inner_names`: inner tensors of subclasses that all shards share."""
+        self._flat_params, self._storage = flat_params, storage
+        self._factory, self._shared_inner_names = factory, shared_inner_names
         self._private_copies: dict[tuple[int, Any], _PrivateCopy] = {}
         self._has_removed_state = False
-        """State was removed since segments were last joined."""
+        """State was removed since flat params were last joined."""
 
-    # ---- one piece: what the user reads and writes in `optimizer.state`
+    # ---- one param shard: what the user reads and writes in `optimizer.state`
 
     def flat_param_state(self, optimizer: Optimizer, param_shard: ParamShard) -> State:
-        """The state of the segment that a piece lies in: its keys are those of the piece."""
+        """Return the state of the flat param that contains a param shard. Both have the same keys."""
         state: State = optimizer.state.get(self._flat_params.flat_param_of(param_shard).param, {})
         return state
 
     def has_state(self, optimizer: Optimizer, param_shard: ParamShard) -> bool:
-        """Whether there is state of a piece, be it empty."""
+        """Return whether a param shard has state, even if it is empty."""
         return self._flat_params.flat_param_of(param_shard).param in optimizer.state
 
     def get_value(self, optimizer: Optimizer, param_shard: ParamShard, key: Any) -> Any:
-        """A value of a piece. Whoever changes it in place changes the state of this piece and of no other."""
-        segment, value = (
-            self._flat_params.flat_param_of(param_shard),
-            self.flat_param_state(optimizer, param_shard)[key],
-        )
-        if len(segment.param_shards) == 1:
+        """Return a value of a param shard. Changing it in place changes the state of this param shard only."""
+        flat_param = self._flat_params.flat_param_of(param_shard)
+        value = self.flat_param_state(optimizer, param_shard)[key]
+        if len(flat_param.param_shards) == 1:
             return value
-        if self._flat_params.is_sharded(key, value, segment.param):
-            return value.view(-1)[slice(*segment.span_of(param_shard))]
+        if self._flat_params.is_sharded(key, value, flat_param.param):
+            return value.view(-1)[slice(*flat_param.span_of(param_shard))]
         if isinstance(value, torch.Tensor):
             return self._get_private_copy(param_shard, key, value)
         if deepcopy_except_tensors(value) is value:
@@ -253,29 +268,29 @@ class ShardedState:
         return self._isolate_state(optimizer, param_shard)[key]
 
     def set_value(self, optimizer: Optimizer, param_shard: ParamShard, key: Any, value: Any) -> None:
-        """Give a piece a value that is `fitted`."""
-        present = self.flat_param_state(optimizer, param_shard)
-        if key not in present or not _is_same_value(self.get_value(optimizer, param_shard, key), value):
+        """Set a value of a param shard."""
+        current = self.flat_param_state(optimizer, param_shard)
+        if key not in current or not _is_same_value(self.get_value(optimizer, param_shard, key), value):
             self._isolate_state(optimizer, param_shard)[key] = value
 
     def replace_state(self, optimizer: Optimizer, param_shard: ParamShard, state: State | None) -> State:
-        """Give a piece other state, whose values are `fitted`, or none; returns what it had."""
-        before = self._isolate_state(optimizer, param_shard)
-        segment = self._flat_params.flat_param_of(param_shard)
+        """Replace all state of a param shard, or remove it if `state` is None. Return the previous state."""
+        previous = self._isolate_state(optimizer, param_shard)
+        flat_param = self._flat_params.flat_param_of(param_shard)
         if state is None:
-            optimizer.state.pop(segment.param, None)
+            optimizer.state.pop(flat_param.param, None)
             self._has_removed_state = True
         else:
-            optimizer.state[segment.param] = state
-        return before
+            optimizer.state[flat_param.param] = state
+        return previous
 
     def clear(self, optimizer: Optimizer) -> None:
-        """Drop all state, also what belongs to no parameter."""
+        """Remove all state, including state that belongs to no parameter."""
         optimizer.state.clear()
         self._has_removed_state = True
 
     def rejoin_stateless(self, optimizer: Optimizer) -> None:
-        """Pieces that have lost their state are updated as one tensor again."""
+        """Join param shards whose state was removed, so that they are updated as one tensor again."""
         if self._has_removed_state:
             self._flat_params.join_stateless(optimizer)
             self._has_removed_state = False
@@ -286,10 +301,13 @@ class ShardedState:
     def fit_value(
         self, spec: ParamSpec, param_shard: ParamShard | None, key: Any, value: Any, *, is_sharded: bool
     ) -> Any:
-        """A value for this rank's piece of a parameter; of a tensor in the shape of the parameter, a copy of the slice.
+        """Return `value` as this rank's param shard stores it: of a param-shaped tensor, a copy of the slice.
 
-        Raises if it is none, also on a rank that holds no piece: whatever is wrong is wrong on all of them. `cut`: the
-        parameter may be cut.
+        `is_sharded`: the parameter may be split.
+
+        Raises:
+            ConfigError: The value does not fit. Ranks without a shard of the parameter (`param_shard` is None) raise,
+                too, because the mistake is the same on all ranks.
         """
         if key == MASTER_KEY:
             raise ConfigError(
@@ -298,21 +316,25 @@ class ShardedState:
             )
         if not isinstance(value, torch.Tensor) or not is_sharded:
             return value
-        shape, own = tuple(value.shape), None if param_shard is None else (param_shard.in_param.length,)
+        shape, shard_shape = tuple(value.shape), None if param_shard is None else (param_shard.in_param.length,)
         if shape == spec.shape and spec.numel > 1:
             self._flat_params.add_param_shaped_keys(frozenset([key]))
-        if own is not None and self._flat_params.has_param_shape(key, shape, own):
+        if shard_shape is not None and self._flat_params.has_param_shape(key, shape, shard_shape):
             return self._to_master_dtype(spec, param_shard, value)
         if self._flat_params.has_param_shape(key, shape, spec.shape):
             if param_shard is None:
                 return value
             if is_wrapper_subclass(value):
                 return slice_subclass(value, *param_shard.in_param, self._shared_inner_names)
-            # A copy, since a view would keep the whole tensor.
-            part = flatten_in_memory_order(value.detach(), spec)[slice(*param_shard.in_param)].clone()
-            return self._to_master_dtype(spec, param_shard, part)
+            # Copy: a view would keep the full tensor alive.
+            shard = flatten_in_memory_order(value.detach(), spec)[slice(*param_shard.in_param)].clone()
+            return self._to_master_dtype(spec, param_shard, shard)
         if self._flat_params.is_param_shaped(key) or value.numel() > 1:
-            here = "this rank holds no part of it" if own is None else f"this rank's slice of it has shape {own}"
+            here = (
+                "this rank holds no part of it"
+                if shard_shape is None
+                else f"this rank's slice of it has shape {shard_shape}"
+            )
             raise ConfigError(
                 f"{key!r} in the state of {spec.label} must have the parameter's shape {spec.shape}, got {shape}; "
                 f"{here}. Assign a tensor of either shape, such as torch.zeros_like(param)."
@@ -320,64 +342,73 @@ class ShardedState:
         return value
 
     def sync_user_edits(self, optimizer: Optimizer) -> None:
-        """What was lent and changed since becomes the piece's own. So does what somebody still holds: it is expected
-        to change with the state from now on."""
-        loans = [
-            it
-            for it in self._private_copies.values()
-            if self.flat_param_state(optimizer, it.param_shard).get(it.key) is it.shared
+        """Store private copies that users changed as state of their param shards.
+
+        Copies that users still hold are stored, too: users expect them to change with the state from now on.
+        """
+        copies = [
+            copy
+            for copy in self._private_copies.values()
+            if self.flat_param_state(optimizer, copy.param_shard).get(copy.key) is copy.shared
         ]
         self._private_copies.clear()
-        while loans:
-            piece, key, value, base = loans.pop()
-            held = weakref.ref(value)
-            if torch.equal(value, base):
+        while copies:
+            # Hazard: `value` must be our only reference to the copy, so that the weak reference shows whether a user
+            # holds it. Bind neither the tuple nor the tensor to another name.
+            param_shard, key, value, shared = copies.pop()
+            value_ref = weakref.ref(value)
+            if torch.equal(value, shared):
                 del value
-            lent = held()
-            if lent is not None:
-                segment = self._flat_params.isolate(piece, optimizer)
-                optimizer.state[segment.param][key] = lent
+            private = value_ref()
+            if private is not None:
+                flat_param = self._flat_params.isolate(param_shard, optimizer)
+                optimizer.state[flat_param.param][key] = private
 
     def _get_private_copy(self, param_shard: ParamShard, key: Any, shared: torch.Tensor) -> torch.Tensor:
-        """Hazard: pieces of a segment share a step count. Each is lent one of its own, which is compared later."""
-        loan = self._private_copies.get((param_shard.param, key))
-        if loan is None or loan.shared is not shared:
+        """Return this param shard's copy of a shared value.
+
+        Hazard: the param shards of a flat param share tensors such as a step count. Users get a private copy instead,
+        which `sync_user_edits` compares with the shared value later.
+        """
+        private = self._private_copies.get((param_shard.param, key))
+        if private is None or private.shared is not shared:
             with torch.inference_mode(False):
-                loan = self._private_copies[param_shard.param, key] = _PrivateCopy(
+                private = self._private_copies[param_shard.param, key] = _PrivateCopy(
                     param_shard, key, shared.clone(), shared
                 )
-        return loan.value
+        return private.value
 
     def _isolate_state(self, optimizer: Optimizer, param_shard: ParamShard) -> State:
-        """The state of a piece alone, to be changed."""
+        """Give a param shard a flat param of its own and return its state, which the caller may change."""
         self.sync_user_edits(optimizer)
-        segment = self._flat_params.isolate(param_shard, optimizer)
-        state: State = optimizer.state.setdefault(segment.param, {})
+        flat_param = self._flat_params.isolate(param_shard, optimizer)
+        state: State = optimizer.state.setdefault(flat_param.param, {})
         return state
 
     def _to_master_dtype(self, spec: ParamSpec, param_shard: ParamShard | None, value: torch.Tensor) -> torch.Tensor:
-        """State of master weights has their dtype."""
-        copy = None if param_shard is None else self._storage.master_view(param_shard)
-        return value if copy is None or value.dtype != spec.dtype else value.to(copy.dtype)
+        """Cast a value in the parameter's dtype to that of its master weights, if there are any."""
+        master = None if param_shard is None else self._storage.master_view(param_shard)
+        return value if master is None or value.dtype != spec.dtype else value.to(master.dtype)
 
-    # ---- all pieces
+    # ---- all param shards
 
     def state_shards(self, optimizer: Optimizer, specs: Sequence[ParamSpec]) -> list[StateShard]:
-        records = []
-        for piece, state, cut in self._iter_param_shards(optimizer):
-            copy = self._storage.master_view(piece)
-            if copy is not None and self._flat_params.is_full_param(piece):
-                copy = copy.as_strided(specs[piece.param].shape, specs[piece.param].stride)
-            if state is None and copy is None:
+        """Return the state of all param shards of this rank, including master weights."""
+        state_shards = []
+        for shard, state, sharded_keys in self._iter_param_shards(optimizer):
+            master = self._storage.master_view(shard)
+            is_full = self._flat_params.is_full_param(shard)
+            if master is not None and is_full:
+                master = master.as_strided(specs[shard.param].shape, specs[shard.param].stride)
+            if state is None and master is None:
                 continue
-            values = {**(state or {}), **({} if copy is None else {MASTER_KEY: copy})}
-            if self._flat_params.is_full_param(piece):
-                records.append(StateShard(piece.param, None, (), values))
+            values = {**(state or {}), **({} if master is None else {MASTER_KEY: master})}
+            if is_full:
+                state_shards.append(StateShard(shard.param, None, (), values))
             else:
-                records.append(
-                    StateShard(piece.param, piece.in_param, (*cut, MASTER_KEY), values, self._shared_inner_names)
-                )
-        return records
+                keys = (*sharded_keys, MASTER_KEY)
+                state_shards.append(StateShard(shard.param, shard.in_param, keys, values, self._shared_inner_names))
+        return state_shards
 
     def state_allocator(
         self,
@@ -388,97 +419,109 @@ class ShardedState:
         *,
         in_place: bool,
     ) -> ShardStateAllocator:
-        """Where to read state of pieces to."""
-        present = {}
-        for piece, state, _ in self._iter_param_shards(optimizer) if in_place else ():
-            copy = self._storage.master_view(piece)
-            present[piece.param] = {**(state or {}), **({} if copy is None else {MASTER_KEY: copy})}
-        holdings = self._flat_params.with_param_shaped_keys(param_shaped_keys)
+        """Return the allocator of memory to load state into. `in_place`: the current state may be overwritten."""
+        current_state = {}
+        for shard, state, _ in self._iter_param_shards(optimizer) if in_place else ():
+            master = self._storage.master_view(shard)
+            current_state[shard.param] = {**(state or {}), **({} if master is None else {MASTER_KEY: master})}
+        flat_params = self._flat_params.with_param_shaped_keys(param_shaped_keys)
         return ShardStateAllocator(
-            layout, holdings, self._storage, present, state_keys, shared_inner_names=self._shared_inner_names
+            layout, flat_params, self._storage, current_state, state_keys, shared_inner_names=self._shared_inner_names
         )
 
     def load(
         self, optimizer: Optimizer, saved: SavedState, specs: Sequence[ParamSpec], *, assign: bool
     ) -> Callable[[], None]:
-        """Pieces with equal step counts, and whatever else a parameter has one of, become one segment."""
+        """Load saved state and return a function that undoes it. A failed load is undone before it raises.
+
+        Param shards whose shared values (step counts, for example) are equal are joined into one flat param.
+        `assign`: take over the tensors of `saved` instead of copying them.
+        """
         self._flat_params.add_param_shaped_keys(infer_param_shaped_keys(_iter_state_shapes(saved, specs)))
 
         for index, state in saved.by_param.items():
             if not isinstance(state, Mapping):
-                raise CheckpointError(f"the loaded state of {specs[index].label} is a {type(state).__name__}, no dict")
+                raise CheckpointError(
+                    f"the loaded state of {specs[index].label} is a {type(state).__name__}, not a dict"
+                )
 
         def merge_key_of(param_shard: ParamShard) -> object:
             state, spec = saved.by_param.get(param_shard.param), specs[param_shard.param]
             return state and tuple((key, self._merge_key(key, value, spec)) for key, value in state.items())
 
-        with ExitStack() as undo:  # in the reverse order, also where this fails halfway
+        with ExitStack() as undo:  # runs in reverse order, also if this fails halfway
             undo.callback(self._flat_params.reflatten(optimizer, merge_key_of))
             local = rebuild_subclass_state(self._build_local_state_dict(saved, specs), self._factory, optimizer)
-            foreign = None if assign else saved.tensor_containers
-            undo.callback(load_state(optimizer, local, foreign, keep_on_host=self._storage.host_transfers is not None))
+            caller_tensors = None if assign else saved.tensor_containers
+            keep_on_host = self._storage.host_transfers is not None
+            undo.callback(load_state(optimizer, local, caller_tensors, keep_on_host=keep_on_host))
             self._load_master_weights(saved, specs, undo, assign=assign)
             return undo.pop_all().close
 
     def _iter_param_shards(self, optimizer: Optimizer) -> Iterator[tuple[ParamShard, State | None, tuple[str, ...]]]:
-        """All pieces with their state, if they have any, and the keys of what is cut."""
+        """Yield all param shards with their state (None if there is none) and the keys of sharded values."""
         self.sync_user_edits(optimizer)
-        for segment in self._flat_params:
-            state = optimizer.state.get(segment.param)
+        for flat_param in self._flat_params:
+            state = optimizer.state.get(flat_param.param)
             items = () if state is None else state.items()
-            cut = tuple(key for key, value in items if self._flat_params.is_sharded(key, value, segment.param))
-            for piece in segment.param_shards:
-                yield piece, None if state is None else self._flat_params.shard_state(segment, piece, state), cut
+            sharded_keys = tuple(
+                key for key, value in items if self._flat_params.is_sharded(key, value, flat_param.param)
+            )
+            for shard in flat_param.param_shards:
+                shard_state = None if state is None else self._flat_params.shard_state(flat_param, shard, state)
+                yield shard, shard_state, sharded_keys
 
     def _build_local_state_dict(self, saved: SavedState, specs: Sequence[ParamSpec]) -> StateDict:
+        """Return the state dict of this rank's flat params, in torch's format."""
         state: dict[Any, Any] = dict(saved.shared_state)
-        groups, number = [], 0
-        for group, segments in zip(saved.groups, self._flat_params.by_group, strict=True):
-            for place, segment in enumerate(segments, number):
-                if saved.has_state(segment.param_shards[0].param):
-                    state[place] = self._join_flat_param_state(segment, saved, specs)
-            numbers = list(range(number, number + len(segments)))
-            names = [specs[segment.param_shards[0].param].name for segment in segments]
-            groups.append({**group, **({"param_names": names} if "param_names" in group else {}), "params": numbers})
-            number += len(segments)
+        groups, first_index = [], 0
+        for group, flat_params in zip(saved.groups, self._flat_params.by_group, strict=True):
+            for index, flat_param in enumerate(flat_params, first_index):
+                if saved.has_state(flat_param.param_shards[0].param):
+                    state[index] = self._join_flat_param_state(flat_param, saved, specs)
+            indices = list(range(first_index, first_index + len(flat_params)))
+            names = [specs[flat_param.param_shards[0].param].name for flat_param in flat_params]
+            groups.append({**group, **({"param_names": names} if "param_names" in group else {}), "params": indices})
+            first_index += len(flat_params)
         return {**saved.extra, "state": state, "param_groups": groups}
 
     def _join_flat_param_state(self, flat_param: FlatParam, saved: SavedState, specs: Sequence[ParamSpec]) -> Any:
-        """The state of a segment, of the states of its parameters."""
-        first = {k: v for k, v in saved.by_param[flat_param.param_shards[0].param].items() if k != MASTER_KEY}
-        if self._flat_params.is_full_param(flat_param.param_shards[0]):
-            return first
+        """Return the state of a flat param, joined from the saved states of its parameters."""
+        first_shard = flat_param.param_shards[0]
+        first_state = {key: value for key, value in saved.by_param[first_shard.param].items() if key != MASTER_KEY}
+        if self._flat_params.is_full_param(first_shard):
+            return first_state
         joined = {}
-        for key, value in first.items():
-            if not self._is_param_shaped(key, value, specs[flat_param.param_shards[0].param]):
+        for key, value in first_state.items():
+            if not self._is_param_shaped(key, value, specs[first_shard.param]):
                 joined[key] = value
                 continue
-            if is_wrapper_subclass(value):  # its pieces are not joined with those of others
-                joined[key] = slice_subclass(value, *flat_param.param_shards[0].in_param, self._shared_inner_names)
+            if is_wrapper_subclass(value):  # never joined with the state of other parameters
+                joined[key] = slice_subclass(value, *first_shard.in_param, self._shared_inner_names)
                 continue
-            parts = [
-                slice_span(saved.by_param[it.param][key], specs[it.param], it.in_param)
-                for it in flat_param.param_shards
+            value_shards = [
+                slice_span(saved.by_param[shard.param][key], specs[shard.param], shard.in_param)
+                for shard in flat_param.param_shards
             ]
-            joined[key] = self._concat_for_flat_param(flat_param, parts)
+            joined[key] = self._concat_for_flat_param(flat_param, value_shards)
         return joined
 
     def _concat_for_flat_param(self, flat_param: FlatParam, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One tensor of what belongs to the pieces of a segment."""
-        places = [flat_param.span_of(piece) for piece in flat_param.param_shards]
-        run = join_views(shards, [place.start for place in places])
-        if run is None:
-            run = torch.zeros_like(flat_param.param, dtype=shards[0].dtype, device=shards[0].device)
-            for part, place in zip(shards, places, strict=True):
-                run[slice(*place)] = part
-        return run
+        """Return one tensor with the values of all param shards of a flat param: a view where possible, else a copy."""
+        spans = [flat_param.span_of(param_shard) for param_shard in flat_param.param_shards]
+        joined = join_views(shards, [span.start for span in spans])
+        if joined is None:
+            joined = torch.zeros_like(flat_param.param, dtype=shards[0].dtype, device=shards[0].device)
+            for shard, span in zip(shards, spans, strict=True):
+                joined[slice(*span)] = shard
+        return joined
 
     def _merge_key(self, key: Any, value: Any, spec: ParamSpec) -> object:
-        """Equal for values that can become one: what is cut is joined, and the rest must be the same."""
+        """Return a key that is equal for values that can be joined: sharded values of a dtype, or equal shared ones."""
         if self._is_param_shaped(key, value, spec):
             return value.dtype
-        is_long = isinstance(value, torch.Tensor) and value.numel() > 1
-        return id(value) if is_long else describe_value(value)
+        is_large = isinstance(value, torch.Tensor) and value.numel() > 1
+        return id(value) if is_large else describe_value(value)
 
     def _is_param_shaped(self, key: Any, value: Any, spec: ParamSpec) -> bool:
         return isinstance(value, torch.Tensor) and self._has_param_shape(key, tuple(value.shape), spec)
@@ -489,23 +532,26 @@ class ShardedState:
     def _load_master_weights(
         self, saved: SavedState, specs: Sequence[ParamSpec], undo: ExitStack, *, assign: bool
     ) -> None:
-        """Copies that are not in the dict are made of the parameters, unless who gives it away sees to that."""
-        for piece in (piece for segment in self._flat_params for piece in segment.param_shards):
-            copy = self._storage.master_view(piece)
-            state = saved.by_param.get(piece.param)
-            if copy is not None and isinstance(state, dict) and MASTER_KEY in state:
-                source = slice_span(state[MASTER_KEY], specs[piece.param], piece.in_param)
-                if source.data_ptr() != copy.data_ptr():  # else it was read in place
-                    undo.callback(copy.copy_, copy.clone())
-                    copy.copy_(source)
-            elif copy is not None and not assign and piece.param in saved.by_param:
-                undo.callback(copy.copy_, copy.clone())
-                copy.copy_(self._storage.param_view(piece))
+        """Load master weights. Those that were not saved are copied from the parameters, unless `assign` is set.
+
+        With `assign` the caller takes care of them.
+        """
+        for shard in (shard for flat_param in self._flat_params for shard in flat_param.param_shards):
+            master = self._storage.master_view(shard)
+            state = saved.by_param.get(shard.param)
+            if master is not None and isinstance(state, dict) and MASTER_KEY in state:
+                source = slice_span(state[MASTER_KEY], specs[shard.param], shard.in_param)
+                if source.data_ptr() != master.data_ptr():  # otherwise it was read in place
+                    undo.callback(master.copy_, master.clone())
+                    master.copy_(source)
+            elif master is not None and not assign and shard.param in saved.by_param:
+                undo.callback(master.copy_, master.clone())
+                master.copy_(self._storage.param_view(shard))
         self._storage.invalidate_masters()
 
 
 def _is_same_value(current: Any, value: Any) -> bool:
-    """Whether to assign a value would change nothing: it is there already."""
+    """Return whether assigning `value` would change nothing because it is the current value already."""
     if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
         return value is current or (_memory_key(current) == _memory_key(value) and current.numel() > 0)
     return type(current) is type(value) and isinstance(value, (bool, int, float, str)) and current == value
