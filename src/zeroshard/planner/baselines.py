@@ -1,4 +1,4 @@
-"""What others take: `DistributedDataParallel` alone and with torch's own ZeRO, and FSDP2. With their defaults."""
+"""Estimates of the alternatives, with their defaults: DDP, DDP with torch's ZeroRedundancyOptimizer, and FSDP2."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ _DDP_BUCKET_BYTES = 25 * MIB
 
 @dataclass(frozen=True)
 class DDPBaseline:
-    """DDP: everything everywhere. It copies gradients into buckets of its own."""
+    """DDP: everything is replicated. Gradients are copied into buckets."""
 
     name: ClassVar[str] = "DDP"
 
     def estimate(self, training: TrainingSetup, ranks: int) -> Estimate:
-        usage = _estimate_ddp_memory(training, training.param_specs)
-        return Estimate(self.name, ranks, usage, _estimate_ddp_traffic(training, ranks))
+        memory = _estimate_ddp_memory(training, training.param_specs)
+        return Estimate(self.name, ranks, memory, _estimate_ddp_traffic(training, ranks))
 
 
 @dataclass(frozen=True)
 class TorchZeroBaseline:
-    """DDP, with each parameter's state on one rank, which then sends the parameter to all."""
+    """DDP with `ZeroRedundancyOptimizer`: the owner of a parameter keeps its state and broadcasts its update."""
 
     name: ClassVar[str] = "torch ZeRO"
 
@@ -38,61 +38,61 @@ class TorchZeroBaseline:
         )
         fullest = max(range(ranks), key=lambda rank: loads[rank])
         owned = [spec for spec in training.param_specs if layout.owner_of(spec.index) == fullest]
-        balance = max(loads) * ranks / sum(loads) if any(loads) else 1.0
+        imbalance = max(loads) * ranks / sum(loads) if any(loads) else 1.0
         return Estimate(
-            self.name, ranks, _estimate_ddp_memory(training, owned), self._estimate_traffic(training, ranks), balance
+            self.name, ranks, _estimate_ddp_memory(training, owned), self._estimate_traffic(training, ranks), imbalance
         )
 
     def _estimate_traffic(self, training: TrainingSetup, ranks: int) -> Traffic:
-        """One message a parameter, beside DDP's."""
-        reduced, trained = _estimate_ddp_traffic(training, ranks), training.model.trainable_params
+        """Return DDP's traffic plus one broadcast per parameter."""
+        reduced, trainable = _estimate_ddp_traffic(training, ranks), training.model.trainable_params
         if ranks == 1:
             return reduced
-        sent = reduced.sent + sum(it.nbytes for it in trained) * (ranks - 1) // ranks
-        messages = reduced.messages + len(trained)
+        sent = reduced.sent + sum(param.nbytes for param in trainable) * (ranks - 1) // ranks
+        messages = reduced.messages + len(trainable)
         return Traffic(sent, messages, training.network_for(ranks).estimate_seconds(sent, messages, ranks))
 
 
 @dataclass(frozen=True)
 class FSDP2Baseline:
-    """FSDP2, with each block of a list sharded on its own, and freed after its use. Masters are the parameters."""
+    """FSDP2 with `fully_shard` on each block, resharded after forward. The sharded parameters are the masters."""
 
     name: ClassVar[str] = "FSDP2"
 
     def estimate(self, training: TrainingSetup, ranks: int) -> Estimate:
-        own = {spec.index: _fsdp2_shard_shape(spec.shape, ranks) for spec in training.param_specs}
-        elements = {spec.index: _shape_numel(own[spec.index]) for spec in training.param_specs}
-        kept = {spec.index: training.update_dtype(spec.dtype).itemsize for spec in training.param_specs}
-        trained = [spec for spec in training.param_specs if spec.trainable]
-        state = sum(training.state_bytes(spec, own[spec.index]) for spec in trained if elements[spec.index])
-        tensors = [(spec, own[spec.index]) for spec in trained]
-        usage = MemoryEstimate(
-            parameters=sum(elements[i] * kept[i] for i in elements) + training.model.buffer_bytes,
-            gradients=sum(elements[it.index] * kept[it.index] for it in trained),
+        shapes = {spec.index: _fsdp2_shard_shape(spec.shape, ranks) for spec in training.param_specs}
+        elements = {spec.index: _shape_numel(shapes[spec.index]) for spec in training.param_specs}
+        itemsizes = {spec.index: training.update_dtype(spec.dtype).itemsize for spec in training.param_specs}
+        trainable = [spec for spec in training.param_specs if spec.trainable]
+        state = sum(training.state_bytes(spec, shapes[spec.index]) for spec in trainable if elements[spec.index])
+        tensors = [(spec, shapes[spec.index]) for spec in trainable]
+        memory = MemoryEstimate(
+            parameters=sum(elements[i] * itemsizes[i] for i in elements) + training.model.buffer_bytes,
+            gradients=sum(elements[spec.index] * itemsizes[spec.index] for spec in trainable),
             state=state,
             backward_overhead=_fsdp2_unsharded_bytes(training),
             step_overhead=training.temporary_bytes(tensors, use_fused=False),
             activations=training.activations,
         )
-        most, mean = sum(elements[it.index] for it in trained), sum(it.numel for it in trained) / ranks
-        balance = most / mean if mean else 1.0
-        return Estimate(self.name, ranks, usage, self._estimate_traffic(training, ranks), balance)
+        most, mean = sum(elements[spec.index] for spec in trainable), sum(spec.numel for spec in trainable) / ranks
+        imbalance = most / mean if mean else 1.0
+        return Estimate(self.name, ranks, memory, self._estimate_traffic(training, ranks), imbalance)
 
     def _estimate_traffic(self, training: TrainingSetup, ranks: int) -> Traffic:
-        """Blocks are gathered for forward and for backward; what belongs to none is gathered once."""
+        """Return the traffic: blocks are all-gathered for forward and for backward, root parameters once."""
         if ranks == 1:
             return Traffic(0, 0)
         root, *blocks = training.model.blocks
         gathered = _params_nbytes(root) + 2 * sum(map(_params_nbytes, blocks))
-        reduced = sum(it.nbytes for it in training.model.trainable_params)
+        reduced = sum(param.nbytes for param in training.model.trainable_params)
         sent, messages = (gathered + reduced) * (ranks - 1) // ranks, 2 + 3 * len(blocks)
         return Traffic(sent, messages, training.network_for(ranks).estimate_seconds(sent, messages, ranks))
 
 
 def _estimate_ddp_memory(training: TrainingSetup, updated_specs: Sequence[ParamSpec]) -> MemoryEstimate:
-    """`updated`: parameters that the fullest rank has state of. DDP's buckets are as large as the gradients."""
+    """Estimate DDP on a rank with state for `updated_specs`. Its buckets are as large as all gradients."""
     model = training.model
-    gradients = sum(it.nbytes for it in model.trainable_params)
+    gradients = sum(param.nbytes for param in model.trainable_params)
     temporaries = training.temporary_bytes([(spec, spec.shape) for spec in updated_specs], use_fused=False)
     parameters = _params_nbytes(model.params) + model.buffer_bytes
     return MemoryEstimate(
@@ -108,32 +108,32 @@ def _estimate_ddp_memory(training: TrainingSetup, updated_specs: Sequence[ParamS
 
 
 def _estimate_ddp_traffic(training: TrainingSetup, ranks: int) -> Traffic:
-    """An all-reduce of each bucket: as much as to its owners and back."""
+    """Return the traffic of all-reducing each bucket, which equals a reduce-scatter and an all-gather."""
     if ranks == 1:
         return Traffic(0, 0)
-    gradients = sum(it.nbytes for it in training.model.trainable_params)
+    gradients = sum(param.nbytes for param in training.model.trainable_params)
     sent, messages = 2 * gradients * (ranks - 1) // ranks, 2 * -(-gradients // _DDP_BUCKET_BYTES)
     return Traffic(sent, messages, training.network_for(ranks).estimate_seconds(sent, messages, ranks))
 
 
 def _fsdp2_unsharded_bytes(training: TrainingSetup) -> int:
-    """What is whole for moments in backward.
+    """Return the peak of unsharded memory in backward.
 
-    The gradients of a block, the message that they go in, and the two blocks that come next; and what belongs to no
-    block all the time, with its gradients at the end.
+    A block's gradients, their reduce-scatter buffer and the two prefetched blocks; in addition the root parameters all
+    the time, with their gradients at the end.
     """
     root, *blocks = map(_params_nbytes, training.model.blocks)
-    most = (2 * blocks[i] + sum(blocks[max(0, i - 2) : i]) for i in range(len(blocks)))
-    return root + max(2 * root, *most, 0)
+    block_peaks = (2 * blocks[i] + sum(blocks[max(0, i - 2) : i]) for i in range(len(blocks)))
+    return root + max(2 * root, *block_peaks, 0)
 
 
 def _master_bytes(training: TrainingSetup, specs: Sequence[ParamSpec]) -> int:
-    covered = [it for it in specs if it.trainable and training.update_dtype(it.dtype) != it.dtype]
-    return sum(it.numel * training.update_dtype(it.dtype).itemsize for it in covered)
+    covered = [spec for spec in specs if spec.trainable and training.update_dtype(spec.dtype) != spec.dtype]
+    return sum(spec.numel * training.update_dtype(spec.dtype).itemsize for spec in covered)
 
 
 def _fsdp2_shard_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Of the rank that has most: FSDP2 divides the first dimension."""
+    """Return the shard shape on the fullest rank. FSDP2 splits the first dimension."""
     return (-(-shape[0] // ranks), *shape[1:]) if shape else ()
 
 
@@ -142,4 +142,4 @@ def _shape_numel(shape: tuple[int, ...]) -> int:
 
 
 def _params_nbytes(params: Sequence[ParamShape]) -> int:
-    return sum(it.nbytes for it in params)
+    return sum(param.nbytes for param in params)

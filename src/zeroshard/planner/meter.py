@@ -1,5 +1,8 @@
-"""What an optimizer keeps of a tensor, and takes for moments while it steps. Asked by stepping it on tensors without
-memory; one that cannot be stepped so is stepped on small ones that have some."""
+"""Measure the state and the temporary memory of any optimizer class.
+
+`StateMeter` steps the optimizer on meta tensors of the real shapes and counts bytes. An optimizer that does not run on
+the meta device is stepped on two small CPU tensors instead, and the result is extrapolated linearly.
+"""
 
 import math
 from collections import Counter
@@ -20,22 +23,22 @@ from ..state.tensor_utils import inner_tensors, is_wrapper_subclass, map_tensors
 TensorMeta = tuple[tuple[int, ...], torch.dtype]
 
 _SMALL_PROBE_ROWS, _LARGE_PROBE_ROWS = 64, 256
-"""Rows of probes that have memory, with 1,024 columns: blocks of quantized state fit into them."""
+"""Rows of the CPU probes. With 1,024 columns, blocks of quantized state fit into them."""
 
 
 class StepMemory(NamedTuple):
-    """Bytes."""
+    """Bytes of one optimizer on some tensors."""
 
     state_bytes: int
     temporary_bytes: int
-    """At most, during a step, beyond what stays."""
+    """Peak during a step, beyond the state."""
 
 
 class StateMeter:
-    """For one kind of optimizer."""
+    """Measures one optimizer class, and caches the results."""
 
     def __init__(self, factory: OptimizerFactory) -> None:
-        """`recipe`: its first group has the options that count."""
+        """Measure the optimizers of `factory`, with the options of its first group."""
         self._factory = factory
         self._state_cache: dict[TensorMeta, int] = {}
         self._temporary_cache: dict[tuple[TensorMeta, ...], int] = {}
@@ -43,27 +46,27 @@ class StateMeter:
         self._linear_fits: tuple[_LinearFit, _LinearFit] | None = None
 
     def state_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Of one tensor."""
+        """Return the state bytes of one tensor."""
         if (shape, dtype) not in self._state_cache:
             self._state_cache[shape, dtype] = self._measure_state_bytes(shape, dtype)
         return self._state_cache[shape, dtype]
 
     def temporary_bytes(self, shapes: Sequence[TensorMeta]) -> int:
-        """Of a step on all of these, of which equal ones need not all be stepped.
+        """Return the peak of temporary memory in a step on all these tensors. Equal shapes are measured once.
 
-        A class updates its tensors one after the other, where what is left of one meets the next, or all at once.
+        A class updates tensors one by one, and temporaries of one may still be alive at the next, or all at once.
         """
         counts = Counter(shapes)
         if not self._is_multi_tensor(shapes[0]):
             return max(map(self._peak_temporary_bytes, {*pairwise(shapes)}), default=0) or self._peak_temporary_bytes(
                 (shapes[0],)
             )
-        once, each = (
+        together, alone = (
             self._peak_temporary_bytes(tuple(counts)),
             {shape: self._peak_temporary_bytes((shape,)) for shape in counts},
         )
-        if once == sum(each.values()):
-            return sum(each[shape] * count for shape, count in counts.items())
+        if together == sum(alone.values()):
+            return sum(alone[shape] * count for shape, count in counts.items())
         return self._peak_temporary_bytes(tuple(shapes))
 
     def _is_multi_tensor(self, shape: TensorMeta) -> bool:
@@ -73,17 +76,17 @@ class StateMeter:
 
     def _peak_temporary_bytes(self, shapes: tuple[TensorMeta, ...]) -> int:
         if shapes not in self._temporary_cache:
-            taken = _measure_on_meta(self._factory, shapes)
+            measured = _measure_on_meta(self._factory, shapes)
             elements = max(math.prod(shape) for shape, _ in shapes)
             self._temporary_cache[shapes] = (
-                taken.temporary_bytes if taken else self._linear_fits_for(shapes[0][1])[1].predict(elements)
+                measured.temporary_bytes if measured else self._linear_fits_for(shapes[0][1])[1].predict(elements)
             )
         return self._temporary_cache[shapes]
 
     def _measure_state_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        taken = _measure_on_meta(self._factory, [(shape, dtype)])
-        if taken is not None:
-            return taken.state_bytes
+        measured = _measure_on_meta(self._factory, [(shape, dtype)])
+        if measured is not None:
+            return measured.state_bytes
         return self._linear_fits_for(dtype)[0].predict(math.prod(shape))
 
     def _linear_fits_for(self, dtype: torch.dtype) -> "tuple[_LinearFit, _LinearFit]":
@@ -92,7 +95,7 @@ class StateMeter:
 
 
 class _LinearFit(NamedTuple):
-    """Bytes for any tensor, and for each of its elements."""
+    """Bytes as a linear function of the number of elements."""
 
     fixed: float
     per_element: float
@@ -102,14 +105,14 @@ class _LinearFit(NamedTuple):
 
 
 def _measure_on_meta(factory: OptimizerFactory, shapes: Sequence[TensorMeta]) -> StepMemory | None:
-    """None if the optimizer cannot be stepped so."""
+    """Step on meta tensors. Return None if the optimizer does not support them."""
     with isolated_probe(factory), suppress(Exception):
         return _measure_two_steps(factory, [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes])
     return None
 
 
 def _fit_on_cpu(factory: OptimizerFactory, dtype: torch.dtype) -> tuple[_LinearFit, _LinearFit]:
-    """Of state and of temporaries, from steps on two tensors. Raises what the optimizer raises."""
+    """Fit the bytes of state and of temporaries on two CPU tensors. Raises what the optimizer raises."""
     with isolated_probe(factory):
         small, large = (
             _measure_two_steps(factory, [torch.ones(rows, 1024, dtype=dtype, device="cpu")])
@@ -127,25 +130,27 @@ def _measure_two_steps(factory: OptimizerFactory, values: Sequence[torch.Tensor]
     params = [torch.nn.Parameter(value) for value in values]
     inner = build_for_probes(factory, factory.groups[0], params)
     _measure_step_peak(inner, params)
-    kept = sum(map(_total_nbytes, inner.optimizer.state.values()))
-    return StepMemory(kept, _measure_step_peak(inner, params))  # what the first step makes stays
+    state_bytes = sum(map(_total_nbytes, inner.optimizer.state.values()))
+    return StepMemory(
+        state_bytes, _measure_step_peak(inner, params)
+    )  # the second step: the first one also creates state
 
 
 def _measure_step_peak(inner: LocalOptimizer, params: Sequence[torch.nn.Parameter]) -> int:
-    """The most memory that it takes on the way."""
+    """Return the peak of memory that one step allocates."""
     for param in params:
         param.grad = torch.ones_like(param)
-    watch = _MemoryTracker()
-    with watch:
+    tracker = _MemoryTracker()
+    with tracker:
         step_once(inner)
-    return watch.peak_bytes
+    return tracker.peak_bytes
 
 
 def _total_nbytes(value: Any) -> int:
-    """Of all tensors in it."""
-    found: list[int] = []
-    map_tensors(value, lambda it: found.append(_tensor_nbytes(it)))
-    return sum(found)
+    """Return the bytes of all tensors in nested values."""
+    sizes: list[int] = []
+    map_tensors(value, lambda tensor: sizes.append(_tensor_nbytes(tensor)))
+    return sum(sizes)
 
 
 def _tensor_nbytes(tensor: torch.Tensor) -> int:
@@ -153,7 +158,7 @@ def _tensor_nbytes(tensor: torch.Tensor) -> int:
 
 
 class _MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the memory that is made while it is on, until it is let go."""
+    """Tracks the storages that are allocated while the mode is active, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -165,13 +170,18 @@ class _MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return 1.0  # an optimizer that looks at a number goes on; what it keeps has the same size
-        known = {id(it.untyped_storage()) for it in tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)}
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in known | self._live_storages:
+            return 1.0  # lets an optimizer that calls `.item()` continue; its state has the same size
+        input_storages = {
+            id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if (
+                isinstance(tensor, torch.Tensor)
+                and id(tensor.untyped_storage()) not in input_storages | self._live_storages
+            ):
                 self._track(tensor.untyped_storage())
-        return made
+        return result
 
     def _track(self, storage: torch.UntypedStorage) -> None:
         self._live_storages.add(id(storage))

@@ -1,4 +1,4 @@
-"""`plan`: every way of training, on every number of ranks, side by side."""
+"""`plan`: estimate every training method on every number of ranks, side by side."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,11 +18,11 @@ from .shapes import ModelShape
 Option = TypeVar("Option", Network, ZeroConfig)
 DEFAULT_RANKS = (1, 8, 64, 512)
 MEMORY_FIELDS = ("parameters", "gradients", "state", "masters", "total", "buffers", "activations", "peak", "host")
-"""Of `Usage`, as programs read them."""
+"""Attributes of `MemoryEstimate` in the JSON output."""
 
 
 class Method(Protocol):
-    """A way of training."""
+    """A training method that can be estimated."""
 
     @property
     def name(self) -> str: ...
@@ -35,7 +35,7 @@ METHODS: tuple[Method, ...] = (DDPBaseline(), TorchZeroBaseline(), ZERO1, ZERO2,
 
 @dataclass(frozen=True)
 class Plan:
-    """What `plan` returns: an estimate for each method and number of ranks."""
+    """The estimates of all methods on all numbers of ranks. Iterates over them."""
 
     model: ModelShape
     optimizer: str
@@ -43,9 +43,9 @@ class Plan:
     estimates: tuple[Estimate, ...]
     network: Network
     memory: int | None = None
-    """Bytes that a GPU has, if that was said."""
+    """Bytes of GPU memory, if given."""
     shard_group_size: int | None = None
-    """Ranks of a row that shares the state, where zeroshard is to have rows."""
+    """Size of zeroshard's shard groups, if not all ranks."""
 
     def __iter__(self) -> Iterator[Estimate]:
         return iter(self.estimates)
@@ -55,32 +55,35 @@ class Plan:
 
     @property
     def title(self) -> str:
-        rows = "" if self.shard_group_size is None else f", in rows of {self.shard_group_size} ranks"
-        return f"{self.model.name}: {self.model.numel:,} parameters, {self.optimizer}, {self.precision}{rows}"
+        groups = "" if self.shard_group_size is None else f", in shard groups of {self.shard_group_size} ranks"
+        return f"{self.model.name}: {self.model.numel:,} parameters, {self.optimizer}, {self.precision}{groups}"
 
     def estimate_for(self, method: str, ranks: int) -> Estimate:
-        """The one of a method, such as "zeroshard 2"."""
-        for it in self.estimates:
-            if (it.method, it.ranks) == (method, ranks):
-                return it
-        known = sorted({it.method for it in self.estimates}), sorted({it.ranks for it in self.estimates})
-        raise KeyError(f"no estimate of {method!r} on {ranks} ranks, but of {known[0]} on {known[1]}")
+        """Return the estimate of a method, such as "zeroshard 2". Raises KeyError if it was not planned."""
+        for estimate in self.estimates:
+            if (estimate.method, estimate.ranks) == (method, ranks):
+                return estimate
+        planned = (
+            sorted({estimate.method for estimate in self.estimates}),
+            sorted({estimate.ranks for estimate in self.estimates}),
+        )
+        raise KeyError(f"no estimate of {method!r} on {ranks} ranks, but of {planned[0]} on {planned[1]}")
 
     def fits(self, estimate: Estimate) -> bool | None:
-        """Whether its peak is within the memory that was said."""
+        """Return whether the peak fits into the given memory; None if no memory was given."""
         return None if self.memory is None else estimate.memory.peak <= self.memory
 
     def min_ranks(self) -> dict[str, int | None]:
-        """For each method, the fewest of the planned ranks on which it fits; None if on none of them."""
-        fitting: dict[str, int | None] = {it.method: None for it in self.estimates}
-        for it in self.estimates:
-            least = fitting[it.method]
-            if self.fits(it) and (least is None or it.ranks < least):
-                fitting[it.method] = it.ranks
+        """Return the smallest planned number of ranks on which each method fits, or None."""
+        fitting: dict[str, int | None] = {estimate.method: None for estimate in self.estimates}
+        for estimate in self.estimates:
+            smallest = fitting[estimate.method]
+            if self.fits(estimate) and (smallest is None or estimate.ranks < smallest):
+                fitting[estimate.method] = estimate.ranks
         return fitting
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: bytes and seconds."""
+        """Return values for JSON, in bytes and seconds."""
         return {
             "model": {"name": self.model.name, "parameters": self.model.numel, "tensors": len(self.model.params)},
             "optimizer": self.optimizer,
@@ -88,7 +91,7 @@ class Plan:
             "network": asdict(self.network),
             "memory": self.memory,
             "shard_group_size": self.shard_group_size,
-            "estimates": [self._estimate_as_dict(it) for it in self.estimates],
+            "estimates": [self._estimate_as_dict(estimate) for estimate in self.estimates],
             "least_ranks": self.min_ranks() if self.memory is not None else None,
         }
 
@@ -96,7 +99,7 @@ class Plan:
         return {
             "method": estimate.method,
             "ranks": estimate.ranks,
-            **{part: getattr(estimate.memory, part) for part in MEMORY_FIELDS},
+            **{name: getattr(estimate.memory, name) for name in MEMORY_FIELDS},
             "peak_phase": estimate.memory.peak_phase,
             "balance": estimate.state_imbalance,
             **estimate.traffic._asdict(),
@@ -105,9 +108,9 @@ class Plan:
         }
 
     def _format_line(self, estimate: Estimate) -> str:
-        verdict = {None: "", True: "  fits", False: "  does not fit"}[self.fits(estimate)]
+        fits = {None: "", True: "  fits", False: "  does not fit"}[self.fits(estimate)]
         peak = estimate.memory.peak / 1e9
-        return f"{estimate.ranks:>5} ranks  {estimate.method:<12} {peak:>9.2f} GB a rank at most{verdict}"
+        return f"{estimate.ranks:>5} ranks  {estimate.method:<12} {peak:>9.2f} GB a rank at most{fits}"
 
 
 def plan(
@@ -123,36 +126,45 @@ def plan(
     shard_group_size: int | None = None,
     **defaults: Any,
 ) -> Plan:
-    """How much memory a rank needs, by part, and what travels, for DDP, torch's ZeRO, zeroshard and FSDP2.
+    """Estimate per-rank memory and communication volume of DDP, torch's ZeRO, zeroshard and FSDP2.
 
-    Nothing is allocated and nobody is asked: the model may be on the meta device. What the optimizer keeps is measured
-    by stepping it on tensors without memory.
+    Does not allocate or communicate: the model may be on the meta device, and no process group is needed. Optimizer
+    state is measured by stepping the optimizer on meta tensors.
 
     Args:
-        model: what is to be trained, in the dtype that it is to be trained in.
+        model: the model, in the dtype in which it will be trained.
         optimizer_class: as for `shard`; also a list of `ParamRule`s.
-        ranks: a number of them, or several.
-        config: as for `shard`. Its `master_dtype` counts for all methods, its other options for zeroshard.
-        memory: bytes that a GPU has, to say what fits.
-        activations: bytes that they take on a rank, which no planner can know.
-        device: where the model is to be, "cuda" or "cpu".
+        ranks: one number of ranks, or several.
+        config: as for `shard`. `master_dtype` applies to all methods, the other options to zeroshard.
+        memory: bytes of GPU memory, to report what fits.
+        activations: bytes of activations per rank, which the planner cannot know.
+        device: device of training, "cuda" or "cpu".
         network: bandwidth and latency between ranks.
-        shard_group_size: as for `shard`: rows of so many ranks share the state, and every row has all of it.
-        defaults: everything else goes to `optimizer_class`.
+        shard_group_size: as for `shard`: groups of this many ranks shard the state, and each group holds all of it.
+        defaults: options of `optimizer_class`.
+
+    Raises:
+        ConfigError: for invalid arguments, or if constructing the optimizer would raise it.
     """
-    where = (
+    placement = (
         torch.device(device),
         _validate_type("network", network, Network()),
         _validate_bytes("activations", activations),
     )
     settings = _validate_type("config", config, ZeroConfig())
-    training = TrainingSetup(_to_model_shape(model), optimizer_class, defaults, settings, *where, shard_group_size)
-    numbers, limit = _validate_ranks(ranks), None if memory is None else _validate_bytes("memory", memory)
+    training = TrainingSetup(_to_model_shape(model), optimizer_class, defaults, settings, *placement, shard_group_size)
+    rank_counts, memory_bytes = _validate_ranks(ranks), None if memory is None else _validate_bytes("memory", memory)
     training.validate()
-    estimates = [method.estimate(training, number) for number in numbers for method in METHODS]
-    words = _format_precision(training.model, settings)
+    estimates = [method.estimate(training, count) for count in rank_counts for method in METHODS]
+    precision = _format_precision(training.model, settings)
     return Plan(
-        training.model, training.optimizer_name, words, tuple(estimates), training.network, limit, shard_group_size
+        training.model,
+        training.optimizer_name,
+        precision,
+        tuple(estimates),
+        training.network,
+        memory_bytes,
+        shard_group_size,
     )
 
 
@@ -177,14 +189,14 @@ def _validate_bytes(name: str, value: Any) -> int:
 
 
 def _validate_ranks(ranks: Any) -> list[int]:
-    numbers = list(ranks) if isinstance(ranks, Iterable) else [ranks]
-    wrong = [it for it in numbers if isinstance(it, bool) or not isinstance(it, int) or it < 1]
-    if wrong or not numbers:
-        raise ConfigError(f"plan(ranks=...) takes numbers of 1 or more, not {wrong[0] if wrong else 'none'!r}")
-    return sorted(set(numbers))
+    counts = list(ranks) if isinstance(ranks, Iterable) else [ranks]
+    invalid = [count for count in counts if isinstance(count, bool) or not isinstance(count, int) or count < 1]
+    if invalid or not counts:
+        raise ConfigError(f"plan(ranks=...) takes numbers of 1 or more, not {invalid[0] if invalid else 'none'!r}")
+    return sorted(set(counts))
 
 
 def _format_precision(model: ModelShape, config: ZeroConfig) -> str:
-    found: Mapping[torch.dtype, None] = dict.fromkeys(it.dtype for it in model.params)
-    dtypes = " and ".join(str(it).removeprefix("torch.") for it in found)
-    return dtypes if config.master_dtype is None else f"{dtypes} with {str(config.master_dtype)[6:]} masters"
+    unique: Mapping[torch.dtype, None] = dict.fromkeys(param.dtype for param in model.params)
+    names = " and ".join(str(dtype).removeprefix("torch.") for dtype in unique)
+    return names if config.master_dtype is None else f"{names} with {str(config.master_dtype)[6:]} masters"
