@@ -1,4 +1,11 @@
-"""Flat shards: every rank updates its slice of every bucket, and all slices go to everyone."""
+"""The engine for flat shards: every rank updates its shard of every bucket, and all ranks all-gather the shards.
+
+::
+
+    gradients    reduce-scatter (during backward)  ->  gradient shard
+    step         inner optimizers update flat params, views of this rank's shards or of their master weights
+    parameters   updated shard  ->  all-gather into the flat param buffers of all ranks
+"""
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, suppress
@@ -33,15 +40,15 @@ from .state import StateKeys
 
 
 class OptimizerSharding(NamedTuple):
-    """A kind of optimizer, and how it takes its parameters."""
+    """An optimizer class, and whether its parameters may be split over ranks."""
 
     spec: OptimizerSpec
     splits_params: bool
-    """Pieces of their memory, which it updates as it would update the whole; else each belongs to one rank."""
+    """Whether ranks may own a part of a parameter; otherwise every parameter belongs to one rank."""
 
 
 class FlatShardEngine(Engine):
-    """The inner optimizer holds segments of this rank's shards."""
+    """The inner optimizers hold flat params over this rank's shards."""
 
     param_store: FlatParamBuffers
     param_sync: ParamAllGather
@@ -54,35 +61,44 @@ class FlatShardEngine(Engine):
         offload: CPUOffload | None = None,
     ) -> None:
         super().__init__(comm, FlatParamBuffers())
-        rank, hosts = comm.group.rank, HostTransfers(offload) if offload else None
-        self.storage = make_storage(rank, self.param_store, masters, hosts, comm.profiler)
+        rank, host_transfers = comm.group.rank, HostTransfers(offload) if offload else None
+        self.storage = make_storage(rank, self.param_store, masters, host_transfers, comm.profiler)
         self._shard_index_of_group: dict[int, int] = {}
-        self._offload_pipeline = OffloadPipeline(hosts, self.storage, comm.profiler) if hosts else None
-        self.optimizer_shards = [OptimizerShard(rank, kind, self.storage, splits_params=cut) for kind, cut in shardings]
+        self._offload_pipeline = (
+            OffloadPipeline(host_transfers, self.storage, comm.profiler) if host_transfers else None
+        )
+        self.optimizer_shards = [
+            OptimizerShard(rank, spec, self.storage, splits_params=splits_params) for spec, splits_params in shardings
+        ]
         self.inner: InnerOptimizer = CompositeOptimizer(self.optimizer_shards, comm.profiler)
         self.grads: GradSource = LocalGrads(comm, masters)
         self.param_sync = ParamAllGather(comm)
         self._replica_guard = ReplicaGuard(comm)
         self.should_wait_for_params = True
-        """A step ends when all parameters have arrived; else they are waited for where they are needed."""
+        """Whether a step waits for all parameters; otherwise the modules that use them wait."""
         self._index_by_param_id: dict[int, int] = {}
         self.bucket_by_param_id: dict[int, int] = {}
-        """Where each parameter lies, by its id."""
+        """The bucket of each parameter, by its id."""
 
     def prepare(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
         self.param_store.prepare(layout, [param for group in groups for param in group["params"]])
         self.storage.extend(layout)
-        known, alone = sum(len(part.group_ids) for part in self.optimizer_shards), len(self.optimizer_shards) == 1
-        for part in self.optimizer_shards:
-            new = [n for n, it in enumerate(groups) if n >= known and (alone or it[OPTIMIZER_KEY] == part.name)]
-            part.prepare(layout, groups, [*part.group_ids, *new])
+        first_new = sum(len(shard.group_ids) for shard in self.optimizer_shards)
+        is_only_one = len(self.optimizer_shards) == 1
+        for shard in self.optimizer_shards:
+            new_ids = [
+                group_id
+                for group_id, group in enumerate(groups)
+                if group_id >= first_new and (is_only_one or group[OPTIMIZER_KEY] == shard.name)
+            ]
+            shard.prepare(layout, groups, [*shard.group_ids, *new_ids])
         self._shard_index_of_group = {
-            number: n for n, part in enumerate(self.optimizer_shards) for number in part.group_ids
+            group_id: index for index, shard in enumerate(self.optimizer_shards) for group_id in shard.group_ids
         }
 
     def rollback(self, first_group: int) -> None:
-        for part in self.optimizer_shards:
-            part.rollback(self.layout, first_group)
+        for shard in self.optimizer_shards:
+            shard.rollback(self.layout, first_group)
         self.storage.extend(self.layout)
         self.param_store.rollback()
 
@@ -97,7 +113,7 @@ class FlatShardEngine(Engine):
         }
 
     def broadcast_from_rank(self, source: Rank, *, first_bucket: int = 0) -> None:
-        """Make all parameters those of one rank of `Comm.everyone`, from a bucket on."""
+        """Broadcast parameters of data-parallel rank `source`, from `first_bucket` on. Call on all ranks."""
         with self.comm.profiler.phase(Phase.BROADCAST_BUFFERS):
             for bucket in self.layout.buckets[first_bucket:]:
                 if not self.comm.is_single_rank and bucket.numel:
@@ -105,7 +121,7 @@ class FlatShardEngine(Engine):
         self.storage.invalidate_masters()
 
     def set_grad_source(self, grad_source: GradSource) -> None:
-        """Take gradients from there from now on."""
+        """Take gradients from `grad_source` from now on. The engine then reduces gradients itself."""
         grad_source.extend(self.layout, self.params)
         self.grads, self.reduces_grads = grad_source, True
 
@@ -125,42 +141,44 @@ class FlatShardEngine(Engine):
 
     def state_shards(self) -> list[StateShard]:
         self.sync_user_edits()
-        return [record for part in self.optimizer_shards for record in part.state_shards(self.layout.params)]
+        return [
+            state_shard for shard in self.optimizer_shards for state_shard in shard.state_shards(self.layout.params)
+        ]
 
     def sync_user_edits(self) -> None:
-        """Take over what was done to parameters and to values of `optimizer.state` since the last step."""
+        """Apply the user's edits of parameters and of `optimizer.state` since the last step."""
         self.storage.sync_user_edits(self.params)
-        for part in self.optimizer_shards:
-            part.sync_user_edits()
+        for shard in self.optimizer_shards:
+            shard.sync_user_edits()
 
     def owns_state(self, index: int, key: Any) -> bool:
-        piece = self.layout.param_shard(index, self.comm.group.rank)
-        return piece is not None and (key != MASTER_KEY or self.storage.has_master(piece.bucket))
+        param_shard = self.layout.param_shard(index, self.comm.group.rank)
+        return param_shard is not None and (key != MASTER_KEY or self.storage.has_master(param_shard.bucket))
 
     def add_param_shaped_keys(self, keys: frozenset[Any]) -> None:
-        for part in self.optimizer_shards:
-            part.flat_params.add_param_shaped_keys(keys)
+        for shard in self.optimizer_shards:
+            shard.flat_params.add_param_shaped_keys(keys)
 
     def state_allocator(
         self, state_keys: StateKeys, *, in_place: bool, param_shaped_keys: frozenset[Any]
     ) -> StateAllocator:
-        rooms = []
-        for number, part in enumerate(self.optimizer_shards):
-            own = {it for it in state_keys if self._shard_index_of_param(it[0]) == number}
-            rooms.append(part.state_allocator(self.layout, own, param_shaped_keys, in_place=in_place))
+        allocators = []
+        for shard_index, shard in enumerate(self.optimizer_shards):
+            shard_keys = {(param, key) for param, key in state_keys if self._shard_index_of_param(param) == shard_index}
+            allocators.append(shard.state_allocator(self.layout, shard_keys, param_shaped_keys, in_place=in_place))
 
         def allocate(index: int, key: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            piece = self.layout.param_shard(index, self.comm.group.rank)
-            assert piece is not None, "asked for what this rank does not hold"
-            return rooms[self._shard_index_of_param(index)](piece, key, shape, dtype)
+            param_shard = self.layout.param_shard(index, self.comm.group.rank)
+            assert param_shard is not None, "this rank owns no shard of the parameter"
+            return allocators[self._shard_index_of_param(index)](param_shard, key, shape, dtype)
 
         return allocate
 
     def load_state(self, saved: SavedState, *, assign: bool = False) -> Callable[[], None]:
-        with ExitStack() as undo:  # also where the second fails
+        with ExitStack() as undo:  # undoes the loads so far if one fails
             undo.callback(self._replica_guard.mark_loaded())
-            for part in self.optimizer_shards:
-                undo.callback(part.load_state(saved, self.layout.params, assign=assign))
+            for shard in self.optimizer_shards:
+                undo.callback(shard.load_state(saved, self.layout.params, assign=assign))
             return undo.pop_all().close
 
     def snapshot_replica_status(self) -> Callable[[], None]:
@@ -177,20 +195,19 @@ class FlatShardEngine(Engine):
 
     @property
     def flat_params(self) -> Iterator[FlatParam]:
+        """The flat params of all inner optimizers on this rank."""
         return chain.from_iterable(self.optimizer_shards)
 
     def shard_tensor(self, index: int) -> ShardTensor:
-        piece = self.layout.param_shard(index, self.comm.group.rank)
-        return (
-            make_empty_shard(self.params[index])
-            if piece is None
-            else self._make_shard_tensor(piece, self.storage.param_view(piece))
-        )
+        param_shard = self.layout.param_shard(index, self.comm.group.rank)
+        if param_shard is None:
+            return make_empty_shard(self.params[index])
+        return self._make_shard_tensor(param_shard, self.storage.param_view(param_shard))
 
     def master_shard_tensor(self, index: int) -> ShardTensor | None:
-        piece = self.layout.param_shard(index, self.comm.group.rank)
-        copy = None if piece is None else self.storage.master_view(piece)
-        return None if piece is None or copy is None else self._make_shard_tensor(piece, copy)
+        param_shard = self.layout.param_shard(index, self.comm.group.rank)
+        master = None if param_shard is None else self.storage.master_view(param_shard)
+        return None if param_shard is None or master is None else self._make_shard_tensor(param_shard, master)
 
     def _make_shard_tensor(self, param_shard: ParamShard, flat: torch.Tensor) -> ShardTensor:
         spec = self.layout.params[param_shard.param]
@@ -201,12 +218,12 @@ class FlatShardEngine(Engine):
         self.param_store.rebind_if_moved()
 
     def snapshot(self, groups: Sequence[ParamGroup]) -> Callable[[], None]:
-        put_back = super().snapshot(groups)
+        restore_flat_params = super().snapshot(groups)
 
         def restore_all() -> None:
-            with suppress(BindingError):  # all that can be is where it belongs
+            with suppress(BindingError):  # everything that fits has been rebound
                 self.rebind_params()
-            put_back()
+            restore_flat_params()
             self.storage.write_params(self.flat_params)
 
         return restore_all
@@ -218,11 +235,13 @@ class FlatShardEngine(Engine):
         self.storage.write_params(self.flat_params)
 
     def rebind_params(self) -> None:
-        """What inner optimizers have put elsewhere (`param.data = ...`) is in the shards. State that rests in host
-        memory has its own time for it."""
-        with ExitStack() as each:  # also where one fails
-            for part in self.optimizer_shards if self._offload_pipeline is None else ():
-                each.callback(part.flat_params.rebind_if_moved)
+        """Copy flat params that inner optimizers have moved (`param.data = ...`) back into the shards.
+
+        With offloading, the pipeline rebinds the flat params of each bucket after updating it.
+        """
+        with ExitStack() as callbacks:  # calls all of them, even if one fails
+            for shard in self.optimizer_shards if self._offload_pipeline is None else ():
+                callbacks.callback(shard.flat_params.rebind_if_moved)
 
     def broadcast_params(self) -> Callable[[], None]:
         self.start_all_gather(b"\1" * len(self.params))
@@ -230,12 +249,10 @@ class FlatShardEngine(Engine):
         return self.param_sync.finish
 
     def memory_usage(self) -> dict[str, list[torch.Tensor]]:
-        known = super().memory_usage()
-        grads, staging = (
-            [*known["gradients"], *self.grads.shard_tensors()],
-            [*known["staging"], *self.grads.staging_buffers()],
-        )
-        return {**known, "gradients": grads, "master weights": self.storage.master_tensors(), "staging": staging}
+        usage = super().memory_usage()
+        grads = [*usage["gradients"], *self.grads.shard_tensors()]
+        staging = [*usage["staging"], *self.grads.staging_buffers()]
+        return {**usage, "gradients": grads, "master weights": self.storage.master_tensors(), "staging": staging}
 
     def bytes_to_send(self) -> tuple[int | None, int]:
         return self.grads.bytes_to_send() if self.reduces_grads else None, self.param_sync.bytes_to_send()
@@ -253,9 +270,14 @@ class FlatShardEngine(Engine):
     def synchronize_grads(
         self, call: str, groups: Sequence[ParamGroup], describe_args: Callable[[], list[str]] = list
     ) -> bytes:
-        """All gradients are where they belong; a flag for each parameter that has one. Raises on all ranks alike.
+        """Finish reducing gradients and return a mask of the parameters that have one.
 
-        `given` reads arguments of the call, which must be the same on all ranks: it may raise.
+        Call on all ranks; raises on all ranks.
+
+        Args:
+            call: Name of the call in error messages.
+            groups: The user's groups, whose options must be equal on all ranks.
+            describe_args: Reads arguments of the call that must be equal on all ranks. It may raise.
         """
         with self.comm.profiler.phase(Phase.SYNC_GRADS):
             return self._synchronize_grads(call, groups, describe_args)
@@ -264,26 +286,27 @@ class FlatShardEngine(Engine):
         self, call: str, groups: Sequence[ParamGroup], describe_args: Callable[[], list[str]]
     ) -> bytes:
         self.param_sync.finish()
-        attempt, arguments = StepOutcome(), list[str]()
-        attempt.check(lambda: arguments.extend(describe_args()))
-        attempt.check(lambda: self.check_groups(groups))
-        attempt.check(lambda: self.param_store.rebind_if_moved(check_shapes=not self.reduces_grads))
-        attempt.check(lambda: self._replica_guard.check_not_diverged(self.steps + 1))
-        # Hazard: a rank that alone has called `ddp_hook()` would settle by other messages than the rest.
-        stated = f"{call}, with gradients of {self.grads.source_name}"
+        outcome, arguments = StepOutcome(), list[str]()
+        outcome.check(lambda: arguments.extend(describe_args()))
+        outcome.check(lambda: self.check_groups(groups))
+        outcome.check(lambda: self.param_store.rebind_if_moved(check_shapes=not self.reduces_grads))
+        outcome.check(lambda: self._replica_guard.check_not_diverged(self.steps + 1))
+        # Hazard: if only one rank has called `ddp_hook()`, it would synchronize with other messages than the rest.
+        # The source in the name of the call makes all ranks raise instead.
+        call_with_source = f"{call}, with gradients of {self.grads.source_name}"
         options = self._encode_options(groups) + "\n".join(arguments).encode()
         measure = None if self.reduces_grads else self.grad_check.compute_fingerprint(self.params)
-        verdict = exchange_status(
-            self.comm, stated, self.grads.signature(), attempt.failure, options=options, measure=measure
+        status = exchange_status(
+            self.comm, call_with_source, self.grads.signature(), outcome.failure, options=options, measure=measure
         )
-        if verdict.failure_level:
-            raise_failure(self.comm, call, attempt.error)
-        self._require_same_options(call, verdict, groups, arguments)
-        self.grad_check.warn_on_mismatch(verdict)
+        if status.failure_level:
+            raise_failure(self.comm, call, outcome.error)
+        self._require_same_options(call, status, groups, arguments)
+        self.grad_check.warn_on_mismatch(status)
         if self._replica_guard.needs_param_check:
             self.check_consistency(call, self.steps + 1)
             self._replica_guard.needs_param_check = False
-        return self.grads.synchronize(signatures_match=verdict.has_same_plan)
+        return self.grads.synchronize(signatures_match=status.has_same_plan)
 
     def _step(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
         try:
@@ -293,69 +316,64 @@ class FlatShardEngine(Engine):
 
     def _run_step(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
         call = f"step {self.steps + 1}"
-        update, attempt = _ShardUpdate(self, call, groups), StepOutcome()
-        shared = None if closure is None else update.make_collective(closure)
-        if shared is None:
+        update, outcome = _ShardUpdate(self, call, groups), StepOutcome()
+        collective_closure = None if closure is None else update.make_collective(closure)
+        if collective_closure is None:
             update.synchronize()
-        attempt.run(lambda: self._precompute_closure(shared))
-        attempt.raise_if_closure_failed(shared)
-        if update.should_skip(attempt.error):
+        outcome.run(lambda: self._precompute_closure(collective_closure))
+        outcome.raise_if_closure_failed(collective_closure)
+        if update.should_skip(outcome.error):
             return None
-        used = attempt.result
-        if shared is None:
-            attempt.run(update.assign_grads)
-        if not attempt.error:
-            attempt.run(lambda: self._step_inner(groups, used, kwargs))
-            attempt.raise_if_closure_failed(shared)
-        attempt.check(update.finish)
+        inner_closure = outcome.result
+        if collective_closure is None:
+            outcome.run(update.assign_grads)
+        if not outcome.error:
+            outcome.run(lambda: self._step_inner(groups, inner_closure, kwargs))
+            outcome.raise_if_closure_failed(collective_closure)
+        outcome.check(update.finish)
         self.steps += 1
         if closure is None:
-            self.start_all_gather(
-                update.update_mask
-            )  # whatever the verdict: ranks where it failed must not part from the others
-        verdict = exchange_status(self.comm, f"the end of {call}", b"", attempt.failure)
+            # Whatever the status will be: parameters must stay equal on all ranks, also where the update failed.
+            self.start_all_gather(update.update_mask)
+        status = exchange_status(self.comm, f"the end of {call}", b"", outcome.failure)
         if closure is not None:
-            self.start_all_gather(
-                update.update_mask
-            )  # only now: a rank whose optimizer calls its closure once more is not here yet
-        if self.should_wait_for_params or verdict.failure_level:
+            # Only after the exchange: a rank whose optimizer calls its closure once more has not reached this line.
+            self.start_all_gather(update.update_mask)
+        if self.should_wait_for_params or status.failure_level:
             self.param_sync.finish()
-        if verdict.failure_level:
+        if status.failure_level:
             self._replica_guard.mark_diverged(call)
-            raise_failure(self.comm, call, attempt.error, consequence=PARTIAL_UPDATE)
+            raise_failure(self.comm, call, outcome.error, consequence=PARTIAL_UPDATE)
         self.grads.mark_stepped(was_applied=True)
-        return attempt.result
+        return outcome.result
 
     def compute_update_mask(self, grad_mask: bytes) -> bytes:
-        """A flag for each parameter that a step moves: some optimizers change those without gradients, too."""
-        moves_all = [part.traits.updates_without_grads for part in self.optimizer_shards]
-        if not any(moves_all):
+        """Return a mask of the parameters that a step updates: some optimizers update those without gradients too."""
+        update_all = [shard for shard in self.optimizer_shards if shard.traits.updates_without_grads]
+        if not update_all:
             return grad_mask
-        groups = {
-            number
-            for part, flag in zip(self.optimizer_shards, moves_all, strict=True)
-            if flag
-            for number in part.group_ids
-        }
-        return bytes(flag or spec.group in groups for flag, spec in zip(grad_mask, self.layout.params, strict=True))
+        group_ids = {group_id for shard in update_all for group_id in shard.group_ids}
+        return bytes(
+            has_grad or spec.group in group_ids for has_grad, spec in zip(grad_mask, self.layout.params, strict=True)
+        )
 
     def _init_missing_state(self, undo: ExitStack) -> None:
         if self._offload_pipeline is None:
             super()._init_missing_state(undo)
             return
-        chosen = self._find_trainable()
-        for part in self.optimizer_shards:
-            if self._is_init_neutral(part.inner):
-                self._offload_pipeline.for_each_bucket(part, partial(init_state, part.inner, chosen, undo))
+        trainable = self._find_trainable()
+        for shard in self.optimizer_shards:
+            if self._is_init_neutral(shard.inner):
+                self._offload_pipeline.for_each_bucket(shard, partial(init_state, shard.inner, trainable, undo))
 
     def _find_trainable(self) -> Set[int]:
-        # Hazard: segments always require gradients, and may hold parameters that were frozen since.
+        # Hazard: flat params always require gradients, and may contain parameters that were frozen since.
         state = self.state()
-        chosen = bytes(param.requires_grad or param in state for param in self.params)
-        if 0 in chosen:
-            for part in self.optimizer_shards:
-                part.split_by_mask(chosen)
-        return {id(segment.param) for segment in self.flat_params if chosen[segment.param_shards[0].param]}
+        mask = bytes(param.requires_grad or param in state for param in self.params)
+        if 0 in mask:
+            for shard in self.optimizer_shards:
+                shard.split_by_mask(mask)
+        return {id(flat_param.param) for flat_param in self.flat_params if mask[flat_param.param_shards[0].param]}
 
     def _step_inner(self, groups: Sequence[ParamGroup], closure: Closure | None, kwargs: dict[str, Any]) -> Any:
         if self._offload_pipeline is None:
@@ -363,53 +381,58 @@ class FlatShardEngine(Engine):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         self.inner.push_options(groups)
-        results = [self._offload_pipeline.step(part, kwargs) for part in self.optimizer_shards]
+        results = [self._offload_pipeline.step(shard, kwargs) for shard in self.optimizer_shards]
         self.inner.pull_options(groups)
         return results[0] if closure is None else loss
 
     def start_all_gather(self, update_mask: bytes) -> None:
-        """Start bringing the flagged parameters to everyone, those that a forward pass needs first at the head."""
+        """Start all-gathering the buckets of updated parameters, those that a forward pass needs first in front."""
         with self.comm.group.failure_detector.abort_on_error():
             for bucket in reversed(self.layout.buckets):
                 if 0 not in update_mask or any(map(update_mask.__getitem__, bucket.params)):
                     self.param_sync.start(bucket, self.param_store.buffer(bucket.index))
-        # Autograd must see an update, local or remote, as the in-place change that it is.
+        # Autograd must see every update, local or remote, as an in-place change.
         increment_version([*compress(self.params, update_mask)] if 0 in update_mask else self.params)
         self.storage.mark_synced(self.params)
 
 
 class _ShardUpdate:
-    """Gradients into the inner optimizer's tensors, and what it makes of them out again."""
+    """One step of the flat params: gradients in, updated parameters out."""
 
     def __init__(self, engine: FlatShardEngine, call: str, groups: Sequence[ParamGroup]) -> None:
         self._engine, self._call, self._groups = engine, call, groups
         self.update_mask = self._grad_mask = bytes(len(engine.params))
 
     def make_collective(self, closure: Closure) -> CollectiveClosure:
-        # Settles also where it failed: ranks that had gradients by then have sent them, and others have yet to follow.
-        then, otherwise = self.synchronize_and_assign, self.synchronize
+        # Synchronize after a failure too: ranks that had gradients by then have sent them, and the others must follow.
         return CollectiveClosure(
-            self._engine.comm, self._call, closure, then, otherwise, before_retry=self.all_gather_updates
+            self._engine.comm,
+            self._call,
+            closure,
+            on_success=self.synchronize_and_assign,
+            on_failure=self.synchronize,
+            before_retry=self.all_gather_updates,
         )
 
     def synchronize(self) -> None:
-        """Gradients are there. Raises on all ranks alike."""
+        """Finish reducing gradients. Call on all ranks; raises on all ranks."""
         self._grad_mask = self._engine.synchronize_grads(self._call, self._groups)
-        moving = self._engine.compute_update_mask(self._grad_mask)
-        # What a closure has moved stays moving where the next one has no gradient of it: others have to get it back.
-        self.update_mask = bytes(map(max, moving, self.update_mask)) if any(self.update_mask) else moving
+        update_mask = self._engine.compute_update_mask(self._grad_mask)
+        # A parameter updated after an earlier closure stays in the mask even if the next closure gives it no gradient:
+        # the optimizer may restore it, and the other ranks must receive that.
+        self.update_mask = bytes(map(max, update_mask, self.update_mask)) if any(self.update_mask) else update_mask
 
     def all_gather_updates(self) -> None:
-        """What an optimizer has moved since its last closure is where the next one looks for it: on all ranks."""
-        engine, call, attempt = self._engine, f"another closure of {self._call}", StepOutcome()
-        attempt.check(self._write_back)
-        if exchange_status(engine.comm, call, b"", attempt.failure).failure_level:
-            raise_failure(engine.comm, call, attempt.error)
+        """All-gather what the optimizer has updated since its last closure call, before it calls the closure again."""
+        engine, call, outcome = self._engine, f"another closure of {self._call}", StepOutcome()
+        outcome.check(self._write_back)
+        if exchange_status(engine.comm, call, b"", outcome.failure).failure_level:
+            raise_failure(engine.comm, call, outcome.error)
         engine.start_all_gather(self.update_mask)
         engine.param_sync.finish()
 
     def assign_grads(self) -> None:
-        """The inner optimizer has them."""
+        """Set `grad` of all flat params to views of the gradient shards."""
         with self._engine.comm.profiler.phase(Phase.ASSIGN_GRADS):
             self._assign_grads()
 
@@ -417,21 +440,24 @@ class _ShardUpdate:
         engine = self._engine
         engine.sync_user_edits()
         if 0 in self._grad_mask:
-            for part in engine.optimizer_shards:
-                part.split_by_mask(self._grad_mask)
-        for segment in engine.flat_params:
-            has = self._grad_mask[segment.param_shards[0].param]
-            segment.param.grad = segment.view_of(engine.grads.shard(segment.bucket)) if has else None
+            for shard in engine.optimizer_shards:
+                shard.split_by_mask(self._grad_mask)
+        for flat_param in engine.flat_params:
+            has_grad = self._grad_mask[flat_param.param_shards[0].param]
+            flat_param.param.grad = flat_param.view_of(engine.grads.shard(flat_param.bucket)) if has_grad else None
 
     def should_skip(self, error: Exception | None) -> bool:
-        """After gradients are settled, perhaps filled in, too. Raises on all ranks alike, `failure` too."""
-        left_out = True
+        """Return whether to skip the step because of non-finite gradients. Call after `synchronize`, on all ranks.
+
+        Raises on all ranks, also if `error` is set on one of them.
+        """
+        is_skipped = True
         try:
-            left_out = self._engine.should_skip(self._grad_samples, error)
+            is_skipped = self._engine.should_skip(self._grad_samples, error)
         finally:
-            if left_out:
+            if is_skipped:
                 self._clear_grads()
-        return left_out
+        return is_skipped
 
     def _grad_samples(self) -> Iterator[GradSample]:
         for bucket in self._engine.layout.buckets:
@@ -441,26 +467,30 @@ class _ShardUpdate:
     def _param_grads(self, bucket: Bucket) -> Iterator[tuple[int, torch.Tensor]]:
         rank, shard = self._engine.comm.group.rank, self._engine.grads.shard(bucket.index)
         base = bucket.shards[rank].start
-        for piece in bucket.param_shards_of_rank(rank):
-            if self._grad_mask[piece.param]:
-                yield piece.param, shard[piece.in_bucket.start - base : piece.in_bucket.stop - base]
+        for param_shard in bucket.param_shards_of_rank(rank):
+            if self._grad_mask[param_shard.param]:
+                start, stop = param_shard.in_bucket
+                yield param_shard.param, shard[start - base : stop - base]
 
     def synchronize_and_assign(self) -> None:
         self.synchronize()
         self.assign_grads()
 
     def finish(self) -> None:
-        """Also after an update that failed."""
-        with ExitStack() as each:
-            each.callback(self._clear_grads)
-            each.callback(self._write_back)
+        """Write updates back and clear gradients, also after an update that failed."""
+        with ExitStack() as callbacks:  # in reverse order, even if one fails
+            callbacks.callback(self._clear_grads)
+            callbacks.callback(self._write_back)
 
     def _write_back(self) -> None:
-        moved = (it for it in self._engine.flat_params if self.update_mask[it.param_shards[0].param])
-        with ExitStack() as each:
-            each.callback(self._engine.storage.write_params, moved)
-            each.callback(self._engine.rebind_params)
+        """Rebind moved flat params, then round updated master weights into the parameters."""
+        updated = (
+            flat_param for flat_param in self._engine.flat_params if self.update_mask[flat_param.param_shards[0].param]
+        )
+        with ExitStack() as callbacks:  # in reverse order, even if one fails
+            callbacks.callback(self._engine.storage.write_params, updated)
+            callbacks.callback(self._engine.rebind_params)
 
     def _clear_grads(self) -> None:
-        for segment in self._engine.flat_params:
-            segment.param.grad = None
+        for flat_param in self._engine.flat_params:
+            flat_param.param.grad = None
