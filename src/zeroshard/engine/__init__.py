@@ -1,1 +1,1 @@
-"""Run sharded optimizers: gradients to shards, one step, updated parameters to all ranks."""
+"""The engine of a sharded optimizer: reduce gradients to shards, step the shards, all-gather updated parameters."""

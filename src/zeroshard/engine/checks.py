@@ -1,7 +1,7 @@
-"""Parameters that should be equal on all ranks, and are not: which ones, and on which ranks.
+"""Checks before a step: gradients are finite, gradients and parameters are the same on all ranks.
 
-While all is well, one pass over the parameters and one small message. Only where ranks differ do they look for the
-parameters, then for the pieces of them, and then tell each other what they have there.
+`StepChecks` runs those that the config asks for. All ranks make the same checks in the same order and come to the same
+result: they skip the step, raise or continue together.
 """
 
 import logging
@@ -26,7 +26,7 @@ from ..profiling import Phase
 from ..state.state_dict import flatten_in_memory_order
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Gradients that are not finite: found on one rank, known to all, and treated alike.
+# Non-finite gradients: detected on any rank, handled the same way on all of them.
 
 
 _MAX_NON_FINITE_SHOWN = 5
@@ -34,19 +34,19 @@ _MAX_NON_FINITE_SHOWN = 5
 
 @dataclass(frozen=True)
 class NonFiniteSteps:
-    """Steps with gradients that were not all finite; the same on all ranks."""
+    """Counts of steps with non-finite gradients. They are the same on all ranks."""
 
     detected: int = 0
     skipped: int = 0
-    """How many of these were left out."""
+    """How many of the detected steps were skipped."""
     consecutive: int = 0
-    """How many there were since the last step with finite gradients."""
+    """Detected steps since the last step with finite gradients."""
     last_step: int | None = None
-    """The latest: `step()` calls are counted from 1, without those that a GradScaler left out."""
+    """The latest detected step. `step()` calls are counted from 1, without those that a GradScaler skipped."""
 
 
 class GradSample(NamedTuple):
-    """Gradients that this rank has, in one tensor, and how to tell them apart: by parameter."""
+    """A tensor with gradients of one or more parameters, and a function that splits it by parameter."""
 
     tensor: torch.Tensor
     split_by_param: Callable[[], Iterable[tuple[int, torch.Tensor]]]
@@ -57,7 +57,7 @@ class GradSample(NamedTuple):
 
 
 class NonFiniteCheck:
-    """Looks at the gradients of every step before it is made. Called on all ranks."""
+    """Checks the gradients before every step. Collective: call on all ranks."""
 
     def __init__(self, comm: Comm, policy: NonFiniteGrads) -> None:
         self._comm, self._policy, self._step_count = comm, policy, 0
@@ -66,49 +66,56 @@ class NonFiniteCheck:
     def should_skip(
         self, layout: Layout, grad_samples: Callable[[], Iterable[GradSample]], prior_error: Exception | None = None
     ) -> bool:
-        """Whether the step is to be left out. Raises on all ranks alike, `failure` too: what this one has met with.
+        """Return whether to skip the step. Call on all ranks; all return the same or raise.
 
-        `look`: what this rank has of the gradients that all ranks share.
+        Args:
+            layout: The layout of all parameters.
+            grad_samples: Returns the gradients that this rank holds.
+            prior_error: An error that this rank met before the check. It is raised on all ranks.
+
+        Raises:
+            NonFiniteError: The policy is to raise, or too many consecutive steps had non-finite gradients.
         """
         self._step_count += 1
-        spoiled: list[int] = []
+        non_finite: list[int] = []
         try:
-            spoiled = [] if prior_error is not None else _find_non_finite(list(grad_samples()))
+            non_finite = [] if prior_error is not None else _find_non_finite(list(grad_samples()))
         except Exception as error:
             prior_error = error
-        trouble = Failure.NONE if prior_error is None else Failure.FAILED
+        failure = Failure.NONE if prior_error is None else Failure.FAILED
         call = f"looking at the gradients of step {self._step_count}"
-        verdict = exchange_status(self._comm, call, bytes([bool(spoiled)]), trouble)
-        if verdict.failure_level:
+        status = exchange_status(self._comm, call, bytes([bool(non_finite)]), failure)
+        if status.failure_level:
             raise_failure(self._comm, call, prior_error)
-        if not spoiled and verdict.has_same_plan:
+        if not non_finite and status.has_same_plan:
             self.counts = replace(self.counts, consecutive=0)
             return False
-        return self._apply_policy(layout, set(spoiled))
+        return self._apply_policy(layout, set(non_finite))
 
     def _apply_policy(self, layout: Layout, local_params: set[int]) -> bool:
-        flags = bytes(index in local_params for index in range(len(layout.params)))
-        union = flags if self._comm.is_single_rank else self._comm.data_parallel.all_reduce_any(flags)
+        """Warn, skip or raise, on all ranks. `local_params` have non-finite gradients on this rank."""
+        local_flags = bytes(index in local_params for index in range(len(layout.params)))
+        flags = local_flags if self._comm.is_single_rank else self._comm.data_parallel.all_reduce_any(local_flags)
         policy, counts = self._policy, self.counts
-        skips = policy.action == "skip"
+        should_skip = policy.action == "skip"
         self.counts = NonFiniteSteps(
-            counts.detected + 1, counts.skipped + skips, counts.consecutive + 1, self._step_count
+            counts.detected + 1, counts.skipped + should_skip, counts.consecutive + 1, self._step_count
         )
-        names = [layout.params[index].label for index, flag in enumerate(union) if flag]
-        what = f"step {self._step_count}: gradients of {_format_param_names(names)} are not finite."
+        names = [layout.params[index].label for index, flag in enumerate(flags) if flag]
+        problem = f"step {self._step_count}: gradients of {_format_param_names(names)} are not finite."
         if policy.action == "raise":
-            raise NonFiniteError(f"{what} Nothing was updated. {_NON_FINITE_ADVICE}")
+            raise NonFiniteError(f"{problem} Nothing was updated. {_NON_FINITE_ADVICE}")
         if policy.max_consecutive is not None and self.counts.consecutive >= policy.max_consecutive:
             raise NonFiniteError(
-                f"{what} That is the case for {self.counts.consecutive} steps in a row, and {policy} allows less. "
+                f"{problem} That is the case for {self.counts.consecutive} steps in a row, and {policy} allows less. "
                 f"Nothing was updated. {_NON_FINITE_ADVICE}"
             )
         if self.counts.detected.bit_count() == 1:
-            done = "The step is left out" if skips else "The step is made with them"
+            action = "The step is left out" if should_skip else "The step is made with them"
             warn_at_caller(
-                f"{what} {done}, as {policy} says; {_format_count(self.counts.detected)} so far.", RuntimeWarning
+                f"{problem} {action}, as {policy} says; {_format_count(self.counts.detected)} so far.", RuntimeWarning
             )
-        return skips
+        return should_skip
 
 
 _NON_FINITE_ADVICE = "Look at the loss and the inputs of this step; a lower learning rate, or clipping, may help."
@@ -124,32 +131,35 @@ def _format_count(count: int) -> str:
 
 
 def _find_non_finite(samples: Sequence[GradSample]) -> list[int]:
-    """Parameters whose gradients here are not all finite."""
-    suspects = [lot for lot, fine in zip(samples, _are_finite([it.tensor for it in samples]), strict=True) if not fine]
-    # Between its members a lot may hold anything, such as old gradients of parameters that have none now.
-    members = [member for lot in suspects for member in lot.split_by_param()]
-    fine = _are_finite([grad for _, grad in members])
-    return [index for (index, _), flag in zip(members, fine, strict=True) if not flag]
+    """Return the parameters whose gradients on this rank are not all finite."""
+    sample_flags = _are_finite([sample.tensor for sample in samples])
+    suspects = [sample for sample, is_finite in zip(samples, sample_flags, strict=True) if not is_finite]
+    # A sample may hold anything between its gradients, such as old gradients of parameters that have none now.
+    grads = [grad for sample in suspects for grad in sample.split_by_param()]
+    grad_flags = _are_finite([grad for _, grad in grads])
+    return [param for (param, _), is_finite in zip(grads, grad_flags, strict=True) if not is_finite]
 
 
 @torch.no_grad()
 def _are_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """For each of them; the host waits once for each dtype and device."""
+    """Return for each tensor whether it is finite. The host synchronizes once per dtype and device."""
     flags = [True] * len(tensors)
-    kinds: dict[tuple[torch.dtype, torch.device], dict[int, torch.Tensor]] = {}
-    for place, tensor in enumerate(tensors):
+    by_dtype_and_device: dict[tuple[torch.dtype, torch.device], dict[int, torch.Tensor]] = {}
+    for index, tensor in enumerate(tensors):
         values = _real_values(tensor)
         if values.numel():
-            # The least and the largest are exact, made in one pass, and NaN if there is one.
-            kinds.setdefault((values.dtype, values.device), {})[place] = torch.stack(torch.aminmax(values))
-    for ends in kinds.values():
-        for place, flag in zip(ends, torch.stack(list(ends.values())).isfinite().all(1).tolist(), strict=True):
-            flags[place] = flag
+            # Minimum and maximum are exact, take one pass, and are NaN if any element is.
+            minmax = torch.stack(torch.aminmax(values))
+            by_dtype_and_device.setdefault((values.dtype, values.device), {})[index] = minmax
+    for minmaxes in by_dtype_and_device.values():
+        finite = torch.stack(list(minmaxes.values())).isfinite().all(1).tolist()
+        for index, flag in zip(minmaxes, finite, strict=True):
+            flags[index] = flag
     return flags
 
 
 def _real_values(grad: torch.Tensor) -> torch.Tensor:
-    """What a gradient consists of, as real numbers."""
+    """Return the stored values of a (possibly sparse or complex) gradient as real numbers."""
     if grad.layout == torch.sparse_coo:
         grad = grad.coalesce().values()
     elif grad.layout != torch.strided:
@@ -158,27 +168,25 @@ def _real_values(grad: torch.Tensor) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Check sums over the bits of tensors, made where these lie and in integers, so that they do not depend on any order.
+# Checksums over the bits of tensors, computed on their device in integers, so they do not depend on summation order.
 #
-# Bits are read as words of 32. Each word is multiplied by an odd number that depends on its place, and the products are
-# added up modulo 2^64. One flipped bit changes its word by a power of 2 below 2^32, and the sum by that times an odd
-# number: always by something. Bits are bits, those of a NaN, too. Words of 64 bits would be fewer, but two flips of
-# their
-# highest bit would cancel out modulo 2^64: a negated parameter in double precision would pass for the same.
+# Tensors are read as 32-bit words. Each word is multiplied by an odd number that depends on its position; the products
+# are added modulo 2^64. A flipped bit changes its word by a power of 2 below 2^32, and the sum by that times an odd
+# number, which is never 0. The bits of a NaN count like any others. There would be half as many 64-bit words, but two
+# flips of their highest bits would cancel out modulo 2^64: a negated float64 parameter would go unnoticed.
 
 
 WORD_BYTES = 4
-"""Bytes."""
 CHUNK_WORDS = {"cpu": 1 << 17}
-"""What is widened at once: on the CPU so many that they stay in its cache."""
+"""Words that are widened to 64 bits at once, by device type: on the CPU few enough to stay in cache."""
 DEFAULT_CHUNK_WORDS = 1 << 22
 COALESCE_MAX_BYTES = 64 * 1024
-"""Bytes of a tensor that is put together with its neighbours: one sum for many."""
+"""Tensors up to this size are concatenated with their neighbours, and summed together."""
 _HASH_MULTIPLIERS = -0x61C8864680B583EB, 0x2545F4914F6CDD1D
 
 
 class Checksums:
-    """Makes check sums, and keeps what it needs for that: memory of a few MiB, whatever the size of the tensors."""
+    """Computes checksums. Its buffers are reused and take a few MiB, whatever the size of the tensors."""
 
     def __init__(self) -> None:
         self._weights: dict[torch.device, torch.Tensor] = {}
@@ -186,31 +194,33 @@ class Checksums:
 
     @torch.no_grad()
     def compute(self, tensors: Iterable[torch.Tensor]) -> int:
-        """One sum over all of them, in their order. The host waits once."""
-        filled = sorted((it.detach() for it in tensors if it.numel()), key=_device_key)
-        if not filled:
+        """Return one checksum over all tensors, which depends on their order. The host synchronizes once."""
+        non_empty = sorted((tensor.detach() for tensor in tensors if tensor.numel()), key=_device_key)
+        if not non_empty:
             return 0
         by_device = [
-            self._checksum_on_device(device, list(some)) for device, some in groupby(filled, attrgetter("device"))
+            self._checksum_on_device(device, list(on_device))
+            for device, on_device in groupby(non_empty, attrgetter("device"))
         ]
-        sums = torch.stack([it.to(by_device[0].device) for it in by_device])
+        sums = torch.stack([checksum.to(by_device[0].device) for checksum in by_device])
         return int((sums * make_odd_weights(len(sums), sums.device)).sum().item())
 
     def _checksum_on_device(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        most = CHUNK_WORDS.get(device.type, DEFAULT_CHUNK_WORDS)
-        sums = torch.stack([self._checksum_chunk(raw) for raw in _iter_chunks(tensors, most * WORD_BYTES)])
+        max_bytes = CHUNK_WORDS.get(device.type, DEFAULT_CHUNK_WORDS) * WORD_BYTES
+        sums = torch.stack([self._checksum_chunk(chunk) for chunk in _iter_chunks(tensors, max_bytes)])
         return (sums * make_odd_weights(len(sums), device)).sum()
 
     def _checksum_chunk(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Of a run of bytes. The last few, if they make no word, count as one each."""
-        count, rest = divmod(chunk.numel(), WORD_BYTES)
-        self._ensure_capacity(chunk.device, count + rest)
-        wide = self._int64_buffers[chunk.device][: count + rest]
-        words = chunk[: count * WORD_BYTES]
-        # torch reads words only where they would lie in an array of such.
-        wide[:count].copy_((words if words.storage_offset() % WORD_BYTES == 0 else words.clone()).view(torch.int32))
-        wide[count:].copy_(chunk[count * WORD_BYTES :])
-        return wide.mul_(self._weights[chunk.device][: count + rest]).sum()
+        """Return the checksum of a tensor of bytes. Each byte after the last complete word counts as a word."""
+        num_words, num_rest = divmod(chunk.numel(), WORD_BYTES)
+        total = num_words + num_rest
+        self._ensure_capacity(chunk.device, total)
+        wide = self._int64_buffers[chunk.device][:total]
+        words = chunk[: num_words * WORD_BYTES]
+        # `view(torch.int32)` requires a storage offset that is a multiple of the word size.
+        wide[:num_words].copy_((words if words.storage_offset() % WORD_BYTES == 0 else words.clone()).view(torch.int32))
+        wide[num_words:].copy_(chunk[num_words * WORD_BYTES :])
+        return wide.mul_(self._weights[chunk.device][:total]).sum()
 
     def _ensure_capacity(self, device: torch.device, num_words: int) -> None:
         if device not in self._int64_buffers or len(self._int64_buffers[device]) < num_words:
@@ -219,7 +229,7 @@ class Checksums:
 
 
 def make_odd_weights(count: int, device: torch.device) -> torch.Tensor:
-    """The same ones everywhere, each at its place: as if drawn by chance, so that no regular change cancels out."""
+    """Return pseudo-random odd weights, the same on all ranks, so that regular changes do not cancel out."""
     numbers = torch.arange(1, count + 1, device=device, dtype=torch.int64) * _HASH_MULTIPLIERS[0]
     numbers ^= numbers >> 31
     return (numbers * _HASH_MULTIPLIERS[1]) ^ (numbers >> 29) | 1
@@ -230,37 +240,37 @@ def _device_key(tensor: torch.Tensor) -> tuple[str, int]:
 
 
 def _iter_chunks(tensors: Sequence[torch.Tensor], max_bytes: int) -> Iterator[torch.Tensor]:
-    """All bytes of tensors on one device, at most so many at once. Equal ones are cut in the same way."""
-    for small, some in groupby(tensors, lambda it: _nbytes(it) <= COALESCE_MAX_BYTES):
-        if small:
-            yield from _coalesce(some, max_bytes)
+    """Yield the bytes of tensors on one device, at most `max_bytes` at once. Equal tensors are split equally."""
+    for is_small, run in groupby(tensors, lambda tensor: _nbytes(tensor) <= COALESCE_MAX_BYTES):
+        if is_small:
+            yield from _coalesce(run, max_bytes)
         else:
-            for tensor in some:
+            for tensor in run:
                 yield from _split_tensor(tensor, max_bytes)
 
 
 def _coalesce(tensors: Iterable[torch.Tensor], max_bytes: int) -> Iterator[torch.Tensor]:
-    lot: list[torch.Tensor] = []
-    size = 0
+    batch: list[torch.Tensor] = []
+    batch_bytes = 0
     for tensor in tensors:
-        if lot and size + _nbytes(tensor) > max_bytes:
-            yield torch.cat(lot)
-            lot, size = [], 0
-        lot.append(_flat_bytes(tensor))
-        size += _nbytes(tensor)
-    yield torch.cat(lot)
+        if batch and batch_bytes + _nbytes(tensor) > max_bytes:
+            yield torch.cat(batch)
+            batch, batch_bytes = [], 0
+        batch.append(_flat_bytes(tensor))
+        batch_bytes += _nbytes(tensor)
+    yield torch.cat(batch)
 
 
 def _split_tensor(tensor: torch.Tensor, max_bytes: int) -> Iterator[torch.Tensor]:
-    """A tensor whose elements lie in another order than its own is copied, piece by piece."""
+    """Yield the bytes of a large tensor. One that is not contiguous is copied, one chunk at a time."""
     if tensor.is_contiguous():
         yield from torch.split(_flat_bytes(tensor), max_bytes)
     elif _nbytes(tensor) <= max_bytes:
         yield _flat_bytes(tensor)
     else:
-        rows = max_bytes // _nbytes(tensor[0])
-        for piece in torch.split(tensor, rows) if rows > 1 else tensor:
-            yield from _split_tensor(piece, max_bytes)
+        num_rows = max_bytes // _nbytes(tensor[0])
+        for rows in torch.split(tensor, num_rows) if num_rows > 1 else tensor:
+            yield from _split_tensor(rows, max_bytes)
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -272,43 +282,42 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Are gradients the same on all ranks, as `DistributedDataParallel` makes them? Checked in the first step only.
+# Gradient consistency: are gradients the same on all ranks, as after DDP? Checked in the first step only.
 #
-# Every rank computes one number of its gradients and sends it along with what it states in the step anyway. A warning
-# is
-# all that follows: only the owner's gradient of a parameter is used, so different ones are no proof of a mistake.
+# Every rank reduces its gradients to one number and sends it with the status that ranks exchange in a step anyway. A
+# mismatch only warns: a parameter's owner uses its own gradient, so other gradients on other ranks may be intended.
 
 
 SAMPLE_NUMEL = 1 << 16
-"""Elements of a gradient that are looked at."""
+"""Elements per gradient that are compared, at most."""
 _SAMPLE_BATCH_NUMEL = 1 << 20
 _FIXED_POINT_ONE = 1 << 32
 GRAD_TOLERANCE = _FIXED_POINT_ONE >> 8
 """Averages that each rank computes, or clips by a norm that it computes, differ by rounding. Gradients of different
-inputs differ by about `_UNIT`, times the noise that they have in relation to their length."""
+inputs differ by about `_FIXED_POINT_ONE` times their noise-to-norm ratio."""
 
 
 class GradConsistencyCheck:
-    """Compares the gradients of the first step. On all ranks."""
+    """Compares the gradients of the first step between ranks. Call on all ranks."""
 
     def __init__(self, comm: Comm) -> None:
         self._is_due = not comm.is_single_rank
         self._rank = comm.data_parallel.group.rank
         self.is_paused = False
-        """Ranks without inputs have the gradients of others, or none."""
+        """Set while ranks that ran out of inputs have joined: these have the gradients of others, or none."""
 
     def compute_fingerprint(self, params: Sequence[torch.Tensor]) -> int | None:
-        """A number that is about the same on all ranks if their gradients of `params` are; None: nothing to compare."""
+        """Return a number that is about equal on all ranks if their gradients are; None: nothing to compare."""
         if not self._is_due or self.is_paused:
             return None
         try:
             return _project_grads(param.grad for param in params if param.grad is not None)
-        except Exception as error:  # no memory, or an odd kind of gradient: no reason to fail
+        except Exception as error:  # out of memory, or an unusual kind of gradient: no reason to fail
             log_rank(logging.DEBUG, self._rank, "gradients are not compared: %r", error)
             return None
 
     def warn_on_mismatch(self, status: Status) -> None:
-        """Warn if they differ. If ranks have gradients of different parameters, they cannot be compared."""
+        """Warn if gradients differ. They are not compared if ranks have gradients of different parameters."""
         if not self._is_due or self.is_paused or status.failure_level:
             return
         self._is_due = False
@@ -323,102 +332,105 @@ class GradConsistencyCheck:
 
 @torch.no_grad()
 def _project_grads(grads: Iterable[torch.Tensor]) -> int | None:
-    """The direction of dense gradients, along one of pseudo-random signs: scale does not matter."""
+    """Project normalized dense gradients onto pseudo-random signs; return the result in fixed point.
+
+    The scale of the gradients does not matter. Returns None if there are none, or if they are zero or not finite.
+    """
     samples: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
     for grad in grads:
         if grad.layout == torch.strided and grad.numel():
             samples[grad.device].append(_sample_grad(grad.detach()))
-    along = square = 0.0
-    for device, found in samples.items():
+    projection = squared_norm = 0.0
+    for device, on_device in samples.items():
         sums = torch.zeros(2, device=device)
-        for some in _iter_batches(found):
-            flat = torch.cat(some)
+        for batch in _iter_batches(on_device):
+            flat = torch.cat(batch)
             sums += torch.stack([flat.dot(_make_signs(len(flat), device)), flat.dot(flat)])
-        on_device = sums.tolist()
-        along, square = along + on_device[0], square + on_device[1]
-    if not (math.isfinite(along) and math.isfinite(square) and square > 0):
+        device_projection, device_squared_norm = sums.tolist()
+        projection, squared_norm = projection + device_projection, squared_norm + device_squared_norm
+    if not (math.isfinite(projection) and math.isfinite(squared_norm) and squared_norm > 0):
         return None
-    return round(along / math.sqrt(square) * _FIXED_POINT_ONE)
+    return round(projection / math.sqrt(squared_norm) * _FIXED_POINT_ONE)
 
 
 def _sample_grad(grad: torch.Tensor) -> torch.Tensor:
-    """Its first elements, in the order of its dimensions: strides may differ from rank to rank."""
+    """Return the first elements of a gradient in logical order: strides may differ between ranks."""
     while grad.numel() > SAMPLE_NUMEL:
-        row = grad.numel() // len(grad)
-        grad = grad[: SAMPLE_NUMEL // row] if row <= SAMPLE_NUMEL else grad[0]
+        row_numel = grad.numel() // len(grad)
+        grad = grad[: SAMPLE_NUMEL // row_numel] if row_numel <= SAMPLE_NUMEL else grad[0]
     real = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
     return real.reshape(-1).float()
 
 
 def _iter_batches(samples: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    lot: list[torch.Tensor] = []
-    size = 0
+    batch: list[torch.Tensor] = []
+    batch_numel = 0
     for sample in samples:
-        lot.append(sample)
-        size += sample.numel()
-        if size >= _SAMPLE_BATCH_NUMEL:
-            yield lot
-            lot, size = [], 0
-    if lot:
-        yield lot
+        batch.append(sample)
+        batch_numel += sample.numel()
+        if batch_numel >= _SAMPLE_BATCH_NUMEL:
+            yield batch
+            batch, batch_numel = [], 0
+    if batch:
+        yield batch
 
 
 def _make_signs(count: int, device: torch.device) -> torch.Tensor:
-    """The same ones everywhere, as if drawn by chance."""
+    """Return pseudo-random signs (-1.0 or 1.0), the same on all ranks."""
     bits = torch.arange(1, count + 1, device=device, dtype=torch.int64) * 0x2545F4914F6CDD1D
     return ((bits ^ (bits >> 29)) >> 40 & 1).mul_(2).sub_(1).float()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rows of ranks that hold the same, until an update fails in one of them and the others have made it.
+# Replicas: with hybrid sharding, shard groups hold the same state until a step fails in one of them only.
 
 
 class ReplicaGuard:
-    """Whether rows can still be the same, known alike on all ranks."""
+    """Tracks whether shard groups may have diverged. All ranks have the same information."""
 
     def __init__(self, comm: Comm) -> None:
         self._has_replicas = comm.replicas is not None
         self._failed_call = ""
-        """The step since which they are not."""
+        """The step since which shard groups may differ; empty if they are the same."""
         self.needs_param_check = False
-        """State was loaded since, the same in all rows; whether parameters were is to be looked at."""
+        """State was loaded after they diverged, the same in all shard groups. Parameters must still be compared."""
 
     def mark_diverged(self, call: str) -> None:
-        """An update has failed on a rank, and was made by its replicas, if there are any."""
+        """Record that a step failed on a rank but may have been applied by its replicas, if there are any."""
         if self._has_replicas:
             self._failed_call, self.needs_param_check = call, False
 
     def mark_loaded(self) -> Callable[[], None]:
-        """All rows have the state that was loaded; returns how to undo it."""
+        """Record that all shard groups have loaded the same state. Return a function that undoes it."""
         undo = self.snapshot()
         self._failed_call, self.needs_param_check = "", self.needs_param_check or bool(self._failed_call)
         return undo
 
     def snapshot(self) -> Callable[[], None]:
-        """Returns how to know again what is known now."""
-        before = self._failed_call, self.needs_param_check
+        """Return a function that restores the present values."""
+        saved = self._failed_call, self.needs_param_check
 
         def restore() -> None:
-            self._failed_call, self.needs_param_check = before
+            self._failed_call, self.needs_param_check = saved
 
         return restore
 
     def check_not_diverged(self, step: int) -> None:
+        """Raise `ReplicaMismatchError` if shard groups may have diverged."""
         if self._failed_call:
             raise ReplicaMismatchError(
-                f"rows of ranks need no longer be the same: {self._failed_call} failed on a rank, and its row has not "
-                "made "
-                "all of it. Nothing was updated. Load a checkpoint, or state dicts of the model and the optimizer, on "
-                "all ranks, and call zero_grad().",
+                f"shard groups may have diverged: {self._failed_call} failed on a rank, so its shard group did not "
+                "apply all of it. Nothing was updated. Load a checkpoint, or state dicts of the model and the "
+                "optimizer, on all ranks, and call zero_grad().",
                 step=step,
             )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Parameters that should be equal on all ranks, and are not: which ones, and on which ranks.
+# Parameter consistency: are replicated parameters bit-identical on all ranks, and if not, which ones differ where?
 #
-# While all is well, one pass over the parameters and one small message. Only where ranks differ do they look for the
-# parameters, then for the pieces of them, and then tell each other what they have there.
+# If all are equal, this takes one pass over the parameters and one small message. Otherwise ranks search for the
+# parameters that differ, then for the shards of these, and then all-gather fingerprints of those shards.
 
 
 _FINGERPRINTS_PER_MESSAGE = 512
@@ -426,35 +438,34 @@ _MAX_MISMATCHES_SHOWN = 5
 
 
 def check_params_equal(comm: Comm, layout: Layout, params: Sequence[torch.Tensor], call: str, step: int | None) -> None:
-    """Raise `ReplicaMismatchError` on all ranks if parameters differ between them. On all ranks; changes nothing."""
+    """Raise `ReplicaMismatchError` on all ranks if parameters differ between them. Collective; changes nothing."""
     if comm.is_single_rank:
         return
-    sums, total, failure = Checksums(), 0, None
+    checksums, checksum, local_error = Checksums(), 0, None
     try:
-        total = sums.compute(params)
+        checksum = checksums.compute(params)
     except Exception as error:
-        failure = error
-    trouble = Failure.NONE if failure is None else Failure.FAILED
-    verdict = exchange_status(comm, f"comparing parameters in {call}", _checksum_to_bytes(total), trouble)
-    if verdict.failure_level:
-        raise_failure(comm, call, failure)
-    if not verdict.has_same_plan:
-        _MismatchSearch(comm, layout, params, sums, call).raise_mismatch(step)
+        local_error = error
+    failure = Failure.NONE if local_error is None else Failure.FAILED
+    status = exchange_status(comm, f"comparing parameters in {call}", _checksum_to_bytes(checksum), failure)
+    if status.failure_level:
+        raise_failure(comm, call, local_error)
+    if not status.has_same_plan:
+        _MismatchSearch(comm, layout, params, checksums, call).raise_mismatch(step)
 
 
 class Mismatch(NamedTuple):
-    """A parameter that differs, or what was looked at of it."""
+    """A parameter that differs between ranks, judged by the shards that were inspected."""
 
     param: int
     reference_ranks: tuple[int, ...]
-    """Ranks that have what most have or, without a majority, what the owner has."""
+    """Ranks with the value of the majority or, without a majority, with the owner's value."""
     mismatched_ranks: tuple[int, ...]
     has_majority: bool
-    """There was a majority."""
 
 
 class _MismatchSearch:
-    """Ranks differ: where? Every method is called on all of them."""
+    """Searches for the parameters and ranks that differ. Methods are collective: call on all ranks."""
 
     def __init__(
         self, comm: Comm, layout: Layout, params: Sequence[torch.Tensor], checksums: Checksums, call: str
@@ -462,39 +473,42 @@ class _MismatchSearch:
         self._comm, self._layout, self._params, self._checksums, self._call = comm, layout, params, checksums, call
 
     def raise_mismatch(self, step: int | None) -> NoReturn:
+        """Find out what differs and raise `ReplicaMismatchError`, on all ranks."""
         differing = self._find_differing(self._compute_fingerprints(lambda: self._params))
-        findings = [self._inspect_param(param) for param in differing[:_MAX_MISMATCHES_SHOWN]]
+        mismatches = [self._inspect_param(param) for param in differing[:_MAX_MISMATCHES_SHOWN]]
         names = tuple(self._layout.params[param].name or f"parameter {param}" for param in differing)
-        wrong = tuple(sorted({rank for finding in findings for rank in finding.mismatched_ranks}))
-        text = self._format_error(findings, len(differing)) if findings else _TRANSIENT_MISMATCH
-        raise ReplicaMismatchError(f"{self._call}: {text}", step=step, ranks=wrong, params=names)
+        ranks = tuple(sorted({rank for mismatch in mismatches for rank in mismatch.mismatched_ranks}))
+        text = self._format_error(mismatches, len(differing)) if mismatches else _TRANSIENT_MISMATCH
+        raise ReplicaMismatchError(f"{self._call}: {text}", step=step, ranks=ranks, params=names)
 
     def _inspect_param(self, param: int) -> Mismatch:
-        """What ranks have of its first pieces that differ."""
-        pieces = self._layout.param_shards(param)
-        marks = self._compute_fingerprints(lambda: map(self._shard_of_param, pieces))
-        chosen = self._find_differing(marks)[:_MAX_MISMATCHES_SHOWN]
-        mine = [f"{marks[i]:x}{'*' * (pieces[i].owner == self._comm.group.rank)}" for i in chosen]
-        stated = [text.split() for text in self._comm.data_parallel.all_gather_text(" ".join(mine), max_bytes=256)]
-        judged = [find_majority([text[place] for text in stated]) for place in range(len(chosen))]
-        wrong = sorted({rank for _, others, _ in judged for rank in others})
-        right = set(range(self._comm.data_parallel.group.size)).difference(wrong)
-        return Mismatch(param, tuple(sorted(right)), tuple(wrong), all(sure for *_, sure in judged))
+        """Compare the first shards of a parameter that differ between ranks."""
+        shards = self._layout.param_shards(param)
+        fingerprints = self._compute_fingerprints(lambda: map(self._shard_of_param, shards))
+        differing = self._find_differing(fingerprints)[:_MAX_MISMATCHES_SHOWN]
+        local = [f"{fingerprints[i]:x}{'*' * (shards[i].owner == self._comm.group.rank)}" for i in differing]
+        reported = [text.split() for text in self._comm.data_parallel.all_gather_text(" ".join(local), max_bytes=256)]
+        results = [find_majority([texts[i] for texts in reported]) for i in range(len(differing))]
+        mismatched = sorted({rank for _, others, _ in results for rank in others})
+        reference = set(range(self._comm.data_parallel.group.size)).difference(mismatched)
+        has_majority = all(is_majority for *_, is_majority in results)
+        return Mismatch(param, tuple(sorted(reference)), tuple(mismatched), has_majority)
 
     def _find_differing(self, fingerprints: Sequence[int]) -> list[int]:
-        """Places at which ranks have different ones."""
-        found: list[int] = []
+        """Return the indices at which fingerprints differ between ranks: the maximum is not the minimum."""
+        differing: list[int] = []
         for start in range(0, len(fingerprints), _FINGERPRINTS_PER_MESSAGE):
-            some = fingerprints[start : start + _FINGERPRINTS_PER_MESSAGE]
-            most = self._comm.data_parallel.all_reduce_max([signed for mark in some for signed in (mark, -mark)])
-            found += [start + i for i in range(len(some)) if most[2 * i] != -most[2 * i + 1]]
-        return found
+            batch = fingerprints[start : start + _FINGERPRINTS_PER_MESSAGE]
+            maxima = self._comm.data_parallel.all_reduce_max([signed for value in batch for signed in (value, -value)])
+            differing += [start + i for i in range(len(batch)) if maxima[2 * i] != -maxima[2 * i + 1]]
+        return differing
 
     def _compute_fingerprints(self, get_tensors: Callable[[], Iterable[torch.Tensor]]) -> list[int]:
-        """What this rank has of each. What fails on one rank, for want of memory, is raised on all."""
+        """Return the fingerprint of each tensor on this rank. A failure on one rank (out of memory) raises on all."""
 
         def prepare() -> Prepared[list[int]]:
-            return Prepared([fingerprint(_checksum_to_bytes(self._checksums.compute([it]))) for it in get_tensors()])
+            checksums = [self._checksums.compute([tensor]) for tensor in get_tensors()]
+            return Prepared([fingerprint(_checksum_to_bytes(checksum)) for checksum in checksums])
 
         return prepare_all(self._comm, f"looking for differences in {self._call}", prepare)
 
@@ -505,33 +519,35 @@ class _MismatchSearch:
         return flatten_in_memory_order(param, spec)[slice(*param_shard.in_param)]
 
     def _format_error(self, mismatches: Sequence[Mismatch], count: int) -> str:
-        lines = [self._format_mismatch(finding) for finding in mismatches]
+        lines = [self._format_mismatch(mismatch) for mismatch in mismatches]
         more = f"; and {count - len(lines)} more" if count > len(lines) else ""
-        unsure = "" if all(it.has_majority for it in mismatches) else f" {_NO_MAJORITY_NOTE}"
+        note = "" if all(mismatch.has_majority for mismatch in mismatches) else f" {_NO_MAJORITY_NOTE}"
         lead = f"{count} of {len(self._params)} parameters are not the same on all ranks"
-        return f"{lead}: {'; '.join(lines)}{more}.{unsure} {_MISMATCH_ADVICE}"
+        return f"{lead}: {'; '.join(lines)}{more}.{note} {_MISMATCH_ADVICE}"
 
     def _format_mismatch(self, mismatch: Mismatch) -> str:
         label, bucket = self._layout.params[mismatch.param].label, self._layout.bucket_of(mismatch.param)
         if not mismatch.reference_ranks:
             return f"{label} in bucket {bucket}, of which every rank has lost a part"
         verb = "differs" if len(mismatch.mismatched_ranks) == 1 else "differ"
-        wrong, right = format_ranks(mismatch.mismatched_ranks), format_ranks(mismatch.reference_ranks)
-
-        return f"{label} in bucket {bucket}, where {wrong} {verb} from {right}"
+        mismatched, reference = format_ranks(mismatch.mismatched_ranks), format_ranks(mismatch.reference_ranks)
+        return f"{label} in bucket {bucket}, where {mismatched} {verb} from {reference}"
 
 
 def find_majority(reported: Sequence[str]) -> tuple[list[int], list[int], bool]:
-    """Which ranks are right, which are wrong, and whether that is sure, given what each has of a piece. A star behind
-    it marks those of the owner: without a majority, that one is right."""
-    sides: dict[str, list[int]] = defaultdict(list)
+    """Return the ranks that are right, the ranks that are wrong, and whether a majority decided that.
+
+    `reported` is each rank's fingerprint of a shard, followed by "*" on the owners of the shard. If several values are
+    equally frequent, the one with most owners is right.
+    """
+    ranks_by_value: dict[str, list[int]] = defaultdict(list)
     for rank, text in enumerate(reported):
-        sides[text.rstrip("*")].append(rank)
-    most = max(map(len, sides.values()))
-    largest = [ranks for ranks in sides.values() if len(ranks) == most]
-    right = max(largest, key=lambda ranks: sum(reported[rank].endswith("*") for rank in ranks))
+        ranks_by_value[text.rstrip("*")].append(rank)
+    max_count = max(map(len, ranks_by_value.values()))
+    candidates = [ranks for ranks in ranks_by_value.values() if len(ranks) == max_count]
+    right = max(candidates, key=lambda ranks: sum(reported[rank].endswith("*") for rank in ranks))
     wrong = [rank for rank in range(len(reported)) if rank not in right]
-    return right, wrong, len(largest) == 1
+    return right, wrong, len(candidates) == 1
 
 
 _NO_MAJORITY_NOTE = (
@@ -552,11 +568,11 @@ def _checksum_to_bytes(checksum: int) -> bytes:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is looked at before a step is made: are parameters the same on all ranks, are gradients finite?
+# All checks before a step.
 
 
 class StepChecks:
-    """Those that policies ask for, counted. On all ranks alike."""
+    """Runs the checks that the config asks for, and counts them. Same calls on all ranks."""
 
     def __init__(
         self, comm: Comm, consistency: ConsistencyCheck | None = None, nonfinite: NonFiniteGrads | None = None
@@ -564,11 +580,11 @@ class StepChecks:
         self._comm, self._consistency = comm, consistency
         self._nonfinite_check = NonFiniteCheck(comm, nonfinite) if nonfinite else None
         self.num_consistency_checks = 0
-        """How often parameters were compared."""
+        """How many times parameters were compared."""
 
     @property
     def should_check_grads(self) -> bool:
-        """Gradients are looked at, and must be there before the optimizer's code runs."""
+        """Whether gradients are checked, and so must be reduced before the optimizer's code runs."""
         return self._nonfinite_check is not None
 
     @property
@@ -576,11 +592,11 @@ class StepChecks:
         return NonFiniteSteps() if self._nonfinite_check is None else self._nonfinite_check.counts
 
     def is_consistency_check_due(self, step: int) -> bool:
-        """Whether parameters are to be compared before this step."""
+        """Return whether to compare parameters before this step."""
         return self._consistency is not None and step % self._consistency.every == 0
 
     def check_consistency(self, layout: Layout, params: Sequence[torch.Tensor], call: str, step: int | None) -> None:
-        """Raise `ReplicaMismatchError` on all ranks if they have different parameters."""
+        """Raise `ReplicaMismatchError` on all ranks if parameters differ between them. Call on all ranks."""
         self.num_consistency_checks += 1
         with self._comm.profiler.phase(Phase.CHECK_CONSISTENCY):
             check_params_equal(self._comm, layout, params, call, step)
@@ -588,7 +604,7 @@ class StepChecks:
     def should_skip_step(
         self, layout: Layout, grad_samples: Callable[[], Iterable[GradSample]], prior_error: Exception | None
     ) -> bool:
-        """Whether the step is not to be made, since gradients are not finite. Raises on all ranks alike."""
+        """Return whether to skip the step because of non-finite gradients. Call on all ranks; see `NonFiniteCheck`."""
         if self._nonfinite_check is None:
             return False
         with self._comm.profiler.phase(Phase.CHECK_NONFINITE):
