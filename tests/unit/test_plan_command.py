@@ -92,7 +92,7 @@ def test_rows_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert fast["estimates"][at + 5]["seconds"] < on_many["seconds"]
     assert all(rows["estimates"][at] == one["estimates"][at] for at in (0, 1, 4, 5, 6, 9)), "others have no rows"
     assert status_of("plan", source, "--ranks", "64", *row) == 0
-    assert "zeroshard in rows of 8 ranks" in capsys.readouterr().out
+    assert "zeroshard in shard groups of 8 ranks" in capsys.readouterr().out
     for wrong, told in (("7", "shard_group_size=7 does not divide 64 ranks"), ("0", "from 1 on, not 0")):
         assert status_of("plan", source, "--ranks", "64", "--shard-group-size", wrong) == 2
         assert told in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Estimate memory and communication per rank from shapes, before anything runs."""
+"""Estimate per-rank memory and communication volume from shapes, without allocating anything."""
 
 from .estimate import Network
 from .plan import Plan, plan

@@ -1,4 +1,4 @@
-"""A plan as one page to explore: numbers made here, for a grid of choices; the page selects and draws."""
+"""A plan as sentences, as an interactive HTML page and as a plot."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from .plan import Plan
 from .request import MUON_ADAMW, OptimizerChoice, PlanRequest, format_bytes
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a plan means, in sentences.
+# Sentences.
 
 
 MEMORY_COLOURS = {
@@ -27,35 +27,40 @@ MEMORY_COLOURS = {
     "activations": "#56b4e9",
     "on top": "#8c8c8c",
 }
-"""Of parts, everywhere the same. They differ also for the colour-blind."""
+"""Colours of memory categories, the same everywhere and safe for colour-blind readers."""
 PHASE_LABELS = {"making the optimizer": "making", "backward": "backward", "step": "step"}
 
 
 def display_unit(plan: Plan) -> tuple[str, float]:
-    """One for everything that is shown, so that numbers can be compared."""
-    return ("GB", 1e9) if max(it.memory.peak for it in plan) >= 2e9 else ("MB", 1e6)
+    """Return one unit for all numbers of a plan, so that they can be compared."""
+    return ("GB", 1e9) if max(estimate.memory.peak for estimate in plan) >= 2e9 else ("MB", 1e6)
 
 
 def format_headline(plan: Plan) -> str:
-    """Without the name of the model, which comes from others."""
+    """Describe model, optimizer and precision. The model's name is untrusted text and not included."""
     buffers = f", {format_bytes(plan.model.buffer_bytes)} of buffers" if plan.model.buffer_bytes else ""
-    frozen = sum(it.numel for it in plan.model.params if not it.trainable)
-    still = f", {frozen:,} of them frozen" if frozen else ""
-    rows = "" if plan.shard_group_size is None else f"; zeroshard in rows of {plan.shard_group_size} ranks"
-    return f"{plan.model.numel:,} parameters{still}{buffers}, {plan.optimizer}, {plan.precision}{rows}"
+    frozen = sum(param.numel for param in plan.model.params if not param.trainable)
+    frozen_text = f", {frozen:,} of them frozen" if frozen else ""
+    groups = "" if plan.shard_group_size is None else f"; zeroshard in shard groups of {plan.shard_group_size} ranks"
+    return f"{plan.model.numel:,} parameters{frozen_text}{buffers}, {plan.optimizer}, {plan.precision}{groups}"
 
 
 def format_min_ranks(plan: Plan) -> str | None:
-    """With 80 GB a rank, on the planned ranks: DDP never, torch ZeRO from 64 ranks, ..."""
+    """Say from how many ranks each method fits: "With 80 GB a rank, ...: DDP never, torch ZeRO from 64 ranks, ..."."""
     if plan.memory is None:
         return None
-    numbers = sorted({it.ranks for it in plan})
-    words = ", ".join(
-        f"{method} {_format_min_ranks_of_method(least, numbers)}" for method, least in plan.min_ranks().items()
+    rank_counts = sorted({estimate.ranks for estimate in plan})
+    methods = ", ".join(
+        f"{method} {_format_min_ranks_of_method(min_ranks, rank_counts)}"
+        for method, min_ranks in plan.min_ranks().items()
     )
-    before = "" if any(it.memory.activations for it in plan) else ", before activations"
-    where = f", on {' and '.join(f'{it:,}' for it in numbers)} ranks" if len(numbers) < 4 else ", of the planned ranks"
-    return f"With {format_bytes(plan.memory)} a rank{where}{before}: {words}."
+    before = "" if any(estimate.memory.activations for estimate in plan) else ", before activations"
+    where = (
+        f", on {' and '.join(f'{count:,}' for count in rank_counts)} ranks"
+        if len(rank_counts) < 4
+        else ", of the planned ranks"
+    )
+    return f"With {format_bytes(plan.memory)} a rank{where}{before}: {methods}."
 
 
 def _format_min_ranks_of_method(min_ranks: int | None, planned_ranks: list[int]) -> str:
@@ -67,18 +72,18 @@ def _format_min_ranks_of_method(min_ranks: int | None, planned_ranks: list[int])
 
 
 def format_peer_checkpoint_traffic(plan: Plan) -> str | None:
-    """Second copies: for each a rank sends 1.5 GB on 8 ranks, 188 MB on 64 ranks."""
-    sent = {it.ranks: it.peer_checkpoint_bytes for it in plan if it.peer_checkpoint_bytes}
+    """Say what a rank sends for each peer checkpoint."""
+    sent = {estimate.ranks: estimate.peer_checkpoint_bytes for estimate in plan if estimate.peer_checkpoint_bytes}
     if not sent:
         return None
     words = ", ".join(f"{format_bytes(count)} on {ranks:,} ranks" for ranks, count in sent.items())
-    return f"Second copies: for each a rank sends {words}. Host memory is that while the next is under way."
+    return f"Peer checkpoints: for each a rank sends {words}. Host memory includes the next one in flight."
 
 
 def format_exclusions(plan: Plan) -> str:
-    said = max(it.memory.activations for it in plan)
-    counted = f"Counted are {format_bytes(said)} of activations, in backward. " if said else ""
-    activations = "" if said else "activations (--activations says how much they take), "
+    nbytes = max(estimate.memory.activations for estimate in plan)
+    counted = f"Counted are {format_bytes(nbytes)} of activations, in backward. " if nbytes else ""
+    activations = "" if nbytes else "activations (--activations says how much they take), "
     return (
         f"{counted}Not counted: {activations}memory that the allocator loses to fragmentation, and the CUDA context "
         "(around half a GB)."
@@ -87,27 +92,28 @@ def format_exclusions(plan: Plan) -> str:
 
 def format_network_assumptions(plan: Plan) -> str:
     network = plan.network
-    row = "" if network.within is None else f" ({format_bytes(network.within)}/s inside a row)"
+    within = "" if network.within is None else f" ({format_bytes(network.within)}/s inside a shard group)"
     return (
-        f"Network time: what a step sends, at {format_bytes(network.bandwidth)}/s{row} and {network.latency * 1e6:g} "
-        "us a message, if nothing overlaps; at best, with log2 N messages one after the other in a collective."
+        f"Network time: what a step sends, at {format_bytes(network.bandwidth)}/s{within} and "
+        f"{network.latency * 1e6:g} us a message, if nothing overlaps; at best, with log2 N messages one after the "
+        "other in a collective."
     )
 
 
 def breakdown_at_peak(row: Mapping[str, int], phase: str) -> dict[str, int]:
-    """Parts that add up to the peak: what is kept, and what is on top of it in that phase."""
-    parts = {part: row[part] for part in ("parameters", "gradients", "state", "masters")}
-    parts["activations"] = row["activations"] if phase == "backward" else 0
-    return {**parts, "on top": row["peak"] - sum(parts.values())}
+    """Return categories that add up to the peak: persistent memory, and what that phase needs on top."""
+    categories = {name: row[name] for name in ("parameters", "gradients", "state", "masters")}
+    categories["activations"] = row["activations"] if phase == "backward" else 0
+    return {**categories, "on top": row["peak"] - sum(categories.values())}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A plan as one page to explore: numbers made here, for a grid of choices; the page selects and draws.
+# Interactive page: numbers for a grid of choices, embedded into page.html.
 
 
 PAGE_WORLD_SIZES = tuple(2**power for power in range(13))
 PAGE_FIELDS = ("parameters", "gradients", "state", "masters", "buffers", "activations", "peak", "host", "total")
-"""Of each row, in bytes; then what `_row` adds."""
+"""Leading fields of each row, in bytes; `_page_row` appends the others."""
 COMMON_OPTIMIZERS = (
     OptimizerChoice("AdamW"),
     OptimizerChoice("SGD", {"momentum": 0.9}),
@@ -121,7 +127,7 @@ _MODEL_PRECISION_LABEL = "as the model is"
 
 @dataclass(frozen=True)
 class ControlChoice:
-    """A value of a control."""
+    """One choice of a control on the page."""
 
     label: str
     value: Any
@@ -137,27 +143,29 @@ def write_page(request: PlanRequest, optimizer: OptimizerChoice, precision: str 
 
 
 def render_page(request: PlanRequest, optimizer: OptimizerChoice, precision: str | None) -> str:
-    """HTML that needs nothing else."""
+    """Return a self-contained HTML page. The page selects and draws; all numbers are computed here."""
     data = _dump_inert_json(collect_page_data(request, optimizer, precision))
-    parts = {"title": escape(f"{request.model.name}: will it fit?"), "data": data}
+    values = {"title": escape(f"{request.model.name}: will it fit?"), "data": data}
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    return re.sub(
-        r"\{\{(title|data)\}\}", lambda found: parts[found[1]], template
-    )  # once: names may look like this, too
+    # One pass over the template: a model's name may itself look like a placeholder.
+    return re.sub(r"\{\{(title|data)\}\}", lambda match: values[match[1]], template)
 
 
 def collect_page_data(request: PlanRequest, optimizer: OptimizerChoice, precision: str | None) -> dict[str, Any]:
-    """All that the page shows. A usual class that cannot be planned for this model is left out."""
-    row = request.shard_group_size or 1
-    worlds = sorted({*(row * it for it in PAGE_WORLD_SIZES if row * it <= PAGE_WORLD_SIZES[-1]), *request.ranks})
+    """Compute all numbers of the page. Common optimizers that cannot be planned for this model are omitted."""
+    group_size = request.shard_group_size or 1
+    worlds = sorted(
+        {*(group_size * n for n in PAGE_WORLD_SIZES if group_size * n <= PAGE_WORLD_SIZES[-1]), *request.ranks}
+    )
     plans: dict[str, dict[str, Plan]] = {}
-    for kind in _optimizer_choices(optimizer):
+    for choice in _optimizer_choices(optimizer):
         try:
-            plans[kind.label] = {
-                it.label: request.make_plan(kind.value, it.value, worlds) for it in _precision_choices(precision)
+            plans[choice.label] = {
+                precision_choice.label: request.make_plan(choice.value, precision_choice.value, worlds)
+                for precision_choice in _precision_choices(precision)
             }
         except ZeroError:
-            if kind.value == optimizer:
+            if choice.value == optimizer:
                 raise
     first = next(iter(next(iter(plans.values())).values()))
     return {
@@ -165,9 +173,9 @@ def collect_page_data(request: PlanRequest, optimizer: OptimizerChoice, precisio
         "worlds": worlds,
         "activations": request.activations,
         "start": request.ranks[len(request.ranks) // 2],
-        "methods": list(dict.fromkeys(it.method for it in first)),
+        "methods": list(dict.fromkeys(estimate.method for estimate in first)),
         "optimizers": list(plans),
-        "precisions": [it.label for it in _precision_choices(precision)],
+        "precisions": [choice.label for choice in _precision_choices(precision)],
         "memory": request.memory,
         "shard_group_size": request.shard_group_size,
         "unit": display_unit(first),
@@ -176,57 +184,60 @@ def collect_page_data(request: PlanRequest, optimizer: OptimizerChoice, precisio
         "note": format_exclusions(first),
         "fields": [*PAGE_FIELDS, "on_top", "at_peak", "phase", "balance", "sent", "messages", "seconds", "copies"],
         "rows": {
-            kind: {it: [_page_row(row) for row in plan.as_dict()["estimates"]] for it, plan in made.items()}
-            for kind, made in plans.items()
+            label: {
+                precision_label: [_page_row(row) for row in plan.as_dict()["estimates"]]
+                for precision_label, plan in by_precision.items()
+            }
+            for label, by_precision in plans.items()
         },
     }
 
 
 def _page_row(row: dict[str, Any]) -> list[Any]:
-    parts = breakdown_at_peak(row, row["peak_phase"])
-    peak = [parts["on top"], parts["activations"], row["peak_phase"]]
+    categories = breakdown_at_peak(row, row["peak_phase"])
+    peak = [categories["on top"], categories["activations"], row["peak_phase"]]
     traffic = [row["sent"], row["messages"], float(f"{row['seconds']:.6g}"), row["peer_checkpoint_sent"]]
     return [*(row[name] for name in PAGE_FIELDS), *peak, round(row["balance"], 6), *traffic]
 
 
 def _optimizer_choices(chosen: OptimizerChoice) -> list[ControlChoice]:
-    """The chosen one first."""
-    others = [it for it in COMMON_OPTIMIZERS if it != chosen]
+    """Return the chosen optimizer first, then the common ones."""
+    others = [optimizer for optimizer in COMMON_OPTIMIZERS if optimizer != chosen]
     options = ", ".join(f"{name}={value}" for name, value in chosen.options.items())
     label = f"{chosen.name} ({options})" if options else _OPTIMIZER_LABELS.get(chosen.name.lower(), chosen.name)
     label = label if chosen not in COMMON_OPTIMIZERS else _OPTIMIZER_LABELS.get(chosen.name, chosen.name)
     return [
         ControlChoice(label, chosen),
-        *(ControlChoice(_OPTIMIZER_LABELS.get(it.name, it.name), it) for it in others),
+        *(ControlChoice(_OPTIMIZER_LABELS.get(other.name, other.name), other) for other in others),
     ]
 
 
 def _precision_choices(chosen: str | None) -> list[ControlChoice]:
-    others = [ControlChoice(it, it) for it in PAGE_PRECISIONS if it != chosen]
+    others = [ControlChoice(precision, precision) for precision in PAGE_PRECISIONS if precision != chosen]
     return [ControlChoice(chosen or _MODEL_PRECISION_LABEL, chosen), *others]
 
 
 def _dump_inert_json(data: dict[str, Any]) -> str:
-    """JSON in which nothing ends the element that it stands in, whatever the model is called."""
+    """Return JSON that cannot close its script element, whatever the model is called."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A plan as a picture: a panel a number of ranks, a bar a method, and a line where the memory ends.
+# Plot: one panel per number of ranks, one bar per method, a line at the memory limit.
 
 
 _DPI = 150
 
 
 def draw_plan(plan: Plan, target: Path) -> Path:
-    """The file that was written."""
-    numbers = sorted({it.ranks for it in plan})
-    figure = new_figure("--picture", figsize=(10, 1.3 + 1.55 * len(numbers)), dpi=_DPI)
-    panels = figure.subplots(len(numbers), 1, sharex=True, squeeze=False)[:, 0]
+    """Draw the plan and return the path of the file."""
+    rank_counts = sorted({estimate.ranks for estimate in plan})
+    figure = new_figure("--picture", figsize=(10, 1.3 + 1.55 * len(rank_counts)), dpi=_DPI)
+    panels = figure.subplots(len(rank_counts), 1, sharex=True, squeeze=False)[:, 0]
     unit = display_unit(plan)
-    for panel, number in zip(panels, numbers, strict=True):
-        _draw_panel(panel, plan, number, unit)
+    for panel, ranks in zip(panels, rank_counts, strict=True):
+        _draw_panel(panel, plan, ranks, unit)
     panels[-1].set_xlabel(f"memory of the rank that has most, at the peak ({unit[0]})")
     name = replace_unprintable(plan.model.name).replace("$", r"\$")
     figure.suptitle(f"{name}: {plan.model.numel:,} parameters, {plan.optimizer}, {plan.precision}", fontsize=12)
@@ -238,15 +249,17 @@ def draw_plan(plan: Plan, target: Path) -> Path:
 def _draw_panel(panel: Any, plan: Plan, ranks: int, unit: tuple[str, float]) -> None:
     rows = [row for row in plan.as_dict()["estimates"] if row["ranks"] == ranks]
     names, left = [row["method"] for row in rows], [0.0] * len(rows)
-    parts = [breakdown_at_peak(row, row["peak_phase"]) for row in rows]
-    for part, colour in MEMORY_COLOURS.items():
-        widths = [it[part] / unit[1] for it in parts]
-        if part in ("masters", "activations") and not any(row[part] for row in plan.as_dict()["estimates"]):
+    breakdowns = [breakdown_at_peak(row, row["peak_phase"]) for row in rows]
+    for category, colour in MEMORY_COLOURS.items():
+        widths = [breakdown[category] / unit[1] for breakdown in breakdowns]
+        if category in ("masters", "activations") and not any(row[category] for row in plan.as_dict()["estimates"]):
             continue
-        panel.barh(names, widths, left=left, color=colour, label=part, height=0.72, edgecolor="white", linewidth=0.6)
+        panel.barh(
+            names, widths, left=left, color=colour, label=category, height=0.72, edgecolor="white", linewidth=0.6
+        )
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    for place, end in enumerate(left):
-        panel.annotate(f"{end:,.1f}", (end, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    for y, end in enumerate(left):
+        panel.annotate(f"{end:,.1f}", (end, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
     if plan.memory is not None:
         label = f"{format_bytes(plan.memory)} of memory"
         panel.axvline(plan.memory / unit[1], color="#d55e00", linestyle="--", linewidth=1.4, label=label)

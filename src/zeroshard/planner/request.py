@@ -1,4 +1,4 @@
-"""What a user wants to have planned, from the words of the command line."""
+"""Parse the arguments of `zeroshard plan` into a `PlanRequest` and an `OptimizerChoice`."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ from .plan import Plan, plan
 from .shapes import ModelShape, import_object
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Numbers with units, as people write them and as they read them.
+# Quantities with units.
 
 
 _BYTE_UNITS = {
@@ -31,7 +31,7 @@ _BIT_UNITS = {
     f"{letter}{word}": Decimal(1000) ** power / 8 for power, letter in enumerate("kmgt", 1) for word in ("bit", "bps")
 }
 _SHORT_BITS_PATTERN = re.compile(r"(?<=\d)(\s*[KkMmGgTt])b(?=\s*(/s)?\s*$)")
-"""400Gb/s are bits: there a small b is no slip of the hand."""
+"""In 400Gb/s, the lower-case b means bits."""
 _TIME_UNITS = {
     "s": Decimal(1),
     **{f"{letter}s": Decimal(1000) ** -power for letter, power in zip("muµn", (1, 2, 2, 3), strict=True)},
@@ -41,46 +41,46 @@ _MAX_RANKS = 65_536
 
 
 def parse_bytes(option: str, text: str) -> int:
-    """80GB, 80GiB, 512MB."""
+    """Parse a size such as 80GB, 80GiB or 512MB."""
     return round(_parse_quantity(option, text, _BYTE_UNITS, "80GB or 80GiB"))
 
 
 def parse_bandwidth(option: str, text: str) -> float:
-    """Bytes a second: 50GB/s, 400Gbit/s, 400Gb/s."""
+    """Parse a bandwidth such as 50GB/s, 400Gbit/s or 400Gb/s into bytes per second."""
     text = _SHORT_BITS_PATTERN.sub(r"\1bit", text)
-    found = _parse_quantity(option, text.removesuffix("/s"), {**_BYTE_UNITS, **_BIT_UNITS}, "50GB/s or 400Gbit/s")
-    if not found:
+    bandwidth = _parse_quantity(option, text.removesuffix("/s"), {**_BYTE_UNITS, **_BIT_UNITS}, "50GB/s or 400Gbit/s")
+    if not bandwidth:
         raise ConfigError(f"{option} {text}: expected more than nothing, such as 50GB/s")
-    return found
+    return bandwidth
 
 
 def parse_seconds(option: str, text: str) -> float:
-    """10us, 1ms."""
+    """Parse a duration such as 10us or 1ms."""
     return _parse_quantity(option, text, _TIME_UNITS, "10us or 1ms")
 
 
 def _parse_quantity(option: str, text: str, units: dict[str, Decimal], example: str) -> float:
     match = _QUANTITY_PATTERN.fullmatch(text)
-    bare = match is not None and not match[2] and float(match[1]) > 0
-    if match is None or bare or match[2].lower() not in units:
+    lacks_unit = match is not None and not match[2] and float(match[1]) > 0
+    if match is None or lacks_unit or match[2].lower() not in units:
         raise ConfigError(f"{option} {text!r} is no quantity: expected a number and a unit, such as {example}")
     return float(Decimal(match[1]) * units[match[2].lower()])
 
 
 def parse_ranks(text: str) -> list[int]:
-    """8,64,512; 1-4096 are the powers of two from the one to the other."""
-    found: set[int] = set()
+    """Parse numbers of ranks such as 8,64,512. A range such as 1-4096 stands for the powers of two in it."""
+    counts: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or len(part) > 20:
             raise ConfigError(f"--ranks {text!r} has {part!r}: expected numbers such as 8,64,512, or 1-4096")
-        found |= _powers_of_two(int(first), int(last)) if dash else {int(first)}
-    if not found or min(found) < 1 or max(found) > _MAX_RANKS:
+        counts |= _powers_of_two(int(first), int(last)) if dash else {int(first)}
+    if not counts or min(counts) < 1 or max(counts) > _MAX_RANKS:
         raise ConfigError(
             f"--ranks {text!r}: expected numbers from 1 to {_MAX_RANKS:,}; a range such as 1-4096 stands for the "
             "powers of two in it, of which there must be one"
         )
-    return sorted(found)
+    return sorted(counts)
 
 
 def _powers_of_two(first: int, last: int) -> set[int]:
@@ -88,7 +88,7 @@ def _powers_of_two(first: int, last: int) -> set[int]:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Short, in decimal units: 31.4 GB."""
+    """Format in decimal units, such as 31.4 GB."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             value = nbytes / size
@@ -104,7 +104,7 @@ def format_seconds(seconds: float) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a user wants to have planned, from the words of the command line.
+# Requests.
 
 
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -114,16 +114,16 @@ PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "bf16+fp32": (torch.bfloat16, torch.float32),
     "fp16+fp32": (torch.float16, torch.float32),
 }
-"""Dtypes of parameters, and of more precise copies of them."""
+"""Dtype of parameters, and of master weights if there are any."""
 REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MUON_ADAMW = "muon+adamw"
 _MUON_EXCLUDED_WORDS = ("embed", "head", "wte", "wpe")
-"""Words in names of matrices that are not Muon's: embeddings and heads."""
+"""Words in the names of matrices that Muon should not update: embeddings and heads."""
 
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """A name of torch's, or of a class anywhere; `muon+adamw` are two, with rules."""
+    """An optimizer by name: of torch.optim, an importable class, or `muon+adamw`, which stands for two with rules."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -135,13 +135,13 @@ class OptimizerChoice:
             )
 
     def resolve(self, model: ModelShape) -> Any:
-        """What `plan` takes."""
+        """Return the optimizer class, or the rules, for `plan`."""
         return _muon_adamw_rules(model) if self.name.lower() == MUON_ADAMW else resolve_optimizer_class(self.name)
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """All that `plan` is asked for, but the optimizer and the precision."""
+    """The arguments of `plan`, except optimizer and precision."""
 
     model: ModelShape
     ranks: Sequence[int]
@@ -152,55 +152,59 @@ class PlanRequest:
     shard_group_size: int | None = None
 
     def make_plan(self, optimizer: OptimizerChoice, precision: str | None, ranks: Sequence[int] | None = None) -> Plan:
-        """`precision`: None leaves the model as it is."""
+        """Make the plan. `precision=None` keeps the dtypes of the model; `ranks` replaces the requested ones."""
         model, config = self.model, self.config
         if precision is not None:
-            dtype, masters = _parse_precision(precision)
-            model, config = model.cast(dtype), replace(config, master_dtype=masters)
-        asked: dict[str, Any] = {
+            dtype, master_dtype = _parse_precision(precision)
+            model, config = model.cast(dtype), replace(config, master_dtype=master_dtype)
+        arguments: dict[str, Any] = {
             "ranks": ranks or self.ranks,
             "config": config,
             "memory": self.memory,
             "network": self.network,
             "shard_group_size": self.shard_group_size,
         }
-        made = optimizer.resolve(model)
+        optimizer_class = optimizer.resolve(model)
         try:
-            return plan(model, made, activations=self.activations, **asked, **optimizer.options)
+            return plan(model, optimizer_class, activations=self.activations, **arguments, **optimizer.options)
         except (ZeroError, TypeError):
             raise
-        except Exception as error:  # of a class that anybody may have written
+        except Exception as error:  # user-defined optimizers may raise anything
             raise ConfigError(
                 f"{optimizer.name} cannot be stepped to see what it keeps: {type(error).__name__}: {error}"
             ) from error
 
 
 def resolve_optimizer_class(name: str) -> Any:
-    """`AdamW`, `package.module:Class` or `file.py:Class`."""
-    found = import_object(name, "a class of optimizers") if ":" in name else getattr(torch.optim, name, None)
-    if found is None:
-        alike = [it for it in dir(torch.optim) if it.lower() == name.lower()]
+    """Return the class of a name such as `AdamW`, `package.module:Class` or `file.py:Class`."""
+    optimizer_class = import_object(name, "a class of optimizers") if ":" in name else getattr(torch.optim, name, None)
+    if optimizer_class is None:
+        similar = [candidate for candidate in dir(torch.optim) if candidate.lower() == name.lower()]
         raise ConfigError(
-            f"--optimizer {name!r} is no class of torch.optim, such as {(alike or ['AdamW'])[0]}. Expected one of "
+            f"--optimizer {name!r} is no class of torch.optim, such as {(similar or ['AdamW'])[0]}. Expected one of "
             f"these, {MUON_ADAMW}, package.module:Class or file.py:Class"
         )
-    if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer) or found is torch.optim.Optimizer:
-        raise ConfigError(f"--optimizer {name!r} is {found!r}: expected a class of optimizers, such as AdamW")
-    return found
+    if (
+        not isinstance(optimizer_class, type)
+        or not issubclass(optimizer_class, torch.optim.Optimizer)
+        or optimizer_class is torch.optim.Optimizer
+    ):
+        raise ConfigError(f"--optimizer {name!r} is {optimizer_class!r}: expected a class of optimizers, such as AdamW")
+    return optimizer_class
 
 
 def parse_options(text: str | None) -> dict[str, Any]:
-    """Of `lr=1e-3,betas=(0.9,0.95)`. Values are literals: nothing is run."""
+    """Parse options such as `lr=1e-3,betas=(0.9,0.95)`. Values are literals: no code is run."""
     if not text:
         return {}
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise ValueError("a value without a name")
-        found = {str(it.arg): ast.literal_eval(it.value) for it in call.keywords if it.arg}
-        if len(found) < len(call.keywords):
+        options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
+        if len(options) < len(call.keywords):
             raise ValueError("a name twice, or none")
-        return found
+        return options
     except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError) as error:
         raise ConfigError(
             f"--options {text!r} cannot be read: expected name=value,..., such as lr=1e-3,nesterov=True"
@@ -219,8 +223,8 @@ def make_config(*, peer_checkpoint: bool, offload: bool, bucket: str | None, red
 
 
 def make_network(bandwidth: str, latency: str, within: str | None) -> Network:
-    row = None if within is None else parse_bandwidth("--bandwidth-within", within)
-    return Network(parse_bandwidth("--bandwidth", bandwidth), parse_seconds("--latency", latency), row)
+    within_bandwidth = None if within is None else parse_bandwidth("--bandwidth-within", within)
+    return Network(parse_bandwidth("--bandwidth", bandwidth), parse_seconds("--latency", latency), within_bandwidth)
 
 
 def _parse_precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:
@@ -230,17 +234,17 @@ def _parse_precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:
 
 
 def _muon_adamw_rules(model: ModelShape) -> list[ParamRule]:
-    """Words that are in no name are left out, since they would be warned of."""
+    """Return rules for Muon and AdamW. Excluded words without a match are dropped, since they would cause warnings."""
     words = [
         word
         for word in _MUON_EXCLUDED_WORDS
-        if any(not matrix_params((word,))(it.name, it.to_meta_param()) for it in _matrix_shapes(model))
+        if any(
+            not matrix_params((word,))(param.name, param.to_meta_param())
+            for param in model.params
+            if len(param.shape) == 2
+        )
     ]
     chosen = matrix_params(tuple(words))
-    takes = [chosen(it.name, it.to_meta_param()) for it in model.params]
+    is_muon = [chosen(param.name, param.to_meta_param()) for param in model.params]
     rules = [ParamRule(chosen, torch.optim.Muon), ParamRule(remaining_params, torch.optim.AdamW)]
-    return [rule for rule, taken in zip(rules, (any(takes), not all(takes)), strict=True) if taken]
-
-
-def _matrix_shapes(model: ModelShape) -> list[Any]:
-    return [it for it in model.params if len(it.shape) == 2]
+    return [rule for rule, is_used in zip(rules, (any(is_muon), not all(is_muon)), strict=True) if is_used]
