@@ -1,4 +1,4 @@
-"""The command `zeroshard`, also as `python -m zeroshard`."""
+"""Entry point of `zeroshard` and `python -m zeroshard`. `run`, `doctor` and `--version` need only torch."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def _plain(name: str) -> Callable[[Sequence[str]], int] | None:
-    """A command that needs torch alone."""
+    """Return a command that needs only torch, or None if `name` is another one."""
     if name == "--version":
         return _version
     if name == "run":

@@ -1,1 +1,1 @@
-"""The command line: what is in a checkpoint, and checkpoints in other formats."""
+"""The command line: `zeroshard plan`, `checkpoint inspect`, `checkpoint convert`, `run` and `doctor`."""

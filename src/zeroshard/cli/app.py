@@ -1,4 +1,4 @@
-"""The commands."""
+"""The `zeroshard` command line application. Needs the extra `zeroshard[cli]`."""
 
 import json
 import sys
@@ -31,11 +31,11 @@ from .checkpoint import (
 from .plan import plan
 
 _TABLE_WIDTH = 160
-"""Of tables that are not shown in a terminal."""
+"""Width of tables that are not printed to a terminal."""
 
 
 class TargetFormat(str, Enum):
-    """The formats, as choices of an option."""
+    """Choices of `convert --to`, the keys of `FORMAT_WRITERS`."""
 
     torch = "torch"
     dcp = "dcp"
@@ -57,7 +57,7 @@ def global_options(
     version: Annotated[bool, typer.Option("--version", help="Say which zeroshard this is.")] = False,
 ) -> None:
     """Plan memory and traffic; look at jobs and at checkpoints, convert these, run scripts."""
-    del version  # is answered before: that needs no extra
+    del version  # handled in __main__, which works without the extra
 
 
 @checkpoints.command()
@@ -98,7 +98,7 @@ _PASSTHROUGH_SETTINGS: dict[str, Any] = {
     "allow_extra_args": True,
     "allow_interspersed_args": False,
 }
-"""A command that reads its arguments itself."""
+"""Settings of commands that parse their own arguments."""
 
 
 @app.command(context_settings=_PASSTHROUGH_SETTINGS, add_help_option=False)
@@ -114,10 +114,10 @@ def doctor(context: typer.Context) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit. What is wrong with a checkpoint or a file is said in a sentence."""
+    """Run a command and exit. `ZeroError` and `OSError` are printed as one line, without a traceback."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is as it should be
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # not needed here
             app(args=None if arguments is None else list(arguments), prog_name="zeroshard")
     except (ZeroError, OSError) as error:
         typer.echo(f"Error: {replace_unprintable(str(error))}", err=True)
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def _progress_bar(label: str) -> Iterator[Progress]:
-    """Shown at a terminal: the bytes that were checked and written."""
+    """Show the bytes that were verified and written, if stderr is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console, last = Console(stderr=True), TimeRemainingColumn()
     with Bars(*columns, last, console=console, transient=True, disable=not console.is_terminal) as bars:

@@ -1,4 +1,4 @@
-"""A plan as a table for terminals: a section a number of ranks, a row a method."""
+"""`zeroshard plan`: the command, and a plan as a table for terminals."""
 
 import json
 import sys
@@ -45,13 +45,13 @@ from ..planner.request import (
 from ..planner.shapes import freeze_params, load_model_shape
 
 _MIN_WIDE_COLUMNS = 140
-"""Columns, from which on there is room for bars."""
+"""Terminal width from which on the table has bars and long headings."""
 _BAR_COLUMNS = 24
 
 
 @dataclass(frozen=True)
 class Column:
-    """`cell`: of an estimate. `narrow`: its heading where there is little room."""
+    """A column of the table. `narrow_heading` is used in narrow terminals."""
 
     heading: str
     narrow_heading: str
@@ -60,6 +60,7 @@ class Column:
 
 
 def print_plan(plan: Plan, console: Console) -> None:
+    """Print the table with one section per number of ranks and one row per method, and explain it."""
     wide = console.width >= _MIN_WIDE_COLUMNS
     unit = display_unit(plan)
     console.print(
@@ -88,36 +89,40 @@ def _plan_table(plan: Plan, unit: tuple[str, float], is_wide: bool) -> Table:
             justify="left" if column.justify == "left" else "right",
             no_wrap=True,
         )
-    for number in sorted({it.ranks for it in plan}):
-        words = "1 rank" if number == 1 else f"{number:,} ranks"
-        table.add_row(Text(words, style="bold cyan"), *[""] * (len(columns) - 1))
-        for it in plan:
-            if it.ranks == number:
-                table.add_row(*(column.cell(it) for column in columns))
+    for ranks in sorted({estimate.ranks for estimate in plan}):
+        title = "1 rank" if ranks == 1 else f"{ranks:,} ranks"
+        table.add_row(Text(title, style="bold cyan"), *[""] * (len(columns) - 1))
+        for estimate in plan:
+            if estimate.ranks == ranks:
+                table.add_row(*(column.cell(estimate) for column in columns))
         table.add_section()
     return table
 
 
 def _plan_columns(plan: Plan, unit: tuple[str, float], is_wide: bool) -> list[Column]:
     def memory_cell(name: str) -> Callable[[Estimate], str]:
-        return lambda it: _format_in_unit(unit, getattr(it.memory, name))
+        return lambda estimate: _format_in_unit(unit, getattr(estimate.memory, name))
 
     return [
-        Column("method", "method", lambda it: f"  {it.method}", "left"),
+        Column("method", "method", lambda estimate: f"  {estimate.method}", "left"),
         Column("parameters", "params", memory_cell("parameters")),
         Column("gradients", "grads", memory_cell("gradients")),
         Column("state", "state", memory_cell("state")),
         *([Column("masters", "masters", memory_cell("masters"))] if _has_memory(plan, "masters") else []),
         Column("total", "total", memory_cell("total")),
         Column("buffers", "buffers", memory_cell("buffers")),
-        Column("peak", "peak", lambda it: Text(_format_in_unit(unit, it.memory.peak), style="bold")),
-        Column("in", "in", lambda it: PHASE_LABELS[it.memory.peak_phase], "left"),
-        *([Column(_bar_heading(plan), "", lambda it: _memory_bar(plan, it), "left")] if is_wide else []),
+        Column("peak", "peak", lambda estimate: Text(_format_in_unit(unit, estimate.memory.peak), style="bold")),
+        Column("in", "in", lambda estimate: PHASE_LABELS[estimate.memory.peak_phase], "left"),
+        *([Column(_bar_heading(plan), "", lambda estimate: _memory_bar(plan, estimate), "left")] if is_wide else []),
         *([Column("host", "host", memory_cell("host"))] if _has_memory(plan, "host") else []),
-        Column("balance", "bal.", lambda it: f"{it.state_imbalance:.2f}"),
-        Column("sent a step", "sent", lambda it: format_bytes(it.traffic.sent)),
+        Column("balance", "bal.", lambda estimate: f"{estimate.state_imbalance:.2f}"),
+        Column("sent a step", "sent", lambda estimate: format_bytes(estimate.traffic.sent)),
         *([Column("network", "network", _network_cell)] if is_wide or not _has_memory(plan, "host") else []),
-        *([Column("fits", "fits", lambda it: _fits_cell(plan.fits(it)))] if plan.memory is not None else []),
+        *(
+            [Column("fits", "fits", lambda estimate: _fits_cell(plan.fits(estimate)))]
+            if plan.memory is not None
+            else []
+        ),
     ]
 
 
@@ -137,7 +142,7 @@ def _fits_cell(fits: bool | None) -> Text:
 
 
 def _bar_scale_bytes(plan: Plan) -> int:
-    return max(1, plan.memory or max(it.memory.peak for it in plan))
+    return max(1, plan.memory or max(estimate.memory.peak for estimate in plan))
 
 
 def _bar_heading(plan: Plan) -> str:
@@ -145,15 +150,15 @@ def _bar_heading(plan: Plan) -> str:
 
 
 def _memory_bar(plan: Plan, estimate: Estimate) -> Text:
-    """As long as the memory; a longer one ends in an arrow."""
-    row = {
+    """Draw the peak by category, scaled to the memory. A longer bar ends in an arrow."""
+    memory = {
         name: getattr(estimate.memory, name)
         for name in ("parameters", "gradients", "state", "masters", "activations", "peak")
     }
-    bar, done, drawn = Text(), 0, 0
-    for name, count in breakdown_at_peak(row, estimate.memory.peak_phase).items():
-        done += count
-        end = min(_BAR_COLUMNS, round(done * _BAR_COLUMNS / _bar_scale_bytes(plan)))
+    bar, total, drawn = Text(), 0, 0
+    for name, count in breakdown_at_peak(memory, estimate.memory.peak_phase).items():
+        total += count
+        end = min(_BAR_COLUMNS, round(total * _BAR_COLUMNS / _bar_scale_bytes(plan)))
         bar.append("█" * (end - drawn), style=MEMORY_COLOURS[name])
         drawn = max(drawn, end)
     bar.append("·" * (_BAR_COLUMNS - drawn), style="dim")
@@ -162,21 +167,23 @@ def _memory_bar(plan: Plan, estimate: Estimate) -> Text:
 
 def _bar_legend(plan: Plan) -> Text:
     drawn = [
-        it for it in MEMORY_COLOURS if it in ("parameters", "gradients", "state", "on top") or _has_memory(plan, it)
+        name
+        for name in MEMORY_COLOURS
+        if name in ("parameters", "gradients", "state", "on top") or _has_memory(plan, name)
     ]
-    return Text("   ").join(Text.assemble(("█ ", MEMORY_COLOURS[it]), it) for it in drawn)
+    return Text("   ").join(Text.assemble(("█ ", MEMORY_COLOURS[name]), name) for name in drawn)
 
 
 def _has_memory(plan: Plan, name: str) -> bool:
-    return any(getattr(it.memory, name) for it in plan)
+    return any(getattr(estimate.memory, name) for estimate in plan)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# `zeroshard plan`: will it fit, on how many ranks, and what does the network pay?
+# The command.
 
 
 _TABLE_WIDTH = 160
-"""Of tables that are not shown in a terminal."""
+"""Width of tables that are not printed to a terminal."""
 _MODEL_HELP = (
     "package.module:callable or file.py:callable that returns a module; a Transformers config.json or its directory; a "
     ".safetensors file or its index; a name such as gpt2-xl or llama-3-8b; or a number such as 7.5B"
@@ -196,8 +203,10 @@ def plan(
     activations: Annotated[str, typer.Option(help="what they take on a rank: 10GB")] = "0",
     bandwidth: Annotated[str, typer.Option(help="what a rank sends: 50GB/s, 400Gbit/s")] = "50GB/s",
     latency: Annotated[str, typer.Option(help="of a message: 10us")] = "10us",
-    shard_group_size: Annotated[int | None, typer.Option(help="ranks of a row that shares the state: 8")] = None,
-    bandwidth_within: Annotated[str | None, typer.Option(help="what a rank sends inside such a row: 450GB/s")] = None,
+    shard_group_size: Annotated[int | None, typer.Option(help="ranks per shard group: 8")] = None,
+    bandwidth_within: Annotated[
+        str | None, typer.Option(help="what a rank sends inside a shard group: 450GB/s")
+    ] = None,
     peer_checkpoint: Annotated[bool, typer.Option("--peer-checkpoint", help="with PeerCheckpoint()")] = False,
     offload: Annotated[bool, typer.Option("--offload", help="with CPUOffload()")] = False,
     bucket: Annotated[str | None, typer.Option(help="of FlatShards(): 128MiB")] = None,
@@ -207,9 +216,9 @@ def plan(
     picture: Annotated[Path | None, typer.Option(help="draw it: plan.png")] = None,
     html: Annotated[Path | None, typer.Option(help="a page to explore it in a browser: plan.html")] = None,
 ) -> None:
-    """Say how much memory a rank needs, by part, and what travels, before anything is allocated or trained."""
+    """Estimate per-rank memory and communication volume without allocating anything."""
     with _exit_on_usage_error():
-        wish = PlanRequest(
+        request = PlanRequest(
             freeze_params(load_model_shape(model), frozen or ()),
             parse_ranks(ranks),
             make_config(peer_checkpoint=peer_checkpoint, offload=offload, bucket=bucket, reduce=reduce),
@@ -218,8 +227,8 @@ def plan(
             make_network(bandwidth, latency, bandwidth_within),
             shard_group_size,
         )
-        asked = OptimizerChoice(optimizer, parse_options(options))
-        _output_plan(wish, asked, precision, as_json=as_json, picture=picture, html=html)
+        choice = OptimizerChoice(optimizer, parse_options(options))
+        _output_plan(request, choice, precision, as_json=as_json, picture=picture, html=html)
 
 
 def _output_plan(
@@ -231,12 +240,12 @@ def _output_plan(
     picture: Path | None,
     html: Path | None,
 ) -> None:
-    found = request.make_plan(optimizer, precision)
+    plan = request.make_plan(optimizer, precision)
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=2))
+        typer.echo(json.dumps(plan.as_dict(), indent=2))
     else:
-        print_plan(found, Console() if sys.stdout.isatty() else Console(width=_TABLE_WIDTH))
-    drawn = None if picture is None else draw_plan(found, picture)
+        print_plan(plan, Console() if sys.stdout.isatty() else Console(width=_TABLE_WIDTH))
+    drawn = None if picture is None else draw_plan(plan, picture)
     if html is not None:
         with Console(stderr=True).status("The page has numbers for many choices: half a minute"):
             write_page(request, optimizer, precision, html)
@@ -246,11 +255,11 @@ def _output_plan(
 
 @contextmanager
 def _exit_on_usage_error() -> Iterator[None]:
-    """What is wrong with a word of the command line ends it as a wrong option does."""
+    """Report an invalid argument like a wrong option: one line and exit status 2."""
     try:
         yield
     except CheckpointError:
-        raise  # of a file
-    except (ValueError, TypeError) as error:  # also those that an optimizer raises for its options
+        raise  # concerns a file, not the usage
+    except (ValueError, TypeError) as error:  # including those of an optimizer that rejects its options
         typer.echo(f"Error: {replace_unprintable(str(error))}", err=True)
         raise typer.Exit(2) from None

@@ -1,1 +1,1 @@
-"""`zeroshard doctor`: is this job fit for training, and with which options?"""
+"""`zeroshard doctor`: check whether a job is ready for training, and recommend options."""
