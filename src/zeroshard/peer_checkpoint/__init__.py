@@ -1,4 +1,4 @@
-"""In-memory checkpoints: a copy of each rank's shards on another rank, and recovery from the copies."""
+"""In-memory checkpoints: each rank stores a snapshot of its shard on a peer, from which a lost rank is restored."""
 
 from .restore import restore_from_peers
 from .snapshot import PeerSnapshots

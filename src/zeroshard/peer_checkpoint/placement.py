@@ -1,14 +1,15 @@
-"""Which rank keeps the second copy of which: one in another failure domain, wherever there is one."""
+"""Choose the peer that stores each rank's snapshot: in another failure domain, if there is one."""
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 
 
 def assign_peers(failure_domains: Sequence[Hashable]) -> list[int]:
-    """For each rank the one that keeps its copy. `domains`: what fails together with each rank, a host for example.
+    """Return the peer that stores the snapshot of each rank.
 
-    Every rank keeps one copy. Only where a domain has more than half of the ranks, all others share its copies evenly.
-    A rank that is alone keeps its own.
+    Ranks with equal failure domains, hosts for example, are expected to fail together. Each rank stores one snapshot
+    for another. If one domain has more than half of the ranks, the ranks outside it share its snapshots evenly. A
+    single rank is its own peer.
     """
     members: dict[Hashable, list[int]] = defaultdict(list)
     for rank, domain in enumerate(failure_domains):
@@ -18,27 +19,29 @@ def assign_peers(failure_domains: Sequence[Hashable]) -> list[int]:
     if len(members) == 1:
         return _rotate(ring, 1)
     if 2 * len(largest) <= len(ring):
-        # One turn by the largest domain leads out of every domain, and never round into it again.
+        # Rotating by the size of the largest domain leaves every domain and cannot wrap around into it again.
         return _rotate(ring, len(largest))
     others = [rank for rank in ring if failure_domains[rank] != failure_domains[largest[0]]]
-    found = {rank: others[place % len(others)] for place, rank in enumerate(largest)}
-    found |= dict(zip(others, largest, strict=False))
-    return [found[rank] for rank in range(len(ring))]
+    peers = {rank: others[position % len(others)] for position, rank in enumerate(largest)}
+    peers |= dict(zip(others, largest, strict=False))
+    return [peers[rank] for rank in range(len(ring))]
 
 
 def ranks_stored_on(peers: Sequence[int], rank: int) -> list[int]:
-    """The other ranks whose copies a rank keeps."""
-    return [other for other, keeper in enumerate(peers) if keeper == rank != other]
+    """Return the other ranks whose snapshots `rank` stores."""
+    return [other for other, peer in enumerate(peers) if peer == rank != other]
 
 
 def max_shards_per_rank(world_size: int, failure_domain_size: int | None) -> int:
-    """How many shares a rank holds at most, its own among them. `apart` consecutive ranks fail together; None is
-    unknown, and then each keeps one for another."""
-    found = assign_peers([rank // (failure_domain_size or 1) for rank in range(world_size)])
-    kept = Counter(keeper for rank, keeper in enumerate(found) if keeper != rank)
-    return 1 + max(kept.values(), default=0)
+    """Return how many shards a rank stores at most, including its own.
+
+    `failure_domain_size` consecutive ranks fail together; if None (unknown), each rank stores one for another.
+    """
+    peers = assign_peers([rank // (failure_domain_size or 1) for rank in range(world_size)])
+    stored = Counter(peer for rank, peer in enumerate(peers) if peer != rank)
+    return 1 + max(stored.values(), default=0)
 
 
 def _rotate(ring: Sequence[int], offset: int) -> list[int]:
-    found = {rank: ring[(place + offset) % len(ring)] for place, rank in enumerate(ring)}
-    return [found[rank] for rank in range(len(ring))]
+    peers = {rank: ring[(position + offset) % len(ring)] for position, rank in enumerate(ring)}
+    return [peers[rank] for rank in range(len(ring))]

@@ -1,4 +1,8 @@
-"""`restore`: an optimizer and its model as they were when the last copy was taken, from what ranks hold in memory."""
+"""`restore_from_peers`: restore an optimizer and its model from the snapshots that the remaining ranks hold in memory.
+
+All ranks agree on the newest snapshot of which every shard is left, exchange slices of its shards according to the new
+layout, and load the result. The world size may differ from that of the snapshot.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -28,41 +32,49 @@ from .snapshot import (
     slice_shard,
 )
 
-_CALL_NAME = "restore"
+_CALL_NAME = "restore_from_peers"
 SliceForRank = Callable[[int, Rank], Any]
-"""What a rank gets of a share: of its number, and the rank."""
+"""Takes a shard index and a rank; returns the slice of that shard that the rank needs."""
 
 
 def restore_from_peers(optimizer: ZeroRedundancyOptimizer, snapshots: PeerSnapshots | None) -> int:
-    """Put `optimizer`, and the model of `shard`, back to the last step of which all is left in the copies.
+    """Restore `optimizer`, its parameters and, with `shard`, the model's buffers from the newest complete snapshot.
 
-    Called on all ranks of a new process group, as many as there are now, with an optimizer made anew over the same
-    model. No file is read. Each rank gives what it holds, `peer_checkpoint` of its former optimizer; a process that has
-    just begun gives None. Gradients are dropped. Either all ranks are put back or nothing changes.
+    Call on all ranks of a new process group of any size, with a new optimizer over the same model. No file is read.
+    Gradients are dropped. Either all ranks are restored or nothing changes.
 
-    Returns the number of steps after which the copy was taken, from which the new optimizer counts on. If it makes
-    copies itself, the first of them is whole by then, and held by `copies`, where there were any.
+    Args:
+        optimizer: the new optimizer.
+        snapshots: `peer_snapshots` of this process's former optimizer; None in a process that has just started.
+
+    Returns:
+        The step of the snapshot, from which the new optimizer continues to count. If the optimizer takes peer
+        checkpoints itself, the first of them is complete by then; `snapshots` holds it, unless that is None.
+
+    Raises:
+        CheckpointError: shards of every snapshot were lost, or the snapshots belong to another model.
     """
-    if not isinstance(optimizer, ZeroRedundancyOptimizer):  # nor are there ranks to tell of it
-        raise TypeError(f"restore() takes a sharded optimizer, not a {type(optimizer).__name__}")
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):  # without one, there is no group to report the error to
+        raise TypeError(f"restore_from_peers() takes a sharded optimizer, not a {type(optimizer).__name__}")
     with optimizer._engine.comm.profiler.phase(Phase.RESTORE_FROM_PEERS):
         return _restore(optimizer, snapshots)
 
 
 def _restore(optimizer: ZeroRedundancyOptimizer, snapshots: PeerSnapshots | None) -> int:
     engine, comm = optimizer._engine, optimizer._engine.comm
-    generations = prepare_all(comm, _CALL_NAME, lambda: Prepared(_collect_local_snapshots(optimizer, snapshots)))
-    exchange = _ShardExchange(comm, _take_inventory(comm, generations), generations)
-    common = exchange.run([SHARED_STATE], lambda share, _: exchange.local_shards[share])[0]
-    prepare_all(comm, _CALL_NAME, lambda: _check_same_model(common, engine, optimizer._model_buffers()))
-    rebuilt = _assemble_local_shard(exchange, engine)
-    state_dict = {"state": rebuilt.state | common["others"], "param_groups": common["groups"], **common["extra"]}
+    local_snapshots = prepare_all(comm, _CALL_NAME, lambda: Prepared(_collect_local_snapshots(optimizer, snapshots)))
+    exchange = _ShardExchange(comm, _take_inventory(comm, local_snapshots), local_snapshots)
+    shared = exchange.run([SHARED_STATE], lambda shard, _: exchange.local_shards[shard])[0]
+    prepare_all(comm, _CALL_NAME, lambda: _check_same_model(shared, engine, optimizer._model_buffers()))
+    assembled = _assemble_local_shard(exchange, engine)
+    state_dict = {"state": assembled.state | shared["others"], "param_groups": shared["groups"], **shared["extra"]}
     optimizer.load_state_dict(state_dict, assign=True)
-    _write_params_and_buffers(engine, rebuilt, optimizer._model_buffers(), common["buffers"])
+    _write_params_and_buffers(engine, assembled, optimizer._model_buffers(), shared["buffers"])
     engine.steps = exchange.inventory.step
     optimizer.zero_grad()
-    if optimizer._peer_checkpointer is not None:  # of the old copies the next loss might leave too little
-        # Hazard: until all ranks have the new copy the old one is all there is, also for those that never return here.
+    if optimizer._peer_checkpointer is not None:  # the old snapshot might not survive the loss of another rank
+        # Hazard: until all ranks have the new snapshot, the old one is the only complete one, also for ranks that fail
+        # here and never return. Keep it.
         optimizer._peer_checkpointer.snapshots = snapshots or optimizer._peer_checkpointer.snapshots
         optimizer._peer_checkpointer.snapshots.mark_complete(exchange.inventory.optimizer_id, exchange.inventory.step)
         optimizer._peer_checkpointer.capture(engine, optimizer.param_groups, optimizer._model_buffers)
@@ -71,10 +83,11 @@ def _restore(optimizer: ZeroRedundancyOptimizer, snapshots: PeerSnapshots | None
 
 
 def _collect_local_snapshots(optimizer: ZeroRedundancyOptimizer, snapshots: PeerSnapshots | None) -> list[Snapshot]:
-    """What this rank brings."""
+    """Return the snapshots on this rank, after checking the arguments and waiting for the engine."""
     if snapshots is not None and not isinstance(snapshots, PeerSnapshots):
         raise TypeError(
-            f"restore() takes what a former optimizer has as peer_snapshots, or None, not a {type(snapshots).__name__}"
+            f"restore_from_peers() takes what a former optimizer has as peer_snapshots, or None, not a "
+            f"{type(snapshots).__name__}"
         )
     optimizer._require_final_layout(_CALL_NAME)
     optimizer._engine.check_groups(optimizer.param_groups)
@@ -83,38 +96,43 @@ def _collect_local_snapshots(optimizer: ZeroRedundancyOptimizer, snapshots: Peer
 
 
 class SnapshotInventory(NamedTuple):
-    """The generation that all ranks together can put together."""
+    """The newest snapshot of which the ranks together hold all shards."""
 
     optimizer_id: int
     step: int
     num_shards: int
     shard_holders: dict[int, list[Rank]]
-    """The ranks that hold each share."""
+    """The ranks that hold each shard, of `comm.data_parallel`."""
     shard_ranks: list[Rank]
-    """Of all ranks: their places in the new layout."""
+    """For each rank of `comm.data_parallel`, its rank in the new layout."""
 
     def select_source(self, shard: int, target: Rank) -> Rank:
-        """Who gives a share to a rank: itself, if it can."""
+        """Return the rank that sends `shard` to `target`: itself if it holds the shard."""
         holders = self.shard_holders[shard]
         return target if target in holders else holders[0]
 
 
 def _take_inventory(comm: Comm, snapshots: Sequence[Snapshot]) -> SnapshotInventory:
-    """All ranks find, or raise, the same."""
-    mine = [f"{it.optimizer_id} {it.step} {it.num_shards} {' '.join(map(str, sorted(it.shards)))}" for it in snapshots]
-    seats, found = [], defaultdict[tuple[int, int, int], dict[int, list[Rank]]](lambda: defaultdict(list))
-    for rank, text in enumerate(_all_gather_text(comm.data_parallel, "\n".join([str(comm.group.rank), *mine]))):
-        seat, *lines = text.splitlines()
-        seats.append(Rank(int(seat)))
+    """Choose the newest complete snapshot. Call on all ranks; all return, or raise, the same."""
+    local_lines = [
+        f"{snapshot.optimizer_id} {snapshot.step} {snapshot.num_shards} {' '.join(map(str, sorted(snapshot.shards)))}"
+        for snapshot in snapshots
+    ]
+    shard_ranks: list[Rank] = []
+    holders = defaultdict[tuple[int, int, int], dict[int, list[Rank]]](lambda: defaultdict(list))
+    for rank, text in enumerate(_all_gather_text(comm.data_parallel, "\n".join([str(comm.group.rank), *local_lines]))):
+        shard_rank, *lines = text.splitlines()
+        shard_ranks.append(Rank(int(shard_rank)))
         for line in lines:
-            step, tag, places, *shares = (int(number) for number in _reorder_step_first(line))
-            for share in shares:
-                found[step, tag, places][share].append(Rank(rank))
-    newest_first = sorted(found, reverse=True)
-    for step, tag, places in newest_first:
-        if found[step, tag, places].keys() >= {SHARED_STATE, *range(places)}:
-            return SnapshotInventory(tag, step, places, found[step, tag, places], seats)
-    raise CheckpointError(_format_missing_shards(newest_first, found))
+            step, optimizer_id, num_shards, *shards = (int(number) for number in _reorder_step_first(line))
+            for shard in shards:
+                holders[step, optimizer_id, num_shards][shard].append(Rank(rank))
+    newest_first = sorted(holders, reverse=True)
+    for step, optimizer_id, num_shards in newest_first:
+        shard_holders = holders[step, optimizer_id, num_shards]
+        if shard_holders.keys() >= {SHARED_STATE, *range(num_shards)}:
+            return SnapshotInventory(optimizer_id, step, num_shards, shard_holders, shard_ranks)
+    raise CheckpointError(_format_missing_shards(newest_first, holders))
 
 
 def _all_gather_text(data_parallel: Comm, text: str) -> list[str]:
@@ -124,115 +142,125 @@ def _all_gather_text(data_parallel: Comm, text: str) -> list[str]:
 
 
 def _reorder_step_first(line: str) -> list[str]:
-    tag, step, *rest = line.split()
-    return [step, tag, *rest]
+    optimizer_id, step, *rest = line.split()
+    return [step, optimizer_id, *rest]
 
 
 def _format_missing_shards(
     newest_first: list[tuple[int, int, int]], holders_by_snapshot: dict[tuple[int, int, int], dict[int, list[Rank]]]
 ) -> str:
     if not newest_first:
-        return "restore: no rank holds a copy. Load a checkpoint, or begin anew."
-    step, _, places = newest_first[0]
-    lost = sorted(({SHARED_STATE, *range(places)}) - holders_by_snapshot[newest_first[0]].keys())
-    ranks = sorted({max(it, 0) for it in lost})
+        return f"{_CALL_NAME}: no rank holds a copy. Load a checkpoint, or start from scratch."
+    step, _, num_shards = newest_first[0]
+    lost = sorted(({SHARED_STATE, *range(num_shards)}) - holders_by_snapshot[newest_first[0]].keys())
+    ranks = sorted({max(shard, 0) for shard in lost})  # rank 0 provides the shared state
     return (
-        f"restore: of the copy of step {step}, which {places} ranks had divided, nobody here holds the share of "
-        f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}: it was lost with those who held it, "
+        f"{_CALL_NAME}: of the copy of step {step}, which {num_shards} ranks had divided, nobody here holds the share "
+        f"of {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}: it was lost with those who held it, "
         "and no older copy is whole. Nothing was changed. Load a checkpoint."
     )
 
 
 class _ShardExchange:
-    """Shares of one generation go to where they are wanted, in the same order on all ranks."""
+    """Sends shards of one snapshot to the ranks that need them, in the same order on all ranks."""
 
     def __init__(self, comm: Comm, inventory: SnapshotInventory, snapshots: Sequence[Snapshot]) -> None:
         self._comm, self.inventory = comm, inventory
-        chosen = [it for it in snapshots if (it.optimizer_id, it.step) == (inventory.optimizer_id, inventory.step)]
-        shares = [item for it in chosen for item in it.shards.items()]
-        self.local_shards: dict[int, Any] = {number: unpack_from_buffers(share) for number, share in shares}
+        chosen = [
+            snapshot
+            for snapshot in snapshots
+            if (snapshot.optimizer_id, snapshot.step) == (inventory.optimizer_id, inventory.step)
+        ]
+        packed_shards = [item for snapshot in chosen for item in snapshot.shards.items()]
+        self.local_shards: dict[int, Any] = {index: unpack_from_buffers(packed) for index, packed in packed_shards}
 
     def run(self, shards: Sequence[int], slice_for_rank: SliceForRank) -> list[Any]:
-        """What this rank gets, as values of its own. What cannot be given is raised on all ranks before it is sent."""
-        everyone = self._comm.data_parallel
-        me, targets = everyone.group.rank, [Rank(rank) for rank in range(everyone.group.size)]
-        plan = [(share, self.inventory.select_source(share, target), target) for share in shards for target in targets]
+        """Return what this rank gets of each shard, as copies. Call on all ranks.
+
+        If a rank cannot slice or serialize a shard, all ranks raise before anything is sent.
+        """
+        data_parallel = self._comm.data_parallel
+        this_rank, targets = data_parallel.group.rank, [Rank(rank) for rank in range(data_parallel.group.size)]
+        plan = [(shard, self.inventory.select_source(shard, target), target) for shard in shards for target in targets]
 
         def prepare() -> Prepared[dict[tuple[int, Rank], Any]]:
-            mine = [(share, target) for share, source, target in plan if source == me]
             return Prepared(
                 {
-                    it: snapshot_to_host(slice_for_rank(*it)) if it[1] == me else StateSender(slice_for_rank(*it))
-                    for it in mine
+                    (shard, target): snapshot_to_host(slice_for_rank(shard, target))
+                    if target == this_rank
+                    else StateSender(slice_for_rank(shard, target))
+                    for shard, source, target in plan
+                    if source == this_rank
                 }
             )
 
-        ready = prepare_all(self._comm, _CALL_NAME, prepare)
-        types = {name for it in ready.values() if isinstance(it, StateSender) for name in it.custom_types}
+        slices = prepare_all(self._comm, _CALL_NAME, prepare)
+        types = {name for item in slices.values() if isinstance(item, StateSender) for name in item.custom_types}
         check_types_allowed(self._comm, _CALL_NAME, sorted(types))
         received = []
-        for share, source, target in plan:
-            if target == me:
-                received.append(ready[share, me] if source == me else receive_state(everyone, source))
-            elif source == me:
-                ready.pop((share, target)).send(everyone, target)
+        for shard, source, target in plan:
+            if target == this_rank:
+                is_local = source == this_rank
+                received.append(slices[shard, this_rank] if is_local else receive_state(data_parallel, source))
+            elif source == this_rank:  # drop the sender once it is done, to free its memory
+                slices.pop((shard, target)).send(data_parallel, target)
         return received
 
 
 def _assemble_local_shard(exchange: _ShardExchange, engine: Engine) -> AssembledShard:
-    """What this rank is going to hold. On all ranks."""
-    layout, seats = engine.layout, exchange.inventory.shard_ranks
+    """Return what this rank owns in the new layout. Call on all ranks."""
+    layout, shard_ranks = engine.layout, exchange.inventory.shard_ranks
 
     def slice_for_rank(shard: int, target: Rank) -> Any:
-        return slice_shard(exchange.local_shards[shard], layout.params, _owned_spans(layout, seats[target]))
+        return slice_shard(exchange.local_shards[shard], layout.params, _owned_spans(layout, shard_ranks[target]))
 
-    parts = exchange.run(range(exchange.inventory.num_shards), slice_for_rank)
+    slices = exchange.run(range(exchange.inventory.num_shards), slice_for_rank)
 
     def prepare() -> Prepared[AssembledShard]:
-        rebuilding = ShardAssembler(layout.params, _owned_spans(layout, engine.comm.group.rank))
-        while parts:
-            rebuilding.add(parts.pop())
-        rebuilt = rebuilding.assemble()
-        for index, state in rebuilt.state.items():
+        assembler = ShardAssembler(layout.params, _owned_spans(layout, engine.comm.group.rank))
+        while slices:
+            assembler.add(slices.pop())
+        assembled = assembler.assemble()
+        for index, state in assembled.state.items():
             if not engine.owns_state(index, MASTER_KEY):
                 state.pop(MASTER_KEY, None)
-        return Prepared(rebuilt)
+        return Prepared(assembled)
 
     return prepare_all(engine.comm, _CALL_NAME, prepare)
 
 
 def _owned_spans(layout: Layout, rank: Rank) -> dict[int, Span]:
-    """What a rank owns of which parameters."""
-    return {piece.param: piece.in_param for bucket in layout.buckets for piece in bucket.param_shards_of_rank(rank)}
+    """Return the span that `rank` owns of each of its parameters."""
+    return {shard.param: shard.in_param for bucket in layout.buckets for shard in bucket.param_shards_of_rank(rank)}
 
 
 def _check_same_model(shared_state: dict[str, Any], engine: Engine, buffers: NamedBuffers) -> Prepared[None]:
-    """Raises if the copies are not of this model."""
-    ours = [*describe_params(engine), *(f"buffer {name}: shape {tuple(it.shape)}" for name, it in buffers.items())]
-    theirs = [
-        *shared_state["params"],
-        *(f"buffer {name}: shape {tuple(it.shape)}" for name, it in shared_state["buffers"].items()),
-    ]
-    ours, theirs = [*ours, "nothing more"], [*theirs, "nothing more"]
-    for mine, other in zip(ours, theirs, strict=False):
-        if mine != other:
+    """Raise `CheckpointError` if the snapshots belong to another model."""
+    current = [*describe_params(engine), *_describe_buffers(buffers), "nothing more"]
+    saved = [*shared_state["params"], *_describe_buffers(shared_state["buffers"]), "nothing more"]
+    for current_line, saved_line in zip(current, saved, strict=False):
+        if current_line != saved_line:
             raise CheckpointError(
-                f"restore: the copies are of another model, or of parameters in another order. They have {other}, and "
-                f"this optimizer has {mine}. Nothing was changed."
+                f"{_CALL_NAME}: the copies are of another model, or of parameters in another order. They have "
+                f"{saved_line}, and this optimizer has {current_line}. Nothing was changed."
             )
     return Prepared(None)
+
+
+def _describe_buffers(buffers: NamedBuffers) -> list[str]:
+    return [f"buffer {name}: shape {tuple(buffer.shape)}" for name, buffer in buffers.items()]
 
 
 @torch.no_grad()
 def _write_params_and_buffers(
     engine: Engine, assembled: AssembledShard, buffers: NamedBuffers, buffer_values: NamedBuffers
 ) -> None:
-    """Parameters and buffers. On all ranks."""
+    """Write this rank's parameter shards and all buffers, and broadcast the parameters. Call on all ranks."""
     for index, flat in assembled.weights.items():
         engine.shard_tensor(index).local.copy_(flat)
-        copy = engine.master_shard_tensor(index)
-        if copy is not None and MASTER_KEY not in assembled.state.get(index, {}):
-            copy.local.copy_(flat)
+        master = engine.master_shard_tensor(index)
+        if master is not None and MASTER_KEY not in assembled.state.get(index, {}):
+            master.local.copy_(flat)
     for name, value in buffer_values.items():
         buffers[name].copy_(value)
     engine.broadcast_params()()

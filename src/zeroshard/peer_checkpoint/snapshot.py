@@ -1,7 +1,9 @@
-"""A second copy of every rank's share, in the memory of another rank.
+"""Peer snapshots: a copy of each rank's shard in the host memory of another rank.
 
-A generation is what all ranks had after one step. It counts when every rank has its own share and those that it keeps
-for others; until then the one before stays. So whenever a rank is lost, those that are left have one generation whole.
+A snapshot is the state of all ranks after one step. A background thread exchanges shards with the peers.
+
+Invariant: a snapshot is committed only when every rank has its own shard and those that it stores for others, and the
+previous snapshot is kept until then. So after losing a rank, the others hold at least one complete snapshot.
 """
 
 import random
@@ -33,60 +35,60 @@ from ..state.tensor_utils import collect_plain_tensors, inner_tensors, is_wrappe
 from .placement import assign_peers, ranks_stored_on
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A rank's share of state and parameters as a value: taken, divided anew for other ranks, put together there.
+# Shard data: a rank's state and parameters as a value that can be resharded.
 
 
 ShardData = dict[str, Any]
-"""Of plain containers and tensors, to be sent as it is."""
+"""Plain containers and tensors, which can be sent without conversion."""
 STATE_KEY, WEIGHTS_KEY = "records", "weights"
 
 
 def make_shard_data(state_shards: Sequence[StateShard], weights: Mapping[int, ShardTensor]) -> ShardData:
-    """What a rank holds, by parameter. `weights` are left out where a record has a more precise copy."""
-    held = {record.param: record.to_portable() for record in state_shards}
-    precise = {record.param for record in state_shards if MASTER_KEY in record.state}
-    plain = {index: (it.start, it.local) for index, it in weights.items() if index not in precise}
-    return {STATE_KEY: held, WEIGHTS_KEY: plain}
+    """Return one rank's state and weights, by parameter. Weights are omitted where the state has master weights."""
+    state = {state_shard.param: state_shard.to_portable() for state_shard in state_shards}
+    has_master = {state_shard.param for state_shard in state_shards if MASTER_KEY in state_shard.state}
+    flat_weights = {index: (weight.start, weight.local) for index, weight in weights.items() if index not in has_master}
+    return {STATE_KEY: state, WEIGHTS_KEY: flat_weights}
 
 
 def slice_shard(shard: ShardData, specs: Sequence[ParamSpec], spans: Mapping[int, Span]) -> ShardData:
-    """What of a share belongs to a rank that owns these spans of parameters; views wherever that is possible."""
-    records: dict[int, Any] = {}
-    for param, (span, cut, common, state) in shard[STATE_KEY].items():
+    """Return what a rank that owns `spans`, by parameter, needs of a shard. Uses views where possible."""
+    sliced: dict[int, Any] = {}
+    for param, (span, sharded_keys, shared_inner_names, state) in shard[STATE_KEY].items():
         if param in spans:
-            wanted, spec = spans[param], specs[param]
+            target, spec = spans[param], specs[param]
             if span is None:
-                records[param] = (
-                    (None, cut, common, state)
-                    if _is_full_span(wanted, spec)
-                    else _shard_full_state(spec, wanted, state)
+                sliced[param] = (
+                    (None, sharded_keys, shared_inner_names, state)
+                    if _is_full_span(target, spec)
+                    else _shard_full_state(spec, target, state)
                 )
-            elif (both := _intersect_spans(Span(*span), wanted)) is not None:
-                records[param] = (
-                    list(both),
-                    cut,
-                    common,
-                    _slice_state(state, Span(*span), both, cut, frozenset(common)),
+            elif (overlap := _intersect_spans(Span(*span), target)) is not None:
+                sliced[param] = (
+                    list(overlap),
+                    sharded_keys,
+                    shared_inner_names,
+                    _slice_state(state, Span(*span), overlap, sharded_keys, frozenset(shared_inner_names)),
                 )
     weights: dict[int, Any] = {}
     for param, (start, flat) in shard[WEIGHTS_KEY].items():
-        both = _intersect_spans(Span(start, start + flat.numel()), spans[param]) if param in spans else None
-        if both is not None:
-            weights[param] = (both.start, flat[both.start - start : both.stop - start])
-    return {STATE_KEY: records, WEIGHTS_KEY: weights}
+        overlap = _intersect_spans(Span(start, start + flat.numel()), spans[param]) if param in spans else None
+        if overlap is not None:
+            weights[param] = (overlap.start, flat[overlap.start - start : overlap.stop - start])
+    return {STATE_KEY: sliced, WEIGHTS_KEY: weights}
 
 
 class AssembledShard(NamedTuple):
-    """What a rank holds, put together."""
+    """One rank's state and weights in the new layout."""
 
     state: dict[int, Any]
     """In the format of `sharded_state_dict`."""
     weights: dict[int, torch.Tensor]
-    """Flat, the most precise values there are."""
+    """Flat; master weights where there are any."""
 
 
 class ShardAssembler:
-    """Puts portions together, from whichever shares they come."""
+    """Joins slices of shards, in any order, to one rank's shard in the new layout."""
 
     def __init__(self, specs: Sequence[ParamSpec], spans: Mapping[int, Span]) -> None:
         self._specs, self._spans = specs, spans
@@ -96,21 +98,24 @@ class ShardAssembler:
         self._weight_slices: dict[int, list[tuple[Span, torch.Tensor]]] = defaultdict(list)
 
     def add(self, shard: ShardData) -> None:
-        for param, (span, cut, common, state) in shard[STATE_KEY].items():
-            self._shared_inner_names[param] = frozenset(common)
+        for param, (span, sharded_keys, shared_inner_names, state) in shard[STATE_KEY].items():
+            self._shared_inner_names[param] = frozenset(shared_inner_names)
             for key, value in state.items():
-                if span is None or key not in cut:
+                if span is None or key not in sharded_keys:
                     self._state[param].setdefault(key, value)
                 else:
-                    self._state[param].setdefault(key, None)  # for the order of keys
+                    self._state[param].setdefault(key, None)  # keeps the order of keys
                     self._state_slices[param, key].append((Span(*span), value))
         for param, (start, flat) in shard[WEIGHTS_KEY].items():
             self._weight_slices[param].append((Span(start, start + flat.numel()), flat))
 
     def assemble(self) -> AssembledShard:
-        for (param, key), pieces in self._state_slices.items():
-            self._state[param][key] = self._join_slices(param, key, sorted(pieces, key=lambda piece: piece[0]))
-        weights = {param: self._concat_flat(param, "values", pieces) for param, pieces in self._weight_slices.items()}
+        """Return the joined shard. Raises `CheckpointError` if elements are missing."""
+        for (param, key), slices in self._state_slices.items():
+            self._state[param][key] = self._join_slices(
+                param, key, sorted(slices, key=lambda span_and_value: span_and_value[0])
+            )
+        weights = {param: self._concat_flat(param, "values", slices) for param, slices in self._weight_slices.items()}
         for param, state in self._state.items():
             if MASTER_KEY in state:
                 weights[param] = self._local_slice(param, state[MASTER_KEY])
@@ -122,23 +127,23 @@ class ShardAssembler:
         spec, values = self._specs[param], [value for _, value in slices]
         if is_wrapper_subclass(values[0]):
             return _concat_inner_tensors(values, self._shared_inner_names[param])
-        whole = ShardTensor(
+        shard = ShardTensor(
             self._concat_flat(param, f"'{key}'", slices), spec.shape, spec.stride, self._spans[param].start
         )
-        return whole.to_full().clone() if whole.is_full and spec.storage_numel > spec.numel else whole
+        return shard.to_full().clone() if shard.is_full and spec.storage_numel > spec.numel else shard
 
     def _concat_flat(self, param: int, label: str, slices: list[tuple[Span, torch.Tensor]]) -> torch.Tensor:
-        """Of overlapping pieces, which replicas have, each is as good as the other."""
-        mine = self._spans[param]
-        flat = slices[0][1].new_empty(mine.length)
-        covered = mine.start
-        for span, value in sorted(slices, key=lambda piece: piece[0]):
-            flat[span.start - mine.start : span.stop - mine.start] = value
+        """Concatenate slices to a flat tensor. Slices may overlap: replicas hold equal values."""
+        owned = self._spans[param]
+        flat = slices[0][1].new_empty(owned.length)
+        covered = owned.start
+        for span, value in sorted(slices, key=lambda span_and_value: span_and_value[0]):
+            flat[span.start - owned.start : span.stop - owned.start] = value
             covered = max(covered, span.stop) if span.start <= covered else covered
-        if covered != mine.stop:
+        if covered != owned.stop:
             raise CheckpointError(
                 f"the copies have {label} of {self._specs[param].label} up to element {covered} only, and not up to "
-                f"{mine.stop}"
+                f"{owned.stop}"
             )
         return flat
 
@@ -153,9 +158,9 @@ def _is_full_span(span: Span, spec: ParamSpec) -> bool:
 
 
 def _intersect_spans(one: Span, other: Span) -> Span | None:
-    """None if there is none. What has no elements is in both."""
-    both = Span(max(one.start, other.start), min(one.stop, other.stop))
-    return both if both.length > 0 or one.length == other.length == 0 else None
+    """Return the intersection; None if it is empty, unless both spans are empty."""
+    overlap = Span(max(one.start, other.start), min(one.stop, other.stop))
+    return overlap if overlap.length > 0 or one.length == other.length == 0 else None
 
 
 def _slice_state(
@@ -172,12 +177,13 @@ def _slice_state(
 
 
 def _shard_full_state(spec: ParamSpec, span: Span, state: ShardData) -> Any:
-    """A span of the state of a whole parameter. What is made of several tensors is left to the loading rank."""
-    shaped = [key for key, value in state.items() if _is_param_shaped(value, spec)]
+    """Return a portable shard of the state of a full parameter. The loading rank slices wrapper subclasses."""
+    sharded_keys = [key for key, value in state.items() if _is_param_shaped(value, spec)]
     values = {
-        key: flatten_in_memory_order(it, spec)[slice(*span)] if key in shaped else it for key, it in state.items()
+        key: flatten_in_memory_order(value, spec)[slice(*span)] if key in sharded_keys else value
+        for key, value in state.items()
     }
-    return list(span), shaped, [], values
+    return list(span), sharded_keys, [], values
 
 
 def _is_param_shaped(value: Any, spec: ParamSpec) -> bool:
@@ -187,24 +193,20 @@ def _is_param_shaped(value: Any, spec: ParamSpec) -> bool:
 def _concat_inner_tensors(
     tensors: Sequence[torch.Tensor], shared_inner_names: frozenset[str]
 ) -> dict[str, torch.Tensor]:
-    """The plain tensors that a value is made of, flat, of neighbouring pieces of it."""
-    found = [inner_tensors(piece) for piece in tensors]
+    """Return the flat inner tensors of adjacent slices, concatenated."""
+    inner_by_slice = [inner_tensors(tensor) for tensor in tensors]
     return {
-        name: it if name in shared_inner_names else torch.cat([part[name].reshape(-1) for part in found])
-        for name, it in found[0].items()
+        name: first if name in shared_inner_names else torch.cat([inner[name].reshape(-1) for inner in inner_by_slice])
+        for name, first in inner_by_slice[0].items()
     }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A second copy of every rank's share, in the memory of another rank.
-#
-# A generation is what all ranks had after one step. It counts when every rank has its own share and those that it keeps
-# for others; until then the one before stays. So whenever a rank is lost, those that are left have one generation
-# whole.
+# Snapshots: what this rank stores, for itself and for others.
 
 
 SHARED_STATE = -1
-"""The share of what all ranks have alike, which rank 0 gives: options, buffers, names of parameters."""
+"""The index of a shard that rank 0 provides, with what is equal on all ranks: options, buffers, parameter names."""
 _MAX_OPTIMIZER_ID = 1 << 62
 
 NamedBuffers = Mapping[str, torch.Tensor]
@@ -212,20 +214,21 @@ NamedBuffers = Mapping[str, torch.Tensor]
 
 @dataclass
 class Snapshot:
-    """What this rank has of one: shares by their place in the layout, and `COMMON`."""
+    """What this rank holds of one snapshot."""
 
     optimizer_id: int
-    """Of all copies that one optimizer makes."""
+    """Equal for all snapshots of one optimizer."""
     step: int
     num_shards: int
-    """How many shares there are."""
+    """World size of the layout, not counting `SHARED_STATE`."""
     shards: dict[int, PackedValue] = field(default_factory=dict)
+    """By rank in the layout, or `SHARED_STATE`."""
 
 
 class PeerSnapshots:
-    """The copies that this rank holds: of its own share, and of those that it keeps for others.
+    """The snapshots that this rank holds: of its own shard, and of those that it stores for others.
 
-    They are values in host memory, and stay when the process group and the optimizer are gone.
+    They are values in host memory, and outlive the process group and the optimizer. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -233,39 +236,44 @@ class PeerSnapshots:
         self._complete: Snapshot | None = None
         self._incoming: Snapshot | None = None
         self.bytes_sent = 0
-        """Bytes that this rank has sent for the last copy."""
+        """Bytes that this rank sent for the last snapshot."""
 
     @property
     def step(self) -> int | None:
-        """The number of steps after which the copy was taken that all ranks have; None if there is none yet."""
+        """The step of the last complete snapshot; None if there is none yet."""
         with self._lock:
             return None if self._complete is None else self._complete.step
 
     @property
     def nbytes(self) -> int:
-        """Bytes that they take on this rank, also what is still coming."""
-        return sum(tensor.nbytes for it in self.list_snapshots() for tensor in collect_plain_tensors(it.shards))
+        """Host memory that the snapshots take on this rank, including incomplete ones."""
+        return sum(
+            tensor.nbytes for snapshot in self.list_snapshots() for tensor in collect_plain_tensors(snapshot.shards)
+        )
 
     def list_snapshots(self) -> list[Snapshot]:
-        """All that is here, also of a generation that did not become whole."""
+        """Return all snapshots, including an incomplete one."""
         with self._lock:
-            found = [it for it in (self._complete, self._incoming) if it is not None]
-            return [Snapshot(it.optimizer_id, it.step, it.num_shards, dict(it.shards)) for it in found]
+            snapshots = [snapshot for snapshot in (self._complete, self._incoming) if snapshot is not None]
+            return [
+                Snapshot(snapshot.optimizer_id, snapshot.step, snapshot.num_shards, dict(snapshot.shards))
+                for snapshot in snapshots
+            ]
 
     def begin(self, snapshot: Snapshot) -> None:
         with self._lock:
             self._incoming = snapshot
 
     def mark_complete(self, optimizer_id: int, step: int) -> None:
-        """That generation is whole, as ranks have found out together."""
+        """Keep only the snapshot of this step, which the ranks together found to be complete."""
         with self._lock:
-            for it in (self._complete, self._incoming):
-                if it is not None and (it.optimizer_id, it.step) == (optimizer_id, step):
-                    self._complete, self._incoming = it, None
+            for snapshot in (self._complete, self._incoming):
+                if snapshot is not None and (snapshot.optimizer_id, snapshot.step) == (optimizer_id, step):
+                    self._complete, self._incoming = snapshot, None
                     return
 
     def clear(self) -> None:
-        """All of it, also what is coming."""
+        """Drop all snapshots, including an incomplete one."""
         with self._lock:
             self._complete = self._incoming = None
 
@@ -274,79 +282,82 @@ class PeerSnapshots:
             snapshot.shards.update(shards)
 
     def commit(self, snapshot: Snapshot) -> None:
-        """All ranks have it."""
+        """Replace the complete snapshot by `snapshot`, unless that was cleared. Call when all ranks have it."""
         with self._lock:
             if self._incoming is snapshot:
                 self._complete, self._incoming = snapshot, None
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Taking snapshots and exchanging them with peers.
+
+
 class PeerCheckpointer:
-    """Takes copies of an optimizer's share, and exchanges them in a thread."""
+    """Takes snapshots of an optimizer's shard and exchanges them with peers in a background thread."""
 
     def __init__(self, comm: Comm, policy: PeerCheckpoint) -> None:
-        """On all ranks."""
+        """Choose peers. Call on all ranks."""
         self._comm, self._policy = comm, policy
         self.snapshots = PeerSnapshots()
         self._last_step, self._is_due = 0, False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        everyone = comm.data_parallel
-        self._rank = everyone.group.rank
+        data_parallel = comm.data_parallel
+        self._rank = data_parallel.group.rank
         if comm.is_single_rank:
             warn_at_caller(
                 "PeerCheckpoint(...) on one rank: there is no other to keep a copy, which is lost with this process"
             )
             self._peers, self._optimizer_id = [0], random.SystemRandom().randrange(_MAX_OPTIMIZER_ID)
             return
-        self._background_comm = BackgroundComm(everyone.group)
-        self._peers = assign_peers(_failure_domains(everyone, policy.failure_domain_size))
-        self._optimizer_id = everyone.all_reduce_max([random.SystemRandom().randrange(_MAX_OPTIMIZER_ID)])[0]
+        self._background_comm = BackgroundComm(data_parallel.group)
+        self._peers = assign_peers(_failure_domains(data_parallel, policy.failure_domain_size))
+        self._optimizer_id = data_parallel.all_reduce_max([random.SystemRandom().randrange(_MAX_OPTIMIZER_ID)])[0]
 
     def after_step(self, engine: Engine, groups: Sequence[ParamGroup], get_buffers: Callable[[], NamedBuffers]) -> None:
-        """Take a copy if it is time for one. On all ranks."""
+        """Take a snapshot if one is due. Call on all ranks."""
         if engine.steps != self._last_step and (self._is_due or engine.steps % self._policy.every == 0):
             with self._comm.profiler.phase(Phase.PEER_CHECKPOINT):
                 self.capture(engine, groups, get_buffers)
 
     def invalidate_snapshots(self) -> None:
-        """What was copied is no more: something else was loaded, and is copied after the next step. On all ranks."""
+        """Drop all snapshots, after a load, and take a new one after the next step. Call on all ranks."""
         self.snapshots.clear()
         self._is_due = True
 
     def capture(self, engine: Engine, groups: Sequence[ParamGroup], get_buffers: Callable[[], NamedBuffers]) -> None:
-        """Copy this rank's share to host memory, and start to exchange it. On all ranks.
+        """Copy this rank's shard to host memory and start to send it to its peer. Call on all ranks.
 
-        Waits for the exchange before, if that is still under way, and raises what failed in it.
+        Waits for the previous exchange first, and raises its error if it failed.
         """
 
         def prepare() -> Prepared[tuple[Snapshot, StateSender]]:
             self.wait()
-            mine = {
-                number: pack_into_buffers(share)
-                for number, share in self._collect_shards(engine, groups, get_buffers).items()
+            packed_shards = {
+                index: pack_into_buffers(shard)
+                for index, shard in self._collect_shards(engine, groups, get_buffers).items()
             }
-            return Prepared(
-                (Snapshot(self._optimizer_id, engine.steps, engine.layout.world_size, mine), StateSender(mine))
-            )
+            snapshot = Snapshot(self._optimizer_id, engine.steps, engine.layout.world_size, packed_shards)
+            return Prepared((snapshot, StateSender(packed_shards)))
 
         self._last_step, self._is_due = engine.steps, False
-        call = f"the second copy of step {engine.steps}"
-        generation, outbox = prepare_all(self._comm, call, prepare)
-        types = {name for share in generation.shards.values() for name in share["types"]}
+        call = f"the peer checkpoint of step {engine.steps}"
+        snapshot, sender = prepare_all(self._comm, call, prepare)
+        types = {name for packed in snapshot.shards.values() for name in packed["types"]}
         check_types_allowed(self._comm, call, sorted(types))
-        self.snapshots.begin(generation)
+        self.snapshots.begin(snapshot)
         if self._comm.is_single_rank:
-            self.snapshots.commit(generation)
+            self.snapshots.commit(snapshot)
             return
-        # Hazard: both start here, since no thread can once the process is about to end.
-        sending = _SendThread(self._background_comm, outbox, Rank(self._peers[self._rank]))
+        # Hazard: start both threads here. Once the interpreter shuts down, neither could start the other.
+        send_thread = _SendThread(self._background_comm, sender, Rank(self._peers[self._rank]))
         self._thread = _start_thread(
-            partial(self._run_exchange, generation, sending), self._background_comm.group.failure_detector
+            partial(self._run_exchange, snapshot, send_thread), self._background_comm.group.failure_detector
         )
-        self.snapshots.bytes_sent = outbox.nbytes
+        self.snapshots.bytes_sent = sender.nbytes
 
     def wait(self) -> None:
-        """No exchange is under way. Raises what failed in the last one, once."""
+        """Wait for the exchange in flight. Raises its error, once."""
         if self._thread is not None:
             self._thread.join()
         failure, self._failure, self._thread = self._failure, None, None
@@ -356,17 +367,20 @@ class PeerCheckpointer:
     def _collect_shards(
         self, engine: Engine, groups: Sequence[ParamGroup], get_buffers: Callable[[], NamedBuffers]
     ) -> dict[int, dict[str, Any]]:
-        place = engine.comm.group.rank
-        weights = {index: engine.shard_tensor(index) for index in engine.owned_params(place)}
-        shares = {int(place): make_shard_data(engine.state_shards(), weights)}
+        shard_rank = engine.comm.group.rank
+        weights = {index: engine.shard_tensor(index) for index in engine.owned_params(shard_rank)}
+        shards = {int(shard_rank): make_shard_data(engine.state_shards(), weights)}
         if self._rank == 0:
-            shares[SHARED_STATE] = collect_shared_state(engine, groups, get_buffers())
-        return shares
+            shards[SHARED_STATE] = collect_shared_state(engine, groups, get_buffers())
+        return shards
 
-    def _run_exchange(self, snapshot: Snapshot, sender: "_SendThread") -> None:
-        """All ranks send and receive at once: in a ring where all only sent first, nobody would be there to receive."""
+    def _run_exchange(self, snapshot: Snapshot, send_thread: "_SendThread") -> None:
+        """Receive shards while `send_thread` sends, and commit the snapshot if all ranks succeeded.
+
+        Ranks must send and receive at the same time: peers form a ring, where sending first would deadlock.
+        """
         failure = self._receive_shards(snapshot)
-        failure = sender.join() or failure
+        failure = send_thread.join() or failure
         try:
             if self._background_comm.all_succeeded(succeeded=failure is None):
                 self.snapshots.commit(snapshot)
@@ -377,11 +391,11 @@ class PeerCheckpointer:
         self._failure = failure
 
     def _receive_shards(self, snapshot: Snapshot) -> BaseException | None:
-        """What others give to keep; what failed, if anything did."""
+        """Receive the shards that this rank stores for others. Return the error, if any."""
         try:
             with self._background_comm.group.failure_detector.abort_on_error():
-                for ward in ranks_stored_on(self._peers, self._rank):
-                    self.snapshots.add_shards(snapshot, receive_state(self._background_comm, Rank(ward)))
+                for source in ranks_stored_on(self._peers, self._rank):
+                    self.snapshots.add_shards(snapshot, receive_state(self._background_comm, Rank(source)))
         except BaseException as error:
             return error
         return None
@@ -394,15 +408,15 @@ class _SendThread:
         self._thread = _start_thread(self._run, comm.group.failure_detector)
 
     def join(self) -> BaseException | None:
-        """Wait for it; what failed, if anything did."""
+        """Wait for the thread. Return its error, if any."""
         self._thread.join()
         return self._failure
 
     def _run(self) -> None:
-        comm, outbox, to = self._send_args
+        comm, sender, destination = self._send_args
         try:
             with comm.group.failure_detector.abort_on_error():
-                outbox.send(comm, to)
+                sender.send(comm, destination)
         except BaseException as error:
             self._failure = error
 
@@ -415,13 +429,15 @@ def _start_thread(target: Callable[[], None], failure_detector: FailureDetector)
 
 
 def make_peer_checkpointer(comm: Comm, policy: PeerCheckpoint | None) -> PeerCheckpointer | None:
-    """What a config asks for. On all ranks."""
+    """Return a checkpointer if the config has a policy. Call on all ranks."""
     return None if policy is None else PeerCheckpointer(comm, policy)
 
 
 def collect_shared_state(engine: Engine, groups: Sequence[ParamGroup], buffers: NamedBuffers) -> dict[str, Any]:
-    """What all ranks have alike."""
-    others = {key: value for member in engine.inner.local_optimizers for key, value in member.shared_state().items()}
+    """Return what is equal on all ranks: options, buffers, state that belongs to no parameter."""
+    others = {
+        key: value for optimizer in engine.inner.local_optimizers for key, value in optimizer.shared_state().items()
+    }
     return {
         "params": describe_params(engine),
         "groups": pack_param_groups(groups),
@@ -432,8 +448,8 @@ def collect_shared_state(engine: Engine, groups: Sequence[ParamGroup], buffers: 
 
 
 def describe_params(engine: Engine) -> list[str]:
-    """A line for each parameter, by which another optimizer knows that its own are the same."""
-    return [f"{it.label}: shape {it.shape}, strides {it.stride}, {it.dtype}" for it in engine.layout.params]
+    """Return one line per parameter, by which a restored optimizer checks that it has the same parameters."""
+    return [f"{spec.label}: shape {spec.shape}, strides {spec.stride}, {spec.dtype}" for spec in engine.layout.params]
 
 
 def _failure_domains(data_parallel: Comm, failure_domain_size: int | None) -> list[str] | list[int]:
