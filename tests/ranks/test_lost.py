@@ -40,7 +40,7 @@ def a_comm(seconds: float = 30.0) -> Comm:
 def patient() -> Iterator[None]:
     """Whoever leaves a word has left it by then, also where the machine is busy."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("PATIENCE", "GRACE", "ANSWER"):
+        for name in ("REPORT_TIMEOUT_S", "DISCONNECTED_GRACE_S", "STORE_TIMEOUT_S"):
             patch.setattr(failure, name, 3.0)
         yield
 

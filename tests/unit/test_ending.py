@@ -10,14 +10,14 @@ BUSY = 5.0
 """Seconds that a busy machine may add."""
 SCRIPT = """
 import atexit, sys, threading, time
-from zeroshard.comm import ending
+from zeroshard.comm import failure
 
 start = time.monotonic()
 atexit.register(lambda: print(time.monotonic() - start))  # after what is registered later
-ending.end_in_order()
+failure.install_exit_handlers()
 thread = threading.Thread(target=time.sleep, args=(100,), daemon=True)
 thread.start()
-ending.wait_at_exit_for(thread, {seconds})
+failure.join_at_exit(thread, {seconds})
 {end}
 """
 
