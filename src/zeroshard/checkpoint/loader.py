@@ -1,7 +1,13 @@
-"""Loading: look at everything, agree that all ranks could read it, and only then change anything.
+"""`load`: validate everything on all ranks first, then read values into the model and the optimizer.
 
-Values are then read straight to where they belong, so that no memory is needed for a second model or optimizer. What
-runs code of others while it loads, which may fail, gets its values in memory of its own, and comes first.
+Order of a load:
+
+1. Verify metadata and checksums; compare names, shapes and optimizer classes; plan all reads. Nothing changes yet.
+2. Load what runs user code and may fail (scheduler, custom `load_state_dict`), from new memory and with rollback.
+3. Read everything else in place, so that no second copy of model or optimizer state is needed. Only an I/O error can
+   fail here.
+
+All ranks agree before each step, so that all load or none does.
 """
 
 import gc
@@ -62,7 +68,7 @@ from .saver import (
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What an archive says of its optimizer, by names of parameters.
+# The optimizer in a checkpoint, by parameter names.
 
 
 PARAM_GROUPS, STATE = "param_groups", "state"
@@ -74,38 +80,38 @@ class StateEntry(NamedTuple):
     """A value in the state of a parameter."""
 
     key_path: tuple[Any, ...]
-    """More than one for nested state."""
+    """Keys inside the parameter's state; several for nested state."""
     entry: Entry
 
     @property
     def key(self) -> Any:
-        """Its own; none for what is nested, whatever its name is there."""
+        """The state key; None for nested state, whose keys have no meaning of their own."""
         return self.key_path[0] if len(self.key_path) == 1 else None
 
     @property
     def allocator_key(self) -> Any:
-        """Its own key, or all of them."""
+        """The state key; the key path for nested state."""
         return self.key_path[0] if len(self.key_path) == 1 else self.key_path
 
 
 def param_group_entries(metadata: CheckpointMetadata) -> list[Entry]:
-    """The entries of an optimizer's groups, which are small."""
+    """Return the entries of the param groups. They are small and read before anything else."""
     return [entry for entry in metadata.under(OPTIM) if _section(entry) == PARAM_GROUPS]
 
 
 class SavedOptimizer:
-    """What an archive says of its optimizer, by names of parameters.
+    """The optimizer in a checkpoint, by parameter names.
 
-    `others` belong to no parameter: state that all share, and what a class adds to its dict.
+    `non_param_entries` belong to no parameter: state shared by all, and what a class adds to its state dict.
     """
 
     def __init__(self, metadata: CheckpointMetadata, values: Mapping[str, Any]) -> None:
-        """`values`: of `groups_in`."""
+        """`values`: the values of `param_group_entries`, by entry key."""
         self.directory = metadata.directory
         try:
             self.options = _parse_options(param_group_entries(metadata), values)
-            state = [entry for entry in metadata.under(OPTIM) if _section(entry) == STATE]
-            self.state = _parse_state(state, self.options)
+            state_entries = [entry for entry in metadata.under(OPTIM) if _section(entry) == STATE]
+            self.state = _parse_state(state_entries, self.options)
             self.non_param_entries = _find_non_param_entries(
                 metadata.under(OPTIM), self.state.keys() - self.options.keys()
             )
@@ -116,12 +122,15 @@ class SavedOptimizer:
 
 
 def _section(entry: Entry) -> str:
-    """The state, or the groups: torch has two ways to write them, one with names that have dots."""
+    """Return "state", "param_groups" or another key of the optimizer's dict; in DCP's flat format, a dotted prefix."""
     return str(entry.path[1]).partition(".")[0] if len(entry.path) > 1 else ""
 
 
 def _parse_options(entries: Sequence[Entry], values: Mapping[str, Any]) -> dict[str, GroupOptions]:
-    """Written as a list of groups, or in the flat form as `param_groups.<name>.<option>`."""
+    """Return the group options of each parameter by name.
+
+    They are stored as a list of groups, or in DCP's flat format as `param_groups.<name>.<option>`.
+    """
     groups: dict[Any, GroupOptions] = defaultdict(dict)
     flat: dict[str, GroupOptions] = defaultdict(dict)
     for entry in entries:
@@ -137,24 +146,24 @@ def _parse_options(entries: Sequence[Entry], values: Mapping[str, Any]) -> dict[
 
 
 def _parse_state(entries: Sequence[Entry], param_names: Mapping[str, Any]) -> dict[str, list[StateEntry]]:
-    found: dict[str, list[StateEntry]] = defaultdict(list)
+    state: dict[str, list[StateEntry]] = defaultdict(list)
     for entry in entries:
         if entry.path[1] == STATE:
-            name, keys = str(entry.path[2]), entry.path[3:]
+            name, key_path = str(entry.path[2]), entry.path[3:]
         else:
-            name, keys = _split_name(str(entry.path[1]).removeprefix(f"{STATE}."), param_names)
-        found[name].append(StateEntry(keys, entry))
-    return dict(found)
+            name, key_path = _split_name(str(entry.path[1]).removeprefix(f"{STATE}."), param_names)
+        state[name].append(StateEntry(key_path, entry))
+    return dict(state)
 
 
 def _find_non_param_entries(entries: Sequence[Entry], unknown_names: Set[str]) -> list[Entry]:
-    """`strangers`: names in the state that are no parameter's."""
+    """Return entries that belong to no parameter. `unknown_names`: names in the state that no group has."""
     shared = [entry for entry in entries if entry.path[1] == STATE and str(entry.path[2]) in unknown_names]
     return shared + [entry for entry in entries if _section(entry) not in (STATE, PARAM_GROUPS) and len(entry.path) > 1]
 
 
 def _split_name(text: str, param_names: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """`<name>.<key>` or `<name>.<key>.<key>`: a name may have dots."""
+    """Split `<name>.<key>` or `<name>.<key>.<key>`, where the name may contain dots, into name and key path."""
     parts = text.split(".")
     for length in range(len(parts) - 1, 0, -1):
         if (name := ".".join(parts[:length])) in param_names:
@@ -169,14 +178,14 @@ def set_nested(tree: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whether a saved optimizer is one for the running one: of the same parameters, shapes and class.
+# Does the saved optimizer match the running one?
 
 
 _SCHEDULER_OPTION = "initial_lr"
 
 
 class OptimizerValidator:
-    """Raises where it is not."""
+    """Compares parameters, shapes and class of a saved optimizer with the running one; raises `CheckpointError`."""
 
     def __init__(self, saved: SavedOptimizer, adapter: OptimizerAdapter, names: Sequence[str]) -> None:
         self._saved, self._adapter, self._names = saved, adapter, names
@@ -195,189 +204,202 @@ class OptimizerValidator:
             self._raise_shape_mismatch(index, state_entry.entry, expected)
 
     def _raise_shape_mismatch(self, index: int, entry: Entry, expected: tuple[int, ...]) -> NoReturn:
-        found = None if entry.tensor is None else tuple(entry.tensor.size)
+        saved = None if entry.tensor is None else tuple(entry.tensor.size)
         raise CheckpointError(
-            f"'{entry.key}' in {self._saved.directory} has shape {found}, but that of the parameter "
+            f"'{entry.key}' in {self._saved.directory} has shape {saved}, but that of the parameter "
             f"{self._names[index]} has {expected}: it is a checkpoint of another model"
         )
 
     def resolve_state_keys(self) -> dict[int, list[Any]]:
-        """Of each parameter's state, in the order in which the optimizer makes it: archives have none.
+        """Return the state keys of each parameter in the order in which the optimizer creates them.
 
-        The optimizer finds what it will look for: else its next step would fail, or do something else.
+        Checkpoints do not keep that order. Raises if state is missing that the optimizer's next step would need.
         """
-        keys: dict[int, list[Any]] = {}
-        options = [group for group in self._adapter.optimizer.param_groups for _ in group["params"]]
-        known: dict[Any, dict[Any, Any]] = {}
+        state_keys: dict[int, list[Any]] = {}
+        groups = [group for group in self._adapter.optimizer.param_groups for _ in group["params"]]
+        probed: dict[Any, dict[Any, Any]] = {}
         for index, name in enumerate(self._names):
-            present = {key: value for key, value in options[index].items() if key != "params"}
+            current = {key: value for key, value in groups[index].items() if key != "params"}
             saved = self._saved.options.get(name)
             if saved is None:
                 continue
-            merged = {**present, **saved}
-            kind = self._adapter.inner_optimizer_of(index)
-            mark = (kind, describe_options(merged), tuple(self._params[index].shape))
-            if mark not in known:
-                known[mark] = probe_expected_state(kind, merged, self._params[index])
-            self._check_optimizer_class(index, known[mark], present, saved)
-            keys[index] = list(known[mark])
-        return keys
+            merged = {**current, **saved}
+            inner = self._adapter.inner_optimizer_of(index)
+            probe_key = (inner, describe_options(merged), tuple(self._params[index].shape))
+            if probe_key not in probed:
+                probed[probe_key] = probe_expected_state(inner, merged, self._params[index])
+            self._check_optimizer_class(index, probed[probe_key], current, saved)
+            state_keys[index] = list(probed[probe_key])
+        return state_keys
 
     def _check_optimizer_class(
         self, index: int, expected: dict[Any, Any], current_options: GroupOptions, saved_options: GroupOptions
     ) -> None:
-        kind = self._adapter.inner_optimizer_of(index)
-        found = self._saved.state.get(self._names[index], ())
-        entries = {it.key_path[0]: it.entry for it in found if it.key_path != (MASTER_KEY,)}  # no class makes those
+        inner = self._adapter.inner_optimizer_of(index)
+        saved_state = self._saved.state.get(self._names[index], ())
+        # Master weights are zeroshard's own: no optimizer class creates them.
+        entries = {item.key_path[0]: item.entry for item in saved_state if item.key_path != (MASTER_KEY,)}
         if entries and expected:
-            strange = bool(expected.keys() - entries.keys())
+            is_other_class = bool(expected.keys() - entries.keys())
         else:
             unknown = saved_options.keys() - current_options.keys() - {_SCHEDULER_OPTION}
-            strange = bool(kind.defaults.keys() - saved_options.keys()) and bool(unknown)
-        if strange:
+            is_other_class = bool(inner.defaults.keys() - saved_options.keys()) and bool(unknown)
+        if is_other_class:
             raise CheckpointError(
                 f"the state of {self._names[index]} in {self._saved.directory} is of another optimizer class: "
                 f"it has {sorted(map(str, entries)) or 'no state'} and the options {sorted(saved_options)}, but "
-                f"{type(kind).__qualname__} keeps {sorted(map(str, expected)) or 'no state'}, with the options "
-                f"{sorted(kind.defaults)}"
+                f"{type(inner).__qualname__} keeps {sorted(map(str, expected)) or 'no state'}, with the options "
+                f"{sorted(inner.defaults)}"
             )
         for key in expected.keys() & entries.keys():
-            mine, theirs = expected[key], entries[key].tensor
-            if is_wrapper_subclass(mine):  # saved in several tensors
+            value, saved = expected[key], entries[key].tensor
+            if is_wrapper_subclass(value):  # saved as several tensors
                 continue
-            if isinstance(mine, torch.Tensor) and theirs is not None and mine.shape != theirs.size:
-                self._raise_shape_mismatch(index, entries[key], tuple(mine.shape))
+            if isinstance(value, torch.Tensor) and saved is not None and value.shape != saved.size:
+                self._raise_shape_mismatch(index, entries[key], tuple(value.shape))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a running optimizer takes from a saved one.
-#
-# Names decide which state goes where, whatever the order, the groups and the ranks were when it was saved.
+# What the running optimizer loads from a saved one.
 
 
 class OptimizerLoadPlan:
+    """Maps saved state to the running optimizer by parameter names.
+
+    Order of parameters, groups and world size may differ from those of the save.
+    """
+
     def __init__(self, saved: SavedOptimizer, adapter: OptimizerAdapter, names: Sequence[str], *, strict: bool) -> None:
-        """Raises if the saved optimizer does not fit."""
+        """Validate the saved optimizer. Raises `CheckpointError` if it does not match the running one."""
         self._saved, self.adapter, self._names = saved, adapter, names
         adapter.check_ready()
-        fit = OptimizerValidator(saved, adapter, names)
+        validator = OptimizerValidator(saved, adapter, names)
         if strict:
-            fit.check_names()
-        found = {name: sorted(saved.state.get(name, ()), key=lambda it: str(it.key_path)) for name in names}
-        self._entries_to_load = [(i, it) for i, name in enumerate(names) for it in found[name]]
-        for index, it in self._entries_to_load:
-            fit.check_shape(index, it)
-        self._state_keys = fit.resolve_state_keys()
-        self._entries_to_load = [(index, it) for index, it in self._entries_to_load if self._should_load(index, it)]
+            validator.check_names()
+        by_name = {name: sorted(saved.state.get(name, ()), key=lambda item: str(item.key_path)) for name in names}
+        self._entries_to_load = [(index, item) for index, name in enumerate(names) for item in by_name[name]]
+        for index, item in self._entries_to_load:
+            validator.check_shape(index, item)
+        self._state_keys = validator.resolve_state_keys()
+        self._entries_to_load = [pair for pair in self._entries_to_load if self._should_load(*pair)]
         self._param_groups = self._merge_groups()
 
     @cached_property
     def targets(self) -> dict[str, Any]:
-        """What to read, and where to."""
-        held = [(index, it) for index, it in self._entries_to_load if self.adapter.owns_state(index, it.key)]
-        room = self.adapter.state_allocator({(index, it.allocator_key) for index, it in held}, self._param_shaped_keys)
-        mine = {it.entry.key: _allocate_target(room, index, it) for index, it in held}
-        return mine | {entry.key: entry.allocate() for entry in self._saved.non_param_entries}
+        """What this rank reads: tensors to read into, by entry key; None for values that are not tensors."""
+        owned = [(index, item) for index, item in self._entries_to_load if self.adapter.owns_state(index, item.key)]
+        allocator = self.adapter.state_allocator(
+            {(index, item.allocator_key) for index, item in owned}, self._param_shaped_keys
+        )
+        targets = {item.entry.key: _allocate_target(allocator, index, item) for index, item in owned}
+        return targets | {entry.key: entry.allocate() for entry in self._saved.non_param_entries}
 
     @cached_property
     def _param_shaped_keys(self) -> frozenset[Any]:
-        """Keys of state that has the shape of its parameter."""
-        tensors = [(index, it.key, it.entry.tensor) for index, it in self._entries_to_load if len(it.key_path) == 1]
-        return self.adapter.param_shaped_keys((index, key, it.size) for index, key, it in tensors if it is not None)
+        """Keys of state tensors that have the shape of their parameter."""
+        tensors = [
+            (index, item.key, item.entry.tensor) for index, item in self._entries_to_load if len(item.key_path) == 1
+        ]
+        return self.adapter.param_shaped_keys(
+            (index, key, tensor.size) for index, key, tensor in tensors if tensor is not None
+        )
 
     def validate(self, values: Mapping[str, Any]) -> None:
-        """Raise if the running optimizer would refuse the dict. `values`: what is not a tensor is there already."""
+        """Raise if the optimizer would reject the state dict. In `values`, tensors need not be filled yet."""
         self.adapter.validate(lambda: self.build_state_dict(values))
 
     def load_in_place(self, read_state: Callable[[], Mapping[str, Any]]) -> None:
-        """Read in place, and take what was read. On all ranks."""
+        """Call `read_state`, which fills the targets, and load them. Call on all ranks."""
         self.adapter.load_in_place(lambda: self.build_state_dict(read_state()), self._param_shaped_keys)
 
     def find_master_entry(self, name: str, param: torch.Tensor) -> Entry | None:
-        """The saved master weights of a parameter, which may have other names in the model, too."""
-        mine = name if name in self._saved.state else self._name_by_storage_key.get(storage_key(param), name)
-        found = self._saved.state.get(mine, ())
-        return next((it.entry for it in found if it.key_path == (MASTER_KEY,)), None)
+        """Return the saved master weights of a parameter. A tied parameter is also found by its other names."""
+        saved_name = name if name in self._saved.state else self._name_by_storage_key.get(storage_key(param), name)
+        saved_state = self._saved.state.get(saved_name, ())
+        return next((item.entry for item in saved_state if item.key_path == (MASTER_KEY,)), None)
 
     @cached_property
     def _name_by_storage_key(self) -> dict[object, str]:
         return {storage_key(param): name for param, name in zip(self.adapter.params, self._names, strict=True)}
 
     def build_state_dict(self, values: Mapping[str, Any]) -> StateDict:
-        """In the order and the groups of the running optimizer, for it to load."""
-        found: dict[int, Any] = {index: {} for index in range(len(self._names))}
-        for index, it in self._entries_to_load:
-            if it.entry.key in self.targets:
-                set_element(found[index], it.key_path, values[it.entry.key])
-        # As with a plain optimizer, a parameter without state in the checkpoint starts without.
-        state = {index: self._order_state(index, it) for index, it in found.items() if it}
-        new = [index for index, name in enumerate(self._names) if name not in self._saved.options]
-        if new:  # what is missing in the checkpoint stays as it is
-            present = self.adapter.local_state_dict()["state"]
-            state.update({index: present[index] for index in new if present.get(index)})
-        whole = {STATE: state, PARAM_GROUPS: self._param_groups}
+        """Return the state dict to load, in the order and the groups of the running optimizer."""
+        by_index: dict[int, Any] = {index: {} for index in range(len(self._names))}
+        for index, item in self._entries_to_load:
+            if item.entry.key in self.targets:
+                set_element(by_index[index], item.key_path, values[item.entry.key])
+        # As in torch, a parameter without state in the checkpoint starts without state.
+        state = {index: self._order_state(index, param_state) for index, param_state in by_index.items() if param_state}
+        missing = [index for index, name in enumerate(self._names) if name not in self._saved.options]
+        if missing:  # parameters that are not in the checkpoint keep their state
+            current = self.adapter.local_state_dict()["state"]
+            state.update({index: current[index] for index in missing if current.get(index)})
+        state_dict = {STATE: state, PARAM_GROUPS: self._param_groups}
         for entry in self._saved.non_param_entries:
-            set_element(whole, entry.path[1:], values[entry.key])
-        return self.adapter.to_loadable(whole)
+            set_element(state_dict, entry.path[1:], values[entry.key])
+        return self.adapter.to_loadable(state_dict)
 
     def _order_state(self, index: int, state: dict[Any, Any]) -> dict[Any, Any]:
-        known = [key for key in self._state_keys.get(index, ()) if key in state]
-        return {key: state[key] for key in [*known, *sorted(state.keys() - {*known}, key=str)]}
+        expected = [key for key in self._state_keys.get(index, ()) if key in state]
+        return {key: state[key] for key in [*expected, *sorted(state.keys() - {*expected}, key=str)]}
 
     def _merge_groups(self) -> list[dict[str, Any]]:
-        """The running groups with saved options."""
-        groups, number = [], 0
+        """Return the running optimizer's groups with the saved options."""
+        groups, first = [], 0
         for group in self.adapter.optimizer.param_groups:
-            numbers = list(range(number, number + len(group["params"])))
-            kept = {key: value for key, value in group.items() if key != "params"}
-            groups.append({**kept, **self._saved_group_options(numbers), "params": numbers})
-            number += len(numbers)
+            indices = list(range(first, first + len(group["params"])))
+            options = {key: value for key, value in group.items() if key != "params"}
+            groups.append({**options, **self._saved_group_options(indices), "params": indices})
+            first += len(indices)
         self._warn_of_lost_group_differences(groups)
         return groups
 
     def _warn_of_lost_group_differences(self, merged: Sequence[dict[str, Any]]) -> None:
-        """The first neighbours that differ here, and did not when they were saved. Rates may have met on their way."""
-        for (one, ours), (other, theirs) in pairwise(enumerate(self.adapter.optimizer.param_groups)):
-            keys = [key for key in ours.keys() & theirs.keys() if key not in ("params", "param_names", "lr")]
-            lost = [key for key in sorted(keys) if _option_differs(ours[key], theirs[key])]
-            lost = [key for key in lost if not _option_differs(merged[one].get(key), merged[other].get(key))]
+        """Warn if two adjacent groups differ in an option that was the same for both when saved.
+
+        Learning rates are not compared: a schedule may have made them equal.
+        """
+        for (i, group), (j, next_group) in pairwise(enumerate(self.adapter.optimizer.param_groups)):
+            keys = [key for key in group.keys() & next_group.keys() if key not in ("params", "param_names", "lr")]
+            lost = [key for key in sorted(keys) if _option_differs(group[key], next_group[key])]
+            lost = [key for key in lost if not _option_differs(merged[i].get(key), merged[j].get(key))]
             if lost:
                 warn_at_caller(
-                    f"groups {one} and {other} have different options here, and had the same when "
-                    f"{self._saved.directory} was saved: {lost[0]} is {merged[one][lost[0]]!r} in both now. Set it "
-                    "again after loading, if they shall differ."
+                    f"groups {i} and {j} have different options here, and had the same when "
+                    f"{self._saved.directory} was saved: {lost[0]} is {merged[i][lost[0]]!r} in both now. Set it "
+                    "again after loading if they should differ."
                 )
                 return
 
     def _should_load(self, index: int, state_entry: StateEntry) -> bool:
-        """All but master weights, which not every optimizer knows."""
+        """Return whether to load a value: all but master weights that the optimizer does not use."""
         return state_entry.key_path != (MASTER_KEY,) or self.adapter.can_load_master_weights(
             self._state_keys.get(index, ())
         )
 
     def _saved_group_options(self, param_indices: Sequence[int]) -> GroupOptions:
-        """Those that the group's parameters had, if they all had the same."""
-        names = [self._names[number] for number in param_indices if self._names[number] in self._saved.options]
+        """Return the options that the group's parameters were saved with. Raises if these differ."""
+        names = [self._names[index] for index in param_indices if self._names[index] in self._saved.options]
         if not names:
             return {}
-        first = self._saved.options[names[0]]
-        told = describe_options(first)
+        options = self._saved.options[names[0]]
+        description = describe_options(options)
         for name in names[1:]:
             other = self._saved.options[name]
-            if other is not first and describe_options(other) != told:
+            if other is not options and describe_options(other) != description:
                 raise CheckpointError(
                     f"{names[0]} and {name} are in one group here, but had different options when "
-                    f"{self._saved.directory} was saved: {told} and {describe_options(other)}"
+                    f"{self._saved.directory} was saved: {description} and {describe_options(other)}"
                 )
-        return first
+        return options
 
 
-def _option_differs(one: Any, other: Any) -> bool:
-    return describe_options({"it": one}) != describe_options({"it": other})
+def _option_differs(a: Any, b: Any) -> bool:
+    return describe_options({"option": a}) != describe_options({"option": b})
 
 
 def _allocate_target(allocator: StateAllocator, index: int, state_entry: StateEntry) -> torch.Tensor | None:
-    """Memory for what this rank holds of it; None if it is not a tensor."""
+    """Allocate memory for this rank's part of a state tensor; None if the value is not a tensor."""
     saved = state_entry.entry.tensor
     return (
         None
@@ -387,90 +409,94 @@ def _allocate_target(allocator: StateAllocator, index: int, state_entry: StateEn
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A model in a checkpoint: what one that is running takes from it.
+# What the running model loads from a saved one.
 
 
 class ModelLoadPlan:
-    """A running model, and where the values of a saved one belong."""
+    """Maps the saved values of a model to the running model.
+
+    A sharded parameter is read from the most precise saved copy (fp32 master weights, if there are any) into the most
+    precise copy here. Each rank reads only the shards that it owns; `broadcast_params` distributes them.
+    """
 
     def __init__(
         self, metadata: CheckpointMetadata, model: torch.nn.Module, optimizer: Optimizer | None, *, strict: bool
     ) -> None:
-        """Raises if the saved model is another one."""
+        """Validate the saved model. Raises `CheckpointError` if names or shapes differ from the running one."""
         self._metadata, self._model = metadata, model
         self._sharded_params = ShardedParams(optimizer)
         self._model_state = get_model_state_dict(model)
         self._check_no_meta_tensors()
         self.can_load_in_place = not has_custom_load(model) and self._can_write_through_state_dict()
-        """Values are read to where they belong; else to new memory, for the model to load in its own way."""
+        """Whether values are read directly into the model; otherwise into new memory, for its `load_state_dict`."""
         if strict:
             self._check_names()
         self._entries_to_load = [entry for entry in self._model_entries() if entry.path[1] in self._model_state]
         for entry in self._entries_to_load:
             self._check_shape(entry, self._model_state[entry.path[1]])
         self._source_keys: dict[str, str] = {}
-        """What is read in the place of values that are less precise, by their keys."""
+        """Key of the saved master weights that replace a less precise parameter, by the parameter's key."""
         self._params_from_masters: set[int] = set()
-        """Parameters of which only the more precise copy is read."""
+        """Parameters that are read into their master weights, and then rounded."""
         self._masters_from_params: set[int] = set()
-        """Parameters whose more precise copy is not in the checkpoint, and is made of them."""
+        """Parameters without saved master weights: these are copied from the parameter after the read."""
 
     def make_targets(self, optimizer_plan: OptimizerLoadPlan | None) -> dict[str, Any]:
-        """What to read, and where to, together with what an optimizer takes."""
+        """Return what this rank reads: tensors to read into, by entry key; None for values that are not tensors."""
         return dict(
             self._make_target(entry, self._model_state[entry.path[1]], optimizer_plan)
             for entry in self._entries_to_load
         )
 
     def build_state_dict(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """As the model has them, of values by keys of the archive, which takes containers apart."""
-        found: dict[str, Any] = {}
+        """Return the model's state dict. `values`: by entry key; DCP stores nested containers flat."""
+        state_dict: dict[str, Any] = {}
         for entry in self._entries_to_load:
-            set_element(found, entry.path[1:], values[self._source_keys.get(entry.key, entry.key)])
-        return found
+            set_element(state_dict, entry.path[1:], values[self._source_keys.get(entry.key, entry.key)])
+        return state_dict
 
     @torch.no_grad()
     def broadcast_params(self) -> Callable[[], None]:
-        """Bring what was read in place to everyone; returns how to wait for that. On all ranks."""
+        """Start to broadcast the shards that were read in place; return a function that waits. Call on all ranks."""
         tensors = [value for value in self._model_state.values() if isinstance(value, torch.Tensor)]
         increment_version([tensor for tensor in tensors if not tensor.is_inference()])
         if not self._sharded_params:
             return lambda: None
         for index in self._params_from_masters:
-            copy = self._sharded_params.engine.master_shard_tensor(index)
-            assert copy is not None
-            self._sharded_params.engine.shard_tensor(index).local.copy_(copy.local)
+            master = self._sharded_params.engine.master_shard_tensor(index)
+            assert master is not None
+            self._sharded_params.engine.shard_tensor(index).local.copy_(master.local)
         self.refresh_masters()
         return self._sharded_params.engine.broadcast_params()
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Nothing is left in them of what was there before."""
+        """Overwrite master weights that are not in the checkpoint with the loaded parameters."""
         for index in self._masters_from_params:
-            copy = self._sharded_params.engine.master_shard_tensor(index)
-            assert copy is not None
-            copy.local.copy_(self._sharded_params.engine.shard_tensor(index).local)
+            master = self._sharded_params.engine.master_shard_tensor(index)
+            assert master is not None
+            master.local.copy_(self._sharded_params.engine.shard_tensor(index).local)
 
     def _check_no_meta_tensors(self) -> None:
-        empty = [name for name, value in self._model_state.items() if isinstance(value, torch.Tensor) and value.is_meta]
-        if empty:
+        meta = [name for name, value in self._model_state.items() if isinstance(value, torch.Tensor) and value.is_meta]
+        if meta:
             raise CheckpointError(
-                f"the model has no memory for {format_names(empty)}: call model.to_empty(device=...) before loading"
+                f"the model has no memory for {format_names(meta)}: call model.to_empty(device=...) before loading"
             )
 
     def _model_entries(self) -> list[Entry]:
         return [entry for entry in self._metadata.under(MODEL) if entry.path[1:]]
 
     def _can_write_through_state_dict(self) -> bool:
-        own = {storage_key(it) for it in (*self._model.parameters(), *self._model.buffers())}
+        own = {storage_key(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())}
         return all(storage_key(value) in own for value in self._model_state.values())
 
     def _check_names(self) -> None:
-        theirs = {str(entry.path[1]): None for entry in self._model_entries()}
+        saved = {str(entry.path[1]): None for entry in self._model_entries()}
         missing = [
-            name for name in self._model_state if name not in theirs and not is_empty_container(self._model_state[name])
+            name for name in self._model_state if name not in saved and not is_empty_container(self._model_state[name])
         ]
-        unexpected = [name for name in theirs if name not in self._model_state]
+        unexpected = [name for name in saved if name not in self._model_state]
         raise_if_names_differ(f"{self._metadata.directory} has another model", missing, unexpected)
 
     def _make_target(self, entry: Entry, current: Any, optimizer_plan: OptimizerLoadPlan | None) -> tuple[str, Any]:
@@ -484,22 +510,24 @@ class ModelLoadPlan:
         master = self._find_master_entry(entry, current, optimizer_plan)
         if master is not None and entry.tensor is not None and entry.tensor.properties.dtype != current.dtype:
             self._source_keys[entry.key] = master.key
-        room = current if self.can_load_in_place else torch.empty_like(current, requires_grad=False)
-        return self._source_keys.get(entry.key, entry.key), room
+        target = current if self.can_load_in_place else torch.empty_like(current, requires_grad=False)
+        return self._source_keys.get(entry.key, entry.key), target
 
     def _make_shard_target(
         self, entry: Entry, current: torch.Tensor, index: int, optimizer_plan: OptimizerLoadPlan | None
     ) -> tuple[str, torch.Tensor]:
-        """This rank's part of a parameter, read from the most precise copy there is to the most precise one here."""
+        """Return the entry key to read this rank's shard from, and the tensor to read it into."""
         assert entry.tensor is not None
         engine = self._sharded_params.engine
-        part, copy = engine.shard_tensor(index), engine.master_shard_tensor(index)
-        saved = self._find_master_entry(entry, current, optimizer_plan)
-        is_rounded = entry.tensor.properties.dtype != part.dtype
-        if copy is not None and saved is None:
+        shard, master = engine.shard_tensor(index), engine.master_shard_tensor(index)
+        saved_master = self._find_master_entry(entry, current, optimizer_plan)
+        is_rounded = entry.tensor.properties.dtype != shard.dtype
+        if master is not None and saved_master is None:
             (self._params_from_masters if is_rounded else self._masters_from_params).add(index)
-            return entry.key, copy if is_rounded else part
-        return (saved.key, part) if copy is None and saved is not None and is_rounded else (entry.key, part)
+            return entry.key, master if is_rounded else shard
+        if master is None and saved_master is not None and is_rounded:
+            return saved_master.key, shard
+        return entry.key, shard
 
     def _needs_master_refresh(
         self, entry: Entry, current: torch.Tensor, index: int, optimizer_plan: OptimizerLoadPlan | None
@@ -512,32 +540,29 @@ class ModelLoadPlan:
     def _find_master_entry(
         self, entry: Entry, current: torch.Tensor, optimizer_plan: OptimizerLoadPlan | None
     ) -> Entry | None:
-        """The saved master weights, if they are more precise than what the saved model has itself."""
-        found = None if optimizer_plan is None else optimizer_plan.find_master_entry(str(entry.path[1]), current)
-        if found is None or found.tensor is None or entry.tensor is None or found.tensor.size != entry.tensor.size:
+        """Return the saved master weights if they are more precise than the saved parameter, else None."""
+        master = None if optimizer_plan is None else optimizer_plan.find_master_entry(str(entry.path[1]), current)
+        if master is None or master.tensor is None or entry.tensor is None or master.tensor.size != entry.tensor.size:
             return None
-        return found if found.tensor.properties.dtype.itemsize > entry.tensor.properties.dtype.itemsize else None
+        return master if master.tensor.properties.dtype.itemsize > entry.tensor.properties.dtype.itemsize else None
 
     def _check_shape(self, entry: Entry, current: Any) -> None:
         if not isinstance(current, torch.Tensor) and (entry.tensor is None or len(entry.path) > 2):
-            return  # what a module adds to its dict may be of any form
-        theirs = None if entry.tensor is None else tuple(entry.tensor.size)
-        if not isinstance(current, torch.Tensor) or theirs != tuple(current.shape):
-            here = (
+            return  # extra state of a module may have any form
+        saved = None if entry.tensor is None else tuple(entry.tensor.size)
+        if not isinstance(current, torch.Tensor) or saved != tuple(current.shape):
+            expected = (
                 f"shape {tuple(current.shape)}" if isinstance(current, torch.Tensor) else f"a {type(current).__name__}"
             )
             raise CheckpointError(
                 f"'{entry.key}' in {self._metadata.directory} has "
-                f"{'no shape' if theirs is None else f'shape {theirs}'}, but the model's has {here}: it is a "
+                f"{'no shape' if saved is None else f'shape {saved}'}, but the model's has {expected}: it is a "
                 "checkpoint of another model"
             )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Loading: look at everything, agree that all ranks could read it, and only then change anything.
-#
-# Values are then read straight to where they belong, so that no memory is needed for a second model or optimizer. What
-# runs code of others while it loads, which may fail, gets its values in memory of its own, and comes first.
+# load.
 
 
 T = TypeVar("T")
@@ -545,17 +570,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What came back beside the model, the optimizer and the scheduler."""
+    """What `load` returns besides filling model, optimizer and scheduler."""
 
     path: Path
+    """Directory of the checkpoint."""
     step: int | None
-    """None if the checkpoint is not one of `save`."""
+    """The saved step; None if `save` did not write the checkpoint."""
     world_size: int | None
-    """How many ranks saved it."""
+    """Number of ranks that saved the checkpoint; None if `save` did not write it."""
     extra: Any
-    """What this rank gave to `save`; None if there were other ranks then."""
+    """What this rank passed to `save` as `extra`; None if the world size has changed."""
     extra_by_rank: dict[int, Any]
-    """What all ranks gave."""
+    """`extra` of all ranks that saved the checkpoint."""
 
 
 def load(
@@ -570,36 +596,43 @@ def load(
 ) -> LoadResult:
     """Load the latest checkpoint in the folder `path`, or the one in the directory `path`.
 
-    Called on all ranks of `process_group`.
+    Call on all ranks of `process_group`.
 
-    Any number of ranks, partition and bucket size will do, and directories that FSDP2 and plain torch have saved with
-    `torch.distributed.checkpoint` under the same names. Either all ranks load it or nothing changes, unless a disk
-    fails after everything was looked at. Nothing in the files is run as code.
+    World size, partitioner and bucket size may differ from those of the save. Checkpoints that FSDP2 or plain torch
+    saved with `torch.distributed.checkpoint` under the same names load, too. Either all ranks load or nothing changes,
+    unless an I/O error occurs after validation. No code in the files is executed.
 
     Args:
-        path: a folder that `save` wrote to, or a directory with one checkpoint.
-        model: the model to load into; its parameters keep their dtypes.
-        optimizer: one of ours, a plain one, or one over FSDP2's parameters.
-        scheduler: anything with `load_state_dict()`.
-        strict: else what is missing stays as it is, and what is too much is left out.
-        progress: show a line on rank 0; by default if somebody sits at the terminal and it takes a while. Or what is
-            to be called on each rank with the bytes that it has checked and read, and those that there are so far.
-        process_group: the ranks that load together; by default those of a sharded `optimizer`, else all.
+        path: A folder that `save` wrote to, or the directory of one checkpoint.
+        model: The model to load into; its parameters keep their dtypes.
+        optimizer: A sharded optimizer, a plain one, or one over FSDP2's parameters.
+        scheduler: Any object with `load_state_dict()`.
+        strict: Raise if names differ. With False, missing values stay unchanged and unexpected ones are ignored.
+        progress: True shows a progress line on rank 0. None shows it if stderr is a terminal and the load takes more
+            than a second. A function is called on each rank with the bytes it has verified and read, and the total
+            known so far.
+        process_group: The ranks that load; default: those of a sharded `optimizer`, else all.
+
+    Returns:
+        The step, and what the ranks saved as `extra`.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged, or of another model or optimizer.
+        ConfigError: an argument is invalid.
+        RankMismatchError: the ranks passed different arguments.
     """
     comm = Comm(choose_group(process_group, optimizer))
-    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    facts = [f"path {path}", f"strict={strict}"]
-    facts += [f"{name} {'not ' if it is None else ''}given" for name, it in given.items()]
+    components = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    must_match = [f"path {path}", f"strict={strict}"]
+    must_match += [f"{name} {'not ' if value is None else ''}given" for name, value in components.items()]
     with errors_as_checkpoint_error(path):
-        prepare_all(comm, "checkpoint.load", lambda: _prepare_load(comm, given, progress, facts))
+        prepare_all(comm, "checkpoint.load", lambda: _prepare_load(comm, components, progress, must_match))
         directory = run_on_rank0(comm, "checkpoint.load: looking for it", lambda: find_checkpoint(Path(path)))
-        shown = Progress(f"loading {directory.name}", progress, comm.group.rank)
+        counter = Progress(f"loading {directory.name}", progress, comm.group.rank)
         with gc_paused():
-            loaded = _Loader(comm, directory, shown, strict=strict).run(model, optimizer, scheduler)
-        log_rank(
-            logging.DEBUG, comm.group.rank, "loaded %s, of which this rank read %d bytes", directory, shown.done_bytes
-        )
-        return loaded
+            result = _Loader(comm, directory, counter, strict=strict).run(model, optimizer, scheduler)
+        log_rank(logging.DEBUG, comm.group.rank, "loaded %s; this rank read %d bytes", directory, counter.done_bytes)
+        return result
 
 
 def _prepare_load(comm: Comm, components: dict[str, Any], progress: Any, must_match: list[str]) -> Prepared[None]:
@@ -610,23 +643,25 @@ def _prepare_load(comm: Comm, components: dict[str, Any], progress: Any, must_ma
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
-    """The directory of the newest checkpoint in a folder, if there is one."""
+    """Return the directory of the newest checkpoint in a folder, or None."""
     return CheckpointDir(path).latest()
 
 
 class _LoadPlan(NamedTuple):
-    """What a rank has made of the small values, and what it wants of the large ones."""
+    """The validated load of one rank: small values, which have been read, and the reads of tensors."""
 
     per_rank: dict[int, Any]
+    """RNG states and `extra` by rank."""
     scheduler_state: Any
     optimizer_plan: OptimizerLoadPlan | None
     model_plan: ModelLoadPlan | None
     optimizer_reads: ReadPlan
     model_reads: ReadPlan
-    """Of the model."""
 
 
 class _Loader:
+    """One load. All ranks create it and call `run`."""
+
     def __init__(self, comm: Comm, directory: Path, progress: Progress, *, strict: bool) -> None:
         self._comm, self._directory, self._progress, self._strict = comm, directory, progress, strict
         with comm.profiler.phase(Phase.LOAD_VALIDATE):
@@ -635,48 +670,47 @@ class _Loader:
 
     def run(self, model: torch.nn.Module | None, optimizer: Optimizer | None, scheduler: Any) -> LoadResult:
         with self._comm.profiler.phase(Phase.LOAD_VALIDATE):
-            prepared = prepare_all(self._comm, "checkpoint.load", lambda: self._prepare(model, optimizer, scheduler))
+            plan = prepare_all(self._comm, "checkpoint.load", lambda: self._prepare(model, optimizer, scheduler))
         with transaction() as undo:
-            if scheduler is not None and prepared.scheduler_state is not None:
-                self._run_on_all(lambda: load_scheduler(scheduler, prepared.scheduler_state, undo))
-            if prepared.optimizer_plan is not None and not prepared.optimizer_plan.adapter.can_load_in_place:
-                self._load_out_of_place(prepared.optimizer_plan, self._execute_reads(prepared.optimizer_reads), undo)
-            if model is not None and prepared.model_plan is not None and not prepared.model_plan.can_load_in_place:
-                weights = prepared.model_plan.build_state_dict(self._execute_reads(prepared.model_reads))
-                self._run_on_all(lambda: load_model(model, weights, undo, strict=self._strict))
-                prepared.model_plan.refresh_masters()
-            self._load_in_place(prepared)
-        return self._finish(prepared.per_rank)
+            if scheduler is not None and plan.scheduler_state is not None:
+                self._run_on_all(lambda: load_scheduler(scheduler, plan.scheduler_state, undo))
+            if plan.optimizer_plan is not None and not plan.optimizer_plan.adapter.can_load_in_place:
+                self._load_out_of_place(plan.optimizer_plan, self._execute_reads(plan.optimizer_reads), undo)
+            if model is not None and plan.model_plan is not None and not plan.model_plan.can_load_in_place:
+                model_state = plan.model_plan.build_state_dict(self._execute_reads(plan.model_reads))
+                self._run_on_all(lambda: load_model(model, model_state, undo, strict=self._strict))
+                plan.model_plan.refresh_masters()
+            self._load_in_place(plan)
+        return self._finish(plan.per_rank)
 
     def _load_out_of_place(self, optimizer_plan: OptimizerLoadPlan, values: dict[str, Any], undo: ExitStack) -> None:
+        # Three rounds: a rank that fails in one of the first two must not miss the collective calls of the next.
         state = self._run_on_all(lambda: optimizer_plan.build_state_dict(values))
-        before = self._run_on_all(
-            optimizer_plan.adapter.snapshot
-        )  # apart: who fails here must not miss a collective call
-        self._run_on_all(lambda: optimizer_plan.adapter.load(state, before, undo))
+        snapshot = self._run_on_all(optimizer_plan.adapter.snapshot)
+        self._run_on_all(lambda: optimizer_plan.adapter.load(state, snapshot, undo))
 
     def _load_in_place(self, plan: _LoadPlan) -> None:
-        with errors_as_partial_load(), ExitStack() as arriving:
+        with errors_as_partial_load(), ExitStack() as in_flight:
             if plan.model_plan is not None and plan.model_plan.can_load_in_place:
                 self._execute_reads(plan.model_reads)
-                arriving.callback(plan.model_plan.broadcast_params())
-            restoring = plan.optimizer_plan
-            if restoring is not None and restoring.adapter.can_load_in_place:
-                restoring.load_in_place(lambda: self._execute_reads(plan.optimizer_reads))
+                in_flight.callback(plan.model_plan.broadcast_params())
+            optimizer_plan = plan.optimizer_plan
+            if optimizer_plan is not None and optimizer_plan.adapter.can_load_in_place:
+                optimizer_plan.load_in_place(lambda: self._execute_reads(plan.optimizer_reads))
 
     def _open(self) -> Prepared[tuple[CheckpointMetadata, Manifest | None]]:
-        archive, manifest = CheckpointMetadata(self._directory), read_manifest(self._directory)
+        metadata, manifest = CheckpointMetadata(self._directory), read_manifest(self._directory)
         if self._comm.group.rank == 0:
-            archive.check_files()
+            metadata.check_files()
         if manifest is not None:
-            manifest.check_covers(self._directory, archive.min_file_sizes())
-        return Prepared((archive, manifest), [f"{len(archive.entries)} entries in {self._directory}"])
+            manifest.check_covers(self._directory, metadata.min_file_sizes())
+        return Prepared((metadata, manifest), [f"{len(metadata.entries)} entries in {self._directory}"])
 
     def _verify_checksums(self) -> Prepared[None]:
-        """Ranks look at files in turns."""
+        """Verify this rank's share of the files."""
         if self._manifest is not None:
-            share = slice(self._comm.group.rank, None, self._comm.group.size)
-            self._manifest.verify_checksums(self._directory, share, self._progress)
+            file_slice = slice(self._comm.group.rank, None, self._comm.group.size)
+            self._manifest.verify_checksums(self._directory, file_slice, self._progress)
         return Prepared(None)
 
     def _execute_reads(self, read_plan: ReadPlan) -> dict[str, Any]:
@@ -684,7 +718,7 @@ class _Loader:
             return self._run_on_all(lambda: read_plan.execute(self._progress))
 
     def _run_on_all(self, action: Callable[[], T]) -> T:
-        """What it returns, once it has succeeded on all ranks."""
+        """Run `action` on all ranks and return its result; all raise if it fails on one."""
         return prepare_all(self._comm, "checkpoint.load", lambda: Prepared(action()))
 
     def _small_targets(self, optimizer: Optimizer | None, scheduler: Any) -> dict[str, Any]:
@@ -698,17 +732,28 @@ class _Loader:
     def _prepare(
         self, model: torch.nn.Module | None, optimizer: Optimizer | None, scheduler: Any
     ) -> Prepared[_LoadPlan]:
-        small = read_values(self._metadata, self._small_targets(optimizer, scheduler))
-        weights = None if model is None else ModelLoadPlan(self._metadata, model, optimizer, strict=self._strict)
-        restoring = None if optimizer is None else self._plan_optimizer_load(small, model, optimizer)
-        schedule = None if scheduler is None else self._unpack_scheduler_state(small)
-        state = ReadPlan(self._metadata, {} if restoring is None else restoring.targets)
-        values = ReadPlan(self._metadata, {} if weights is None else weights.make_targets(restoring))
-        if restoring is not None:
-            restoring.validate(state.values)
-        ways = [part.can_load_in_place for part in (weights, restoring and restoring.adapter) if part]
-        facts = [f"read {'in place' if in_place else 'beside'}" for in_place in ways]
-        return Prepared(_LoadPlan(self._unpack_per_rank(small), schedule, restoring, weights, state, values), facts)
+        """Read the small values, validate everything and plan all reads."""
+        small_values = read_values(self._metadata, self._small_targets(optimizer, scheduler))
+        model_plan = None if model is None else ModelLoadPlan(self._metadata, model, optimizer, strict=self._strict)
+        optimizer_plan = None if optimizer is None else self._plan_optimizer_load(small_values, model, optimizer)
+        scheduler_state = None if scheduler is None else self._unpack_scheduler_state(small_values)
+        optimizer_reads = ReadPlan(self._metadata, {} if optimizer_plan is None else optimizer_plan.targets)
+        model_reads = ReadPlan(self._metadata, {} if model_plan is None else model_plan.make_targets(optimizer_plan))
+        if optimizer_plan is not None:
+            optimizer_plan.validate(optimizer_reads.values)
+        in_place_flags = [
+            loader.can_load_in_place for loader in (model_plan, optimizer_plan and optimizer_plan.adapter) if loader
+        ]
+        must_match = [f"read {'in place' if in_place else 'beside'}" for in_place in in_place_flags]
+        plan = _LoadPlan(
+            per_rank=self._unpack_per_rank(small_values),
+            scheduler_state=scheduler_state,
+            optimizer_plan=optimizer_plan,
+            model_plan=model_plan,
+            optimizer_reads=optimizer_reads,
+            model_reads=model_reads,
+        )
+        return Prepared(plan, must_match)
 
     def _plan_optimizer_load(
         self, small_values: dict[str, Any], model: torch.nn.Module | None, optimizer: Optimizer
@@ -727,43 +772,44 @@ class _Loader:
         return from_byte_tensor(small_values[key], key, self._directory)
 
     def _has_section(self, section: str, description: str) -> bool:
-        found = bool(self._metadata.under(section))
-        if not found and self._strict:
+        exists = bool(self._metadata.under(section))
+        if not exists and self._strict:
             raise CheckpointError(f"{self._directory} has no {description} in it. strict=False loads what there is.")
-        return found
+        return exists
 
     def _unpack_per_rank(self, small_values: dict[str, Any]) -> dict[int, Any]:
-        """What each rank has for itself; nothing if `save` did not write it."""
+        """Return RNG states and `extra` by rank; empty if `save` did not write the checkpoint."""
         if self._manifest is None:
             return {}
-        found = {}
+        per_rank = {}
         for entry in self._metadata.under(RANKS):
-            part = from_byte_tensor(small_values[entry.key], entry.key, self._directory)
+            values = from_byte_tensor(small_values[entry.key], entry.key, self._directory)
             try:
-                check_rng_states(part["random"])
-                found[int(entry.path[1])] = {"random": part["random"], "extra": part["extra"]}
+                check_rng_states(values["random"])
+                per_rank[int(entry.path[1])] = {"random": values["random"], "extra": values["extra"]}
             except Exception as error:
                 raise CheckpointError(f"'{entry.key}' in {self._directory} cannot be read: {error!r}") from error
-        return found
+        return per_rank
 
     def _finish(self, per_rank: dict[int, Any]) -> LoadResult:
-        """Random states and `extra` belong to a rank: where there were other ranks they are nobody's."""
+        """Restore the RNG states, unless the world size has changed, and return the result."""
         rank, size = self._comm.group.rank, self._comm.group.size
-        extras = {number: part["extra"] for number, part in sorted(per_rank.items())}
-        step, world = (self._manifest.step, self._manifest.world_size) if self._manifest else (None, None)
+        extras = {saved_rank: values["extra"] for saved_rank, values in sorted(per_rank.items())}
+        step, world_size = (self._manifest.step, self._manifest.world_size) if self._manifest else (None, None)
         if list(extras) == list(range(size)):
             set_rng_states(per_rank[rank]["random"])
-            return LoadResult(self._directory, step, world, extras[rank], extras)
+            return LoadResult(self._directory, step, world_size, extras[rank], extras)
         if extras:
             warn_at_caller(
                 f"{self._directory} was saved by {len(extras)} ranks and is loaded by {size}: random states stay "
                 "as they are, and what ranks gave as extra is in extra_by_rank"
             )
-        return LoadResult(self._directory, step, world, None, extras)
+        return LoadResult(self._directory, step, world_size, None, extras)
 
 
 @contextmanager
 def errors_as_partial_load() -> Iterator[None]:
+    """Say in errors that model and optimizer are partially loaded."""
     try:
         yield
     except Exception as error:
@@ -774,17 +820,18 @@ def errors_as_partial_load() -> Iterator[None]:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Thousands of small objects come, and would have all that the process has looked through, each time for 0.2 s."""
-    was_on = gc.isenabled()
+    """Disable garbage collection: a load creates many small objects, and each full collection takes about 0.2 s."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
+        if was_enabled:
             gc.enable()
 
 
 def find_checkpoint(path: Path) -> Path:
+    """Return `path` if it is a checkpoint, else the newest one in it. Raises `CheckpointError` if there is none."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
     if not path.is_dir():
@@ -793,7 +840,7 @@ def find_checkpoint(path: Path) -> Path:
         )
     if is_dcp_checkpoint(path):
         return path
-    found = CheckpointDir(path).latest()
-    if found is None:
+    newest = CheckpointDir(path).latest()
+    if newest is None:
         raise CheckpointError(f"{path} has no checkpoint in it")
-    return found
+    return newest

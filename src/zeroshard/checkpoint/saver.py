@@ -515,7 +515,7 @@ class _SaveRequest:
             log_rank(
                 logging.DEBUG,
                 comm.group.rank,
-                "saved %s, of which this rank wrote %d bytes",
+                "saved %s; this rank wrote %d bytes",
                 final,
                 self.progress.done_bytes,
             )
