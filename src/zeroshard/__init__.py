@@ -1,4 +1,4 @@
-"""zeroshard: ZeRO optimizer state sharding for PyTorch. One copy of the optimizer across all ranks."""
+"""zeroshard: ZeRO-1 and ZeRO-2 for PyTorch. Optimizer state and gradients are sharded across data-parallel ranks."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +66,7 @@ __all__ = [
 
 
 _LAZY = {"checkpoint", "peer_checkpoint", "planner", "report"}
-"""Modules that are imported on first use: most programs need few of them, and `checkpoint` takes a second."""
+"""Modules that are imported on first use: most programs need few of them, and importing `checkpoint` is slow."""
 
 
 def __getattr__(name: str) -> Any:

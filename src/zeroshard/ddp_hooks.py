@@ -3,8 +3,8 @@
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, overlap_with_ddp=True, lr=1e-3)
     ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))
 
-Then `loss.backward()` updates the parameters, and `zero.step()` is not needed. DDP settles its buckets in the
-first two backward passes (three with `static_graph=True`); these make no update.
+`loss.backward()` then updates the parameters, and `zero.step()` is not needed. DDP rebuilds its buckets during the
+first two backward passes (three with `static_graph=True`), so these do not update anything.
 """
 
 from torch.nn.parallel import DistributedDataParallel
@@ -18,10 +18,20 @@ __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 def hook_with_zero_step(
     hook: CommHook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
 ) -> CommHook:
-    """Step bucket by bucket once the last gradient bucket has been handed over.
+    """Return a DDP hook that steps `zero` bucket by bucket after the last gradient bucket was sent.
 
-    `hook` reduces a bucket, such as torch's `allreduce_hook`. A bucket belongs to the rank (bucket index modulo
-    group size), or, with `shard_buckets=True`, its parameters are dealt out among the ranks.
+    Args:
+        hook: Communication hook that reduces a bucket, such as torch's `allreduce_hook`.
+        ddp: The DDP module on which the returned hook will be registered.
+        zero: Optimizer of its parameters, constructed with `overlap_with_ddp=True` over the same process group.
+        shard_buckets: Distribute the parameters of each bucket over all ranks. By default bucket `i` belongs to rank
+            `i % world_size`.
+
+    Returns:
+        The hook for `ddp.register_comm_hook`.
+
+    Raises:
+        ConfigError: If `zero` was constructed without `overlap_with_ddp=True`, or its ranks are not those of `ddp`.
     """
     return zero._required_ddp_overlap.wrap_comm_hook(ddp, hook, zero, shard_buckets=shard_buckets, is_interleaved=False)
 
@@ -29,5 +39,18 @@ def hook_with_zero_step(
 def hook_with_zero_step_interleaved(
     hook: CommHook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
 ) -> CommHook:
-    """Like `hook_with_zero_step`, but a bucket is stepped while backward still works on the next ones."""
+    """Return a DDP hook like `hook_with_zero_step` that steps each bucket while backward computes the next ones.
+
+    Args:
+        hook: As for `hook_with_zero_step`.
+        ddp: As for `hook_with_zero_step`.
+        zero: As for `hook_with_zero_step`.
+        shard_buckets: As for `hook_with_zero_step`.
+
+    Returns:
+        The hook for `ddp.register_comm_hook`.
+
+    Raises:
+        ConfigError: As for `hook_with_zero_step`.
+    """
     return zero._required_ddp_overlap.wrap_comm_hook(ddp, hook, zero, shard_buckets=shard_buckets, is_interleaved=True)

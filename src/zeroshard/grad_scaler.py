@@ -1,4 +1,4 @@
-"""`GradScaler` for gradients that are spread over ranks."""
+"""`GradScaler` for sharded gradients."""
 
 from typing import Any
 
@@ -8,9 +8,10 @@ from .optimizer import ZeroRedundancyOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` that also knows gradients of which every rank has a part.
+    """`torch.amp.GradScaler` with support for sharded gradients.
 
-    What is not finite on one rank makes all of them skip the step, and lower the same scale.
+    If a gradient is inf or NaN on one rank, all ranks skip the step and lower the scale by the same factor. The
+    constructor takes torch's arguments.
     """
 
     def _unscale_grads_(

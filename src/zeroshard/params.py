@@ -1,4 +1,4 @@
-"""What a user may hand in as parameters, checked and brought into one form."""
+"""Parse and validate the parameters that a user passes to an optimizer."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,11 +17,11 @@ from .layout.spec import ParamSpec
 class ParsedParams(NamedTuple):
     groups: list[dict[str, Any]]
     is_bare_sequence: bool
-    """A bare sequence was given, not dicts."""
+    """The user passed a sequence of parameters, not group dicts."""
 
 
 def parse_params(params: Any) -> ParsedParams:
-    """Parameters, named parameters or groups of either, as a list of new group dicts."""
+    """Normalize parameters, named parameters or groups of either to a list of new group dicts."""
     entries = _as_list(params, "params")
     if not entries:
         raise ValueError("the optimizer got an empty parameter list")
@@ -32,20 +32,20 @@ def parse_params(params: Any) -> ParsedParams:
 
 
 def parse_groups(groups: Any) -> list[dict[str, Any]]:
-    """Several groups as new dicts."""
+    """Normalize several groups to new dicts."""
     if isinstance(groups, (str, Mapping, torch.Tensor)) or not isinstance(groups, Iterable):
         raise TypeError(f"expected a list of param groups, got {type(groups).__name__}: put a single group into a list")
     return [parse_group(group) for group in groups]
 
 
 def parse_group(group: Any) -> dict[str, Any]:
-    """One group as a new dict with its parameters in a list."""
+    """Normalize one group to a new dict with its parameters in a list."""
     if not isinstance(group, Mapping):
         raise TypeError(f"a param group must be a dict, not {type(group).__name__}")
     if "params" not in group:
         raise ValueError(f"a param group needs the key 'params'; found {sorted(map(str, group))}")
-    given = group["params"]
-    entries = [given] if isinstance(given, torch.Tensor) else _as_list(given, "the 'params' of a group")
+    params = group["params"]
+    entries = [params] if isinstance(params, torch.Tensor) else _as_list(params, "the 'params' of a group")
     _check_entries(entries)
     return {**group, "params": entries}
 
@@ -53,7 +53,7 @@ def parse_group(group: Any) -> dict[str, Any]:
 def check_specs(
     specs: Sequence[ParamSpec], params: Sequence[torch.Tensor], *, allow_mixed_dtypes: bool, num_checked: int = 0
 ) -> None:
-    """Refuse what cannot be sharded. The first `known` of them have been checked before, each by itself."""
+    """Raise `ConfigError` for parameters that cannot be sharded. The first `num_checked` were checked before."""
     for spec, param in zip(specs[num_checked:], params[num_checked:], strict=True):
         if param.layout != torch.strided:
             raise ConfigError(f"{spec.label} has the layout {param.layout}; only dense parameters can be sharded")
@@ -72,31 +72,31 @@ def check_specs(
 
 
 def reject_dtensor(label: str, param: torch.Tensor) -> None:
-    """A DTensor has local memory of one shape and values of another, and gradients that are DTensors again."""
+    """Raise for a DTensor: its local shape differs from its global shape, and its gradients are DTensors, too."""
     placements, mesh = getattr(param, "placements", None), getattr(param, "device_mesh", None)
     if placements is None or mesh is None:
         return
-    placed = ", ".join(map(str, placements))
+    shown = ", ".join(map(str, placements))
     raise ConfigError(
-        f"{label} is a DTensor, placed as ({placed}) on a mesh of {tuple(mesh.shape)} ranks: tensor parallelism or "
+        f"{label} is a DTensor, placed as ({shown}) on a mesh of {tuple(mesh.shape)} ranks: tensor parallelism or "
         "FSDP2 have divided it already, and zeroshard does not divide it once more over the data-parallel ranks. Under "
         "FSDP2 a plain optimizer keeps state of this rank's part only; with tensor parallelism put FSDP2 on top."
     )
 
 
 def check_no_aliasing(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor]) -> None:
-    """Two parameters over the same memory would be updated by two owners."""
+    """Raise if two parameters share memory: two owners would update it."""
     if _are_disjoint(specs, params):
         return
     ranges: dict[torch.device, list[tuple[int, int, int]]] = defaultdict(list)
     for spec, param in zip(specs, params, strict=True):
         if spec.numel and (start := param.data_ptr()):
             ranges[param.device].append((start, start + spec.storage_numel * param.element_size(), spec.index))
-    neighbours = chain.from_iterable(pairwise(sorted(found)) for found in ranges.values())
+    neighbours = chain.from_iterable(pairwise(sorted(device_ranges)) for device_ranges in ranges.values())
     for (start, stop, index), (next_start, _, next_index) in neighbours:
-        # The next one may start in a gap of this one: columns of one matrix interleave and share nothing.
-        gaps = specs[index].storage_numel > specs[index].numel
-        if next_start < stop and (next_start == start or not gaps):
+        # The next parameter may start in a gap of this one: columns of one matrix interleave without sharing memory.
+        has_gaps = specs[index].storage_numel > specs[index].numel
+        if next_start < stop and (next_start == start or not has_gaps):
             raise ConfigError(
                 f"{specs[index].label} and {specs[next_index].label} share memory; "
                 "tie them by using one parameter in both places"
@@ -104,7 +104,7 @@ def check_no_aliasing(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor]
 
 
 def _are_disjoint(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor]) -> bool:
-    """Whether no two ranges of addresses overlap, whichever devices they are of: quick, and mostly so."""
+    """Whether no two address ranges overlap, ignoring devices: a fast path that almost always succeeds."""
     starts = map(torch.Tensor.data_ptr, params)
     ranges = sorted(zip(starts, (spec.storage_bytes for spec in specs), strict=True))
     stops = starmap(add, ranges)

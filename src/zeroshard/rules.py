@@ -1,4 +1,10 @@
-"""Which optimizer class updates which parameters of a model."""
+"""Parameter rules: which optimizer class updates which parameters of a model.
+
+shard(model, [
+    ParamRule(matrix_params(exclude=("embed", "head")), Muon, lr=2e-2),
+    ParamRule(remaining_params, torch.optim.AdamW, lr=3e-4),
+])
+"""
 
 import re
 import struct
@@ -24,19 +30,26 @@ from .layout.spec import ParamSpec, make_param_specs
 from .state.state_dict import strip_wrapper_prefixes
 
 Selector = Callable[[str, torch.Tensor], bool]
-"""Whether a parameter with this name is chosen."""
+"""Whether a rule selects the parameter with this name."""
 NamedParam = tuple[str, torch.Tensor]
 _MAX_LISTED_NAMES = 8
 
 
 class ParamRule:
-    """The parameters that `selector` chooses are updated by `optimizer_class`, made with `options`.
+    """Update the parameters that `selector` selects with `optimizer_class`.
 
-    selector: `matrix_params()`, `remaining_params`, or a function of a name and a parameter. Names are those in the
-        model, without what `torch.compile` and wrappers put into them. A tied weight has several: a rule takes it if
-        the selector chooses it under each of them.
-    partition: `FlatShards(...)` or `WholeParams(...)`. By default parameters are cut where the class allows it, and
-        whole elsewhere.
+    Args:
+        selector: `matrix_params()`, `remaining_params`, or a function of a name and a parameter. Names are those in the
+            model, without the prefixes of `torch.compile` and wrappers. A tied weight has several names; a rule applies
+            to it if the selector selects it under each of them.
+        optimizer_class: Class, or any callable, that constructs the optimizer.
+        partition: `FlatShards(...)` or `WholeParams(...)`. By default parameters are split if the optimizer can update
+            parts of a parameter, and assigned whole otherwise.
+        **options: Passed to `optimizer_class`.
+
+    Raises:
+        ConfigError: If `partition` is neither of these.
+        TypeError: If `selector` or `optimizer_class` is not callable.
     """
 
     def __init__(
@@ -81,15 +94,21 @@ class _RemainingParams:
 
 
 remaining_params = _RemainingParams()
-"""Chooses what no other rule does."""
+"""Selects the parameters that no other rule selects."""
 
 
 def matrix_params(exclude: Sequence[str] = ()) -> Selector:
-    """Chooses parameters of two dimensions, but those with a word of `exclude` in their names.
+    """Return a selector of all two-dimensional parameters whose names contain no word of `exclude`.
 
-    A word is what stands between dots and underscores, or its beginning: `embed` excludes `tok_embed.weight` and
-    `embeddings.weight`, `head` excludes `lm_head.weight` and not `multihead.weight`. A number is a word of its own:
-    `blocks.1` does not exclude `blocks.10.weight`. With `*` in it, it is a pattern for the whole name.
+    Words of a name are separated by dots and underscores, and match by prefix: `embed` excludes `tok_embed.weight` and
+    `embeddings.weight`; `head` excludes `lm_head.weight`, but not `multihead.weight`. Numbers match in full:
+    `blocks.1` does not exclude `blocks.10.weight`.
+
+    Args:
+        exclude: Words, or patterns with `*` that must match the full name.
+
+    Raises:
+        TypeError: If `exclude` is a single string, or contains anything but non-empty strings.
     """
     if isinstance(exclude, str):
         raise TypeError(f"matrix_params(exclude=...) takes several words: exclude=({exclude!r},)")
@@ -99,51 +118,56 @@ def matrix_params(exclude: Sequence[str] = ()) -> Selector:
 
 
 def assign_params_to_rules(named_params: Iterable[NamedParam], rules: Sequence[ParamRule]) -> list[list[NamedParam]]:
-    """What each rule chooses. A parameter that none chooses, or several, is an error.
+    """Return the parameters of each rule.
 
-    `named`: a tied weight with each of its names. It keeps the first.
+    Args:
+        named_params: The parameters; a tied weight once for each of its names. The result has the first one.
+        rules: The rules.
+
+    Raises:
+        ConfigError: If no rule or several rules select a parameter, or a rule selects none.
     """
-    chosen: list[list[NamedParam]] = [[] for _ in rules]
-    none, several = [], []
-    found = _group_names_by_param(named_params)
-    for names, param in found:
-        takers = _find_matching_rules(names, param, rules)
-        if len(takers) == 1:
-            chosen[takers[0]].append((names[0], param))
-        elif takers:
-            several.append(f"{names[0]} (rules {' and '.join(map(str, takers))})")
+    params_per_rule: list[list[NamedParam]] = [[] for _ in rules]
+    unmatched, ambiguous = [], []
+    params_with_names = _group_names_by_param(named_params)
+    for names, param in params_with_names:
+        matches = _find_matching_rules(names, param, rules)
+        if len(matches) == 1:
+            params_per_rule[matches[0]].append((names[0], param))
+        elif matches:
+            ambiguous.append(f"{names[0]} (rules {' and '.join(map(str, matches))})")
         else:
-            none.append(" = ".join(names))
-    _warn_unused_exclude_patterns(rules, [name for names, _ in found for name in names])
-    _raise_if_any(none, "no rule takes", "add ParamRule(remaining_params, ...)")
-    _raise_if_any(several, "several rules take", "make their selectors choose different ones")
-    for number, (rule, members) in enumerate(zip(rules, chosen, strict=True)):
-        if not members:
-            raise ConfigError(f"rule {number}, {rule!r}, takes no parameter of the model: remove it")
-    return chosen
+            unmatched.append(" = ".join(names))
+    _warn_unused_exclude_patterns(rules, [name for names, _ in params_with_names for name in names])
+    _raise_if_any(unmatched, "no rule takes", "add ParamRule(remaining_params, ...)")
+    _raise_if_any(ambiguous, "several rules take", "make their selectors choose different ones")
+    for index, (rule, params) in enumerate(zip(rules, params_per_rule, strict=True)):
+        if not params:
+            raise ConfigError(f"rule {index}, {rule!r}, takes no parameter of the model: remove it")
+    return params_per_rule
 
 
 def _warn_unused_exclude_patterns(rules: Sequence[ParamRule], names: Sequence[str]) -> None:
-    """An embedding that was meant to be excluded would be trained as a matrix, in silence."""
+    """Warn about misspelled words: the embedding that one was meant to exclude would silently be selected."""
     words = [word for rule in rules if isinstance(rule.selector, _MatrixParams) for word in rule.selector.exclude]
-    idle = [word for word in words if not any(_matches_pattern(strip_wrapper_prefixes(name), word) for name in names)]
-    if idle:
+    unused = [word for word in words if not any(_matches_pattern(strip_wrapper_prefixes(name), word) for name in names)]
+    if unused:
         warn_at_caller(
-            f"matrix_params(exclude=...): no parameter of the model has {' or '.join(map(repr, idle))} in its name"
+            f"matrix_params(exclude=...): no parameter of the model has {' or '.join(map(repr, unused))} in its name"
         )
 
 
 def _group_names_by_param(named_params: Iterable[NamedParam]) -> list[tuple[list[str], torch.Tensor]]:
-    found: dict[int, tuple[list[str], torch.Tensor]] = {}
+    names_by_id: dict[int, tuple[list[str], torch.Tensor]] = {}
     for name, param in named_params:
-        found.setdefault(id(param), ([], param))[0].append(name)
-    return list(found.values())
+        names_by_id.setdefault(id(param), ([], param))[0].append(name)
+    return list(names_by_id.values())
 
 
 def _find_matching_rules(names: Sequence[str], param: torch.Tensor, rules: Sequence[ParamRule]) -> list[int]:
-    rest = [number for number, rule in enumerate(rules) if rule.selector is remaining_params]
-    others = (number for number in range(len(rules)) if number not in rest)
-    return [number for number in others if _is_selected(rules[number].selector, names, param)] or rest
+    fallback = [index for index, rule in enumerate(rules) if rule.selector is remaining_params]
+    others = (index for index in range(len(rules)) if index not in fallback)
+    return [index for index in others if _is_selected(rules[index].selector, names, param)] or fallback
 
 
 def _is_selected(selector: Selector, names: Sequence[str], param: torch.Tensor) -> bool:
@@ -151,7 +175,7 @@ def _is_selected(selector: Selector, names: Sequence[str], param: torch.Tensor) 
 
 
 def select_params(selector: Selector, named_params: Iterable[NamedParam]) -> list[NamedParam]:
-    """What one selector alone would choose."""
+    """Return the parameters that a single selector selects."""
     return [
         (names[0], param)
         for names, param in _group_names_by_param(named_params)
@@ -160,12 +184,12 @@ def select_params(selector: Selector, named_params: Iterable[NamedParam]) -> lis
 
 
 def make_class_names(rules: Sequence[ParamRule]) -> list[str]:
-    """A name for each rule's class. The second rule with the same class has a number behind it."""
+    """Return a unique name for each rule's class: later rules with the same class get a number appended."""
     names: list[str] = []
     for rule in rules:
-        made_by = getattr(rule.optimizer_class, "func", rule.optimizer_class)
-        name = getattr(made_by, "__name__", type(made_by).__name__)
-        names.append(next(it for n in count(1) if (it := name if n == 1 else f"{name} {n}") not in names))
+        constructor = getattr(rule.optimizer_class, "func", rule.optimizer_class)
+        base = getattr(constructor, "__name__", type(constructor).__name__)
+        names.append(next(name for n in count(1) if (name := base if n == 1 else f"{base} {n}") not in names))
     return names
 
 
@@ -184,7 +208,7 @@ def _matches_pattern(name: str, pattern: str) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a step on each of a model's matrices costs, measured.
+# Step cost: measured times, for `WholeParams(cost=...)`.
 
 
 def profile_step_cost(
@@ -195,37 +219,43 @@ def profile_step_cost(
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> MeasuredCost:
-    """What it takes `optimizer_class` to step each parameter that `selector` chooses, for `WholeParams(cost=...)`.
+    """Measure how long `optimizer_class` takes to step each parameter that `selector` selects.
 
-    Rank 0 times steps on tensors like them, one of each shape, where the model is, and all ranks get its seconds.
-    Nothing of the model changes. Called on all ranks, when the devices have nothing else to do.
+    Rank 0 times steps on new tensors, one of each shape, on the model's device, and broadcasts the result. The model is
+    not modified. Call on all ranks, while the devices are idle.
 
     Args:
-        model: the model that will be given to `shard`.
-        optimizer_class: as in a `ParamRule`.
-        selector: as in a `ParamRule`; by default `matrix_params()`.
-        process_group: the ranks that will share the work; by default all.
-        options: everything else goes to `optimizer_class`.
+        model: The model to be passed to `shard`.
+        optimizer_class: As for `ParamRule`.
+        selector: As for `ParamRule`. Defaults to `matrix_params()`.
+        process_group: The ranks to shard over. Defaults to all ranks.
+        **options: Passed to `optimizer_class`.
+
+    Returns:
+        The seconds per step of each parameter, equal on all ranks, for `WholeParams(cost=...)`.
+
+    Raises:
+        ConfigError: If `selector` selects no parameter.
     """
     comm = Comm(Group(process_group))
 
     def prepare() -> Prepared[tuple[list[ParamSpec], list[float]]]:
         params = _select_model_params(model, selector or matrix_params())
-        found = list({cost_key(spec): spec for spec in make_param_specs([{"params": params}])}.values())
-        recipe = enable_fused(OptimizerFactory(optimizer_class, [{"params": params}], True, options))
-        times = [measure_step_seconds(recipe, spec) for spec in found] if comm.group.rank == 0 else []
-        return Prepared((found, times), [f"{spec.shape} {spec.dtype} on {spec.device.type}" for spec in found])
+        specs = list({cost_key(spec): spec for spec in make_param_specs([{"params": params}])}.values())
+        factory = enable_fused(OptimizerFactory(optimizer_class, [{"params": params}], True, options))
+        times = [measure_step_seconds(factory, spec) for spec in specs] if comm.group.rank == 0 else []
+        return Prepared((specs, times), [f"{spec.shape} {spec.dtype} on {spec.device.type}" for spec in specs])
 
-    found, times = prepare_all(comm, "profile_step_cost", prepare)
+    specs, times = prepare_all(comm, "profile_step_cost", prepare)
     data = comm.broadcast_bytes(struct.pack(f"{len(times)}d", *times) if times else None, Rank(0))
-    measured = struct.unpack(f"{len(found)}d", data)
-    return MeasuredCost(dict(zip(map(cost_key, found), measured, strict=True)))
+    seconds = struct.unpack(f"{len(specs)}d", data)
+    return MeasuredCost(dict(zip(map(cost_key, specs), seconds, strict=True)))
 
 
 def _select_model_params(model: torch.nn.Module, selector: Selector) -> list[torch.Tensor]:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"profile_step_cost() takes a torch.nn.Module, not a {type(model).__name__}")
-    chosen = [param for _, param in select_params(selector, model.named_parameters(remove_duplicate=False))]
-    if not chosen:
+    selected = [param for _, param in select_params(selector, model.named_parameters(remove_duplicate=False))]
+    if not selected:
         raise ConfigError(f"{selector!r} chooses no parameter of the model, so that there is nothing to measure")
-    return chosen
+    return selected

@@ -1,4 +1,7 @@
-"""Our classes and functions in the place of torch's, for code that asks torch for them."""
+"""`replace_torch`: use zeroshard's classes and hooks in code that imports torch's.
+
+`python -m zeroshard run` does the same for an unmodified script.
+"""
 
 import builtins
 import io
@@ -23,14 +26,14 @@ _TORCH_HOOKS_MODULE = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook
 
 
 class Patch(NamedTuple):
-    """An object of torch's and ours for it."""
+    """An object of torch and its replacement."""
 
     original: Any
     replacement: Any
 
 
 class PatchSite(NamedTuple):
-    """A name in a module, and what was swapped there."""
+    """A name in a module that is patched."""
 
     module: ModuleType
     name: str
@@ -41,32 +44,35 @@ class PatchSite(NamedTuple):
 
 
 class Replacement:
-    """What `replace_torch` has put in the place of torch's. As a context it is undone at the end."""
+    """The result of `replace_torch`. Use it as a context manager to undo the replacement at its end."""
 
     def __init__(self, sites: Iterable[PatchSite]) -> None:
         self._sites = list(sites)
 
     @property
     def patched_names(self) -> tuple[str, ...]:
-        """The names that are replaced, by the modules that have them."""
+        """The patched names, each with its module."""
         return tuple(sorted(map(str, self._sites)))
 
     def undo(self) -> tuple[str, ...]:
-        """Put torch's back where it was replaced by this call; the second time does nothing.
+        """Restore the objects of torch that this call replaced. A second call does nothing.
 
-        Names that somebody has set to something else since are left alone: they are warned of, and returned.
+        Names that were reassigned after the replacement are not restored; a warning lists them.
+
+        Returns:
+            The names that were not restored.
         """
         changed = []
-        for place in self._sites:
-            names = vars(place.module)
-            if names.get(place.name) is place.patch.replacement:
-                names[place.name] = place.patch.original
+        for site in self._sites:
+            namespace = vars(site.module)
+            if namespace.get(site.name) is site.patch.replacement:
+                namespace[site.name] = site.patch.original
             else:
-                changed.append(str(place))
+                changed.append(str(site))
         self._sites.clear()
         if changed:
             warn_at_caller(
-                f"not put back to torch's, since it was set to something else meanwhile: {', '.join(changed)}"
+                f"not restored to torch's, since it was reassigned after replace_torch(): {', '.join(changed)}"
             )
         return tuple(changed)
 
@@ -80,43 +86,50 @@ class Replacement:
 
 
 def replace_torch() -> Replacement:
-    """Put our `ZeroRedundancyOptimizer` and DDP hooks in the place of torch's, until the result is undone.
+    """Replace torch's `ZeroRedundancyOptimizer` and DDP hooks by zeroshard's, until the result is undone.
 
         with zeroshard.replace_torch():
-            main()  # of code that imports torch's, and looks for it with isinstance
+            main()  # imports torch's class, and checks for it with isinstance
 
-    Every module that has torch's objects by some name gets ours by that name, whether it is torch's own or has
-    imported them. Modules that are imported later find ours in torch. Not reached is what code holds elsewhere, in
-    local variables, tuples, or as a base class. So it is called early, on all ranks, before any optimizer is made.
+    Call it early, on all ranks, before any optimizer is constructed. In every loaded module, names that refer to
+    torch's objects refer to zeroshard's afterwards, and modules that are imported later find zeroshard's in torch.
+    References that are held elsewhere (local variables, tuples, base classes) are not replaced.
 
-    Inside another call it replaces what that one has not, and `undo()` takes back just this. A module that is imported
-    while torch's is replaced keeps ours.
+    Nested calls replace what the outer call did not, and `undo()` of the inner one restores just that. A module that is
+    imported while the replacement is active keeps zeroshard's objects.
+
+    Returns:
+        The replacement, with `undo()`; also a context manager.
+
+    Raises:
+        RuntimeError: If torch was built without `torch.distributed`.
     """
-    done = list(_find_sites(_make_patches()))
-    for place in done:
-        vars(place.module)[place.name] = place.patch.replacement
-    return Replacement(done)
+    sites = list(_find_sites(_make_patches()))
+    for site in sites:
+        vars(site.module)[site.name] = site.patch.replacement
+    return Replacement(sites)
 
 
 @cache
 def _make_patches() -> dict[int, Patch]:
-    """By the identity of torch's objects, which live as long as this. Found once: later names may be replaced."""
+    """Return the patches by the id of torch's object. Cached, since torch's names may be patched afterwards."""
     if not dist.is_available():
         raise RuntimeError(
             "replace_torch() needs torch.distributed, which this build of torch does not have: install one that does"
         )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's modules are told to be old when they are imported
+        warnings.simplefilter("ignore")  # torch warns that these modules are deprecated
         optimizers, hooks = import_module(_TORCH_OPTIMIZER_MODULE), import_module(_TORCH_HOOKS_MODULE)
-    swaps = [Patch(getattr(hooks, name), getattr(ddp_hooks, name)) for name in ddp_hooks.__all__]
+    patches = [Patch(getattr(hooks, name), getattr(ddp_hooks, name)) for name in ddp_hooks.__all__]
     names = zero_redundancy_optimizer.PATCHED_NAMES
-    swaps += [Patch(getattr(optimizers, name), getattr(zero_redundancy_optimizer, name)) for name in names]
-    return {id(swap.original): swap for swap in swaps}
+    patches += [Patch(getattr(optimizers, name), getattr(zero_redundancy_optimizer, name)) for name in names]
+    return {id(patch.original): patch for patch in patches}
 
 
 def _find_sites(patches: Mapping[int, Patch]) -> Iterator[PatchSite]:
-    """Where torch's objects are. Modules are looked at by their dicts: asked for a name they may import more."""
-    for module in {id(it): it for it in list(sys.modules.values())}.values():  # a script is there by two names
+    """Find the names of torch's objects in all modules. Reads module dicts, since `getattr` may import more modules."""
+    unique_modules = {id(module): module for module in list(sys.modules.values())}  # a script is listed under two names
+    for module in unique_modules.values():
         if issubclass(type(module), ModuleType):
             for name, value in list(vars(module).items()):
                 if id(value) in patches:
@@ -124,7 +137,7 @@ def _find_sites(patches: Mapping[int, Patch]) -> Iterator[PatchSite]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# `python -m zeroshard run`: a script as it is, with ours in the place of torch's class and hooks.
+# `python -m zeroshard run`: run an unmodified script under `replace_torch`.
 
 
 RUN_USAGE = """\
@@ -137,7 +150,7 @@ On several ranks: torchrun [options] -m zeroshard run script.py [arguments]
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """The exit status. Exceptions and exits of the script are its own."""
+    """Run a script or module and return the exit status. Exceptions and exits of the script propagate."""
     match list(arguments):
         case ["-h" | "--help", *_]:
             sys.stdout.write(RUN_USAGE)
@@ -175,7 +188,7 @@ def _run_script(script: str, arguments: list[str]) -> int:
 
 
 def _make_main_module(file: str) -> Any:
-    """A fresh `__main__`, as `python script.py` has it, also for what looks its classes up there."""
+    """Install a new `__main__` module, as `python script.py` does; pickle looks up the script's classes there."""
     main: Any = ModuleType("__main__")
     main.__file__, main.__cached__, main.__builtins__ = file, None, builtins
     main.__loader__ = SourceFileLoader("__main__", file)
@@ -184,6 +197,6 @@ def _make_main_module(file: str) -> Any:
 
 
 def _set_script_dir(directory: str) -> None:
-    """The first entry of the path is where this program was found, unless python was told to leave that out."""
+    """Replace the first entry of `sys.path`, the directory of this program, except in Python's safe-path mode."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = directory

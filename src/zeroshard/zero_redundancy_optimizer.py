@@ -1,10 +1,9 @@
-"""Names that torch marks private in its file of this name, and that public code and PyTorch's own tests use.
+"""Private names of torch's `zero_redundancy_optimizer` module that public code and PyTorch's own tests use.
 
-Attributes are read-only views of the layout, and methods call what the optimizer has under another name. torch's
-meaning holds, and so do torch's values where parameters are dealt out in the same way. `ZeroRedundancyOptimizer`
-assigns them in its body.
-
-Parameters of a rank are listed in the order of the groups, as in `optim.param_groups`; torch lists the largest first.
+Attributes are read-only views of the layout, and methods forward to their counterparts in the optimizer;
+`ZeroRedundancyOptimizer` assigns both in its class body. They mean the same as in torch, and have the same values where
+both assign parameters to ranks in the same way. Parameters of a rank are listed in the order of the groups, as in
+`optim.param_groups`; torch lists the largest first.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Python objects between ranks, without running code.
+# Broadcast of Python objects, without executing code.
 
 
 def broadcast_object(
@@ -47,9 +46,22 @@ def broadcast_object(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
 ) -> Any:
-    """The source's object on every rank of the group, its tensors on `device`; the source returns its own.
+    """Broadcast a Python object to all ranks of a group. Call on all of them.
 
-    `src_rank` is a global rank. What `torch.load(weights_only=True)` would not read is refused, on all ranks.
+    Only types that `torch.load(weights_only=True)` accepts are sent; all ranks raise for any other.
+
+    Args:
+        obj: The object to send; ignored on all ranks but the source.
+        src_rank: Global rank of the source.
+        group: Process group. Defaults to all ranks.
+        device: Device of the received tensors.
+
+    Returns:
+        The received object; on the source `obj` itself.
+
+    Raises:
+        ConfigError: If this rank has no such `device`.
+        RankMismatchError: If the ranks pass different `src_rank`s.
     """
     comm = Comm(Group(group))
 
@@ -67,7 +79,7 @@ def broadcast_object(
 
 
 def _check_device_exists(device: torch.device | str) -> None:
-    """Where it is not there, that is found before anything is sent."""
+    """Raise before anything is sent if this rank has no such device."""
     try:
         torch.empty(0, device=device)
     except Exception as error:
@@ -75,13 +87,7 @@ def _check_device_exists(device: torch.device | str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Names that torch marks private in its file of this name, and that public code and PyTorch's own tests use.
-#
-# Attributes are read-only views of the layout, and methods call what the optimizer has under another name. torch's
-# meaning holds, and so do torch's values where parameters are dealt out in the same way. `ZeroRedundancyOptimizer`
-# assigns them in its body.
-#
-# Parameters of a rank are listed in the order of the groups, as in `optim.param_groups`; torch lists the largest first.
+# Names of torch's module.
 
 
 __all__ = ["ZeroRedundancyOptimizer"]
@@ -90,13 +96,13 @@ PATCHED_NAMES = (
     *("ZeroRedundancyOptimizer", "_ZeROJoinHook", "_DDPBucketAssignment", "_OverlapStatus", "_OverlapInfo"),
     *("_broadcast_object", "_recursive_copy_to_device", "_is_trainable"),
 )
-"""What `replace_torch()` puts in the place of torch's. `functional_optim_map` is torch's own."""
+"""The names that `replace_torch()` replaces. `functional_optim_map` stays torch's own."""
 
 T = TypeVar("T")
 
 
 def __getattr__(name: str) -> Any:
-    """Imported on use: the class is made of this module, and torch's functional optimizers warn when imported."""
+    """Import lazily: `optimizer` imports this module, and torch's functional optimizers warn when imported."""
     if name == "ZeroRedundancyOptimizer":
         return import_module(".optimizer", __package__).ZeroRedundancyOptimizer
     if name == "functional_optim_map":
@@ -108,7 +114,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _ZeROJoinHook(ZeroJoinHook):
-    """What `join_hook()` returns."""
+    """The hook that `ZeroRedundancyOptimizer.join_hook()` returns."""
 
     def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
         if not isinstance(zero, StateDictMixin):
@@ -121,15 +127,15 @@ class _ZeROJoinHook(ZeroJoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         super().post_hook(is_last_joiner)
-        # Hazard: torch's Join leaves this on, so that later steps would count as uneven ones, too.
+        # Hazard: torch's Join leaves `enable` set, so later steps would count as steps inside Join, too.
         self.zero._join_config = self.zero._join_config._replace(enable=False)
 
 
 class _DDPBucketAssignment:
     """The parameters of a DDP bucket that one rank owns.
 
-    `offset` is the place of the first of them in the bucket. With `shard_buckets=True` they need not be neighbors.
-    `tensor` is None: parameters stay in their own memory.
+    `offset` is the position of the first one in the bucket. With `shard_buckets=True` they need not be adjacent.
+    `tensor` is None: parameters keep their own memory.
     """
 
     def __init__(self, bucket_index: int, parameters: list[torch.Tensor], offset: int) -> None:
@@ -141,7 +147,7 @@ class _DDPBucketAssignment:
 
 
 class _OverlapStatus(IntEnum):
-    """Whether DDP's buckets are known. Between the first and the last there is nothing to be seen here."""
+    """Whether DDP's buckets are final. zeroshard never reports `DDP_HAS_REBUILT_BUCKETS`."""
 
     UNINITIALIZED = 0
     DDP_HAS_REBUILT_BUCKETS = 1
@@ -150,19 +156,19 @@ class _OverlapStatus(IntEnum):
 
 @dataclass(frozen=True)
 class _OverlapInfo:
-    """DDP's buckets and their owners, as far as they are known."""
+    """DDP's buckets and their owners; empty until DDP's buckets are final."""
 
     world_size: InitVar[int]
     status: _OverlapStatus = _OverlapStatus.UNINITIALIZED
     shard_buckets: bool = False
     params_per_bucket: list[list[torch.Tensor]] = field(default_factory=list)
     params_per_rank: list[list[torch.Tensor]] = field(default_factory=list)
-    """In the order of buckets, and of the parameters in them."""
+    """In bucket order, then in the order within the bucket."""
     offsets: dict[int, int] = field(default_factory=dict)
-    """By bucket, where this rank's parameters of it start in `params_per_rank`."""
+    """For each bucket, the index in `params_per_rank[rank]` at which this rank's parameters of it start."""
     assigned_ranks_per_bucket: list[set[int]] = field(default_factory=list)
     total_size: int | None = None
-    """Elements of all buckets."""
+    """Number of elements in all buckets."""
 
     def __post_init__(self, world_size: int) -> None:
         self.params_per_rank.extend([] for _ in range(world_size - len(self.params_per_rank)))
@@ -172,7 +178,7 @@ _broadcast_object = broadcast_object
 
 
 def _recursive_copy_to_device(value: Any, non_blocking: bool, device: torch.device) -> Any:
-    """A copy of nested containers with all tensors on `device`."""
+    """Return a copy of nested containers with all tensors on `device`."""
     return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
 
@@ -184,7 +190,7 @@ def _is_trainable(param: torch.Tensor) -> bool:
 
 
 class LayoutView(Generic[T]):
-    """A read-only attribute that is computed on each access."""
+    """Descriptor of a read-only attribute that is computed on each access."""
 
     def __init__(self, compute: Callable[[ZeroRedundancyOptimizer], T]) -> None:
         self._compute, self._name = compute, compute.__name__
@@ -208,7 +214,7 @@ class LayoutView(Generic[T]):
 
 
 class CachedLayoutView(LayoutView[T]):
-    """One that is kept until the layout changes: code asks for it once per parameter."""
+    """A `LayoutView` that is cached until the layout changes, since callers read it once per parameter."""
 
     def _get_value(self, zero: ZeroRedundancyOptimizer) -> T:
         layout, value = zero._view_cache.get(self._name, (None, None))
@@ -238,7 +244,7 @@ def param_to_index(zero: ZeroRedundancyOptimizer) -> dict[torch.Tensor, int]:
 
 @CachedLayoutView
 def param_to_rank(zero: ZeroRedundancyOptimizer) -> dict[torch.Tensor, int]:
-    """The rank in the group that owns each parameter."""
+    """The owner of each parameter, as a rank in the process group."""
     if not all(bucket.has_whole_params for bucket in zero.layout.buckets):
         raise AttributeError(
             "_param_to_rank needs whole parameters, and FlatShards() divides them among ranks. "
@@ -249,22 +255,25 @@ def param_to_rank(zero: ZeroRedundancyOptimizer) -> dict[torch.Tensor, int]:
 
 @LayoutView
 def device_to_params_per_rank(zero: ZeroRedundancyOptimizer) -> dict[torch.device, list[list[torch.Tensor]]]:
-    """By device, the parameters that each rank owns."""
+    """The parameters that each rank owns, by device."""
     owned = [zero._engine.owned_params(Rank(rank)).values() for rank in range(zero.world_size)]
     devices = dict.fromkeys(spec.device for spec in zero.layout.params)
-    return {device: [[it for it in mine if it.device == device] for mine in owned] for device in devices}
+    return {
+        device: [[param for param in rank_params if param.device == device] for rank_params in owned]
+        for device in devices
+    }
 
 
 @LayoutView
 def buckets(zero: ZeroRedundancyOptimizer) -> list[list[torch.Tensor]]:
-    """The part of each rank in each flat buffer, padding included; none unless parameters are views of buffers.
+    """Each rank's span of each flat buffer, including padding; empty unless parameters are views of buffers.
 
-    torch has one buffer for each device. Here there is one for each device, dtype and call of `add_param_group`.
+    torch has one buffer per device. zeroshard has one per device, dtype and call of `add_param_group`.
     """
     store = zero._engine.param_store
     if not isinstance(store, FlatParamBuffers):
         return []
-    return [[store.span_view(it.index, shard) for shard in it.shards] for it in zero.layout.buckets]
+    return [[store.span_view(bucket.index, shard) for shard in bucket.shards] for bucket in zero.layout.buckets]
 
 
 @LayoutView
@@ -275,99 +284,102 @@ def device_to_device_index(zero: ZeroRedundancyOptimizer) -> dict[torch.device, 
 
 @LayoutView
 def overlap_with_ddp(zero: ZeroRedundancyOptimizer) -> bool:
-    """A DDP hook makes the steps."""
+    """Whether a DDP hook drives the steps."""
     return zero._ddp_overlap is not None
 
 
 @LayoutView
 def overlap_info(zero: ZeroRedundancyOptimizer) -> _OverlapInfo:
-    """DDP's buckets and their owners. Only with `overlap_with_ddp=True`, as with torch."""
+    """DDP's buckets and their owners. As in torch, only with `overlap_with_ddp=True`."""
     if zero._ddp_overlap is None:
         raise AttributeError("_overlap_info needs overlap_with_ddp=True: without it there are no DDP buckets.")
     overlap, params = zero._ddp_overlap, zero._engine.params
     if not overlap.is_initialized:
         return _OverlapInfo(zero.world_size, shard_buckets=overlap.shard_buckets)
-    owners = {index: zero.layout.owner_of(index) for members in overlap.buckets for index in members}
-    mine = [sum(owners[index] == zero.rank for index in members) for members in overlap.buckets]
+    owners = {index: zero.layout.owner_of(index) for bucket in overlap.buckets for index in bucket}
+    num_owned = [sum(owners[index] == zero.rank for index in bucket) for bucket in overlap.buckets]
     return _OverlapInfo(
         zero.world_size,
         status=_OverlapStatus.INITIALIZED,
         shard_buckets=overlap.shard_buckets,
-        params_per_bucket=[[params[index] for index in members] for members in overlap.buckets],
-        params_per_rank=[[params[i] for i, it in owners.items() if it == rank] for rank in range(zero.world_size)],
-        offsets={i: end - mine[i] for i, end in enumerate(accumulate(mine)) if mine[i]},
-        assigned_ranks_per_bucket=[{owners[index] for index in members} for members in overlap.buckets],
+        params_per_bucket=[[params[index] for index in bucket] for bucket in overlap.buckets],
+        params_per_rank=[
+            [params[index] for index, owner in owners.items() if owner == rank] for rank in range(zero.world_size)
+        ],
+        offsets={i: end - num_owned[i] for i, end in enumerate(accumulate(num_owned)) if num_owned[i]},
+        assigned_ranks_per_bucket=[{owners[index] for index in bucket} for bucket in overlap.buckets],
         total_size=sum(params[index].numel() for index in owners),
     )
 
 
 @LayoutView
 def bucket_assignments_per_rank(zero: ZeroRedundancyOptimizer) -> list[dict[int, _DDPBucketAssignment]]:
-    """By rank and bucket, the parameters that the rank owns. Only when DDP's buckets are known."""
+    """The parameters that each rank owns, by bucket. Only available when DDP's buckets are final."""
     info = zero._overlap_info
     zero._require_final_layout("_bucket_assignments_per_rank")
-    found: list[dict[int, _DDPBucketAssignment]] = [{} for _ in info.params_per_rank]
-    for number, members in enumerate(info.params_per_bucket):
-        for rank in info.assigned_ranks_per_bucket[number]:
-            places = [place for place, param in enumerate(members) if zero._param_to_rank[param] == rank]
-            found[rank][number] = _DDPBucketAssignment(number, [members[place] for place in places], places[0])
-    return found
+    assignments: list[dict[int, _DDPBucketAssignment]] = [{} for _ in info.params_per_rank]
+    for bucket_index, params in enumerate(info.params_per_bucket):
+        for rank in info.assigned_ranks_per_bucket[bucket_index]:
+            positions = [position for position, param in enumerate(params) if zero._param_to_rank[param] == rank]
+            owned = [params[position] for position in positions]
+            assignments[rank][bucket_index] = _DDPBucketAssignment(bucket_index, owned, positions[0])
+    return assignments
 
 
 @LayoutView
 def optim_constructor(zero: ZeroRedundancyOptimizer) -> OptimizerConstructor:
-    """The class to shard. With `overlap_with_ddp=True` torch has its functional twin here."""
+    """The class of the inner optimizer. With `overlap_with_ddp=True` torch has its functional counterpart here."""
     zero.optim  # noqa: B018 (raises if there are several)
     return zero._engine.inner.local_optimizers[0].factory.optimizer_class
 
 
 @LayoutView
 def optim_defaults(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
-    """What was given for that class."""
+    """The keyword arguments of the inner optimizer's class."""
     zero.optim  # noqa: B018 (raises if there are several)
     return dict(zero._engine.inner.local_optimizers[0].factory.defaults)
 
 
 @LayoutView
 def default_device(zero: ZeroRedundancyOptimizer) -> torch.device:
-    """That of the first parameter."""
+    """The device of the first parameter."""
     return zero.join_device
 
 
 @LayoutView
 def is_trainable_mask(zero: ZeroRedundancyOptimizer) -> list[bool]:
-    """For each parameter, whether it was trainable when it was given."""
+    """For each parameter, whether it was trainable when it was added."""
     return [spec.trainable for spec in zero.layout.params]
 
 
 @LayoutView
 def functional_map(zero: ZeroRedundancyOptimizer) -> dict[Any, Any]:  # noqa: ARG001
-    """torch's functional twins of its optimizers."""
-    found: dict[Any, Any] = __getattr__("functional_optim_map")
-    return found
+    """torch's functional counterparts of its optimizers."""
+    optim_map: dict[Any, Any] = __getattr__("functional_optim_map")
+    return optim_map
 
 
 # ---- methods
 
 
 def partition_parameters(zero: ZeroRedundancyOptimizer) -> list[list[ParamGroup]]:
-    """For each rank all groups, with the parameters that it owns: with `FlatShards()`, all or a part of each."""
+    """Return, for each rank, all groups reduced to the parameters that the rank owns, in full or in part."""
 
     def select_owned(group: ParamGroup, owned_ids: set[int]) -> ParamGroup:
-        chosen = [id(param) in owned_ids for param in group["params"]]
-        return {key: list(compress(value, chosen)) if key in PER_RANK_KEYS else value for key, value in group.items()}
+        is_owned = [id(param) in owned_ids for param in group["params"]]
+        return {key: list(compress(value, is_owned)) if key in PER_RANK_KEYS else value for key, value in group.items()}
 
-    ids = [set(map(id, zero._engine.owned_params(Rank(rank)).values())) for rank in range(zero.world_size)]
-    return [[select_owned(group, owned) for group in zero.param_groups] for owned in ids]
+    ids_per_rank = [set(map(id, zero._engine.owned_params(Rank(rank)).values())) for rank in range(zero.world_size)]
+    return [[select_owned(group, owned_ids) for group in zero.param_groups] for owned_ids in ids_per_rank]
 
 
 def sync_params(zero: ZeroRedundancyOptimizer) -> None:
-    """Bring all parameters from their owners to all ranks, as after a step. Called on all ranks."""
+    """Broadcast all parameters from their owners, as after a step. Call on all ranks."""
     zero._engine.sync_params("_sync_params", zero.param_groups)
 
 
 def sync_param_groups(src_param_groups: list[ParamGroup], dst_param_groups: list[ParamGroup]) -> None:
-    """Copy the options of groups to other groups, not their parameters."""
+    """Copy the options of the source groups to the target groups, but not their parameters."""
     for source, target in zip(src_param_groups, dst_param_groups, strict=True):
         target.update({key: value for key, value in source.items() if key not in PER_RANK_KEYS})
 
@@ -378,12 +390,12 @@ def local_step(
     closure: Closure | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Update what this rank owns and tell no other rank: `_sync_params()` then makes ranks equal.
+    """Update this rank's parameters without communication. Call `_sync_params()` afterwards.
 
     Args:
-        gradients: those of `_overlap_info.params_per_rank[rank]`, None for parameters to leave alone. Only with
-            `overlap_with_ddp=True`; else gradients are those in `param.grad`.
-        closure: goes to the inner optimizer, as do `kwargs`.
+        gradients: Gradients of `_overlap_info.params_per_rank[rank]`, None for parameters to skip. Only with
+            `overlap_with_ddp=True`; by default the gradients in `param.grad` are used.
+        closure: Passed to the inner optimizer, as are `kwargs`.
     """
     engine, groups = zero._engine, zero.param_groups
     if not isinstance(engine, WholeParamEngine):
@@ -408,23 +420,23 @@ def local_step(
 
 
 def get_assigned_rank(zero: ZeroRedundancyOptimizer, bucket_index: int) -> int:
-    """The rank that owns a DDP bucket."""
+    """Return the rank that owns a DDP bucket."""
     if zero._required_ddp_overlap.shard_buckets:
         raise RuntimeError("with shard_buckets=True a bucket may have several owners: read _overlap_info.")
     return zero._required_ddp_overlap.round_robin_owner(bucket_index)
 
 
 def init_zero_for_overlap(zero: ZeroRedundancyOptimizer) -> None:
-    """Do nothing: the DDP hook does it in its last backward pass without an update. Raises before."""
+    """Do nothing: the DDP hook initializes the overlap in its last warmup pass. Raise before that pass."""
     zero._required_ddp_overlap  # noqa: B018 (raises if there is none)
     zero._require_final_layout("_init_zero_for_overlap")
 
 
 def check_overlap_initialized(zero: ZeroRedundancyOptimizer) -> None:
-    """Raise if a DDP hook makes the steps and DDP's buckets are not known yet."""
+    """Raise if a DDP hook drives the steps and DDP's buckets are not final yet."""
     zero._require_final_layout("_check_overlap_initialized")
 
 
 def clear_cache(zero: ZeroRedundancyOptimizer) -> None:
-    """Forget views that are kept. They never need it: each is computed again when the layout changes."""
+    """Clear cached views. Never required: they are recomputed when the layout changes."""
     zero._view_cache.clear()
