@@ -364,7 +364,7 @@ class Average(pl.Callback):
 def test_mistakes_are_told_on_all_ranks(context: RankContext, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no use for find_unused_parameters"):
         ZeroShardStrategy(find_unused_parameters=True)
-    with pytest.raises(ConfigError, match=r"returned 2 optimizers.*zeroshard\.shard\(self, \[Rule"):
+    with pytest.raises(ConfigError, match=r"returned 2 optimizers.*zeroshard\.shard\(self, \[ParamRule"):
         Run(ZeroShardStrategy()).fit(Two(0))
     with pytest.raises(ConfigError, match="2 parameters of the SGD are not those of the Strange"):
         Run(ZeroShardStrategy()).fit(Strange(0))

@@ -1,1 +1,1 @@
-"""Sharded optimizers inside training frameworks. Each module needs its framework, and is imported by its users only."""
+"""Integrations with training frameworks. Import the module of your framework; importing this package loads none."""

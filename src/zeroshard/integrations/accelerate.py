@@ -1,4 +1,4 @@
-"""Accelerate: an `Accelerator` whose `prepare` shards the optimizer, and wraps the model in nothing."""
+"""Hugging Face Accelerate: an `Accelerator` whose `prepare` shards the optimizer and does not wrap the model in DDP."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -33,9 +33,9 @@ from ._common import (
 )
 
 SHARD_DIR_NAME = "zeroshard"
-"""Of a checkpoint: what all ranks have written."""
+"""Folder in a checkpoint to which all ranks write their shards."""
 _PLACEHOLDER_STATE = {"saved in": SHARD_DIR_NAME}
-"""What a file says that would else have the optimizer's state."""
+"""Content of Accelerate's optimizer file, in place of the state."""
 _CONFLICTING_PLUGINS = (
     "fsdp_plugin",
     "deepspeed_plugin",
@@ -46,7 +46,7 @@ _CONFLICTING_PLUGINS = (
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
-    """What `prepare` makes of an optimizer. Its state is saved by all ranks, not in the file that Accelerate makes."""
+    """The optimizer that `prepare` returns. All ranks save its state; Accelerate's file has only a placeholder."""
 
     optimizer: ShardedOptimizer
 
@@ -64,14 +64,18 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict != _PLACEHOLDER_STATE:
             super().load_state_dict(state_dict)
-        elif not self._has_shard_dir:  # else it is loaded by all ranks, each its part
+        elif not self._has_shard_dir:  # else all ranks load their shards
             raise CheckpointError(
                 f"this has no state in it, but says that all ranks have saved theirs in a folder {SHARD_DIR_NAME} "
                 "beside it: load the whole checkpoint as it was saved, or take optimizer.optimizer.full_state_dict()"
             )
 
     def detect_shard_dir(self, directory: Path, file: Path) -> bool:
-        """Whether the ranks have saved the state in `folder`, or it is all in `file`. Called on all ranks."""
+        """Return whether the state is in `directory`, as shards, and not in `file`. Call on all ranks.
+
+        Raises:
+            CheckpointError: `file` has only the placeholder, and `directory` is missing.
+        """
         self._has_shard_dir = check_on_rank0(directory.is_dir)
         if not self._has_shard_dir and check_on_rank0(lambda: _is_placeholder_file(file)):
             raise CheckpointError(
@@ -82,11 +86,13 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
 
 class Accelerator(accelerate.Accelerator):
-    """Takes the arguments of Accelerate's, less those of other ways to shard.
+    """Accelerate's `Accelerator` with sharded optimizers. Plugins that shard otherwise (FSDP, DeepSpeed) are rejected.
 
     Args:
-        config: how to shard.
-        shard_group_size: "node" or a number of ranks that share the state, as for `zeroshard.shard`.
+        *args: Passed to Accelerate's `Accelerator`.
+        config: Options of sharding.
+        shard_group_size: "node" or the number of ranks to shard over, as in `zeroshard.shard`.
+        **options: Passed to Accelerate's `Accelerator`.
     """
 
     scaler: Any
@@ -101,23 +107,26 @@ class Accelerator(accelerate.Accelerator):
         shard_group_size: ShardGroupSize | None = None,
         **options: Any,
     ) -> None:
-        others = [name for name in _CONFLICTING_PLUGINS if options.get(name) is not None]
-        if others:
-            raise ConfigError(f"zeroshard shards the optimizer itself: leave out {', '.join(others)}")
+        conflicts = [name for name in _CONFLICTING_PLUGINS if options.get(name) is not None]
+        if conflicts:
+            raise ConfigError(f"zeroshard shards the optimizer itself: leave out {', '.join(conflicts)}")
         super().__init__(*args, **options)
         if self.ddp_handler is not None:
             raise ConfigError("zeroshard averages gradients without DDP: leave out DistributedDataParallelKwargs")
         self.enable_sharding(config, shard_group_size)
 
     def enable_sharding(self, config: ZeroConfig | None, shard_group_size: ShardGroupSize | None) -> None:
-        kind = str(self.distributed_type).rpartition(".")[2]
-        if kind != "NO" and not kind.startswith("MULTI_"):
-            raise ConfigError(f"zeroshard shards the optimizer itself: leave out the plugin or option for {kind}")
-        started = int(os.environ.get("WORLD_SIZE", "1"))
-        if started != self.num_processes:
+        """Check the job, use a scaler for sharded gradients, and register the checkpoint hooks."""
+        distributed_type = str(self.distributed_type).rpartition(".")[2]
+        if distributed_type != "NO" and not distributed_type.startswith("MULTI_"):
             raise ConfigError(
-                f"{started} processes were started, and Accelerate sees {self.num_processes}: on CPUs tell it so, with "
-                "Accelerator(cpu=True)"
+                f"zeroshard shards the optimizer itself: leave out the plugin or option for {distributed_type}"
+            )
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size != self.num_processes:
+            raise ConfigError(
+                f"{world_size} processes were started, and Accelerate sees {self.num_processes}: on CPUs tell it so, "
+                "with Accelerator(cpu=True)"
             )
         self._shard_options = {"config": config, "shard_group_size": shard_group_size}
         if self.scaler is not None and not isinstance(self.scaler, GradScaler):
@@ -125,47 +134,51 @@ class Accelerator(accelerate.Accelerator):
         self.register_save_state_pre_hook(self._save_shards)
         self.register_load_state_pre_hook(self._load_shards)
 
-    # ---- preparing
+    # ---- prepare
 
     def prepare(self, *args: Any, device_placement: list[Any] | None = None) -> Any:
-        """Models first, whatever the order: an optimizer is sharded when its model is where it stays."""
-        places = device_placement or [None] * len(args)
-        if len(places) != len(args):
-            raise ConfigError(f"device_placement has {len(places)} entries for {len(args)} objects")
-        made = list(args)
-        for at, (it, place) in enumerate(zip(args, places, strict=True)):
-            if isinstance(it, torch.nn.Module):
-                made[at] = self.prepare_model(it, device_placement=place)
-        for at, it in enumerate(args):
-            if isinstance(it, Optimizer):
-                made[at] = self.prepare_optimizer(it)
-        rest = [at for at, it in enumerate(args) if not isinstance(it, (torch.nn.Module, Optimizer))]
-        for at in rest:
-            made[at] = super().prepare(made[at], device_placement=[places[at]])
-        return tuple(made) if len(made) != 1 else made[0]
+        """Prepare models, then optimizers, then everything else, in any order of arguments.
+
+        An optimizer is sharded after its model has been moved to its device.
+        """
+        placements = device_placement or [None] * len(args)
+        if len(placements) != len(args):
+            raise ConfigError(f"device_placement has {len(placements)} entries for {len(args)} objects")
+        prepared = list(args)
+        for index, (arg, placement) in enumerate(zip(args, placements, strict=True)):
+            if isinstance(arg, torch.nn.Module):
+                prepared[index] = self.prepare_model(arg, device_placement=placement)
+        for index, arg in enumerate(args):
+            if isinstance(arg, Optimizer):
+                prepared[index] = self.prepare_optimizer(arg)
+        rest = [index for index, arg in enumerate(args) if not isinstance(arg, (torch.nn.Module, Optimizer))]
+        for index in rest:
+            prepared[index] = super().prepare(prepared[index], device_placement=[placements[index]])
+        return tuple(prepared) if len(prepared) != 1 else prepared[0]
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        del evaluation_mode  # which is to say, without DDP
-        made: torch.nn.Module = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
-        return made
+        del evaluation_mode  # always True below, which prevents the DDP wrapper
+        prepared: torch.nn.Module = super().prepare_model(
+            model, device_placement=device_placement, evaluation_mode=True
+        )
+        return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
-        del device_placement  # state is made where the parameters are
+        del device_placement  # state is on the device of the parameters
         if isinstance(optimizer, AcceleratedOptimizer):
             if not isinstance(optimizer, PreparedOptimizer):
                 raise ConfigError("the optimizer was prepared by an Accelerator of Accelerate's own")
-            made = optimizer
+            prepared = optimizer
         else:
             model = self._find_model(optimizer)
-            made = PreparedOptimizer(
-                shard_optimizer(model, optimizer, self._shard_options), model, optimizer, self.scaler
-            )
-            made._is_accelerate_prepared = True
-        if made not in self._optimizers:
-            self._optimizers.append(made)
-        return made
+            sharded = shard_optimizer(model, optimizer, self._shard_options)
+            prepared = PreparedOptimizer(sharded, model, optimizer, self.scaler)
+            prepared._is_accelerate_prepared = True
+        if prepared not in self._optimizers:
+            self._optimizers.append(prepared)
+        return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         for prepared in self._optimizers:
@@ -174,26 +187,26 @@ class Accelerator(accelerate.Accelerator):
 
     def _find_model(self, optimizer: Optimizer) -> torch.nn.Module:
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        models: list[torch.nn.Module] = [self.unwrap_model(it, keep_torch_compile=False) for it in self._models]
-        found = [model for model in models if params & {id(param) for param in model.parameters()}]
-        if len(found) != 1:
+        models: list[torch.nn.Module] = [self.unwrap_model(model, keep_torch_compile=False) for model in self._models]
+        matches = [model for model in models if params & {id(param) for param in model.parameters()}]
+        if len(matches) != 1:
             raise ConfigError(
-                f"the parameters of the {type(optimizer).__name__} belong to {len(found)} of the {len(models)} models "
-                "that were prepared: prepare the one model that it trains in the same call, or before"
+                f"the parameters of the {type(optimizer).__name__} belong to {len(matches)} of the {len(models)} "
+                "models that were prepared: prepare the one model that it trains in the same call, or before"
             )
-        if self._find_optimizers(found[0]):
+        if self._find_optimizers(matches[0]):
             raise ConfigError(
-                f"the {type(found[0]).__name__} has an optimizer already. For several classes in one prepare "
+                f"the {type(matches[0]).__name__} has an optimizer already. For several classes in one prepare "
                 "zeroshard.shard(model, [ParamRule(...), ParamRule(...)])."
             )
-        return found[0]
+        return matches[0]
 
     def _find_optimizers(self, model: torch.nn.Module) -> list[PreparedOptimizer]:
-        """The optimizer that trains a model, if one does."""
-        bare = self.unwrap_model(model, keep_torch_compile=False)
-        return [it for it in self._optimizers if it.model is bare]
+        """Return the optimizer of a model in a list, which is empty if there is none."""
+        unwrapped = self.unwrap_model(model, keep_torch_compile=False)
+        return [prepared for prepared in self._optimizers if prepared.model is unwrapped]
 
-    # ---- training
+    # ---- train
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         super().backward(loss, **options)
@@ -228,45 +241,50 @@ class Accelerator(accelerate.Accelerator):
         optimizer.clip_grad_value_(clip_value)
 
     def _find_optimizer_to_clip(self, params: list[torch.Tensor]) -> ShardedOptimizer | None:
-        """The optimizer that has gradients of these parameters; None if they are in `param.grad`."""
-        given = {id(param) for param in params}
-        theirs = [(it.optimizer, {id(param) for param in it.optimizer._engine.params}) for it in self._optimizers]
-        found = [(optimizer, owned) for optimizer, owned in theirs if given & owned]
-        if not found:
+        """Return the sharded optimizer of these parameters; None if their gradients are in `param.grad`."""
+        param_ids = {id(param) for param in params}
+        optimizers = [prepared.optimizer for prepared in self._optimizers]
+        ids_by_optimizer = [(optimizer, {id(param) for param in optimizer._engine.params}) for optimizer in optimizers]
+        matches = [(optimizer, ids) for optimizer, ids in ids_by_optimizer if param_ids & ids]
+        if not matches:
             return None
-        if len(found) > 1 or found[0][1] - given:
+        if len(matches) > 1 or matches[0][1] - param_ids:
             raise ConfigError(
                 "gradients are spread over ranks, and are clipped for all parameters of one optimizer at a time: "
                 "give the parameters of its model"
             )
-        return found[0][0]
+        return matches[0][0]
 
-    # ---- checkpoints
+    # ---- checkpoint
 
     def load_state(self, *args: Any, **options: Any) -> None:
         super().load_state(*args, **options)
-        self.step = broadcast_from_rank0(self.step)  # only ranks that had been there when it was saved know it
+        self.step = broadcast_from_rank0(self.step)  # ranks beyond the saved world size did not load it
 
     def _save_shards(self, models: list[torch.nn.Module], weights: list[Any], output_dir: str) -> None:
-        for number, prepared in enumerate(self._optimizers):
-            write_checkpoint(Path(output_dir) / f"{SHARD_DIR_NAME}_{number}", prepared.model, prepared.optimizer)
-        weights[:] = [it for model, it in zip(models, weights, strict=True) if not self._find_optimizers(model)]
+        """Write the shards, and take the models that these contain out of `weights`. Accelerate saves the others."""
+        for index, prepared in enumerate(self._optimizers):
+            write_checkpoint(Path(output_dir) / f"{SHARD_DIR_NAME}_{index}", prepared.model, prepared.optimizer)
+        weights[:] = [
+            state_dict for model, state_dict in zip(models, weights, strict=True) if not self._find_optimizers(model)
+        ]
 
     def _load_shards(self, models: list[torch.nn.Module], input_dir: str) -> None:
-        for number, prepared in enumerate(self._optimizers):
-            folder = Path(input_dir) / f"{SHARD_DIR_NAME}_{number}"
-            file = Path(input_dir) / f"{OPTIMIZER_NAME}{f'_{number}' if number else ''}.bin"
-            if prepared.detect_shard_dir(folder, file):  # else it is a checkpoint of Accelerate's own
-                load(folder, model=prepared.model, optimizer=prepared.optimizer)
+        """Load the shards, and take the models that these contain out of `models`. Accelerate loads the others."""
+        for index, prepared in enumerate(self._optimizers):
+            shard_dir = Path(input_dir) / f"{SHARD_DIR_NAME}_{index}"
+            file = Path(input_dir) / f"{OPTIMIZER_NAME}{f'_{index}' if index else ''}.bin"
+            if prepared.detect_shard_dir(shard_dir, file):  # else Accelerate's own Accelerator saved the checkpoint
+                load(shard_dir, model=prepared.model, optimizer=prepared.optimizer)
                 models[:] = [model for model in models if prepared not in self._find_optimizers(model)]
 
 
 def _is_placeholder_file(file: Path) -> bool:
-    with suppress(Exception):  # what cannot be read is not ours, and is told by who reads it next
+    with suppress(Exception):  # not a placeholder if it cannot be read; Accelerate raises the error when it loads it
         return bool(torch.load(file, map_location="cpu", weights_only=True, mmap=True) == _PLACEHOLDER_STATE)
     return False
 
 
 def _as_list(parameters: Any) -> list[torch.Tensor]:
-    given: Iterable[torch.Tensor] = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    return list(given)
+    tensors: Iterable[torch.Tensor] = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    return list(tensors)

@@ -1,4 +1,4 @@
-"""Lightning: `Trainer(strategy=ZeroShardStrategy())` trains with an optimizer of which every rank holds 1/N."""
+"""Lightning: `Trainer(strategy=ZeroShardStrategy())` shards the optimizer over all ranks."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -40,21 +40,22 @@ _ALLOWED_OPTIONS = {
     *("process_group_backend", "timeout", "start_method"),
 }
 _SHARDED_KEYS = ("state_dict", "optimizer_states")
-"""What is saved by all ranks, each its part."""
+"""Keys of Lightning's checkpoint that all ranks save as shards."""
 
 
 class ZeroShardStrategy(DDPStrategy):
-    """`configure_optimizers` returns a plain optimizer, or one that `zeroshard.shard(self, ...)` has made.
+    """Shards the optimizer that `configure_optimizers` returns, and does not wrap the module in DDP.
 
-    The module is not wrapped in DDP. Checkpoints are directories to which every rank writes its part; they load at any
-    number of ranks. Files of other strategies load, too.
+    The optimizer may be a plain one or the result of `zeroshard.shard(self, ...)`. Checkpoints are directories to
+    which each rank writes its shard; they load at any world size. Checkpoint files of other strategies load, too.
 
     Args:
-        config: how to shard.
-        shard_group_size: "node" or a number of ranks that share the state, as for `zeroshard.shard`.
-        sync_every_pass: when gradients are accumulated, send them after each pass: they never take more than 1/N. By
-            default they add up in full size and are sent once, with the bits that DDP makes.
-        options: those of `DDPStrategy` that have nothing to do with DDP.
+        config: Options of sharding.
+        shard_group_size: "node" or the number of ranks to shard over, as in `zeroshard.shard`.
+        sync_every_pass: With gradient accumulation, reduce-scatter gradients after each backward pass, so that they
+            never take more than 1/N of their size. By default they accumulate in full size and are reduced once, with
+            bit-identical results to DDP.
+        **options: Options of `DDPStrategy` that do not concern DDP.
     """
 
     strategy_name = "zeroshard"
@@ -69,9 +70,9 @@ class ZeroShardStrategy(DDPStrategy):
         sync_every_pass: bool = False,
         **options: Any,
     ) -> None:
-        strange = sorted(set(options) - _ALLOWED_OPTIONS)
-        if strange:
-            raise ConfigError(f"there is no DDP in a ZeroShardStrategy: it has no use for {', '.join(strange)}")
+        unknown = sorted(set(options) - _ALLOWED_OPTIONS)
+        if unknown:
+            raise ConfigError(f"there is no DDP in a ZeroShardStrategy: it has no use for {', '.join(unknown)}")
         super().__init__(**options)
         self._shard_options = {"config": config, "shard_group_size": shard_group_size}
         self._sync_every_pass = sync_every_pass
@@ -94,11 +95,11 @@ class ZeroShardStrategy(DDPStrategy):
                 f"configure_optimizers returned {len(self.optimizers)} optimizers, and a ZeroShardStrategy takes one. "
                 "For several classes in one return zeroshard.shard(self, [ParamRule(...), ParamRule(...)])."
             )
-        (plain,) = self.optimizers
-        made = shard_optimizer(self.lightning_module, plain, self._shard_options)
-        for entry in self.lr_scheduler_configs:
-            retarget_scheduler(entry.scheduler, plain, made)
-        self.optimizers = [made]
+        (original,) = self.optimizers
+        sharded = shard_optimizer(self.lightning_module, original, self._shard_options)
+        for config in self.lr_scheduler_configs:
+            retarget_scheduler(config.scheduler, original, sharded)
+        self.optimizers = [sharded]
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
@@ -122,7 +123,7 @@ class ZeroShardStrategy(DDPStrategy):
         self.model = self.lightning_module
         super().teardown()
 
-    # ---- checkpoints
+    # ---- checkpoint
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -132,7 +133,7 @@ class ZeroShardStrategy(DDPStrategy):
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """On all ranks. What is not the module's or the optimizer's comes from rank 0."""
+        """Save module and optimizer as shards, and everything else from rank 0. Call on all ranks."""
         path = self._broadcast_path(filepath)
         others = {key: value for key, value in checkpoint.items() if key not in _SHARDED_KEYS}
         optimizer = self.optimizers[0] if "optimizer_states" in checkpoint and self.optimizers else None
@@ -141,44 +142,47 @@ class ZeroShardStrategy(DDPStrategy):
             if storage_options is not None:
                 raise ConfigError("a ZeroShardStrategy writes checkpoints itself: it has no use for storage_options")
             self._check_module_state(checkpoint["state_dict"])
-            former = _ReplacedFile(path)
+            replaced = _ReplacedFile(path)
             if self.is_global_zero:
-                former.move_aside()
-            return Prepared(former, rollback=former.restore)
+                replaced.move_aside()
+            return Prepared(replaced, rollback=replaced.restore)
 
         extra, step = others if self.is_global_zero else None, checkpoint.get("global_step", 0)
-        former = prepare_all(Comm(Group()), "save_checkpoint", prepare)
-        with rollback_on_error(former.restore), self._on_training_device():
+        replaced = prepare_all(Comm(Group()), "save_checkpoint", prepare)
+        with rollback_on_error(replaced.restore), self._on_training_device():
             write_checkpoint(path, self.lightning_module, optimizer, extra, step=step)
-        former.remove_backup()
+        replaced.remove_backup()
 
     @contextmanager
     def _on_training_device(self) -> Iterator[None]:
-        """After training Lightning moves the module to the CPU, and the optimizer has its shares on the GPU."""
+        """Move the module back to the training device for a save.
+
+        After training, Lightning moves the module to the CPU while the optimizer's shards stay on the GPU.
+        """
         module = self.lightning_module
-        found = next((param.device for param in module.parameters()), self.root_device)
-        try:  # a GPU may be full on one rank alone
+        device = next((param.device for param in module.parameters()), self.root_device)
+        try:  # collective, since a single rank may run out of GPU memory
             prepare_all(Comm(Group()), "save_checkpoint", lambda: Prepared(module.to(self.root_device)))
             yield
         finally:
-            module.to(found)
+            module.to(device)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = self._broadcast_path(checkpoint_path)
         if check_on_rank0(path.is_file):
-            found: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only)
-            return found
+            checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only)
+            return checkpoint
         is_training = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        optimizer = self.optimizers[0] if is_training else None  # else it is one of a training that is over
+        optimizer = self.optimizers[0] if is_training else None  # otherwise left over from an earlier fit
         strict = self.lightning_module.strict_loading
-        loaded = load(path, model=self.lightning_module, optimizer=optimizer, strict=strict)
-        others = loaded.extra_by_rank.get(0)
+        result = load(path, model=self.lightning_module, optimizer=optimizer, strict=strict)
+        others = result.extra_by_rank.get(0)
         if not isinstance(others, dict) or "loops" not in others:
             raise CheckpointError(f"{path} was not saved by a Trainer: load it with zeroshard.checkpoint.load")
         return {**others, "optimizer_states": []}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if "state_dict" in checkpoint:  # else it is loaded
+        if "state_dict" in checkpoint:  # otherwise load_checkpoint has loaded the module
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -192,9 +196,9 @@ class ZeroShardStrategy(DDPStrategy):
         return Path(path)
 
     def _check_module_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise if a hook has put other values in the place of the module's: these would not be saved."""
-        mine = self.lightning_module.state_dict()
-        changed = [key for key in {**mine, **state_dict} if not _is_same_value(mine.get(key), state_dict.get(key))]
+        """Raise `ConfigError` if a hook has replaced values of the module's state dict, which would not be saved."""
+        own = self.lightning_module.state_dict()
+        changed = [key for key in {**own, **state_dict} if not _is_same_value(own.get(key), state_dict.get(key))]
         if changed:
             raise ConfigError(
                 f"on_save_checkpoint has changed the 'state_dict' at {changed[0]}, and a ZeroShardStrategy saves the "
@@ -203,7 +207,7 @@ class ZeroShardStrategy(DDPStrategy):
 
 
 class _ReplacedFile:
-    """The file of another strategy, where a directory is about to be: it goes when that is complete."""
+    """A checkpoint file of another strategy, to be replaced by a directory; removed once that is complete."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._backup = path, path.with_name(f"{path.name}.former")
@@ -216,11 +220,14 @@ class _ReplacedFile:
 
     def restore(self) -> None:
         if self._is_moved:
-            shutil.rmtree(self._path, ignore_errors=True)  # what there is of the directory
+            shutil.rmtree(self._path, ignore_errors=True)  # the incomplete directory
             self._backup.replace(self._path)
 
     def remove_backup(self) -> None:
-        """Hazard: on rank 0 alone, and the directory is complete, so that nothing may be raised here."""
+        """Remove the replaced file.
+
+        Hazard: only rank 0 has something to remove, and the checkpoint is complete, so this must not raise.
+        """
         try:
             if self._is_moved:
                 self._backup.unlink()
@@ -229,7 +236,7 @@ class _ReplacedFile:
 
 
 class _ForwardWrapper(torch.nn.Module):
-    """Around a module, so that Lightning runs its steps as forward passes: these wait for parameters, share buffers."""
+    """Makes Lightning run its steps as forward passes, whose hooks wait for parameters and broadcast buffers."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -240,15 +247,15 @@ class _ForwardWrapper(torch.nn.Module):
 
 
 def _clip_grads(method: str, optimizer: Any, limit: float) -> None:
-    optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper around it
+    optimizer = getattr(optimizer, "_optimizer", optimizer)  # unwrap a LightningOptimizer
     assert isinstance(optimizer, ShardedOptimizer)
     getattr(optimizer, method)(limit)
 
 
-def _is_same_value(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.data_ptr() == other.data_ptr() and one.shape == other.shape
-    return bool(one == other)
+def _is_same_value(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.data_ptr() == b.data_ptr() and a.shape == b.shape
+    return bool(a == b)
 
 
 StrategyRegistry.register(

@@ -1,4 +1,4 @@
-"""Transformers: a `Trainer` whose optimizer is sharded, and whose model is wrapped in nothing."""
+"""Hugging Face Transformers: a `Trainer` that shards its optimizer and does not wrap the model in DDP."""
 
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,20 @@ _OVERRIDDEN_METHODS = (
     "_save_optimizer_and_scheduler",
     "_load_optimizer_and_scheduler",
 )
-"""Methods that a base class without them would never call."""
+"""Private methods of the base class. A version without them would never call the overrides."""
 
 
 class Trainer(transformers.Trainer):
-    """Takes the arguments of Transformers' `Trainer`, and `TrainingArguments` without FSDP and DeepSpeed.
+    """Transformers' `Trainer` with a sharded optimizer. `TrainingArguments` must not enable FSDP or DeepSpeed.
 
-    Checkpoints have the model as always, and a folder to which every rank writes its part of the optimizer's state;
-    they load at any number of ranks.
+    A checkpoint has Transformers' usual model files, and a folder to which each rank writes its shard of the optimizer
+    state. It loads at any world size.
 
     Args:
-        config: how to shard.
-        shard_group_size: "node" or a number of ranks that share the state, as for `zeroshard.shard`.
+        *args: Passed to Transformers' `Trainer`.
+        config: Options of sharding.
+        shard_group_size: "node" or the number of ranks to shard over, as in `zeroshard.shard`.
+        **options: Passed to Transformers' `Trainer`.
     """
 
     def __init__(
@@ -60,15 +62,18 @@ class Trainer(transformers.Trainer):
             )
 
     def create_accelerator_and_postprocess(self) -> None:
-        others = [name for name in _CONFLICTING_ARGS if getattr(self.args, name, None)]
-        if others:
-            raise ConfigError(f"zeroshard shards the optimizer itself: leave {', '.join(others)} out of the arguments")
+        conflicts = [name for name in _CONFLICTING_ARGS if getattr(self.args, name, None)]
+        if conflicts:
+            raise ConfigError(
+                f"zeroshard shards the optimizer itself: leave {', '.join(conflicts)} out of the arguments"
+            )
         if getattr(self.args, "ddp_broadcast_buffers", None) is False:
             raise ConfigError(
                 "there is no DDP: for ddp_broadcast_buffers=False give ZeroConfig(broadcast_buffers=False)"
             )
         super().create_accelerator_and_postprocess()
-        # Hazard: the base class names the class of its accelerator itself, and has handed out methods of it already.
+        # Hazard: the base class hard-codes the accelerator's class and has already passed on its bound methods, so that
+        # the object must stay and only its class can change.
         self.accelerator.__class__ = Accelerator
         self.accelerator.enable_sharding(*self._shard_options)
 
@@ -77,10 +82,15 @@ class Trainer(transformers.Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Called in each training, when the optimizer is prepared. A scheduler may have been made before that."""
-        retarget_scheduler(self.lr_scheduler, self.optimizer.replaced, self.optimizer.optimizer)
-        folder = Path(checkpoint or "") / SHARD_DIR_NAME
-        is_apart = checkpoint is not None and self.optimizer.detect_shard_dir(folder, folder.with_name(OPTIMIZER_NAME))
+        """Retarget the scheduler and load. Each training calls this once its optimizer is prepared.
+
+        The scheduler may have been created before, for the plain optimizer.
+        """
+        retarget_scheduler(self.lr_scheduler, self.optimizer.original_optimizer, self.optimizer.optimizer)
+        shard_dir = Path(checkpoint or "") / SHARD_DIR_NAME
+        has_shard_dir = checkpoint is not None and self.optimizer.detect_shard_dir(
+            shard_dir, shard_dir.with_name(OPTIMIZER_NAME)
+        )
         super()._load_optimizer_and_scheduler(checkpoint)
-        if is_apart:
-            load(folder, optimizer=self.optimizer.optimizer)
+        if has_shard_dir:
+            load(shard_dir, optimizer=self.optimizer.optimizer)
