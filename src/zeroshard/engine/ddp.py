@@ -1,11 +1,13 @@
-"""Steps inside DDP's backward: gradient buckets come in through a communication hook, updated parameters go out.
+"""DDP communication hooks: step inside DDP's backward pass, or reduce gradients to their owners.
 
-DDP settles its buckets in the first backward passes, so those make no update. From then on a bucket is
-updated by its owners when its gradients have arrived. All ranks treat buckets in the same order, one
-after the other: collectives that were started in the order of arrival would not match.
+`DDPOverlap` observes DDP's buckets during the warmup passes, which do not update anything. Then the owners of a bucket
+update its parameters as soon as its gradients are reduced, and broadcast them. All ranks process buckets in the same
+order: collectives started in order of arrival would not match across ranks.
 
-A rank that ran out of inputs inside `Join` has no backward any more. DDP hands it buckets of zeros instead, which
-the others fill, and it goes on updating what it owns.
+A rank that is out of inputs inside `Join` runs no backward pass. DDP passes it buckets of zeros instead, to which the
+other ranks add their gradients, and it keeps updating the parameters it owns.
+
+`make_comm_hook` passes the gradients in DDP's buckets to a `GradReducer`; `step()` is called as usual.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +40,7 @@ GradsByParam = dict[torch.Tensor, torch.Tensor]
 
 
 class ReducedBucket(NamedTuple):
-    """A bucket that was handed over, and the promise of its reduced gradients."""
+    """A DDP bucket whose reduction was started, and the future of its reduced gradients."""
 
     bucket_index: int
     is_last: bool
@@ -46,7 +48,7 @@ class ReducedBucket(NamedTuple):
     future: torch.futures.Future[Any]
 
     def wait(self) -> GradsByParam:
-        """The reduced gradients."""
+        """Wait for the reduction and return the gradients in the dtypes of their parameters."""
         result = self.future.wait()
         reduced = result if isinstance(result, torch.Tensor) else result[0]
         grads = split_bucket(reduced, self.params)
@@ -54,19 +56,20 @@ class ReducedBucket(NamedTuple):
 
 
 class OverlapPlan(NamedTuple):
-    """What is known once DDP's buckets are settled."""
+    """How to step once DDP's buckets are final."""
 
     engine: WholeParamEngine
     layout_bucket_of: dict[int, int]
-    """Buckets of the layout, by DDP's number. DDP's buckets without any of our parameters are not among them."""
+    """Index in the layout of each DDP bucket, without the buckets that contain none of the optimizer's parameters."""
     should_defer_updates: bool
-    """Which parameters have gradients is known only when DDP is done: in its buckets unused ones have zeros."""
+    """Update only when DDP is done: its buckets contain zeros for unused parameters, so only `param.grad` tells which
+    parameters have gradients."""
 
 
 class DDPOverlap:
-    """An optimizer that DDP drives: first it learns the buckets, then it steps with them.
+    """Drives an optimizer from a DDP communication hook: observes DDP's buckets first, then steps with them.
 
-    The optimizer owns it, and so `repartition`, a method of the optimizer, is referred to weakly.
+    The optimizer owns this object, so `repartition`, a method of the optimizer, is referenced weakly.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class DDPOverlap:
         self._trainable_mask = [param.requires_grad for param in _iter_params(groups)]
         self._ddp_ref: ref[DistributedDataParallel] | None = None
         self.shard_buckets = False
-        """A bucket may have several owners."""
+        """Whether a bucket may have several owners."""
         self._num_warmup_passes, self._backward_id = 0, NO_BACKWARD
         self._buckets: list[list[int]] = []
         self._plan: OverlapPlan | None = None
@@ -90,16 +93,16 @@ class DDPOverlap:
 
     @property
     def buckets(self) -> list[list[int]]:
-        """DDP's buckets as indices of our parameters, once they are settled."""
+        """DDP's buckets as indices of the optimizer's parameters; empty until they are final."""
         return self._buckets if self.is_initialized else []
 
     def round_robin_owner(self, bucket_index: int) -> Rank:
-        """The owner of a DDP bucket, unless its parameters are dealt out."""
+        """Return the owner of a DDP bucket, if `shard_buckets` is not set."""
         return Rank(bucket_index % self._comm.group.size)
 
     @property
     def warmup_passes(self) -> int:
-        """Backward passes until DDP's buckets are settled."""
+        """Number of backward passes until DDP's buckets are final."""
         ddp = None if self._ddp_ref is None else self._ddp_ref()
         return 3 if ddp is not None and ddp.static_graph else 2
 
@@ -112,127 +115,143 @@ class DDPOverlap:
         shard_buckets: bool,
         is_interleaved: bool,
     ) -> CommHook:
-        """A communication hook for `ddp` that reduces by `hook`, then steps. It keeps `owner`, the optimizer, alive.
+        """Return a communication hook for `ddp` that reduces a bucket with `hook`, then steps.
 
-        `eager`: a bucket is updated when the next one is handed over, and not only after the last one.
+        Args:
+            ddp: The module on which the hook will be registered.
+            hook: Reduces a bucket.
+            optimizer: The owner of this object. The hook keeps it alive.
+            shard_buckets: Distribute the parameters of each bucket over all ranks.
+            is_interleaved: Update a bucket when the next one is sent, not only after the last one.
+
+        Raises:
+            ConfigError: If `ddp` and the optimizer have different ranks.
         """
-        ours = dist.get_process_group_ranks(self._comm.group.process_group)
-        if dist.get_process_group_ranks(ddp.process_group) != ours:
-            raise ConfigError(f"the optimizer is sharded over ranks {ours}, DDP has others: give both the same group")
-        # Hazard: DDP's reducer, which is not Python's, holds the hook. A hook that holds DDP would never be freed.
-        self._ddp_ref = found = ref(ddp)
+        ranks = dist.get_process_group_ranks(self._comm.group.process_group)
+        if dist.get_process_group_ranks(ddp.process_group) != ranks:
+            raise ConfigError(f"the optimizer is sharded over ranks {ranks}, DDP has others: give both the same group")
+        # Hazard: DDP's C++ reducer holds the hook, and the garbage collector cannot see that. A strong reference from
+        # the hook to DDP would form a cycle that is never freed.
+        self._ddp_ref = ddp_ref = ref(ddp)
         self.shard_buckets = shard_buckets
 
         def reduce_and_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             future = hook(state, bucket)
-            ddp = found()
+            ddp = ddp_ref()
             assert ddp is not None, "its hook is running"
-            arrival = ReducedBucket(bucket.index(), bucket.is_last(), bucket.parameters(), future)
+            reduced = ReducedBucket(bucket.index(), bucket.is_last(), bucket.parameters(), future)
             if self._plan is None:
-                self._observe_bucket(ddp, arrival, shard_buckets, is_interleaved)
+                self._observe_bucket(ddp, reduced, shard_buckets, is_interleaved)
             else:
-                self._step(ddp, self._plan, arrival, is_interleaved)
+                self._step(ddp, self._plan, reduced, is_interleaved)
             return future
 
-        vars(reduce_and_step)["optimizer"] = optimizer  # which a script need not keep, since the hook makes all steps
+        # A script need not keep the optimizer, since the hook drives all steps.
+        vars(reduce_and_step)["optimizer"] = optimizer
         return reduce_and_step
 
     def check_trainable_unchanged(self) -> None:
-        """DDP's buckets do not follow `requires_grad`, and so neither can we."""
+        """Raise if `requires_grad` of a parameter changed: DDP's buckets are fixed."""
         if [param.requires_grad for param in _iter_params(self._groups)] != self._trainable_mask:
             raise RuntimeError("requires_grad cannot be switched with overlap_with_ddp=True: DDP's buckets are fixed")
 
     def run_deferred(self) -> None:
-        """For a rank that ran out of inputs, once DDP has done its part: what could not be done in the hook."""
+        """Run the actions that a joined rank could not run inside the hook. Called when DDP is done."""
         while self._deferred_actions:
             self._deferred_actions.pop(0)()
 
     def _observe_bucket(
         self, ddp: DistributedDataParallel, bucket: ReducedBucket, shard_buckets: bool, is_interleaved: bool
     ) -> None:
-        backward = current_backward_id()
-        # In the first pass of a static graph DDP numbers all buckets 0, and calls none the last.
-        if bucket.bucket_index == 0 and (backward == NO_BACKWARD or backward != self._backward_id):
-            self._backward_id = backward
+        backward_id = current_backward_id()
+        # In the first pass of a static graph, DDP gives all buckets the index 0 and marks none as the last.
+        if bucket.bucket_index == 0 and (backward_id == NO_BACKWARD or backward_id != self._backward_id):
+            self._backward_id = backward_id
             self._num_warmup_passes += 1
             self._buckets.clear()
         self._buckets.append([self._index_of_param[id(p)] for p in bucket.params if id(p) in self._index_of_param])
         if bucket.is_last and self._num_warmup_passes >= self.warmup_passes:
-            trained = backward != NO_BACKWARD
-            self._run_after_ddp(ddp, lambda: self._finalize_buckets(ddp, shard_buckets, is_interleaved, trained))
+            has_inputs = backward_id != NO_BACKWARD
+            self._run_after_ddp(ddp, lambda: self._finalize_buckets(ddp, shard_buckets, is_interleaved, has_inputs))
 
     def _finalize_buckets(
         self, ddp: DistributedDataParallel, shard_buckets: bool, is_interleaved: bool, has_inputs: bool
     ) -> None:
-        """Deal out the buckets. Raises on all ranks alike."""
-        late = bool(ddp.find_unused_parameters)
+        """Assign the buckets to ranks and create the plan. An error on one rank is raised on all ranks."""
+        should_defer = bool(ddp.find_unused_parameters)
         if ddp.static_graph:
             used = self._comm.all_reduce_any(
                 bytes(has_inputs and param.grad is not None for param in _iter_params(self._groups))
             )
-            late |= any(trains and not flag for trains, flag in zip(self._trainable_mask, used, strict=True))
-        choices = f"shard_buckets={shard_buckets}, interleaved={is_interleaved}, late={late}"
+            should_defer |= any(
+                is_trainable and not is_used for is_trainable, is_used in zip(self._trainable_mask, used, strict=True)
+            )
+        settings = f"shard_buckets={shard_buckets}, interleaved={is_interleaved}, late={should_defer}"
         self._plan = prepare_all(
             self._comm,
             "settling on DDP's buckets",
-            lambda: self._prepare_plan(choices, shard_buckets=shard_buckets, should_defer_updates=late),
+            lambda: self._prepare_plan(settings, shard_buckets=shard_buckets, should_defer_updates=should_defer),
         )
 
     def _prepare_plan(self, settings: str, *, shard_buckets: bool, should_defer_updates: bool) -> Prepared[OverlapPlan]:
-        facts = [settings]
-        facts += [f"parameters {members} are in DDP's bucket {i}" for i, members in enumerate(self._buckets)]
-        bucket_of = {index: number for number, members in enumerate(self._buckets) for index in members}
-        missing = [i for i, trains in enumerate(self._trainable_mask) if trains and i not in bucket_of]
+        must_match = [settings]
+        must_match += [f"parameters {members} are in DDP's bucket {i}" for i, members in enumerate(self._buckets)]
+        bucket_of = {index: bucket for bucket, members in enumerate(self._buckets) for index in members}
+        missing = [i for i, is_trainable in enumerate(self._trainable_mask) if is_trainable and i not in bucket_of]
         if missing:
             raise ConfigError(f"parameters {missing[:8]} of the optimizer are not among those that DDP reduces")
         owners = self._assign_balanced(bucket_of) if shard_buckets else self._assign_round_robin(bucket_of)
         repartition = self._repartition()
         assert repartition is not None, "the hook keeps the optimizer alive"
         engine = repartition(AssignedOwners(owners, bucket_of))
-        places = {bucket_of[index]: engine.layout.bucket_of(index) for index in bucket_of}
-        return Prepared(OverlapPlan(engine, places, should_defer_updates), [*facts, f"layout {engine.layout.digest}"])
+        layout_bucket_of = {bucket_of[index]: engine.layout.bucket_of(index) for index in bucket_of}
+        plan = OverlapPlan(engine, layout_bucket_of, should_defer_updates)
+        return Prepared(plan, [*must_match, f"layout {engine.layout.digest}"])
 
     def _assign_round_robin(self, bucket_of: dict[int, int]) -> dict[int, Rank]:
-        return {index: self.round_robin_owner(number) for index, number in bucket_of.items()}
+        return {index: self.round_robin_owner(bucket) for index, bucket in bucket_of.items()}
 
     def _assign_balanced(self, bucket_of: dict[int, int]) -> dict[int, Rank]:
-        """Whole parameters, bucket after bucket, each to the rank with the least so far."""
+        """Assign whole parameters, bucket by bucket, each to the rank with the smallest load so far."""
         specs = make_param_specs(self._groups)
-        members = [replace(specs[index], group=number) for index, number in bucket_of.items()]
-        return assign_owners(Layout.empty(self._comm.group.size), members)
+        specs_by_bucket = [replace(specs[index], group=bucket) for index, bucket in bucket_of.items()]
+        return assign_owners(Layout.empty(self._comm.group.size), specs_by_bucket)
 
     def _step(
         self, ddp: DistributedDataParallel, plan: OverlapPlan, bucket: ReducedBucket, is_interleaved: bool
     ) -> None:
-        trained, uneven = current_backward_id() != NO_BACKWARD, ddp._join_config.enable
+        has_inputs, in_join = current_backward_id() != NO_BACKWARD, ddp._join_config.enable
         if self._backward_pass is None or bucket.bucket_index == 0:
-            if uneven:
-                broadcast_options(self._comm, self._groups, is_current=trained)
+            if in_join:
+                broadcast_options(self._comm, self._groups, is_current=has_inputs)
             self._backward_pass = _BackwardPass(plan, self._groups, self._comm)
             self._backward_pass.run_unless_failed(self.check_trainable_unchanged)
-        running = self._backward_pass
-        running.pending_buckets.append(bucket)
+        backward_pass = self._backward_pass
+        backward_pass.pending_buckets.append(bucket)
         if not plan.should_defer_updates and (bucket.is_last or is_interleaved):
-            running.update_pending(keep_newest=0 if bucket.is_last else 1)
+            backward_pass.update_pending(keep_newest=0 if bucket.is_last else 1)
         if bucket.is_last:
             self._backward_pass = None
-            late_end = partial(running.update_from_param_grads, has_inputs=trained, is_join_enabled=uneven)
-            self._run_after_ddp(ddp, late_end if plan.should_defer_updates else running.finish)
+            deferred = partial(backward_pass.update_from_param_grads, has_inputs=has_inputs, is_join_enabled=in_join)
+            self._run_after_ddp(ddp, deferred if plan.should_defer_updates else backward_pass.finish)
 
     def _run_after_ddp(self, ddp: DistributedDataParallel, action: Callable[[], None]) -> None:
-        """Run `action` when DDP is done with this pass, so that it may look at `param.grad`, and may raise."""
+        """Run `action` when DDP is done with this pass: then it may read `param.grad`, and may raise."""
         if current_backward_id() != NO_BACKWARD:
-            # DDP queues its own end behind this hook.
+            # DDP queues its own callback after this hook, so queue the action from a callback.
             queue_after_backward(lambda: queue_after_backward(action))
         elif ddp.find_unused_parameters:
-            # DDP will reduce its map of used parameters behind this hook.
+            # DDP all-reduces its map of used parameters after this hook; `run_deferred` follows that.
             self._deferred_actions.append(action)
         else:
             action()
 
 
 class _BackwardPass:
-    """One backward pass that updates. What fails is kept until its end: the other ranks wait for our buckets."""
+    """A backward pass that updates parameters.
+
+    An error is kept until the end of the pass, since the other ranks wait for this rank's broadcasts.
+    """
 
     def __init__(self, plan: OverlapPlan, groups: list[ParamGroup], comm: Comm) -> None:
         self._engine, self._layout_bucket_of = plan.engine, plan.layout_bucket_of
@@ -245,7 +264,7 @@ class _BackwardPass:
         self.run_unless_failed(plan.engine.param_store.rebind_if_moved)
 
     def run_unless_failed(self, action: Callable[[], object]) -> None:
-        """Run `action` unless something failed already."""
+        """Run `action` unless an earlier one failed; record its exception."""
         if self._error is None:
             try:
                 action()
@@ -253,41 +272,43 @@ class _BackwardPass:
                 self._error = error
 
     def update_pending(self, *, keep_newest: int) -> None:
-        """Update all buckets that wait, but the newest few."""
+        """Update all pending buckets except the `keep_newest` newest ones."""
         while len(self.pending_buckets) > keep_newest:
-            arrival = self.pending_buckets.pop(0)
-            with self._comm.profiler.phase(Phase.WAIT_DDP, arrival.bucket_index):
-                grads = arrival.wait()
-            self._update(arrival.bucket_index, self._select_owned(grads))
+            bucket = self.pending_buckets.pop(0)
+            with self._comm.profiler.phase(Phase.WAIT_DDP, bucket.bucket_index):
+                grads = bucket.wait()
+            self._update(bucket.bucket_index, self._select_owned(grads))
 
     def update_from_param_grads(self, *, has_inputs: bool, is_join_enabled: bool) -> None:
-        """Update all buckets with what DDP left in `param.grad`, and finish.
+        """Update all buckets with the gradients that DDP left in `param.grad`, and finish.
 
-        `trained`: this rank had inputs. `uneven`: some rank may have had none, and so does not know what was used.
+        Args:
+            has_inputs: This rank had inputs. Otherwise it takes gradients from DDP's buckets.
+            is_join_enabled: Some rank may have had no inputs and does not know which parameters were used.
         """
         used = bytes(has_inputs and param.grad is not None for param in self._engine.params)
         if is_join_enabled:
             used = self._comm.all_reduce_any(used)
-        for arrival in self.pending_buckets:
-            grads = {p: p.grad for p in arrival.params if p.grad is not None} if has_inputs else arrival.wait()
-            mine = self._select_owned(grads)
+        for bucket in self.pending_buckets:
+            grads = {p: p.grad for p in bucket.params if p.grad is not None} if has_inputs else bucket.wait()
+            owned = self._select_owned(grads)
             self._update(
-                arrival.bucket_index, {p: grad for p, grad in mine.items() if used[self._owned_index_of[id(p)]]}
+                bucket.bucket_index, {p: grad for p, grad in owned.items() if used[self._owned_index_of[id(p)]]}
             )
         self.finish()
 
     def finish(self) -> None:
-        """Wait for all parameters; raise what failed, on all ranks."""
+        """Wait for all parameters. An error on one rank is raised on all ranks."""
         if not self._num_updates:
             self.run_unless_failed(lambda: self._engine.update_params(self._groups, {}))
         self._engine.param_sync.finish()
         self.run_unless_failed(lambda: self._engine.inner.pull_options(self._groups))
         self._engine.steps += 1
         call = f"overlapped step {self._engine.steps}"
-        trouble = Failure.NONE if self._error is None else Failure.FAILED
-        verdict = exchange_status(self._comm, call, b"", trouble)
+        failure = Failure.NONE if self._error is None else Failure.FAILED
+        status = exchange_status(self._comm, call, b"", failure)
         self._comm.profiler.end_step()
-        if verdict.failure_level:
+        if status.failure_level:
             raise_failure(self._comm, call, self._error)
 
     def _select_owned(self, grads: GradsByParam) -> GradsByParam:
@@ -296,7 +317,7 @@ class _BackwardPass:
     def _update(self, bucket_index: int, owned_grads: GradsByParam) -> None:
         if owned_grads:
             if self._num_updates:
-                self._restore_counters()  # all updates of a pass are one step
+                self._restore_counters()  # all updates of a pass count as one step
             self._num_updates += 1
             self.run_unless_failed(lambda: self._engine.update_params(self._groups, owned_grads))
         if bucket_index in self._layout_bucket_of:
@@ -304,19 +325,19 @@ class _BackwardPass:
 
 
 def resolve_optimizer_class(optimizer_class: OptimizerConstructor, *, overlap: bool) -> OptimizerConstructor:
-    """The class to build. torch's functional optimizers stand for their plain twins, and only under overlap."""
+    """Return the class to construct: for a functional optimizer of torch its plain class. These need `overlap`."""
     if not getattr(optimizer_class, "__module__", "").startswith("torch.distributed.optim."):
         return optimizer_class
     from torch.distributed.optim.utils import functional_optim_map
 
-    twins: dict[OptimizerConstructor, OptimizerConstructor] = {
+    plain_classes: dict[OptimizerConstructor, OptimizerConstructor] = {
         functional: plain for plain, functional in functional_optim_map.items()
     }
-    if optimizer_class not in twins:
+    if optimizer_class not in plain_classes:
         return optimizer_class
     if not overlap:
-        raise ConfigError(f"{optimizer_class} is for overlap_with_ddp=True; pass {twins[optimizer_class]}")
-    return twins[optimizer_class]
+        raise ConfigError(f"{optimizer_class} is for overlap_with_ddp=True; pass {plain_classes[optimizer_class]}")
+    return plain_classes[optimizer_class]
 
 
 def _iter_params(groups: list[ParamGroup]) -> Iterator[torch.Tensor]:
@@ -324,23 +345,26 @@ def _iter_params(groups: list[ParamGroup]) -> Iterator[torch.Tensor]:
 
 
 def split_bucket(bucket: torch.Tensor, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients in a bucket of DDP: views of it, each in the shape of its parameter, in the dtype of the bucket.
+    """Return views of a DDP bucket, one per gradient, with the shape of the parameter and the dtype of the bucket.
 
-    Hazard: `GradBucket.gradients()` ignores the strides of parameters, and takes complex gradients for real ones.
+    Hazard: `GradBucket.gradients()` ignores the strides of parameters, and treats complex gradients as real.
     """
     if bucket.layout != torch.strided:  # DDP gives every sparse gradient a bucket of its own
         return [bucket]
-    numbers = [2 if param.is_complex() and not bucket.is_complex() else 1 for param in params]
-    parts = torch.split(bucket, [param.numel() * number for param, number in zip(params, numbers, strict=True)])
-    return [_view_as_param(part, param) for part, param in zip(parts, params, strict=True)]
+    numels = [param.numel() * (2 if param.is_complex() and not bucket.is_complex() else 1) for param in params]
+    flat_grads = torch.split(bucket, numels)
+    return [_view_as_param(flat_grad, param) for flat_grad, param in zip(flat_grads, params, strict=True)]
 
 
 def _view_as_param(flat_grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """A stretch of DDP's bucket as a gradient. DDP keeps the strides of dense parameters; others are contiguous there.
-    The bucket of complex parameters is real: real and imaginary parts take turns."""
+    """Return a span of DDP's bucket as a view with the shape of `param`.
+
+    DDP keeps the strides of non-overlapping and dense parameters; all others are contiguous in the bucket. The bucket
+    of complex parameters is real, with real and imaginary parts interleaved.
+    """
     if param.is_complex() and not flat_grad.is_complex():
         pairs = flat_grad.view(-1, 2)
-        if flat_grad.dtype == torch.bfloat16:  # torch has no complex dtype for it
+        if flat_grad.dtype == torch.bfloat16:  # torch has no complex dtype of bfloat16
             pairs = pairs.to(param.dtype.to_real())
         flat_grad = torch.view_as_complex(pairs)
     if not torch.ops.aten.is_non_overlapping_and_dense(param):
@@ -349,40 +373,43 @@ def _view_as_param(flat_grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Gradients from DDP's buckets, whatever those are, to their owners.
+# From DDP's buckets to a `GradReducer`.
 
 
 def make_comm_hook(reducer: GradReducer, params: Sequence[torch.Tensor]) -> CommHook:
-    """A communication hook that hands gradients to `sync`, and to DDP what it gave. More `params` may be added."""
-    index: dict[int, int] = {}
-    handed: list[int] = []
+    """Return a DDP communication hook that marks gradients ready in `reducer` and returns DDP its bucket unreduced.
+
+    Parameters that are appended to `params` later are handled, too.
+    """
+    index_of: dict[int, int] = {}
+    ready: list[int] = []
 
     def hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        members = bucket.parameters()
-        for added in range(len(index), len(params)):
-            index[id(params[added])] = added
-        for param, grad in zip(members, split_bucket(bucket.buffer(), members), strict=True):
-            if id(param) not in index:
+        bucket_params = bucket.parameters()
+        for new_index in range(len(index_of), len(params)):
+            index_of[id(params[new_index])] = new_index
+        for param, grad in zip(bucket_params, split_bucket(bucket.buffer(), bucket_params), strict=True):
+            if id(param) not in index_of:
                 raise ConfigError(
                     f"DDP reduces a parameter of shape {tuple(param.shape)} that the optimizer does not have. Give it "
                     "all parameters that DDP reduces, or freeze the others before DDP wraps the model."
                 )
-            # Hazard: inside Join a rank without inputs is given zeros here, while old gradients are in `param.grad`.
-            reducer.mark_ready(index[id(param)], grad)
-            handed.append(index[id(param)])
+            # Hazard: inside Join a rank without inputs receives zeros here, while `param.grad` has old gradients.
+            reducer.mark_ready(index_of[id(param)], grad)
+            ready.append(index_of[id(param)])
         if bucket.is_last():
             reducer.finish_backward()
-            _queue_after_ddp_backward(partial(reducer.record_param_grads, tuple(handed)))
-            handed.clear()
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
+            _queue_after_ddp_backward(partial(reducer.record_param_grads, tuple(ready)))
+            ready.clear()
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
 
     return hook
 
 
 def _queue_after_ddp_backward(action: Callable[[], None]) -> None:
-    """Inside Join, on a rank without inputs, there is no backward pass, and `param.grad` is none of what was given."""
+    """Run `action` after DDP wrote `param.grad`. Do nothing on a joined rank, which has no backward pass."""
     if current_backward_id() != NO_BACKWARD:
         # Hazard: DDP writes `param.grad` at the end of backward, which it queues after the last bucket's hook.
         queue_after_backward(lambda: queue_after_backward(action))

@@ -1,14 +1,14 @@
-"""What a sharded optimizer hangs on the model, so that the model is right whenever it is used.
+"""Hooks of a sharded optimizer on the model.
 
-- Gates: a module's forward pass waits for its parameters, which may be under way.
-- Guards: while they are, a module keeps its parameters in a dict that waits for them first. `parameters()`,
-  `state_dict()`, loading, copying, saving and moving the model all go through it. Another optimizer's step waits, too.
-- Buffers are made equal after each step, and before a forward pass with gradients that follows another one without a
-  step in between, unless that one was inside `no_sync()`.
-- `model.zero_grad()` clears what the optimizer keeps of gradients, too.
-- A forward pass through `DistributedDataParallel`, which would average gradients a second time, is refused.
+- `ParamPrefetch`: with `overlap_param_gather`, a module's forward pass waits for the all-gather of its parameters.
+  While it is in flight, `BlockingParameters` replaces the module's dict of parameters: `parameters()`, `state_dict()`,
+  loading, copying, saving and moving the model go through it and wait, too. So does the step of any optimizer.
+- `BufferBroadcast`: rank 0's buffers are broadcast after each step, and before a training forward pass that follows
+  another one without a step in between, unless that one was inside `no_sync()`.
+- `ZeroGradWrapper`: `model.zero_grad()` also clears the gradient shards that the optimizer keeps.
+- `DoubleReduceGuard`: a forward pass through `DistributedDataParallel`, which would reduce gradients again, raises.
 
-A copy of the model, deep or saved, has none of this. Nothing here keeps the optimizer alive.
+Copies of the model (`deepcopy` or pickle) have none of these hooks. No hook keeps the optimizer alive.
 """
 
 import functools
@@ -33,25 +33,25 @@ from .flat_engine import FlatShardEngine
 from .grad_bucket import drop_placeholder
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Buffers of a model, and parameters that no optimizer holds, made equal on all ranks.
+# Broadcast of buffers and of parameters that no optimizer manages.
 
 
 class ModelBuffers:
-    """Brings one rank's buffers to all others."""
+    """The buffers of a model, and their broadcast from one rank."""
 
     def __init__(self, comm: Comm, model: torch.nn.Module) -> None:
         self._comm = comm
-        # By name, since modules may replace their buffers. One that is none may become a cache of each rank's own.
-        named = [(module, name, it) for module in model.modules() for name, it in module._buffers.items()]
-        self._locations = [(module, name) for module, name, it in named if it is not None]
+        # By name, since modules may replace their buffers. A None buffer may later become a rank-local cache: skip it.
+        named = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+        self._locations = [(module, name) for module, name, buffer in named if buffer is not None]
 
     @property
     def needs_broadcast(self) -> bool:
-        """And another rank to bring them to."""
+        """Whether there are buffers, and other ranks to receive them."""
         return bool(self._locations) and self._comm.group.size > 1
 
     def broadcast(self, source: Rank) -> None:
-        """On all ranks, which must have buffers of the same shapes."""
+        """Broadcast the buffers of `source`. Call on all ranks; their buffers must have the same shapes."""
         broadcast_coalesced(self._comm, self._iter_buffers(), source)
 
     def _iter_buffers(self) -> Iterator[torch.Tensor]:
@@ -62,22 +62,30 @@ class ModelBuffers:
 
 
 def describe_for_broadcast(comm: Comm, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """What must be equal on all ranks for `make_equal`. Raises where a tensor cannot travel."""
+    """Return what must be equal on all ranks for `broadcast_coalesced`; raise if a tensor cannot be broadcast."""
     if comm.group.size > 1:
         for name, tensor in tensors.items():
             _validate_for_broadcast(comm, name, tensor)
-    # Each device has messages of its own, whatever its number is on this rank.
+    # Each device has messages of its own. Device indices may differ between ranks, so describe devices by position.
     devices = list(dict.fromkeys(tensor.device for tensor in tensors.values()))
-    which = {it: it.type + (f" ({n} of {len(devices)} devices)" if n > 1 else "") for n, it in enumerate(devices, 1)}
-    return [f"{name}: {it.dtype} {tuple(it.shape)} on {which[it.device]}" for name, it in tensors.items()]
+    labels = {
+        device: device.type + (f" ({position} of {len(devices)} devices)" if position > 1 else "")
+        for position, device in enumerate(devices, 1)
+    }
+    return [
+        f"{name}: {tensor.dtype} {tuple(tensor.shape)} on {labels[tensor.device]}" for name, tensor in tensors.items()
+    ]
 
 
 def _validate_for_broadcast(comm: Comm, name: str, tensor: torch.Tensor) -> None:
-    """Hazard: only ranks that receive a tensor write to it, so that these alone would raise."""
+    """Raise if `tensor` cannot be broadcast.
+
+    Hazard: only receiving ranks write to the tensor, so without this check an error would be raised on them alone.
+    """
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized:
-        kind = "a nested tensor" if tensor.is_nested else "quantized" if tensor.is_quantized else tensor.layout
+        form = "a nested tensor" if tensor.is_nested else "quantized" if tensor.is_quantized else tensor.layout
         raise ConfigError(
-            f"{name} cannot be broadcast from rank 0, because it is {kind}. Make it dense, for example with to_dense() "
+            f"{name} cannot be broadcast from rank 0, because it is {form}. Make it dense, for example with to_dense() "
             "or dequantize(), or keep it as a plain attribute of the module, not as a buffer."
         )
     if is_traceable_wrapper_subclass(tensor):
@@ -85,7 +93,9 @@ def _validate_for_broadcast(comm: Comm, name: str, tensor: torch.Tensor) -> None
             f"{name} cannot be broadcast from rank 0, because it is a {type(tensor.data).__name__}. Make it a plain "
             "tensor, or keep it as a plain attribute of the module, not as a buffer."
         )
-    if tensor.numel() and any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+    if tensor.numel() and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
         raise ConfigError(
             f"{name} has elements that share memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}), as "
             "expand() makes them, so it cannot receive the values of rank 0. Give it memory of its own with clone() or "
@@ -97,39 +107,28 @@ def _validate_for_broadcast(comm: Comm, name: str, tensor: torch.Tensor) -> None
 
 @torch.no_grad()
 def broadcast_coalesced(comm: Comm, tensors: Iterable[torch.Tensor], source: Rank) -> None:
-    """On all ranks: tensors become those of `source`; one message for each dtype and device."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+    """Broadcast `tensors` from `source` in one message per dtype and device. Call on all ranks."""
+    batches: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors if comm.group.size > 1 else ():
-        kinds[tensor.dtype, tensor.device].append(tensor)
-    for alike in kinds.values():
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
+        batches[tensor.dtype, tensor.device].append(tensor)
+    for batch in batches.values():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in batch])
         comm.broadcast(flat, source).wait()
         if comm.group.rank != source:
-            parts = torch.split(flat, [tensor.numel() for tensor in alike])
-            for tensor, part in zip(alike, parts, strict=True):
-                # As in DDP autograd does not count it: a pass whose backward is yet to come has used the tensor.
-                tensor.data.copy_(part.view(tensor.shape))
+            received = torch.split(flat, [tensor.numel() for tensor in batch])
+            for tensor, values in zip(batch, received, strict=True):
+                # `.data`, as in DDP: a pending backward pass may have saved the tensor, so keep its version counter.
+                tensor.data.copy_(values.view(tensor.shape))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a sharded optimizer hangs on the model, so that the model is right whenever it is used.
-#
-# - Gates: a module's forward pass waits for its parameters, which may be under way.
-# - Guards: while they are, a module keeps its parameters in a dict that waits for them first. `parameters()`,
-#   `state_dict()`, loading, copying, saving and moving the model all go through it. Another optimizer's step waits,
-#   too.
-# - Buffers are made equal after each step, and before a forward pass with gradients that follows another one without a
-#   step in between, unless that one was inside `no_sync()`.
-# - `model.zero_grad()` clears what the optimizer keeps of gradients, too.
-# - A forward pass through `DistributedDataParallel`, which would average gradients a second time, is refused.
-#
-# A copy of the model, deep or saved, has none of this. Nothing here keeps the optimizer alive.
+# Hooks.
 
 
 class ForwardPreHook:
-    """A forward pre-hook that calls a method with the module, and says whether torch.compile has compiled the call.
+    """A forward pre-hook that calls `method(module, is_compiled)`, as long as the object of the method is alive.
 
-    What is compiled leaves its graph for that, and goes on.
+    Under torch.compile it breaks the graph for the call.
     """
 
     def __init__(self, method: Callable[[Module, bool], None]) -> None:
@@ -137,7 +136,7 @@ class ForwardPreHook:
         self._run_uncompiled = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
     def register(self, module: Module) -> None:
-        """In the place of those whose optimizers are gone."""
+        """Register the hook on `module`, and remove hooks of optimizers that no longer exist."""
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(hook, ForwardPreHook) and hook._method() is None:
                 del module._forward_pre_hooks[key]
@@ -147,7 +146,7 @@ class ForwardPreHook:
         self._run_uncompiled(module, torch.compiler.is_compiling())
 
     def __reduce__(self) -> Any:
-        return getattr, ({}, "get")  # in a copy of the model: `{}.get(module, args)` gives the arguments back
+        return getattr, ({}, "get")  # a no-op in copies of the model: `{}.get(module, args)` returns `args`
 
     def _run(self, module: Module, is_compiled: bool) -> None:
         method = self._method()
@@ -156,7 +155,7 @@ class ForwardPreHook:
 
 
 class EagerForwardPreHook(ForwardPreHook):
-    """The same for a module inside another one, which has seen to it that what is compiled needs no such call."""
+    """A `ForwardPreHook` for submodules that is skipped in compiled code: the root's hook waited for it already."""
 
     def __call__(self, module: Module, _: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -164,7 +163,7 @@ class EagerForwardPreHook(ForwardPreHook):
 
 
 class DDPForwardPreHook(ForwardPreHook):
-    """The same, but only inside a forward pass of DDP. Anything else that is compiled stays whole."""
+    """A `ForwardPreHook` that runs only inside a forward pass of DDP, so other compiled code has no graph break."""
 
     def __call__(self, module: Module, _: Any) -> None:
         if _get_active_ddp() is not None:
@@ -176,7 +175,7 @@ def _get_active_ddp() -> DistributedDataParallel | None:
 
 
 class ZeroGradWrapper:
-    """`model.zero_grad`, and `also` after it. Placeholders of gradients that are sharded are not there for it."""
+    """Replaces `model.zero_grad`: drops gradient placeholders, calls the original, then `after_zero_grad`."""
 
     def __init__(self, model: Module, after_zero_grad: Callable[[bool], None]) -> None:
         self._model, self._after_zero_grad = model, WeakMethod(after_zero_grad)
@@ -186,16 +185,16 @@ class ZeroGradWrapper:
         for param in self._model.parameters():
             drop_placeholder(param)
         self._wrapped(set_to_none)
-        also = self._after_zero_grad()
-        if also is not None:
-            also(set_to_none)
+        after_zero_grad = self._after_zero_grad()
+        if after_zero_grad is not None:
+            after_zero_grad(set_to_none)
 
     def __reduce__(self) -> Any:
         return functools.partial, (type(self._model).zero_grad, self._model)
 
 
 def _remove_dead_wrappers(zero_grad: Callable[..., None]) -> Callable[..., None]:
-    """`call`, which may be that of another optimizer for parts of the model, less those of optimizers that are gone."""
+    """Unwrap `zero_grad` from wrappers of optimizers that no longer exist; those of live optimizers stay."""
     while isinstance(zero_grad, ZeroGradWrapper) and zero_grad._after_zero_grad() is None:
         zero_grad = zero_grad._wrapped
     if isinstance(zero_grad, ZeroGradWrapper):
@@ -204,25 +203,31 @@ def _remove_dead_wrappers(zero_grad: Callable[..., None]) -> Callable[..., None]
 
 
 class BufferBroadcast:
-    """Broadcast rank 0's buffers as often as DDP does, and when the optimizer says so.
+    """Broadcasts rank 0's buffers on DDP's schedule, and when the optimizer calls `broadcast`.
 
-    DDP broadcasts before a forward pass, inside `no_sync()` or not, if the pass before it was outside. So passes that
-    accumulate gradients use what the first of them has got. Here a step broadcasts already, for evaluation, which
-    leaves passes that follow another one without a step.
+    DDP broadcasts before a forward pass, inside `no_sync()` or not, if the previous pass was outside. All passes that
+    accumulate gradients therefore use the buffers of the first one. Here a step broadcasts already, for evaluation, so
+    a forward pass broadcasts only if it follows another one without a step in between.
 
-    Hazard: each rank decides alone whether to broadcast. Passes that one rank makes alone must not change that, so
-    those without gradients never count, and those inside `no_sync()` after a step neither send nor ask others to.
+    Hazard: each rank decides on its own whether to broadcast. Passes that a single rank runs must not change the
+    decision: passes under `no_grad()` never count, and passes inside `no_sync()` directly after a step neither
+    broadcast nor make the next pass broadcast.
     """
 
     def __init__(
         self, comm: Comm, model: Module, should_ignore_forward: Callable[[], bool], is_accumulating: Callable[[], bool]
     ) -> None:
-        """`is_off`: the pass that is next does not count. `accumulates`: it is inside `no_sync()`.
+        """Register the hook on `model`.
 
-        Both are methods of the optimizer, which owns this object.
+        Args:
+            comm: All data-parallel ranks.
+            model: The model whose buffers are broadcast.
+            should_ignore_forward: Whether the next forward pass does not count. A method of the optimizer.
+            is_accumulating: Whether the next forward pass is inside `no_sync()`. A method of the optimizer.
         """
-        # Hazard: strong references would be a cycle. Ranks would then free the optimizer, and silence its hooks, at
-        # different times, whenever their garbage collectors run, while others still wait for their messages.
+        # Hazard: the optimizer owns this object, so strong references would form a cycle. Ranks would then free the
+        # optimizer, and stop its hooks, at different times (whenever garbage collection runs), while others still wait
+        # for their messages.
         self._should_ignore_forward, self._is_accumulating = (
             WeakMethod(should_ignore_forward),
             WeakMethod(is_accumulating),
@@ -230,28 +235,28 @@ class BufferBroadcast:
         self._model_buffers, self._profiler = ModelBuffers(comm, model), comm.profiler
         self._failure_detector = comm.group.failure_detector
         self._is_due = False
-        """The next forward pass broadcasts."""
+        """Whether the next forward pass broadcasts."""
         if self._model_buffers.needs_broadcast:
             ForwardPreHook(self._before_forward).register(model)
 
     def broadcast(self, source: Rank, phase: str = "bringing buffers to all") -> None:
-        """On all ranks."""
+        """Broadcast the buffers of `source`. Call on all ranks."""
         if self._model_buffers.needs_broadcast:
             with self._failure_detector.activity(phase), self._profiler.phase(Phase.BROADCAST_BUFFERS):
                 self._model_buffers.broadcast(source)
         self._is_due = False
 
     def _before_forward(self, _: Module, __: bool) -> None:
-        is_off, accumulates = self._should_ignore_forward(), self._is_accumulating()
-        if is_off is None or accumulates is None or is_off():
+        should_ignore, is_accumulating = self._should_ignore_forward(), self._is_accumulating()
+        if should_ignore is None or is_accumulating is None or should_ignore():
             return
         if self._is_due:
             self.broadcast(Rank(0), "bringing buffers to all; who runs the model alone does so under torch.no_grad()")
-        self._is_due = not accumulates()
+        self._is_due = not is_accumulating()
 
 
 class DoubleReduceGuard:
-    """Refuses forward passes through DDP, which knows neither that gradients leave nor what they have become."""
+    """Raises on training forward passes through DDP, which would reduce the same gradients again."""
 
     def __init__(self, model: Module, engine: FlatShardEngine, hooks: GradHooks) -> None:
         self._engine, self._hooks = engine, hooks
@@ -261,9 +266,9 @@ class DoubleReduceGuard:
         ddp = _get_active_ddp()
         if ddp is None or self._hooks.is_superseded or not torch.is_grad_enabled():
             return
-        averaged = ((name, param) for name, param in ddp.module.named_parameters() if param.requires_grad)
-        ours = [name for name, param in averaged if id(param) in self._engine.bucket_by_param_id]
-        twice = [name for name in ours if name not in ddp.parameters_to_ignore]
+        trainable = ((name, param) for name, param in ddp.module.named_parameters() if param.requires_grad)
+        managed = [name for name, param in trainable if id(param) in self._engine.bucket_by_param_id]
+        twice = [name for name in managed if name not in ddp.parameters_to_ignore]
         if twice:
             raise ConfigError(
                 f"DistributedDataParallel and shard() would both average the gradients of {len(twice)} parameters, "
@@ -273,7 +278,7 @@ class DoubleReduceGuard:
 
 
 class BlockingParameters(dict[str, Any]):
-    """What stands in for a module's dict of parameters while some are under way: whoever touches it waits first."""
+    """Replaces a module's dict of parameters while their all-gather is in flight: every access waits for it first."""
 
     def __init__(self, parameters: dict[str, Any], wait_for_params: Callable[[], None]) -> None:
         super().__init__(parameters)
@@ -310,7 +315,7 @@ for _name in (
 
 
 class ParamPrefetch:
-    """Waits for parameters that are under way where they are first needed."""
+    """Waits for all-gathers of parameters that are in flight, at the first use of each module."""
 
     def __init__(self, model: Module, engine: FlatShardEngine) -> None:
         self._engine, self._model = engine, model
@@ -323,31 +328,32 @@ class ParamPrefetch:
                 EagerForwardPreHook(self._wait_for_module).register(module)
         self._original_parameters: dict[Module, dict[str, Any]] = {}
         self._lock = RLock()
-        """Whoever needs a parameter first opens: a forward pass, or another optimizer's step in another thread."""
+        """Guards `_original_parameters`: a forward pass and another optimizer's step may wait in different threads."""
 
     def refresh_buckets(self) -> None:
-        """Learn which buckets each module needs."""
-        known = self._engine.bucket_by_param_id
+        """Look up which buckets each module needs."""
+        bucket_by_param_id = self._engine.bucket_by_param_id
         for module in self._model.modules():
-            own = (id(param) for param in module.parameters(recurse=False))
-            self._buckets_of_module[module] = sorted({known[key] for key in own if key in known})
+            param_ids = (id(param) for param in module.parameters(recurse=False))
+            self._buckets_of_module[module] = sorted(
+                {bucket_by_param_id[param_id] for param_id in param_ids if param_id in bucket_by_param_id}
+            )
 
     def arm(self) -> None:
-        """Parameters are under way."""
+        """Make modules wait for their parameters. Called when all-gathers were started."""
         with self._lock:
             for module, buckets in self._buckets_of_module.items():
-                if (
-                    buckets and module not in self._original_parameters
-                ):  # nobody may have looked at it since the last step
-                    self._original_parameters[module] = plain = module._parameters
+                # A module that was not used since the last step still blocks.
+                if buckets and module not in self._original_parameters:
+                    self._original_parameters[module] = original = module._parameters
                     vars(module)["_parameters"] = BlockingParameters(
-                        plain, functools.partial(self._wait_for_module, module, False)
+                        original, functools.partial(self._wait_for_module, module, False)
                     )
             _ARMED[id(self)] = self
         _register_step_hook()
 
     def wait(self) -> None:
-        """All parameters have arrived."""
+        """Wait for all parameters."""
         with self._lock:
             self._engine.param_sync.finish()
             for module in list(self._original_parameters):
@@ -357,7 +363,7 @@ class ParamPrefetch:
         return not modules.isdisjoint(self._original_parameters)
 
     def abandon(self) -> None:
-        """As `wait`, also where it is in vain."""
+        """Stop waiting for parameters, even if their all-gathers can never complete."""
         with self._lock:
             self._engine.param_sync.abandon()
             for module in list(self._original_parameters):
@@ -366,56 +372,56 @@ class ParamPrefetch:
     def _before_model_forward(self, model: Module, is_compiled: bool) -> None:
         for module in model.modules() if self._original_parameters else ():
             if is_compiled or _is_compiled_module(module):
-                for part in module.modules():
-                    self._wait_for_module(part, True)
+                for submodule in module.modules():
+                    self._wait_for_module(submodule, True)
         self._wait_for_module(model, is_compiled)
 
     def _wait_for_module(self, module: Module, _: bool) -> None:
-        """The parameters of one module have arrived."""
+        """Wait for the parameters of one module, without its submodules."""
         if module in self._original_parameters:
             with self._lock, self._engine.comm.profiler.phase(Phase.WAIT_MODULE_PARAMS):
                 self._engine.param_sync.wait(self._buckets_of_module[module])
                 self._restore_parameters(module)
 
     def _restore_parameters(self, module: Module) -> None:
-        plain = self._original_parameters.pop(module, None)
-        if plain is not None:  # another thread may have been here
-            vars(module)["_parameters"] = plain
+        original = self._original_parameters.pop(module, None)
+        if original is not None:  # otherwise another thread restored it
+            vars(module)["_parameters"] = original
         if not self._original_parameters:
             _ARMED.pop(id(self), None)
 
 
 _ARMED: "WeakValueDictionary[int, ParamPrefetch]" = WeakValueDictionary()
-"""Those with parameters under way."""
+"""Prefetches with all-gathers in flight, by id."""
 _step_hook_handle: Any = None
 
 
 def _register_step_hook() -> None:
-    """Any optimizer's step waits for all parameters.
+    """Make the step of any optimizer wait for all parameters.
 
-    Hazard: hooks must not come and go while torch calls one after the other, so this one stays.
+    Hazard: hooks must not be added or removed while torch iterates over them, so this one is never removed.
     """
     global _step_hook_handle  # noqa: PLW0603
-    known = {} if _step_hook_handle is None else _step_hook_handle.hooks_dict_ref() or {}
-    if _step_hook_handle is None or _step_hook_handle.id not in known:
+    registered = {} if _step_hook_handle is None else _step_hook_handle.hooks_dict_ref() or {}
+    if _step_hook_handle is None or _step_hook_handle.id not in registered:
         _step_hook_handle = register_optimizer_step_pre_hook(_wait_for_all_params)
 
 
 def _wait_for_all_params(*_: Any) -> None:
     for reference in _ARMED.valuerefs():
-        gates = reference()
-        if gates is not None:
-            gates.wait()
+        prefetch = reference()
+        if prefetch is not None:
+            prefetch.wait()
 
 
 def abandon_prefetches(model: Module) -> None:
-    """What former optimizers of the model still wait for has arrived, or never will: their ranks may be gone."""
+    """Abandon the prefetches of earlier optimizers of the model: their ranks may be gone."""
     modules = set(model.modules())
-    for gates in filter(None, (reference() for reference in _ARMED.valuerefs())):
-        if gates.has_pending(modules):
-            gates.abandon()
+    for prefetch in filter(None, (reference() for reference in _ARMED.valuerefs())):
+        if prefetch.has_pending(modules):
+            prefetch.abandon()
 
 
 def _is_compiled_module(module: Module) -> bool:
-    # Hazard: looking for an attribute that a module lacks would look into its guarded parameters, and wait.
+    # Hazard: `getattr` for an attribute that a module lacks would search its `BlockingParameters`, and wait.
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
