@@ -291,7 +291,7 @@ class ParamStateView(_DictView):
 
 
 class OptimizerStateView(_DictView):
-    """The state of all parameters of which this rank owns a shard, and state under keys that are not parameters."""
+    """The state of all parameters that this rank has a shard of, and state under keys that are not parameters."""
 
     _params: Sequence[torch.Tensor]
     _optimizer_shards: Sequence[OptimizerShard]
@@ -347,7 +347,7 @@ class OptimizerStateView(_DictView):
         return self[key] if key in self else default  # noqa: SIM401 (this is `get`)
 
     def pop(self, key: Any, default: Any = _MISSING) -> Any:
-        """Remove and return state. Does not raise for a parameter of which this rank owns no shard."""
+        """Remove and return state. Does not raise if this rank owns no shard of the parameter."""
         param_state = self._find_param_state(key) if isinstance(key, torch.Tensor) else None
         if key in self:
             return self._shared_state_for(key).pop(key) if param_state is None else param_state.replace_state(None)
