@@ -1,6 +1,6 @@
 """`restore_from_peers`: restore an optimizer and its model from the snapshots that the remaining ranks hold in memory.
 
-All ranks agree on the newest snapshot of which every shard is left, exchange slices of its shards according to the new
+All ranks agree on the newest snapshot whose shards are all still held, exchange slices of them according to the new
 layout, and load the result. The world size may differ from that of the snapshot.
 """
 
@@ -96,7 +96,7 @@ def _collect_local_snapshots(optimizer: ZeroRedundancyOptimizer, snapshots: Peer
 
 
 class SnapshotInventory(NamedTuple):
-    """The newest snapshot of which the ranks together hold all shards."""
+    """The newest snapshot whose shards the ranks hold between them."""
 
     optimizer_id: int
     step: int
