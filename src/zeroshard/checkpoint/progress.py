@@ -100,7 +100,7 @@ def check_components(components: Mapping[str, Any], method: str, progress: objec
     """Raise `ConfigError` if an argument of `save` or `load` has the wrong type.
 
     Args:
-        components: the arguments model, optimizer and scheduler, each of which may be None.
+        components: model, optimizer and scheduler; each may be None.
         method: the method that optimizer and scheduler must have, "state_dict" or "load_state_dict".
         progress: the argument of that name.
     """
