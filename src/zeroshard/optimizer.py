@@ -139,7 +139,7 @@ class StepDriver:
 
         Args:
             call: Name of the calling method, for error messages.
-            read_arguments: As for `Engine.synchronize_grads`.
+            read_arguments: As for `FlatShardEngine.synchronize_grads`.
             in_join: The call is made inside `Join`.
 
         Raises:
