@@ -338,7 +338,7 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
             self._opt_called = True  # otherwise LR schedulers warn that step() is never called
             if parameters_as_bucket_view:
                 warnings.warn("parameters_as_bucket_view has no effect with overlap_with_ddp=True", stacklevel=2)
-        self._peer_checkpointer = self._make_copying()
+        self._peer_checkpointer = self._make_peer_checkpointer()
         self.initialized = True
         watch_plain_steps(self)
         from .report import log_summary
@@ -791,7 +791,7 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
         else:
             self._step(None, {}, is_joined=True)
 
-    def _make_copying(self) -> "PeerCheckpointer | None":
+    def _make_peer_checkpointer(self) -> "PeerCheckpointer | None":
         if self._config.peer_checkpoint is None:
             return None
         from .peer_checkpoint.snapshot import make_peer_checkpointer

@@ -34,6 +34,7 @@ from ..state.state_dict import (
     slice_span,
 )
 from ..state.tensor_utils import (
+    allocate_state,
     deepcopy_except_tensors,
     dense_flat_view,
     inner_tensors,
@@ -97,11 +98,19 @@ StateKeys = Set[tuple[int, Any]]
 """State entries to load: (parameter index, state key)."""
 
 
-def allocate_full(current: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return memory for a value that this rank holds in full."""
+def allocate_full(
+    current: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    param: torch.Tensor | ParamSpec,
+) -> torch.Tensor:
+    """Return memory for a value that this rank holds in full, as part of the state of `param`."""
     if _is_reusable(current, shape, dtype) and dense_flat_view(current) is not None:
         return make_full_shard(current)
-    return make_full_shard(torch.empty(shape, dtype=dtype, device=device if shape else "cpu"))
+    stride = param.stride if isinstance(param, ParamSpec) else param.stride()
+    return make_full_shard(allocate_state(shape, dtype, device, param_shape=tuple(param.shape), param_stride=stride))
 
 
 class ShardStateAllocator:
@@ -140,7 +149,8 @@ class ShardStateAllocator:
         spec = self._layout.params[param_shard.param]
         current: Any = self._current_state.get(param_shard.param, {}).get(key)
         if self._flat_params.is_full_param(param_shard):
-            return allocate_full(current, shape, dtype, spec.device if self._storage.host_transfers is None else CPU)
+            device = spec.device if self._storage.host_transfers is None else CPU
+            return allocate_full(current, shape, dtype, device, param=spec)
         if isinstance(key, tuple) and self._shared_inner_names.isdisjoint(key) and len(shape) == 1 and shape[0] > 1:
             return _allocate_inner(param_shard, spec, shape[0], dtype)
         if key != MASTER_KEY and not self._flat_params.has_param_shape(key, shape, spec.shape):

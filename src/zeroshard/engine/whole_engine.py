@@ -86,7 +86,7 @@ class WholeParamEngine(Engine):
         def allocate(index: int, key: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             param = self.params[index]
             present = state[param].get(key) if in_place and param in state else None
-            return allocate_full(present, shape, dtype, param.device)
+            return allocate_full(present, shape, dtype, param.device, param=param)
 
         return allocate
 

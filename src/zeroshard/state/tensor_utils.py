@@ -170,3 +170,22 @@ def dense_flat_view(tensor: torch.Tensor) -> torch.Tensor | None:
             return None
         expected *= size
     return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def allocate_state(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    param_shape: tuple[int, ...],
+    param_stride: tuple[int, ...],
+) -> torch.Tensor:
+    """Return memory for a state tensor, with the strides that an optimizer would give it; scalars are on the CPU."""
+    if not shape:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    if shape != param_shape:
+        return torch.empty(shape, dtype=dtype, device=device)
+    # Hazard: fused kernels walk through the memory of a parameter and of its state together. With other strides
+    # (channels_last weights) they would combine elements that do not belong together.
+    like = torch.empty_strided(shape, param_stride, dtype=dtype, device="meta")
+    return torch.empty_like(like, device=device)
