@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks.test_closures_that_repeat import iterate
-from tests.ranks.test_masters import Oracle, half_mlp, loss_at
-from tests.ranks.test_offload import everything_is_far
+from tests.ranks.test_closures_that_repeat import step_with_closure
+from tests.ranks.test_masters import MasterWeightsOracle, loss_for_step, make_half_mlp
+from tests.ranks.test_offload import force_offload
 from tests.support import RankContext, ranks
 from tests.support.optimizers import Assigning, Sam
 from tests.support.oracles import TINY, ZERO2, ShardTwins, assert_same, mlp, set_grads, some_configs, values_of
@@ -27,27 +27,27 @@ from zeroshard import (
     shard,
 )
 
-WHOLE = ZeroConfig(partition=WholeParams())
+WHOLE_PARAMS = ZeroConfig(partition=WholeParams())
 MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 
 
 @some_configs
 @ranks(1, 2, 3, 4)
-def test_parity(ctx: RankContext, config: ZeroConfig) -> None:
+def test_param_data_assignment_matches_plain_optimizer(ctx: RankContext, config: ZeroConfig) -> None:
     ShardTwins(config, optimizer_class=Assigning, **MOMENTUM).train(3)
-    ShardTwins(config, optimizer_class=Sam, lr=0.1).run(3, iterate)
+    ShardTwins(config, optimizer_class=Sam, lr=0.1).run(3, step_with_closure)
 
 
 @ranks(1, 2, 3, 4)
-def test_whole_parameters(ctx: RankContext) -> None:
-    ShardTwins(WHOLE, optimizer_class=Assigning, **MOMENTUM).train(3)
-    ShardTwins(WHOLE, optimizer_class=Sam, lr=0.1).run(3, iterate)
+def test_whole_params_match_plain_optimizer(ctx: RankContext) -> None:
+    ShardTwins(WHOLE_PARAMS, optimizer_class=Assigning, **MOMENTUM).train(3)
+    ShardTwins(WHOLE_PARAMS, optimizer_class=Sam, lr=0.1).run(3, step_with_closure)
 
 
 @ranks(1, 2, 3)
-def test_several_classes(ctx: RankContext) -> None:
+def test_multiple_optimizer_classes(ctx: RankContext) -> None:
     rules = [ParamRule(matrix_params(), Assigning, **MOMENTUM), ParamRule(remaining_params, torch.optim.SGD, lr=0.1)]
-    plain, ours = (seeded_mlp() for _ in range(2))
+    plain, ours = (make_seeded_mlp() for _ in range(2))
     zero = shard(ours, rules, config=ZERO2)
     kinds = [[param for param in plain.parameters() if (param.dim() > 1) is flag] for flag in (True, False)]
     optimizers = [Assigning(kinds[0], **MOMENTUM), torch.optim.SGD(kinds[1], lr=0.1)]
@@ -61,15 +61,15 @@ def test_several_classes(ctx: RankContext) -> None:
     torch.testing.assert_close(values_of(ours), values_of(plain))
 
 
-def seeded_mlp() -> nn.Module:
+def make_seeded_mlp() -> nn.Module:
     torch.manual_seed(0)
     return mlp()
 
 
 @ranks(1, 2, 3, 4)
-def test_gradients_that_are_missing_now_and_then(ctx: RankContext) -> None:
+def test_intermittently_missing_gradients(ctx: RankContext) -> None:
     """The long tensors are cut where they are missing."""
-    ours, plain = (seeded_mlp() for _ in range(2))
+    ours, plain = (make_seeded_mlp() for _ in range(2))
     zero, optimizer = shard(ours, Assigning, **MOMENTUM), Assigning(plain.parameters(), **MOMENTUM)
     for step in range(4):
         for model, one in ((ours, zero), (plain, optimizer)):
@@ -82,16 +82,16 @@ def test_gradients_that_are_missing_now_and_then(ctx: RankContext) -> None:
 
 @sampled("partition", [TINY, WholeParams()], ids=["flat", "whole"])
 @ranks(1, 2, 3, 4)
-def test_master_weights_and_what_is_saved_of_them(ctx: RankContext, partition: Any) -> None:
-    model, config = half_mlp(), ZeroConfig(partition=partition, master_dtype=torch.float32)
-    zero, oracle = shard(model, Assigning, config=config, **MOMENTUM), Oracle(model, Assigning, MOMENTUM)
+def test_master_weights_and_their_saved_state(ctx: RankContext, partition: Any) -> None:
+    model, config = make_half_mlp(), ZeroConfig(partition=partition, master_dtype=torch.float32)
+    zero, oracle = shard(model, Assigning, config=config, **MOMENTUM), MasterWeightsOracle(model, Assigning, MOMENTUM)
     for step in range(3):
-        loss = loss_at(step)
+        loss = loss_for_step(step)
         torch.autograd.backward(loss(model))
         zero.step()
         zero.zero_grad()
         oracle.step(loss)
-    torch.testing.assert_close(values_of(model), values_of(oracle.image))
+    torch.testing.assert_close(values_of(model), values_of(oracle.rounded_model))
     saved = zero.full_state_dict()
     if saved is not None:
         found = [saved["state"][number]["master_weights"] for number in range(len(oracle.masters))]
@@ -100,35 +100,35 @@ def test_master_weights_and_what_is_saved_of_them(ctx: RankContext, partition: A
 
 @sampled("masters", [None, torch.float32], ids=["plain", "masters"])
 @ranks(1, 2)
-def test_offloaded(ctx: RankContext, masters: torch.dtype | None) -> None:
-    with everything_is_far("cpu"):
+def test_cpu_offload_matches_no_offload(ctx: RankContext, masters: torch.dtype | None) -> None:
+    with force_offload("cpu"):
         runs = []
         for offload in (None, CPUOffload()):
-            model = half_mlp()
+            model = make_half_mlp()
             zero = shard(
                 model, Assigning, config=ZeroConfig(partition=TINY, master_dtype=masters, offload=offload), **MOMENTUM
             )
             for step in range(3):
-                torch.autograd.backward(loss_at(step)(model))
+                torch.autograd.backward(loss_for_step(step)(model))
                 zero.step()
                 zero.zero_grad()
             runs.append((model.state_dict(), zero.full_state_dict()))
         assert_same(runs[1], runs[0])
 
 
-class Modes(Assigning):
+class ModeSwitching(Assigning):
     """Evaluates elsewhere, where an assignment leads."""
 
     fails = False
 
     def eval(self) -> None:
-        self._add(1.0)
+        self._add_to_params(1.0)
 
     def train(self) -> None:
-        self._add(-1.0)
+        self._add_to_params(-1.0)
 
     @torch.no_grad()
-    def _add(self, number: float) -> None:
+    def _add_to_params(self, number: float) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 param.data = param.data + number
@@ -137,10 +137,10 @@ class Modes(Assigning):
 
 
 @ranks(1, 2, 3)
-def test_modes(ctx: RankContext) -> None:
-    model = seeded_mlp().double()
+def test_eval_and_train_roll_back_when_one_rank_fails(ctx: RankContext) -> None:
+    model = make_seeded_mlp().double()
     before = values_of(model)
-    zero = shard(model, Modes, config=ZERO2)
+    zero = shard(model, ModeSwitching, config=ZERO2)
     zero.eval()
     assert_same(values_of(model), [value + 1.0 for value in before])
     zero.inner_optimizers[0].fails = ctx.rank == 0  # type: ignore[attr-defined]
@@ -154,7 +154,7 @@ def test_modes(ctx: RankContext) -> None:
 
 @sampled("partition", [TINY, WholeParams()], ids=["flat", "whole"])
 @ranks(1, 2, 3, timeout=60)
-def test_what_does_not_fit_is_refused_everywhere_and_not_taken_over(ctx: RankContext, partition: Any) -> None:
+def test_assigned_wrong_dtype_is_rejected_on_all_ranks(ctx: RankContext, partition: Any) -> None:
     """On the one rank where it happened, the others' updates are made."""
     twins = ShardTwins(ZeroConfig(partition=partition), optimizer_class=Assigning, lr=0.1)
     twins.train(1)

@@ -22,7 +22,7 @@ from tests.support.oracles import Twins, assert_same, left_as_it_was, set_grads,
 from zeroshard import BindingError, FlatShards, RankFailedError, RankMismatchError, ZeroConfig, ZeroRedundancyOptimizer
 from zeroshard._types import MIB, Rank
 
-VIEWS = ({"parameters_as_bucket_view": False}, {"parameters_as_bucket_view": True})
+BUCKET_VIEW_OPTIONS = ({"parameters_as_bucket_view": False}, {"parameters_as_bucket_view": True})
 MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
 
@@ -30,7 +30,7 @@ MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
 
 @ranks(1, 2, 3, 4)
-def test_one_buffer_a_rank(ctx: RankContext) -> None:
+def test_each_rank_has_one_contiguous_buffer(ctx: RankContext) -> None:
     model = small_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, parameters_as_bucket_view=True, lr=0.1)
@@ -42,18 +42,18 @@ def test_one_buffer_a_rank(ctx: RankContext) -> None:
             assert start + size <= following < start + size + 64
 
 
-def equal_blocks() -> nn.ParameterList:
+def make_equal_params() -> nn.ParameterList:
     torch.manual_seed(0)
     return nn.ParameterList([torch.randn(4096) for _ in range(24)])
 
 
 @ranks(1, 2, 3, 4)
-def test_building_takes_no_more_memory_than_torchs_class(ctx: RankContext) -> None:
+def test_construction_peak_memory_does_not_exceed_torch(ctx: RankContext) -> None:
     """One owner's share at a time: old memory is free as soon as a parameter has moved."""
     peaks = []
     for make in (ZeroRedundancyOptimizer, TorchZero):
         with allocated() as found:
-            model = equal_blocks()
+            model = make_equal_params()
             zero = make(model.parameters(), optim.SGD, parameters_as_bucket_view=True, lr=0.1)
         peaks.append(found.peak)
         del model, zero
@@ -63,9 +63,9 @@ def test_building_takes_no_more_memory_than_torchs_class(ctx: RankContext) -> No
 
 
 @ranks(2, 3)
-def test_a_refused_construction_leaves_parameters_in_memory_of_their_own(ctx: RankContext) -> None:
+def test_failed_construction_restores_param_storage(ctx: RankContext) -> None:
     """Whether ranks disagree, or the optimizer is refused on one of them: parameters have moved on all others."""
-    model = equal_blocks()
+    model = make_equal_params()
     for culprit in range(ctx.world_size):
         lr = 0.2 if ctx.rank == culprit else 0.1
         with left_as_it_was(model), pytest.raises(RankMismatchError, match="lr"):
@@ -80,11 +80,11 @@ def test_a_refused_construction_leaves_parameters_in_memory_of_their_own(ctx: Ra
 
 
 @contextmanager
-def little_memory(more: int) -> Iterator[None]:
+def limit_address_space(extra_bytes: int) -> Iterator[None]:
     """This process may map `more` bytes beyond those that it has."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + more, before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + extra_bytes, before[1]))
     try:
         yield
     finally:
@@ -92,20 +92,20 @@ def little_memory(more: int) -> Iterator[None]:
 
 
 @ranks(2, 3)
-def test_all_ranks_raise_where_one_has_no_memory_for_bucket_views(ctx: RankContext) -> None:
+def test_out_of_memory_on_one_rank_raises_on_all_ranks(ctx: RankContext) -> None:
     model = nn.ParameterList([torch.randn(64 * MIB // 4) for _ in range(ctx.world_size)])
     is_culprit = ctx.rank == ctx.world_size - 1
     error = RuntimeError if is_culprit else RankFailedError
     for option in ({"parameters_as_bucket_view": True}, {"config": ZeroConfig(partition=FlatShards())}):
         options: dict[str, Any] = {"optimizer_class": optim.SGD, "lr": 0.1, **option}
-        limit = little_memory(32 * MIB) if is_culprit else nullcontext()
+        limit = limit_address_space(32 * MIB) if is_culprit else nullcontext()
         with left_as_it_was(model), limit, pytest.raises(error, match="allocate"):
             ZeroRedundancyOptimizer(model.parameters(), **options)
 
 
 @ranks(2, 3)
-def test_staging_memory_lives_inside_a_step_only(ctx: RankContext) -> None:
-    model = equal_blocks()
+def test_staging_buffers_are_freed_after_each_step(ctx: RankContext) -> None:
+    model = make_equal_params()
     for param in model:
         param.grad = torch.ones_like(param)
     zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
@@ -119,7 +119,7 @@ def test_staging_memory_lives_inside_a_step_only(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3, 4)
-def test_saving_one_parameter_writes_that_one(ctx: RankContext) -> None:
+def test_saving_one_param_does_not_write_the_whole_buffer(ctx: RankContext) -> None:
     model = nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 2))
     zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, parameters_as_bucket_view=True, lr=0.1)
     set_grads(model.parameters(), 0)
@@ -136,19 +136,19 @@ def test_saving_one_parameter_writes_that_one(ctx: RankContext) -> None:
     assert_same(torch.load(whole), model.state_dict())
 
 
-Change = Callable[[nn.Module], None]
+ModelEdit = Callable[[nn.Module], None]
 
 
-def by_vector(model: nn.Module) -> None:
+def assign_from_vector(model: nn.Module) -> None:
     vector_to_parameters(parameters_to_vector(model.parameters()) * 0.5, model.parameters())
 
 
-def by_swap(model: nn.Module) -> None:
+def assign_new_data(model: nn.Module) -> None:
     for param in list(model.parameters())[1::2]:
         param.data = param.data * 0.5
 
 
-def by_exchange(model: nn.Module) -> None:
+def rotate_data_between_params(model: nn.Module) -> None:
     """Three parameters change places."""
     biases = [param for name, param in model.named_parameters() if "bias" in name]
     first, *others = (param.data for param in biases)
@@ -156,30 +156,37 @@ def by_exchange(model: nn.Module) -> None:
         param.data = data
 
 
-def by_transposition(model: nn.Module) -> None:
+def transpose_data(model: nn.Module) -> None:
     """The memory stays, the order of the elements in it changes."""
     for param in model.parameters():
         param.data = param.data.t()
 
 
-def by_copy(model: nn.Module) -> None:
+def load_scaled_state_dict(model: nn.Module) -> None:
     model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
 
 
-def by_round_trip(model: nn.Module) -> None:
+def cast_to_double_and_back(model: nn.Module) -> None:
     model.double().float()
 
 
-def equal_layers() -> nn.Sequential:
+def make_equal_layers() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
 
 
 @ranks(1, 2, 3, 4)
-def test_memory_may_be_exchanged(ctx: RankContext) -> None:
-    for change in (by_vector, by_swap, by_exchange, by_transposition, by_copy, by_round_trip):
-        for zero_only in VIEWS:
-            twins = Twins(optim.SGD, model=equal_layers, zero_only=zero_only, **MOMENTUM)
+def test_param_data_can_be_reassigned(ctx: RankContext) -> None:
+    for change in (
+        assign_from_vector,
+        assign_new_data,
+        rotate_data_between_params,
+        transpose_data,
+        load_scaled_state_dict,
+        cast_to_double_and_back,
+    ):
+        for zero_only in BUCKET_VIEW_OPTIONS:
+            twins = Twins(optim.SGD, model=make_equal_layers, zero_only=zero_only, **MOMENTUM)
             for _ in range(2):
                 twins.train(1)
                 for model, _optimizer in twins.sides:
@@ -188,10 +195,10 @@ def test_memory_may_be_exchanged(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3, 4)
-def test_strides_may_be_changed(ctx: RankContext) -> None:
+def test_param_strides_can_change(ctx: RankContext) -> None:
     """Without bucket view they stay as changed, with it they become again what they were."""
-    for zero_only in VIEWS:
-        twins = Twins(optim.SGD, model=equal_layers, zero_only=zero_only, **MOMENTUM)
+    for zero_only in BUCKET_VIEW_OPTIONS:
+        twins = Twins(optim.SGD, model=make_equal_layers, zero_only=zero_only, **MOMENTUM)
         twins.train(1)
         for model, _ in twins.sides:
             for param in model.parameters():
@@ -208,8 +215,8 @@ def test_strides_may_be_changed(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3, 4)
-def test_memory_exchanged_on_one_rank_only(ctx: RankContext) -> None:
-    for zero_only in VIEWS:
+def test_param_data_reassigned_on_one_rank_only(ctx: RankContext) -> None:
+    for zero_only in BUCKET_VIEW_OPTIONS:
         twins = Twins(optim.SGD, zero_only=zero_only, **MOMENTUM)
         for step in range(3):
             if ctx.rank == step:
@@ -218,24 +225,24 @@ def test_memory_exchanged_on_one_rank_only(ctx: RankContext) -> None:
             twins.train(1)
 
 
-def cast(model: nn.Module) -> None:
+def cast_model(model: nn.Module) -> None:
     model.double()
 
 
-def cast_one(model: nn.Module) -> None:
+def cast_one_param(model: nn.Module) -> None:
     param = list(model.parameters())[2]
     param.data = param.data.half()
 
 
-def reshape(model: nn.Module) -> None:
+def reshape_one_param(model: nn.Module) -> None:
     param = list(model.parameters())[1]
     param.data = torch.zeros(3)
 
 
 @ranks(2, 3, 4)
-def test_casts_are_refused(ctx: RankContext) -> None:
-    for change in (cast, cast_one, reshape):
-        for zero_only in VIEWS:
+def test_changed_dtype_or_shape_is_rejected_on_all_ranks(ctx: RankContext) -> None:
+    for change in (cast_model, cast_one_param, reshape_one_param):
+        for zero_only in BUCKET_VIEW_OPTIONS:
             twins = Twins(optim.SGD, zero_only=zero_only, **MOMENTUM)
             twins.train(1)
             kept = [(param, param.data) for param in twins.model.parameters()]
@@ -255,16 +262,16 @@ def test_casts_are_refused(ctx: RankContext) -> None:
 # ---- traffic
 
 
-def blocks() -> nn.ParameterList:
+def make_unpadded_params() -> nn.ParameterList:
     """Sizes that need no padding."""
     torch.manual_seed(0)
     return nn.ParameterList([torch.randn(16 * size) for size in (1, 2, 3, 4, 5, 6)])
 
 
 @ranks(2, 3, 4)
-def test_only_what_trains_travels(ctx: RankContext) -> None:
-    for zero_only in VIEWS:
-        twins = Twins(optim.SGD, model=blocks, zero_only=zero_only, **MOMENTUM)
+def test_only_trainable_params_are_broadcast(ctx: RankContext) -> None:
+    for zero_only in BUCKET_VIEW_OPTIONS:
+        twins = Twins(optim.SGD, model=make_unpadded_params, zero_only=zero_only, **MOMENTUM)
         for frozen in ((), (0,), (1, 4), (0, 1, 2, 3, 4, 5), (5,), ()):
             for model, optimizer in twins.sides:
                 optimizer.zero_grad()
@@ -276,17 +283,17 @@ def test_only_what_trains_travels(ctx: RankContext) -> None:
             assert sum(traffic.sizes("broadcast")) == sum(param.nbytes for param in trained)
 
 
-def half_frozen() -> nn.ParameterList:
-    model = blocks()
+def make_half_frozen_params() -> nn.ParameterList:
+    model = make_unpadded_params()
     for place in (1, 3, 5):
         model[place].requires_grad_(False)
     return model
 
 
 @ranks(2, 3, 4)
-def test_frozen_parameters_do_not_weigh(ctx: RankContext) -> None:
-    for zero_only in VIEWS:
-        twins = Twins(optim.SGD, model=half_frozen, zero_only=zero_only, **MOMENTUM)
+def test_frozen_params_do_not_count_in_load_balancing(ctx: RankContext) -> None:
+    for zero_only in BUCKET_VIEW_OPTIONS:
+        twins = Twins(optim.SGD, model=make_half_frozen_params, zero_only=zero_only, **MOMENTUM)
         trained = [param for param in twins.model.parameters() if param.requires_grad]
         alone = ZeroRedundancyOptimizer([nn.Parameter(param.detach().clone()) for param in trained], optim.SGD, lr=0.1)
         owners = [twins.zero.layout.owner_of(place) for place in (0, 2, 4)]
@@ -298,8 +305,8 @@ def test_frozen_parameters_do_not_weigh(ctx: RankContext) -> None:
 
 
 @ranks(2, 3, 4)
-def test_one_message_a_rank(ctx: RankContext) -> None:
-    for zero_only in VIEWS:
+def test_one_broadcast_per_rank(ctx: RankContext) -> None:
+    for zero_only in BUCKET_VIEW_OPTIONS:
         twins = Twins(optim.SGD, zero_only=zero_only, **MOMENTUM)
         with recorded() as traffic:
             twins.train(1)
@@ -309,15 +316,15 @@ def test_one_message_a_rank(ctx: RankContext) -> None:
 # ---- autograd
 
 
-def all_sizes() -> nn.ParameterList:
+def make_large_and_small_params() -> nn.ParameterList:
     return nn.ParameterList([torch.ones(520, 510), torch.ones(3), torch.ones(7), torch.ones(4, 3).t()])
 
 
 @ranks(1, 2, 3, 4)
-def test_an_update_counts_as_a_change_in_place(ctx: RankContext) -> None:
+def test_step_invalidates_graphs_of_updated_params(ctx: RankContext) -> None:
     """Also that of another rank: a graph from before the step must not go unnoticed."""
-    for zero_only in VIEWS:
-        twins = Twins(optim.SGD, model=all_sizes, zero_only=zero_only, lr=0.1)
+    for zero_only in BUCKET_VIEW_OPTIONS:
+        twins = Twins(optim.SGD, model=make_large_and_small_params, zero_only=zero_only, lr=0.1)
         graphs = [param.square().sum() for part, _ in twins.sides for param in part.parameters()]
         twins.train(1)
         for graph in graphs:
@@ -326,8 +333,8 @@ def test_an_update_counts_as_a_change_in_place(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_what_did_not_change_keeps_its_graph(ctx: RankContext) -> None:
-    for zero_only in VIEWS:
+def test_step_keeps_graphs_of_unchanged_params(ctx: RankContext) -> None:
+    for zero_only in BUCKET_VIEW_OPTIONS:
         twins = Twins(optim.SGD, zero_only=zero_only, lr=0.1)
         params = list(twins.model.parameters())
         graphs = [param.square().sum() for param in params[:3]]

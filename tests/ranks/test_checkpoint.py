@@ -23,15 +23,15 @@ from tests.support.tools import convert
 from zeroshard import ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
 from zeroshard.checkpoint.metadata import CheckpointMetadata
 
-every_way = sampled("way", WAYS)
+each_sharding = sampled("way", WAYS)
 
 
-def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def get_dcp_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What torch's helpers say is to be saved."""
     return dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
 
 
-def everything(optimizer: ZeroRedundancyOptimizer, model: nn.Module, group: Any = None) -> dict[str, Any]:
+def gather_state_by_name(optimizer: ZeroRedundancyOptimizer, model: nn.Module, group: Any = None) -> dict[str, Any]:
     """All state by name, on all ranks of the group."""
     found = [optimizer.full_state_dict(to=0)]
     dist.broadcast_object_list(found, src=0, group=group)
@@ -41,7 +41,7 @@ def everything(optimizer: ZeroRedundancyOptimizer, model: nn.Module, group: Any 
 
 @ranks(5)
 @sampled("saving", [1, 2, 3, 4, 5])
-def test_any_world_and_partition_to_any_other(ctx: RankContext, tmp_path: Path, saving: int) -> None:
+def test_resharding_between_all_world_sizes_and_partitions(ctx: RankContext, tmp_path: Path, saving: int) -> None:
     writers = first_ranks(saving)
     for source in WAYS:
         folder = tmp_path / source.__name__
@@ -51,7 +51,7 @@ def test_any_world_and_partition_to_any_other(ctx: RankContext, tmp_path: Path, 
             optimizer = source(model, writers)
             train(model, optimizer, 3)
             checkpoint.save(folder, step=3, model=model, optimizer=optimizer, process_group=writers)
-            expected = [everything(optimizer, model, writers), model.state_dict()]
+            expected = [gather_state_by_name(optimizer, model, writers), model.state_dict()]
         dist.broadcast_object_list(expected, src=0)
         for loading in (1, 2, 3, 4, 5):
             target = WAYS[(loading + saving) % len(WAYS)]
@@ -62,15 +62,15 @@ def test_any_world_and_partition_to_any_other(ctx: RankContext, tmp_path: Path, 
                 loaded = checkpoint.load(folder, model=other, optimizer=into, process_group=readers)
                 assert loaded.step == 3
                 assert loaded.world_size == saving
-                assert_same_state(everything(into, other, readers), expected[0])
+                assert_same_state(gather_state_by_name(into, other, readers), expected[0])
                 for name, value in other.state_dict().items():
                     assert torch.equal(value, expected[1][name]), name
             dist.barrier()
 
 
 @ranks(1, 2, 4)
-@every_way
-def test_going_on_is_as_if_never_interrupted(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+@each_sharding
+def test_resumed_run_matches_uninterrupted_run(ctx: RankContext, tmp_path: Path, way: Way) -> None:
     reference = net()
     train(reference, plain(reference), 13)
     model = net()
@@ -88,8 +88,8 @@ def test_going_on_is_as_if_never_interrupted(ctx: RankContext, tmp_path: Path, w
 
 
 @ranks(1, 2, 3)
-@every_way
-def test_before_the_first_step(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+@each_sharding
+def test_save_and_load_before_the_first_step(ctx: RankContext, tmp_path: Path, way: Way) -> None:
     """There is no state yet, and what follows is what would have followed."""
     model, reference = net(), net()
     optimizer, other = way(model, None), way(reference, None)
@@ -107,14 +107,14 @@ def test_before_the_first_step(ctx: RankContext, tmp_path: Path, way: Way) -> No
 
 
 @ranks(1, 2, 3)
-@every_way
-def test_plain_torch_loads_it_and_is_loaded(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+@each_sharding
+def test_round_trip_through_plain_optimizer(ctx: RankContext, tmp_path: Path, way: Way) -> None:
     """Replicated on all ranks, as under DDP."""
     model = net()
     optimizer = way(model, None)
     train(model, optimizer, 3)
     checkpoint.save(tmp_path / "ours", step=3, model=model, optimizer=optimizer)
-    expected = everything(optimizer, model)
+    expected = gather_state_by_name(optimizer, model)
     theirs = net(seed=3)
     their_optimizer = plain(theirs)
     checkpoint.load(tmp_path / "ours", model=theirs, optimizer=their_optimizer)
@@ -123,24 +123,24 @@ def test_plain_torch_loads_it_and_is_loaded(ctx: RankContext, tmp_path: Path, wa
     again = net(seed=4)
     into = way(again, None)
     checkpoint.load(tmp_path / "theirs", model=again, optimizer=into)
-    assert_same_state(everything(into, again), expected)
+    assert_same_state(gather_state_by_name(into, again), expected)
     assert all(map(torch.equal, again.parameters(), model.parameters()))
 
 
 @ranks(2, 3, 4)
-@every_way
-def test_fsdp2_loads_it_and_is_loaded(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+@each_sharding
+def test_round_trip_through_fsdp2(ctx: RankContext, tmp_path: Path, way: Way) -> None:
     model = net(odd=False)
     optimizer = way(model, None)
     train(model, optimizer, 3)
     checkpoint.save(tmp_path / "ours", step=3, model=model, optimizer=optimizer)
-    expected = everything(optimizer, model)
+    expected = gather_state_by_name(optimizer, model)
     theirs = net(seed=3, odd=False)
     fully_shard(theirs, mesh=init_device_mesh("cpu", (ctx.world_size,)))
     their_optimizer = torch.optim.AdamW(theirs.parameters(), **ADAMW)
     checkpoint.load(tmp_path / "ours", model=theirs, optimizer=their_optimizer)
     checkpoint.save(tmp_path / "theirs", step=3, model=theirs, optimizer=their_optimizer)
-    torch_saved = parts_of(theirs, their_optimizer)
+    torch_saved = get_dcp_state(theirs, their_optimizer)
     dcp_save(torch_saved, checkpoint_id=tmp_path / "torch")
     flattened = StateDictOptions(flatten_optimizer_state_dict=True)
     torch_saved["optim"] = get_optimizer_state_dict(theirs, their_optimizer, options=flattened)
@@ -149,12 +149,12 @@ def test_fsdp2_loads_it_and_is_loaded(ctx: RankContext, tmp_path: Path, way: Way
         again = net(seed=4, odd=False)
         into = way(again, None)
         checkpoint.load(tmp_path / source, model=again, optimizer=into)
-        assert_same_state(everything(into, again), expected)
+        assert_same_state(gather_state_by_name(into, again), expected)
         assert all(map(torch.equal, again.parameters(), model.parameters()))
 
 
 @ranks(1, 2, 3)
-def test_random_states_and_extra_come_back_to_each_rank(ctx: RankContext, tmp_path: Path) -> None:
+def test_rng_state_and_extra_are_restored_per_rank(ctx: RankContext, tmp_path: Path) -> None:
     model = net()
     torch.manual_seed(100 + ctx.rank)
     random.seed(ctx.rank)
@@ -170,7 +170,7 @@ def test_random_states_and_extra_come_back_to_each_rank(ctx: RankContext, tmp_pa
 
 
 @ranks(3)
-def test_with_another_world_it_says_what_it_cannot_give_back(ctx: RankContext, tmp_path: Path) -> None:
+def test_load_at_another_world_size_warns_about_per_rank_state(ctx: RankContext, tmp_path: Path) -> None:
     model = net()
     checkpoint.save(tmp_path, step=1, model=model, extra=ctx.rank)
     readers = first_ranks(2)
@@ -185,7 +185,7 @@ def test_with_another_world_it_says_what_it_cannot_give_back(ctx: RankContext, t
 
 
 @ranks(1, 2)
-def test_the_scheduler_goes_on(ctx: RankContext, tmp_path: Path) -> None:
+def test_lr_scheduler_is_restored(ctx: RankContext, tmp_path: Path) -> None:
     model, again = net(), net(seed=2)
     optimizer, into = flat(model), flat(again)
     schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(it, T_max=10) for it in (optimizer, into)]
@@ -199,14 +199,14 @@ def test_the_scheduler_goes_on(ctx: RankContext, tmp_path: Path) -> None:
 
 
 @ranks(1, 2, 3)
-@every_way
-def test_in_the_background(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+@each_sharding
+def test_async_save_captures_state_at_call_time(ctx: RankContext, tmp_path: Path, way: Way) -> None:
     """What is saved is what there was, however far training has gone on; one save waits for the one before."""
     model = net()
     optimizer = way(model, None)
     for step in (1, 2, 3):
         train(model, optimizer, 1, first=step - 1)
-        expected = [param.detach().clone() for param in model.parameters()], everything(optimizer, model)
+        expected = [param.detach().clone() for param in model.parameters()], gather_state_by_name(optimizer, model)
         saving = checkpoint.async_save(tmp_path, step=step, model=model, optimizer=optimizer)
     train(model, optimizer, 2, first=3)
     assert saving.wait() == tmp_path / "step-000000003"
@@ -215,11 +215,11 @@ def test_in_the_background(ctx: RankContext, tmp_path: Path, way: Way) -> None:
     into = way(again, None)
     assert checkpoint.load(tmp_path, model=again, optimizer=into).step == 3
     assert all(map(torch.equal, again.parameters(), expected[0]))
-    assert_same_state(everything(into, again), expected[1])
+    assert_same_state(gather_state_by_name(into, again), expected[1])
 
 
 @ranks(1, 2)
-def test_the_last_few_stay(ctx: RankContext, tmp_path: Path) -> None:
+def test_keep_deletes_older_checkpoints(ctx: RankContext, tmp_path: Path) -> None:
     model = net()
     for step in (1, 5, 20, 100, 300):
         checkpoint.save(tmp_path, step=step, model=model, keep=2)
@@ -230,7 +230,7 @@ def test_the_last_few_stay(ctx: RankContext, tmp_path: Path) -> None:
 
 
 @ranks(1, 2, 3)
-def test_masters_come_back(ctx: RankContext, tmp_path: Path) -> None:
+def test_master_weights_are_restored_in_any_precision(ctx: RankContext, tmp_path: Path) -> None:
     """Also in another precision, and where there are none."""
 
     def made(seed: int, dtype: torch.dtype | None) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
@@ -243,23 +243,23 @@ def test_masters_come_back(ctx: RankContext, tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     checkpoint.save(tmp_path, step=3, model=model, optimizer=optimizer)
-    expected = everything(optimizer, model)
+    expected = gather_state_by_name(optimizer, model)
     for dtype in (torch.float32, torch.float64, None):
         again, into = made(4, dtype)
         checkpoint.load(tmp_path, model=again, optimizer=into)
         assert all(map(torch.equal, again.parameters(), model.parameters()))
-        found = everything(into, again)
+        found = gather_state_by_name(into, again)
         for name, state in found.items():
             if "master_weights" in state:
                 assert torch.equal(state["master_weights"].float(), expected[name]["master_weights"])
             assert ("master_weights" in state) == (dtype is not None)
 
 
-def dropin_of(model: nn.Module, *args: Any, **options: Any) -> ZeroRedundancyOptimizer:
+def make_dropin(model: nn.Module, *args: Any, **options: Any) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(model.named_parameters(), *args, **options)
 
 
-class Counting(torch.optim.SGD):
+class StepCountingSGD(torch.optim.SGD):
     """Keeps something for all parameters together, and something that only its dict shows."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -281,17 +281,17 @@ class Counting(torch.optim.SGD):
 
 
 @ranks(1, 2, 3)
-def test_what_belongs_to_no_parameter_comes_back(ctx: RankContext, tmp_path: Path) -> None:
+def test_global_optimizer_state_is_restored(ctx: RankContext, tmp_path: Path) -> None:
     def made(seed: int) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
         model = net(seed)
-        return model, ZeroRedundancyOptimizer(model.named_parameters(), Counting, lr=0.01, momentum=0.9)
+        return model, ZeroRedundancyOptimizer(model.named_parameters(), StepCountingSGD, lr=0.01, momentum=0.9)
 
     model, optimizer = made(0)
     train(model, optimizer, 3)
     checkpoint.save(tmp_path, step=3, model=model, optimizer=optimizer)
     again, into = made(4)
     checkpoint.load(tmp_path, model=again, optimizer=into)
-    assert isinstance(into.optim, Counting)
+    assert isinstance(into.optim, StepCountingSGD)
     assert into.optim.seen == 3
     assert torch.equal(into.state["shared"]["total"], torch.full((2,), 3.0))
     for each, its in ((model, optimizer), (again, into)):
@@ -305,7 +305,7 @@ def test_what_belongs_to_no_parameter_comes_back(ctx: RankContext, tmp_path: Pat
 
 
 @pytest.mark.parametrize("value", [torch.tensor([1.0, 2.0]), torch.tensor(0.0), 0, False, 1.5], ids=str)
-def test_what_a_plain_optimizer_keeps_for_all_parameters_comes_back(tmp_path: Path, value: Any) -> None:
+def test_global_state_of_plain_optimizer_is_restored(tmp_path: Path, value: Any) -> None:
     """Whatever it is, nothing among it."""
     model = net(0)
     optimizer, into = (torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for _ in range(2))
@@ -317,10 +317,8 @@ def test_what_a_plain_optimizer_keeps_for_all_parameters_comes_back(tmp_path: Pa
 
 
 @ranks(1, 2, 3)
-@sampled("way", [shard, dropin_of])
-def test_options_of_the_checkpoint_bring_state_that_was_not_expected(
-    ctx: RankContext, tmp_path: Path, way: Any
-) -> None:
+@sampled("way", [shard, make_dropin])
+def test_loaded_options_add_state_the_optimizer_did_not_have(ctx: RankContext, tmp_path: Path, way: Any) -> None:
     """Momentum, for an optimizer that was made without: also of a parameter without dimensions."""
     model, again = net(0), net(3)
     optimizer = way(model, torch.optim.SGD, lr=0.01, momentum=0.9)
@@ -334,7 +332,7 @@ def test_options_of_the_checkpoint_bring_state_that_was_not_expected(
 
 
 @ranks(1, 2)
-def test_views_that_cannot_be_handed_on_are_saved_too(ctx: RankContext, tmp_path: Path) -> None:
+def test_conjugate_and_strided_buffers_are_saved(ctx: RankContext, tmp_path: Path) -> None:
     def made(value: complex) -> nn.Module:
         model = nn.Module()
         model.register_buffer("turned", torch.full((3,), value).conj())

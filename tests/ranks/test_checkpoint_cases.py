@@ -40,16 +40,16 @@ from zeroshard import (
 )
 
 
-def bucket_view(model: nn.Module, group: dist.ProcessGroup | None = None) -> ZeroRedundancyOptimizer:
+def make_bucket_view_dropin(model: nn.Module, group: dist.ProcessGroup | None = None) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(
         model.named_parameters(), torch.optim.AdamW, group, parameters_as_bucket_view=True, **ADAMW
     )
 
 
 @ranks(1, 2, 3)
-@sampled("way", [flat, one_bucket, whole, bucket_view, dropin])
+@sampled("way", [flat, one_bucket, whole, make_bucket_view_dropin, dropin])
 @sampled("everywhere", [True, False])
-def test_parameters_whose_memory_was_exchanged(ctx: RankContext, tmp_path: Path, way: Way, everywhere: bool) -> None:
+def test_load_after_param_data_was_reassigned(ctx: RankContext, tmp_path: Path, way: Way, everywhere: bool) -> None:
     run = TrainingRun(way=way)
     run.save(tmp_path)
     expected = run.look()
@@ -62,7 +62,7 @@ def test_parameters_whose_memory_was_exchanged(ctx: RankContext, tmp_path: Path,
 
 
 @ranks(2, 3)
-def test_other_ranks_than_those_of_the_optimizer(ctx: RankContext, tmp_path: Path) -> None:
+def test_process_group_other_than_the_optimizers_is_rejected(ctx: RankContext, tmp_path: Path) -> None:
     run = TrainingRun()
     run.save(tmp_path)
     first = first_ranks(1)
@@ -76,7 +76,7 @@ def test_other_ranks_than_those_of_the_optimizer(ctx: RankContext, tmp_path: Pat
 
 
 @ranks(3, 4)
-def test_ranks_of_a_subgroup_save_and_load_by_themselves(ctx: RankContext, tmp_path: Path) -> None:
+def test_subgroup_saves_and_loads_without_other_ranks(ctx: RankContext, tmp_path: Path) -> None:
     """Rank 0 makes no call, and nobody waits for it."""
     group = dist.new_group(list(range(1, ctx.world_size)))
     if ctx.rank:
@@ -95,33 +95,35 @@ def test_ranks_of_a_subgroup_save_and_load_by_themselves(ctx: RankContext, tmp_p
 # ---- masters
 
 
-def bf16(seed: int, kind: Any, *, rows: int = 8, **options: Any) -> tuple[nn.Embedding, ZeroRedundancyOptimizer]:
+def make_bf16_embedding(
+    seed: int, optimizer_class: Any, *, num_embeddings: int = 8, **options: Any
+) -> tuple[nn.Embedding, ZeroRedundancyOptimizer]:
     torch.manual_seed(seed)
-    model = nn.Embedding(rows, 16).bfloat16()
-    return model, shard(model, kind, config=ZeroConfig(master_dtype=torch.float32), **options)
+    model = nn.Embedding(num_embeddings, 16).bfloat16()
+    return model, shard(model, optimizer_class, config=ZeroConfig(master_dtype=torch.float32), **options)
 
 
-def step_rows(model: nn.Module, optimizer: ZeroRedundancyOptimizer, rows: int = 2) -> None:
-    torch.autograd.backward(model(torch.arange(rows)).float().square().sum())
+def step_on_first_rows(model: nn.Module, optimizer: ZeroRedundancyOptimizer, num_rows: int = 2) -> None:
+    torch.autograd.backward(model(torch.arange(num_rows)).float().square().sum())
     optimizer.step()
     optimizer.zero_grad()
 
 
 @ranks(1, 2, 3)
 @sampled("steps", [0, 2])
-def test_masters_that_are_all_the_state_there_is(ctx: RankContext, tmp_path: Path, steps: int) -> None:
+def test_master_weights_are_the_only_state(ctx: RankContext, tmp_path: Path, steps: int) -> None:
     """Also if only some of them differ from their parameters, or none: nothing is left of what was there before."""
-    model, optimizer = bf16(0, torch.optim.SGD, lr=0.01)
+    model, optimizer = make_bf16_embedding(0, torch.optim.SGD, lr=0.01)
     for _ in range(steps):
-        step_rows(model, optimizer)
+        step_on_first_rows(model, optimizer)
     checkpoint.save(tmp_path, step=steps, model=model, optimizer=optimizer)
-    again, into = bf16(1, torch.optim.SGD, lr=0.01)
+    again, into = make_bf16_embedding(1, torch.optim.SGD, lr=0.01)
     for _ in range(3):
-        step_rows(again, into, rows=8)
+        step_on_first_rows(again, into, num_rows=8)
     checkpoint.load(tmp_path, model=again, optimizer=into)
     for _ in range(3):
-        step_rows(model, optimizer)
-        step_rows(again, into)
+        step_on_first_rows(model, optimizer)
+        step_on_first_rows(again, into)
     assert torch.equal(again.weight, model.weight)
     assert_same(into.full_state_dict(), optimizer.full_state_dict())
 
@@ -129,7 +131,7 @@ def test_masters_that_are_all_the_state_there_is(ctx: RankContext, tmp_path: Pat
 # ---- state of other forms
 
 
-class Odd(torch.optim.Optimizer):
+class ConfigurableStateSGD(torch.optim.Optimizer):
     """Keeps what it is told to keep, and steps as SGD with it."""
 
     def __init__(self, params: Any, form: str, lr: float = 0.1) -> None:
@@ -161,16 +163,16 @@ class Odd(torch.optim.Optimizer):
 @sampled("form", ["nested", "list", "tuple", "count", "scalar"])
 @sampled("way", ["shard", "drop-in", "plain"])
 @pytest.mark.filterwarnings("ignore:.*looks at whole parameters")
-def test_state_of_other_forms(ctx: RankContext, tmp_path: Path, form: str, way: str) -> None:
+def test_nested_and_scalar_state_round_trips(ctx: RankContext, tmp_path: Path, form: str, way: str) -> None:
     ways: dict[str, Any] = {
-        "shard": lambda model, _: shard(model, Odd, form=form),
-        "drop-in": lambda model, _: ZeroRedundancyOptimizer(model.named_parameters(), Odd, form=form),
+        "shard": lambda model, _: shard(model, ConfigurableStateSGD, form=form),
+        "drop-in": lambda model, _: ZeroRedundancyOptimizer(model.named_parameters(), ConfigurableStateSGD, form=form),
     }
 
     def run(seed: int) -> TrainingRun:
         made = TrainingRun(seed, way=ways.get(way))
         if way == "plain":
-            made.optimizer = Odd(made.model.parameters(), form)
+            made.optimizer = ConfigurableStateSGD(made.model.parameters(), form)
             train(made.model, made.optimizer, 1)
         return made
 
@@ -191,7 +193,7 @@ class Unreadable:
 
 
 @ranks(1, 2)
-def test_what_could_not_be_read_back_is_not_saved(ctx: RankContext, tmp_path: Path) -> None:
+def test_unreadable_types_are_not_saved(ctx: RankContext, tmp_path: Path) -> None:
     run = TrainingRun()
     run.optimizer.param_groups[0]["note"] = Unreadable()
     with pytest.raises(CheckpointError, match=r"optim.param_groups.0.note is a Unreadable, which could not be read"):
@@ -211,7 +213,7 @@ def test_what_could_not_be_read_back_is_not_saved(ctx: RankContext, tmp_path: Pa
 
 
 @ranks(1, 2)
-def test_groups_that_were_changed_by_hand(ctx: RankContext, tmp_path: Path) -> None:
+def test_manually_edited_param_groups_are_rejected(ctx: RankContext, tmp_path: Path) -> None:
     run = TrainingRun()
     run.save(tmp_path)
     params = run.optimizer.param_groups[0]["params"]
@@ -225,7 +227,7 @@ def test_groups_that_were_changed_by_hand(ctx: RankContext, tmp_path: Path) -> N
 
 
 @ranks(1, 2)
-def test_an_optimizer_whose_owners_are_not_known_yet(ctx: RankContext, tmp_path: Path) -> None:
+def test_load_before_ddp_overlap_assigns_owners_is_rejected(ctx: RankContext, tmp_path: Path) -> None:
     TrainingRun(way=dropin).save(tmp_path)
     model = net(4)
     optimizer = ZeroRedundancyOptimizer(model.named_parameters(), torch.optim.AdamW, overlap_with_ddp=True, **ADAMW)
@@ -236,7 +238,7 @@ def test_an_optimizer_whose_owners_are_not_known_yet(ctx: RankContext, tmp_path:
 
 
 @ranks(1, 2, 3)
-def test_a_hook_that_fails_after_loading(ctx: RankContext, tmp_path: Path) -> None:
+def test_failing_post_load_hook_rolls_back(ctx: RankContext, tmp_path: Path) -> None:
     run, other = TrainingRun(), TrainingRun(seed=4)
     run.save(tmp_path)
 
@@ -254,7 +256,7 @@ def test_a_hook_that_fails_after_loading(ctx: RankContext, tmp_path: Path) -> No
 
 
 @ranks(1, 2)
-def test_a_model_without_memory(ctx: RankContext, tmp_path: Path) -> None:
+def test_meta_device_model_is_rejected(ctx: RankContext, tmp_path: Path) -> None:
     TrainingRun().save(tmp_path)
     with torch.device("meta"):
         model = net(0)
@@ -263,7 +265,7 @@ def test_a_model_without_memory(ctx: RankContext, tmp_path: Path) -> None:
 
 
 @ranks(1, 2)
-def test_loading_right_after_saving_in_the_background(ctx: RankContext, tmp_path: Path) -> None:
+def test_load_right_after_async_save(ctx: RankContext, tmp_path: Path) -> None:
     run, other = TrainingRun(), TrainingRun(seed=4)
     run.save(tmp_path, 1)
     expected = run.look()
@@ -275,7 +277,7 @@ def test_loading_right_after_saving_in_the_background(ctx: RankContext, tmp_path
 
 
 @ranks(1, 2)
-def test_without_numpy(ctx: RankContext, tmp_path: Path) -> None:
+def test_missing_numpy_is_reported_on_several_ranks(ctx: RankContext, tmp_path: Path) -> None:
     """torch's checkpoints cannot do without it on several ranks."""
     run = TrainingRun()
     with pytest.MonkeyPatch.context() as patch:
@@ -288,7 +290,7 @@ def test_without_numpy(ctx: RankContext, tmp_path: Path) -> None:
 
 
 @ranks(1, 2)
-def test_a_display_that_fails_is_left_alone(ctx: RankContext, tmp_path: Path) -> None:
+def test_failing_progress_callback_is_ignored(ctx: RankContext, tmp_path: Path) -> None:
     run = TrainingRun()
 
     def fail(done: int, total: int) -> None:
@@ -299,7 +301,7 @@ def test_a_display_that_fails_is_left_alone(ctx: RankContext, tmp_path: Path) ->
 
 
 @ranks(1, 2)
-def test_a_line_tells_how_far_it_is(ctx: RankContext, tmp_path: Path) -> None:
+def test_progress_line_on_rank0(ctx: RankContext, tmp_path: Path) -> None:
     told: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "monotonic", iter(range(10**6)).__next__)
@@ -311,7 +313,7 @@ def test_a_line_tells_how_far_it_is(ctx: RankContext, tmp_path: Path) -> None:
 
 
 @ranks(1, 2)
-def test_groups_that_were_one_are_told_of(ctx: RankContext, tmp_path: Path) -> None:
+def test_loading_one_group_into_several_warns_about_lost_options(ctx: RankContext, tmp_path: Path) -> None:
     """Their options become those that were saved, and differences that are lost are named."""
     model = net()
     checkpoint.save(tmp_path, step=1, model=model, optimizer=shard(model, torch.optim.AdamW, lr=0.1, weight_decay=0.01))

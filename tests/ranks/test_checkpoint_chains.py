@@ -21,11 +21,11 @@ from tests.support.checkpoints import save
 from tests.support.tiers import sampled
 from zeroshard import FlatShards, ZeroConfig, ZeroRedundancyOptimizer, checkpoint, shard
 
-MASTER = "master_weights"
+MASTER_KEY = "master_weights"
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-class Gated(nn.Module):
+class GatedLinear(nn.Module):
     """With a parameter of one element."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -38,25 +38,25 @@ class Gated(nn.Module):
         return out
 
 
-def gated(dtype: torch.dtype, seed: int = 0) -> Gated:
+def make_gated(dtype: torch.dtype, seed: int = 0) -> GatedLinear:
     torch.manual_seed(seed)
-    return Gated(dtype)
+    return GatedLinear(dtype)
 
 
-def ours(dtype: torch.dtype, *, masters: bool, seed: int = 1) -> tuple[Gated, ZeroRedundancyOptimizer]:
-    model = gated(dtype, seed)
+def make_sharded(dtype: torch.dtype, *, masters: bool, seed: int = 1) -> tuple[GatedLinear, ZeroRedundancyOptimizer]:
+    model = make_gated(dtype, seed)
     config = ZeroConfig(master_dtype=FP32 if masters else None)
     return model, shard(model, AdamW, lr=1e-2, config=config)
 
 
-def theirs(kind: str, dtype: torch.dtype, ctx: RankContext, **options: Any) -> tuple[nn.Module, Optimizer]:
-    model = gated(dtype, seed=2)
+def make_baseline(kind: str, dtype: torch.dtype, ctx: RankContext, **options: Any) -> tuple[nn.Module, Optimizer]:
+    model = make_gated(dtype, seed=2)
     if kind == "fsdp2":
         fully_shard(model, mesh=init_device_mesh("cpu", (ctx.world_size,)))
     return model, AdamW(model.parameters(), lr=1e-2, **options)
 
 
-def go(model: nn.Module, optimizer: Optimizer, steps: int, dtype: torch.dtype) -> None:
+def train(model: nn.Module, optimizer: Optimizer, steps: int, dtype: torch.dtype) -> None:
     for step in range(steps):
         loss = model(torch.full((2, 8), 1.0 + step, dtype=dtype)).float().square().sum()
         torch.autograd.backward(loss)
@@ -64,116 +64,116 @@ def go(model: nn.Module, optimizer: Optimizer, steps: int, dtype: torch.dtype) -
         optimizer.zero_grad()
 
 
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     whole = {n: it.full_tensor() if hasattr(it, "full_tensor") else it for n, it in model.named_parameters()}
     return {name: value.detach().clone() for name, value in whole.items()}
 
 
-def whole_state(optimizer: ZeroRedundancyOptimizer, ctx: RankContext) -> dict[str, Any]:
+def gather_full_state(optimizer: ZeroRedundancyOptimizer, ctx: RankContext) -> dict[str, Any]:
     """On all ranks."""
     state = ctx.gather(optimizer.full_state_dict())[0]
     assert state is not None
     return state
 
 
-def assert_like(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
-    for name, value in weights(model).items():
+def assert_weights_equal(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    for name, value in full_weights(model).items():
         assert torch.equal(value, expected[name].to(value.dtype)), name
 
 
 @sampled("kind", ["plain", "fsdp2"])
 @ranks(1, 2, 3)
-def test_master_weights_become_the_model_of_another_optimizer(ctx: RankContext, tmp_path: Path, kind: str) -> None:
-    model, optimizer = ours(BF16, masters=True)
-    go(model, optimizer, 3, BF16)
+def test_master_weights_load_into_fp32_params_of_other_optimizers(ctx: RankContext, tmp_path: Path, kind: str) -> None:
+    model, optimizer = make_sharded(BF16, masters=True)
+    train(model, optimizer, 3, BF16)
     checkpoint.save(tmp_path, step=3, model=model, optimizer=optimizer)
-    state = whole_state(optimizer, ctx)
-    again, into = theirs(kind, FP32, ctx)
+    state = gather_full_state(optimizer, ctx)
+    again, into = make_baseline(kind, FP32, ctx)
     checkpoint.load(tmp_path, model=again, optimizer=into)
     names = [name for name, _ in model.named_parameters()]
-    assert_like(again, {name: state["state"][number][MASTER] for number, name in enumerate(names)})
-    assert all(MASTER not in values for values in into.state.values())
+    assert_weights_equal(again, {name: state["state"][number][MASTER_KEY] for number, name in enumerate(names)})
+    assert all(MASTER_KEY not in values for values in into.state.values())
 
 
 @sampled("kind", ["plain", "fsdp2"])
 @sampled("between", [FP32, BF16])
 @sampled("end", [(FP32, False), (BF16, False), (BF16, True)], ids=str)
 @ranks(1, 2)
-def test_the_newest_values_arrive_after_a_time_without_master_weights(
+def test_stale_master_weights_are_not_restored(
     ctx: RankContext, tmp_path: Path, kind: str, between: torch.dtype, end: tuple[torch.dtype, bool]
 ) -> None:
-    model, optimizer = ours(BF16, masters=True)
-    go(model, optimizer, 3, BF16)
+    model, optimizer = make_sharded(BF16, masters=True)
+    train(model, optimizer, 3, BF16)
     checkpoint.save(tmp_path, step=3, model=model, optimizer=optimizer)
-    second, plain = theirs(kind, between, ctx)
+    second, plain = make_baseline(kind, between, ctx)
     checkpoint.load(tmp_path, model=second, optimizer=plain)
-    go(second, plain, 10, between)
+    train(second, plain, 10, between)
     checkpoint.save(tmp_path, step=13, model=second, optimizer=plain)
-    third, last = ours(end[0], masters=end[1], seed=5)
+    third, last = make_sharded(end[0], masters=end[1], seed=5)
     assert checkpoint.load(tmp_path, model=third, optimizer=last).step == 13
-    assert_like(third, weights(second))
+    assert_weights_equal(third, full_weights(second))
     if end[1]:
-        state = whole_state(last, ctx)
-        for number, value in enumerate(weights(second).values()):
-            assert torch.equal(state["state"][number][MASTER], value.float())
+        state = gather_full_state(last, ctx)
+        for number, value in enumerate(full_weights(second).values()):
+            assert torch.equal(state["state"][number][MASTER_KEY], value.float())
 
 
 @ranks(1, 2)
-def test_state_of_ours_that_a_plain_optimizer_was_given_by_hand(ctx: RankContext, tmp_path: Path) -> None:
-    model, optimizer = ours(BF16, masters=True)
-    go(model, optimizer, 3, BF16)
-    second, plain = theirs("plain", BF16, ctx)
+def test_sharded_state_loaded_into_plain_optimizer_directly(ctx: RankContext, tmp_path: Path) -> None:
+    model, optimizer = make_sharded(BF16, masters=True)
+    train(model, optimizer, 3, BF16)
+    second, plain = make_baseline("plain", BF16, ctx)
     second.load_state_dict(model.state_dict())
-    state = whole_state(optimizer, ctx)
+    state = gather_full_state(optimizer, ctx)
     plain.load_state_dict(state)
-    go(second, plain, 10, BF16)
+    train(second, plain, 10, BF16)
     checkpoint.save(tmp_path, step=13, model=second, optimizer=plain)
-    third, last = ours(FP32, masters=False)
+    third, last = make_sharded(FP32, masters=False)
     checkpoint.load(tmp_path, model=third, optimizer=last)
-    assert_like(third, weights(second))
+    assert_weights_equal(third, full_weights(second))
 
 
-class KeepsItsOwn(SGD):
+class SGDWithOwnMasterKey(SGD):
     """Has state of that name, too."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"]:
-                self.state[param].setdefault(MASTER, torch.full_like(param, 7.0))
+                self.state[param].setdefault(MASTER_KEY, torch.full_like(param, 7.0))
         return super().step(closure)
 
 
 @ranks(1, 2)
-def test_what_another_class_calls_master_weights_is_its_own(ctx: RankContext, tmp_path: Path) -> None:
-    model = gated(FP32)
-    optimizer = KeepsItsOwn(model.parameters(), lr=1e-2, momentum=0.9)
-    go(model, optimizer, 2, FP32)
+def test_foreign_state_named_master_weights_is_untouched(ctx: RankContext, tmp_path: Path) -> None:
+    model = make_gated(FP32)
+    optimizer = SGDWithOwnMasterKey(model.parameters(), lr=1e-2, momentum=0.9)
+    train(model, optimizer, 2, FP32)
     checkpoint.save(tmp_path, step=2, model=model, optimizer=optimizer)
-    again = gated(FP32, seed=3)
-    into = KeepsItsOwn(again.parameters(), lr=1e-2, momentum=0.9)
+    again = make_gated(FP32, seed=3)
+    into = SGDWithOwnMasterKey(again.parameters(), lr=1e-2, momentum=0.9)
     checkpoint.load(tmp_path, model=again, optimizer=into)
-    assert_like(again, weights(model))
+    assert_weights_equal(again, full_weights(model))
     for param in again.parameters():
-        assert torch.equal(into.state[param][MASTER], torch.full_like(param, 7.0))
+        assert torch.equal(into.state[param][MASTER_KEY], torch.full_like(param, 7.0))
 
 
 @pytest.mark.parametrize("foreach", [True, False])
 @ranks(1, 2, 3)
-def test_fsdp2_steps_on_with_parameters_of_one_element(ctx: RankContext, tmp_path: Path, foreach: bool) -> None:
-    model, optimizer = theirs("fsdp2", FP32, ctx, foreach=foreach)
-    go(model, optimizer, 2, FP32)
+def test_fsdp2_resumes_with_single_element_params(ctx: RankContext, tmp_path: Path, foreach: bool) -> None:
+    model, optimizer = make_baseline("fsdp2", FP32, ctx, foreach=foreach)
+    train(model, optimizer, 2, FP32)
     checkpoint.save(tmp_path, step=2, model=model, optimizer=optimizer)
-    again, into = theirs("fsdp2", FP32, ctx, foreach=foreach)
+    again, into = make_baseline("fsdp2", FP32, ctx, foreach=foreach)
     checkpoint.load(tmp_path, model=again, optimizer=into)
     for pair in ((model, optimizer), (again, into)):
-        go(*pair, 2, FP32)
-    assert_like(again, weights(model))
+        train(*pair, 2, FP32)
+    assert_weights_equal(again, full_weights(model))
 
 
 # ---- what differs between ranks
 
 
-class Marked(nn.Sequential):
+class ModelWithExtraState(nn.Sequential):
     """Has something beside parameters and buffers."""
 
     mark = -1
@@ -185,32 +185,34 @@ class Marked(nn.Sequential):
         self.mark = state["mark"]
 
 
-def marked(ctx: RankContext) -> Marked:
+def make_model_with_extra_state(ctx: RankContext) -> ModelWithExtraState:
     torch.manual_seed(0)
-    model = Marked(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model = ModelWithExtraState(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     model.mark = ctx.rank
     return model
 
 
-def dropin_under_ddp(model: nn.Module) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+def make_dropin_under_ddp(model: nn.Module) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     config = ZeroConfig(partition=FlatShards())
     wrapped = DistributedDataParallel(model)
     return wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), AdamW, lr=1e-2, config=config)
 
 
-WAYS: dict[str, Callable[[nn.Module], tuple[nn.Module, Optimizer]]] = {
+SETUPS: dict[str, Callable[[nn.Module], tuple[nn.Module, Optimizer]]] = {
     "shard": lambda model: (model, shard(model, AdamW, lr=1e-2)),
-    "drop-in": dropin_under_ddp,
+    "drop-in": make_dropin_under_ddp,
     "plain": lambda model: (DistributedDataParallel(model), AdamW(model.parameters(), lr=1e-2)),
 }
 
 
-@sampled("way", WAYS)
+@sampled("way", SETUPS)
 @sampled("behind", [False, True])
 @ranks(1, 2, 3, 4)
-def test_what_differs_is_that_of_the_first_rank(ctx: RankContext, tmp_path: Path, way: str, behind: bool) -> None:
-    bare = marked(ctx)
-    model, optimizer = WAYS[way](bare)
+def test_rank0_buffers_and_scheduler_are_saved_where_ranks_differ(
+    ctx: RankContext, tmp_path: Path, way: str, behind: bool
+) -> None:
+    bare = make_model_with_extra_state(ctx)
+    model, optimizer = SETUPS[way](bare)
     scheduler = LambdaLR(optimizer, lambda _: 1.0)
     for step in range(3):
         torch.manual_seed(10 * step + ctx.rank)

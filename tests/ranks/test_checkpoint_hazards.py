@@ -57,7 +57,7 @@ def flip_one_bit(file: Path) -> None:
 
 
 @ranks(2, 3)
-def test_damage_in_one_file_is_refused_on_all_ranks(ctx: RankContext, tmp_path: Path) -> None:
+def test_corrupt_file_is_rejected_on_all_ranks(ctx: RankContext, tmp_path: Path) -> None:
     """In the metadata, which rank 0 reads, and in the data of the last rank."""
     run, last = TrainingRun(), f"__{ctx.world_size - 1}_0.distcp"
     damages = [
@@ -73,7 +73,7 @@ def test_damage_in_one_file_is_refused_on_all_ranks(ctx: RankContext, tmp_path: 
 
 
 @ranks(2, 3)
-def test_hostile_files_run_no_code_on_any_rank(ctx: RankContext, tmp_path: Path) -> None:
+def test_malicious_files_run_no_code_on_any_rank(ctx: RankContext, tmp_path: Path) -> None:
     run, marker = TrainingRun(), tmp_path / "marker"
     directory = run.save(tmp_path / "run")
     on_rank_0(partial((directory / ".metadata").write_bytes, pickle.dumps(Evil(marker))))
@@ -89,7 +89,7 @@ def test_hostile_files_run_no_code_on_any_rank(ctx: RankContext, tmp_path: Path)
 
 
 @ranks(2, 3)
-def test_a_bad_value_of_one_rank_is_refused_on_all_ranks(ctx: RankContext, tmp_path: Path) -> None:
+def test_corrupt_per_rank_entry_is_rejected_on_all_ranks(ctx: RankContext, tmp_path: Path) -> None:
     """Of the last one, which the first would not look at for itself."""
     run = TrainingRun()
     good = torch.frombuffer(bytearray(dumps({"random": get_rng_states(), "extra": 1})), dtype=torch.uint8)
@@ -107,7 +107,7 @@ def test_a_bad_value_of_one_rank_is_refused_on_all_ranks(ctx: RankContext, tmp_p
 # ---- checkpoints of something else
 
 
-class Longer(Net):
+class NetWithExtraParam(Net):
     def __init__(self) -> None:
         super().__init__()
         self.further = nn.Parameter(torch.randn(2))
@@ -115,8 +115,8 @@ class Longer(Net):
 
 @ranks(2, 3)
 @sampled("way", [flat, whole, dropin, None])
-def test_another_model_is_refused_on_all_ranks(ctx: RankContext, tmp_path: Path, way: Any) -> None:
-    run, longer = TrainingRun(way=way), TrainingRun(way=way, model=Longer())
+def test_checkpoint_of_another_model_is_rejected_on_all_ranks(ctx: RankContext, tmp_path: Path, way: Any) -> None:
+    run, longer = TrainingRun(way=way), TrainingRun(way=way, model=NetWithExtraParam())
     longer.save(tmp_path)
     with refused(run, "Only there: further", tmp_path):
         run.load(tmp_path)
@@ -124,9 +124,9 @@ def test_another_model_is_refused_on_all_ranks(ctx: RankContext, tmp_path: Path,
 
 @ranks(2, 3)
 @sampled("way", [flat, whole, None])
-def test_what_both_models_have_is_loaded(ctx: RankContext, tmp_path: Path, way: Any) -> None:
+def test_non_strict_load_restores_common_params(ctx: RankContext, tmp_path: Path, way: Any) -> None:
     """With strict=False. What the checkpoint lacks keeps its value and its state."""
-    run, longer = TrainingRun(way=way), TrainingRun(seed=3, way=way, model=Longer())
+    run, longer = TrainingRun(way=way), TrainingRun(seed=3, way=way, model=NetWithExtraParam())
     run.save(tmp_path)
     before = longer.look()
     longer.load(tmp_path, strict=False)
@@ -139,7 +139,7 @@ def test_what_both_models_have_is_loaded(ctx: RankContext, tmp_path: Path, way: 
 
 
 @ranks(2, 3)
-def test_parts_that_a_checkpoint_lacks_stay_as_they_are(ctx: RankContext, tmp_path: Path) -> None:
+def test_non_strict_load_keeps_parts_missing_from_the_checkpoint(ctx: RankContext, tmp_path: Path) -> None:
     run, other = TrainingRun(), TrainingRun(seed=4)
     checkpoint.save(tmp_path, step=1, model=run.model)
     with refused(other, "no optimizer in it", tmp_path):
@@ -166,7 +166,9 @@ def test_state_moves_between_sharded_and_plain_optimizers(ctx: RankContext, tmp_
         assert_same(other.state_dict(), model.state_dict(), "the model after a further step")
 
 
-def grouped(model: nn.Module, *, swap: bool = False, mixed: bool = False, lr: float = 0.1) -> ZeroRedundancyOptimizer:
+def make_grouped(
+    model: nn.Module, *, swap: bool = False, mixed: bool = False, lr: float = 0.1
+) -> ZeroRedundancyOptimizer:
     named = list(model.named_parameters())
     first, second = named[:3], named[3:]
     if mixed:
@@ -176,14 +178,14 @@ def grouped(model: nn.Module, *, swap: bool = False, mixed: bool = False, lr: fl
 
 
 @ranks(1, 2)
-def test_groups(ctx: RankContext, tmp_path: Path) -> None:
+def test_param_groups_are_matched_by_param_names(ctx: RankContext, tmp_path: Path) -> None:
     """Names decide, whatever the order; parameters that had different options cannot have one."""
     model = net()
-    optimizer = grouped(model)
+    optimizer = make_grouped(model)
     train(model, optimizer, 2)
     checkpoint.save(tmp_path, step=2, model=model, optimizer=optimizer)
     other = net(4)
-    into = grouped(other, swap=True, lr=0.7)
+    into = make_grouped(other, swap=True, lr=0.7)
     checkpoint.load(tmp_path, model=other, optimizer=into)
     assert [group["lr"] for group in into.param_groups] == [0.2, 0.1]
     train(model, optimizer, 2)
@@ -191,16 +193,16 @@ def test_groups(ctx: RankContext, tmp_path: Path) -> None:
     assert all(map(torch.equal, model.parameters(), other.parameters()))
     run = TrainingRun(seed=5)
     run.model = net(5)
-    run.optimizer = grouped(run.model, mixed=True)
+    run.optimizer = make_grouped(run.model, mixed=True)
     with refused(run, "in one group here, but had different options.*lr=0.1", tmp_path):
         checkpoint.load(tmp_path, model=run.model, optimizer=run.optimizer)
 
 
 @ranks(1, 2)
-def test_groups_that_were_added_and_parameters_that_were_frozen(ctx: RankContext, tmp_path: Path) -> None:
+def test_added_param_groups_and_frozen_params(ctx: RankContext, tmp_path: Path) -> None:
     run = TrainingRun()
     run.save(tmp_path)
-    model = Longer()
+    model = NetWithExtraParam()
     known = [(name, it) for name, it in model.named_parameters() if name != "further"]
     run.model, run.optimizer = model, shard(model, torch.optim.AdamW, params=known, **ADAMW)
     run.optimizer.add_param_group({"params": [model.further], "lr": 0.3})
@@ -218,7 +220,7 @@ def test_groups_that_were_added_and_parameters_that_were_frozen(ctx: RankContext
 
 @ranks(1, 2)
 @pytest.mark.parametrize("wrapping", ["ddp", "compile", "unnamed"])
-def test_wrapped_models_have_the_same_names(ctx: RankContext, tmp_path: Path, wrapping: str) -> None:
+def test_wrapped_models_use_the_same_param_names(ctx: RankContext, tmp_path: Path, wrapping: str) -> None:
     wraps: dict[str, Callable[..., Any]] = {
         "ddp": DistributedDataParallel,
         "compile": torch.compile,
@@ -241,7 +243,7 @@ def test_wrapped_models_have_the_same_names(ctx: RankContext, tmp_path: Path, wr
 # ---- loads that fail late
 
 
-class Stubborn(Net):
+class NetFailingToLoad(Net):
     """Fails to load on the last rank, after everything else was loaded."""
 
     refuses = False
@@ -256,9 +258,9 @@ class Stubborn(Net):
 
 @ranks(1, 2, 3)
 @sampled("way", [flat, whole, None])
-def test_a_model_that_fails_to_load(ctx: RankContext, tmp_path: Path, way: Any) -> None:
+def test_failing_model_load_rolls_back(ctx: RankContext, tmp_path: Path, way: Any) -> None:
     torch.manual_seed(0)
-    run, other = TrainingRun(way=way, model=Stubborn()), TrainingRun(way=way, model=Stubborn(), steps=3)
+    run, other = TrainingRun(way=way, model=NetFailingToLoad()), TrainingRun(way=way, model=NetFailingToLoad(), steps=3)
     run.save(tmp_path)
     other.load(tmp_path)
     train(other.model, other.optimizer, 2)
@@ -272,7 +274,7 @@ def test_a_model_that_fails_to_load(ctx: RankContext, tmp_path: Path, way: Any) 
 
 @ranks(1, 2)
 @pytest.mark.parametrize("way", [flat, None])
-def test_a_scheduler_or_an_optimizer_that_fails_to_load(ctx: RankContext, tmp_path: Path, way: Any) -> None:
+def test_failing_scheduler_or_optimizer_load_rolls_back(ctx: RankContext, tmp_path: Path, way: Any) -> None:
     run, other = TrainingRun(way=way), TrainingRun(seed=4, way=way)
     run.save(tmp_path)
     is_last = ctx.rank == ctx.world_size - 1
@@ -302,11 +304,11 @@ def test_a_scheduler_or_an_optimizer_that_fails_to_load(ctx: RankContext, tmp_pa
 
 
 @contextmanager
-def small_files(most: int, *, here: bool = True) -> Iterator[None]:
+def limit_file_size(max_bytes: int, *, enabled: bool = True) -> Iterator[None]:
     """As on a disk that is full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if here:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    if enabled:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, before[1]))
     try:
         yield
     finally:
@@ -316,12 +318,14 @@ def small_files(most: int, *, here: bool = True) -> Iterator[None]:
 @ranks(1, 2, 3)
 @sampled("behind", [False, True])
 @pytest.mark.parametrize("first", [False, True])
-def test_a_full_disk(ctx: RankContext, tmp_path: Path, behind: bool, first: bool) -> None:
+def test_full_disk_fails_the_save_and_keeps_the_last_checkpoint(
+    ctx: RankContext, tmp_path: Path, behind: bool, first: bool
+) -> None:
     """On the last rank, or on the first one, which writes the metadata."""
     run = TrainingRun()
     run.save(tmp_path, 1)
     here = ctx.rank == (0 if first else ctx.world_size - 1)
-    with refused(run, "could not be written.*File too large", tmp_path), small_files(2000, here=here):
+    with refused(run, "could not be written.*File too large", tmp_path), limit_file_size(2000, enabled=here):
         run.save(tmp_path, 2, behind=behind)
     assert checkpoint.latest(tmp_path) == tmp_path / "step-000000001"
     assert not [it for it in tmp_path.iterdir() if it.name.startswith((".writing", ".leaving"))]
@@ -330,7 +334,7 @@ def test_a_full_disk(ctx: RankContext, tmp_path: Path, behind: bool, first: bool
 
 
 @ranks(1, 2)
-def test_no_place_to_write_to(ctx: RankContext, tmp_path: Path) -> None:
+def test_unwritable_path_is_rejected(ctx: RankContext, tmp_path: Path) -> None:
     run = TrainingRun()
     on_rank_0(lambda: (tmp_path / "file").write_text(""))
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
@@ -338,18 +342,18 @@ def test_no_place_to_write_to(ctx: RankContext, tmp_path: Path) -> None:
             run.save(path)
 
 
-HOLD = (
+HOLD_LOCK_SCRIPT = (
     "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); input()"
 )
 
 
 @ranks(1, 2)
-def test_another_job_writes_there(ctx: RankContext, tmp_path: Path) -> None:
+def test_save_fails_while_another_process_holds_the_lock(ctx: RankContext, tmp_path: Path) -> None:
     run = TrainingRun()
     run.save(tmp_path, 1)
     other: Any = None
     if ctx.rank == 0:
-        command = [sys.executable, "-c", HOLD, str(tmp_path / ".lock")]
+        command = [sys.executable, "-c", HOLD_LOCK_SCRIPT, str(tmp_path / ".lock")]
         other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert other.stdout.readline() == b"held\n"
     dist.barrier()
@@ -362,7 +366,7 @@ def test_another_job_writes_there(ctx: RankContext, tmp_path: Path) -> None:
 
 
 @ranks(1, 2, 3, timeout=60)
-def test_what_is_no_model_no_optimizer_and_no_display(ctx: RankContext, tmp_path: Path) -> None:
+def test_invalid_arguments_are_rejected_on_all_ranks(ctx: RankContext, tmp_path: Path) -> None:
     """On one rank, or on all."""
     run = TrainingRun()
     run.save(tmp_path)
@@ -382,7 +386,7 @@ def test_what_is_no_model_no_optimizer_and_no_display(ctx: RankContext, tmp_path
 
 
 @ranks(2, 3)
-def test_ranks_that_disagree(ctx: RankContext, tmp_path: Path) -> None:
+def test_rank_mismatch_is_rejected(ctx: RankContext, tmp_path: Path) -> None:
     run = TrainingRun()
     run.save(tmp_path)
     with refused(run, "step 3", tmp_path, error=RankMismatchError):
@@ -399,7 +403,7 @@ def test_ranks_that_disagree(ctx: RankContext, tmp_path: Path) -> None:
 
 @ranks(1, 2)
 @sampled("behind", [False, True])
-def test_a_rank_that_cannot_say_what_it_has(ctx: RankContext, tmp_path: Path, behind: bool) -> None:
+def test_failure_to_collect_state_on_one_rank_raises_on_all(ctx: RankContext, tmp_path: Path, behind: bool) -> None:
     run = TrainingRun()
     run.save(tmp_path, 1)
     is_last = ctx.rank == ctx.world_size - 1
@@ -420,7 +424,7 @@ def test_a_rank_that_cannot_say_what_it_has(ctx: RankContext, tmp_path: Path, be
 
 
 @ranks(1, 2)
-def test_what_fails_in_the_background_is_told_once(ctx: RankContext, tmp_path: Path) -> None:
+def test_async_save_error_is_raised_once(ctx: RankContext, tmp_path: Path) -> None:
     run = TrainingRun()
     run.save(tmp_path, 1)
     files = files_below(tmp_path)
@@ -437,7 +441,7 @@ def test_what_fails_in_the_background_is_told_once(ctx: RankContext, tmp_path: P
 
 
 @ranks(2, 3)
-def test_what_one_rank_has_heard_of_the_others_hear_too(ctx: RankContext, tmp_path: Path) -> None:
+def test_async_save_error_seen_by_one_rank_also_raises_on_others(ctx: RankContext, tmp_path: Path) -> None:
     run = TrainingRun()
     run.save(tmp_path, 1)
     saving = checkpoint.async_save(tmp_path, step=1, model=run.model)
@@ -450,7 +454,7 @@ def test_what_one_rank_has_heard_of_the_others_hear_too(ctx: RankContext, tmp_pa
 
 
 @ranks(1, 2, 3)
-def test_saves_in_the_background_to_several_folders(ctx: RankContext, tmp_path: Path) -> None:
+def test_concurrent_async_saves_to_several_directories(ctx: RankContext, tmp_path: Path) -> None:
     """Their messages do not meet."""
     run = TrainingRun(way=one_bucket)
     savings = [checkpoint.async_save(tmp_path / str(number % 2), step=number, **run.parts()) for number in range(6)]

@@ -20,7 +20,7 @@ from zeroshard.checkpoint import reader
 from zeroshard.checkpoint.metadata import CheckpointMetadata
 
 
-def places(run: TrainingRun) -> set[int]:
+def data_pointers(run: TrainingRun) -> set[int]:
     """Where the parameters lie, and the state that has their shapes."""
     assert isinstance(run.optimizer, ZeroRedundancyOptimizer)
     state = [it for param in run.optimizer.optim.state.values() for it in param.values() if it.dim()]
@@ -29,23 +29,23 @@ def places(run: TrainingRun) -> set[int]:
 
 @ranks(1, 2, 3)
 @sampled("way", WAYS)
-def test_nothing_is_moved(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+def test_load_writes_in_place(ctx: RankContext, tmp_path: Path, way: Way) -> None:
     run = TrainingRun(way=way)
     run.save(tmp_path)
-    expected, before = run.look(), places(run)
+    expected, before = run.look(), data_pointers(run)
     versions = [param._version for param in run.model.parameters()]
     with torch.no_grad():
         for param in run.model.parameters():
             param.zero_()
     run.load(tmp_path)
-    assert places(run) == before
+    assert data_pointers(run) == before
     assert_same(run.look(), expected)
     assert all(param._version > old for param, old in zip(run.model.parameters(), versions, strict=True))
 
 
 @ranks(1, 2, 3)
 @sampled("way", [flat, one_bucket])
-def test_segments_that_were_split_come_together(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+def test_load_merges_split_flat_params(ctx: RankContext, tmp_path: Path, way: Way) -> None:
     """Into an optimizer whose parameters have not all made the same steps."""
     run = TrainingRun(way=way)
     run.save(tmp_path)
@@ -65,7 +65,7 @@ def test_segments_that_were_split_come_together(ctx: RankContext, tmp_path: Path
 
 @ranks(2, 3, 4)
 @sampled("way", [one_bucket, whole, dropin])
-def test_each_rank_writes_and_reads_its_part(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+def test_each_rank_writes_and_reads_only_its_shard(ctx: RankContext, tmp_path: Path, way: Way) -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
@@ -97,7 +97,7 @@ def test_each_rank_writes_and_reads_its_part(ctx: RankContext, tmp_path: Path, w
 
 @ranks(1, 2, 3)
 @sampled("way", [flat, dropin])
-def test_a_disk_that_fails_after_all_was_checked(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+def test_read_error_after_validation_reports_partial_load(ctx: RankContext, tmp_path: Path, way: Way) -> None:
     """Only this leaves a mixture, which every rank is told; the next load mends it."""
     run = TrainingRun(way=way)
     run.save(tmp_path)
@@ -119,7 +119,7 @@ def test_a_disk_that_fails_after_all_was_checked(ctx: RankContext, tmp_path: Pat
     assert_same(other.look(), run.look())
 
 
-class Careful(torch.optim.AdamW):
+class ValidatingAdamW(torch.optim.AdamW):
     """Looks at what it loads, and does not like some of it."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -129,9 +129,9 @@ class Careful(torch.optim.AdamW):
 
 
 @ranks(1, 2, 3)
-def test_what_loads_in_its_own_way_is_not_overwritten_before(ctx: RankContext, tmp_path: Path) -> None:
+def test_custom_load_state_dict_can_reject_without_side_effects(ctx: RankContext, tmp_path: Path) -> None:
     def run(seed: int, lr: float) -> TrainingRun:
-        made = TrainingRun(seed, way=lambda model, _: shard(model, Careful, lr=lr))
+        made = TrainingRun(seed, way=lambda model, _: shard(model, ValidatingAdamW, lr=lr))
         made.optimizer.param_groups[0]["lr"] = lr
         return made
 
@@ -150,23 +150,23 @@ def test_what_loads_in_its_own_way_is_not_overwritten_before(ctx: RankContext, t
 # ---- another precision
 
 
-def trained(dtype: torch.dtype, masters: torch.dtype | None, seed: int = 0, steps: int = 3) -> TrainingRun:
+def train_run(dtype: torch.dtype, masters: torch.dtype | None, seed: int = 0, steps: int = 3) -> TrainingRun:
     """With gradients that are exact in any precision, so that runs differ only in what they keep."""
     model = net(seed).to(dtype)
     config = ZeroConfig(master_dtype=masters)
     run = TrainingRun(model=model, way=lambda it, _: shard(it, torch.optim.AdamW, config=config, **ADAMW), steps=0)
     for _ in range(steps):
-        step_exactly(run)
+        step_with_exact_grads(run)
     return run
 
 
-def step_exactly(run: TrainingRun) -> None:
+def step_with_exact_grads(run: TrainingRun) -> None:
     torch.autograd.backward([(param * 0.5).sum() for param in run.model.parameters()])
     run.optimizer.step()
     run.optimizer.zero_grad()
 
 
-def precise(run: TrainingRun) -> dict[str, torch.Tensor]:
+def get_master_values(run: TrainingRun) -> dict[str, torch.Tensor]:
     """The most precise values of all parameters, on rank 0."""
     assert isinstance(run.optimizer, ZeroRedundancyOptimizer)
     found = run.optimizer.full_state_dict(to=0)
@@ -180,24 +180,26 @@ def precise(run: TrainingRun) -> dict[str, torch.Tensor]:
     }
 
 
-MASTERS = torch.float32
+FP32_MASTERS = torch.float32
 
 
 @ranks(1, 2, 3)
 @pytest.mark.parametrize("there", [True, False], ids=["from masters", "to masters"])
-def test_no_precision_is_lost_between_masters_and_none(ctx: RankContext, tmp_path: Path, there: bool) -> None:
+def test_no_precision_lost_between_master_weights_and_fp32_params(
+    ctx: RankContext, tmp_path: Path, there: bool
+) -> None:
     """bf16 parameters with masters, and fp32 parameters without, hold the same numbers."""
-    settings = [(torch.bfloat16, MASTERS), (torch.float32, None)]
+    settings = [(torch.bfloat16, FP32_MASTERS), (torch.float32, None)]
     saved, into = settings if there else settings[::-1]
-    run = trained(*saved)
+    run = train_run(*saved)
     run.save(tmp_path)
-    other = trained(*into, seed=4)
+    other = train_run(*into, seed=4)
     other.load(tmp_path)
-    assert_same(precise(other), precise(run))
+    assert_same(get_master_values(other), get_master_values(run))
     for _ in range(3):
-        step_exactly(run)
-        step_exactly(other)
-    assert_same(precise(other), precise(run))
+        step_with_exact_grads(run)
+        step_with_exact_grads(other)
+    assert_same(get_master_values(other), get_master_values(run))
     assert all(
         torch.equal(mine.bfloat16(), theirs.bfloat16())
         for mine, theirs in zip(other.model.parameters(), run.model.parameters(), strict=True)
@@ -205,20 +207,20 @@ def test_no_precision_is_lost_between_masters_and_none(ctx: RankContext, tmp_pat
 
 
 @ranks(1, 2)
-def test_masters_are_saved_as_the_parameters_are(ctx: RankContext, tmp_path: Path) -> None:
+def test_master_weights_are_saved_in_sync_with_edited_params(ctx: RankContext, tmp_path: Path) -> None:
     """Also where somebody has changed these since the last step."""
-    run = trained(torch.bfloat16, MASTERS)
+    run = train_run(torch.bfloat16, FP32_MASTERS)
     with torch.no_grad():
         for param in run.model.parameters():
             param[...] = 1.25
     run.save(tmp_path)
-    other = trained(torch.float32, None, seed=4)
+    other = train_run(torch.float32, None, seed=4)
     other.load(tmp_path)
     assert all((param == 1.25).all() for param in other.model.parameters())
 
 
 @ranks(2, 3)
-def test_the_files_name_whole_tensors(ctx: RankContext, tmp_path: Path) -> None:
+def test_files_list_full_tensor_shapes(ctx: RankContext, tmp_path: Path) -> None:
     """However they are cut, anybody reads them by name and shape."""
     run = TrainingRun(way=flat)
     archive = CheckpointMetadata(run.save(tmp_path))

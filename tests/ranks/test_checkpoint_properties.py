@@ -20,32 +20,32 @@ from zeroshard import FlatShards, WholeParams, ZeroConfig, ZeroRedundancyOptimiz
 from zeroshard.layout.partition import Partitioner
 from zeroshard.state.state_dict import MASTER_KEY
 
-WORLD = 3
+MAX_WORLD_SIZE = 3
 PARTITIONS: list[Partitioner] = [FlatShards(bucket_bytes=64), FlatShards(bucket_bytes=1 << 20), WholeParams()]
 
 
-class Kind(NamedTuple):
+class ParamCase(NamedTuple):
     """Of a parameter."""
 
     shape: tuple[int, ...]
-    order: tuple[int, ...]
+    dim_order: tuple[int, ...]
     """Of its dimensions in memory."""
     dtype: torch.dtype
     trainable: bool
     has_grad: bool
     group: int
 
-    def made(self, draw: torch.Generator) -> nn.Parameter:
-        shape = [self.shape[dim] for dim in self.order]
-        back = [self.order.index(dim) for dim in range(len(shape))]
-        values = torch.randn(shape, generator=draw).to(self.dtype).permute(back)
+    def make(self, generator: torch.Generator) -> nn.Parameter:
+        shape = [self.shape[dim] for dim in self.dim_order]
+        back = [self.dim_order.index(dim) for dim in range(len(shape))]
+        values = torch.randn(shape, generator=generator).to(self.dtype).permute(back)
         return nn.Parameter(values, requires_grad=self.trainable)
 
 
-class Division(NamedTuple):
+class ShardingCase(NamedTuple):
     """How a model is spread."""
 
-    ranks: int
+    num_ranks: int
     partition: int
     masters: bool
 
@@ -57,16 +57,18 @@ class Division(NamedTuple):
 
 
 @st.composite
-def kinds(draw: st.DrawFn) -> Kind:
+def param_cases(draw: st.DrawFn) -> ParamCase:
     shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
     order = tuple(draw(st.permutations(range(len(shape)))))
     dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
-    return Kind(shape, order, dtype, draw(st.booleans()), draw(st.booleans()), draw(st.integers(0, 1)))
+    return ParamCase(shape, order, dtype, draw(st.booleans()), draw(st.booleans()), draw(st.integers(0, 1)))
 
 
-MODELS = st.lists(kinds(), max_size=7)
-DIVISIONS = st.builds(Division, st.integers(1, WORLD), st.integers(0, len(PARTITIONS) - 1), st.booleans())
-PLAIN = Kind((5, 3), (0, 1), torch.float32, True, True, 0)
+MODEL_CASES = st.lists(param_cases(), max_size=7)
+SHARDING_CASES = st.builds(
+    ShardingCase, st.integers(1, MAX_WORLD_SIZE), st.integers(0, len(PARTITIONS) - 1), st.booleans()
+)
+PLAIN_PARAM = ParamCase((5, 3), (0, 1), torch.float32, True, True, 0)
 
 
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
@@ -78,66 +80,68 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 ]
 
 
-class Task(NamedTuple):
-    drawn: list[Kind]
+class CheckpointCase(NamedTuple):
+    drawn_params: list[ParamCase]
     optimizer: int
-    steps_before: int
+    steps_before_load: int
     """That the one which loads has made already."""
 
     @property
-    def params(self) -> list[Kind]:
-        return [PLAIN, *self.drawn]
+    def params(self) -> list[ParamCase]:
+        return [PLAIN_PARAM, *self.drawn_params]
 
 
-TASKS = st.builds(Task, MODELS, st.integers(0, len(OPTIMIZERS) - 1), st.integers(0, 1))
+CHECKPOINT_CASES = st.builds(CheckpointCase, MODEL_CASES, st.integers(0, len(OPTIMIZERS) - 1), st.integers(0, 1))
 
 
-def model_of(every: Sequence[Kind], seed: int) -> nn.ParameterDict:
+def make_model(params: Sequence[ParamCase], seed: int) -> nn.ParameterDict:
     draw = torch.Generator().manual_seed(seed)
-    return nn.ParameterDict({f"p{number}": kind.made(draw) for number, kind in enumerate(every)})
+    return nn.ParameterDict({f"p{number}": kind.make(draw) for number, kind in enumerate(params)})
 
 
-def optimizer_of(model: nn.ParameterDict, task: Task, division: Division, group: Any) -> ZeroRedundancyOptimizer:
-    every = task.params
+def make_optimizer(
+    model: nn.ParameterDict, case: CheckpointCase, sharding: ShardingCase, group: Any
+) -> ZeroRedundancyOptimizer:
+    every = case.params
     named = list(zip(model.named_parameters(), every, strict=True))
     groups = [
         {"params": [it for it, kind in named if kind.group == number], "lr": 0.1 * (number + 1)} for number in (0, 1)
     ]
-    kind, options = OPTIMIZERS[task.optimizer]
+    kind, options = OPTIMIZERS[case.optimizer]
     return ZeroRedundancyOptimizer(
-        [it for it in groups if it["params"]], kind, process_group=group, config=division.config, **options
+        [it for it in groups if it["params"]], kind, process_group=group, config=sharding.config, **options
     )
 
 
-def trained(
-    task: Task, division: Division, group: Any, *, seed: int, steps: int
+def make_trained(
+    case: CheckpointCase, sharding: ShardingCase, group: Any, *, seed: int, steps: int
 ) -> tuple[nn.ParameterDict, ZeroRedundancyOptimizer]:
-    model = model_of(task.params, seed)
-    optimizer = optimizer_of(model, task, division, group)
+    model = make_model(case.params, seed)
+    optimizer = make_optimizer(model, case, sharding, group)
     for step in range(steps):
         set_grads([it for it in model.parameters() if it.requires_grad], step)
-        for param, kind in zip(model.parameters(), task.params, strict=True):
+        for param, kind in zip(model.parameters(), case.params, strict=True):
             param.grad = param.grad if kind.has_grad else None
         optimizer.step()
     return model, optimizer
 
 
-def state_of(model: nn.ParameterDict, optimizer: ZeroRedundancyOptimizer) -> dict[str, Any] | None:
+def gather_state_by_name(model: nn.ParameterDict, optimizer: ZeroRedundancyOptimizer) -> dict[str, Any] | None:
     found = optimizer.full_state_dict(to=0)
     if found is None:
         return None
     return {name: state for name, state in by_name(optimizer, found, model).items() if state}
 
 
-def without_masters(state: dict[str, Any]) -> dict[str, Any]:
+def drop_master_weights(state: dict[str, Any]) -> dict[str, Any]:
     rest = {name: {key: it for key, it in values.items() if key != MASTER_KEY} for name, values in state.items()}
     return {name: values for name, values in rest.items() if values}
 
 
-def assert_equal(found: dict[str, Any], expected: dict[str, Any], *, same_precision: bool) -> None:
+def assert_state_equal(found: dict[str, Any], expected: dict[str, Any], *, same_precision: bool) -> None:
     """With masters, state is as precise as they are; without, as the parameters."""
     if not same_precision:
-        found, expected = without_masters(found), without_masters(expected)
+        found, expected = drop_master_weights(found), drop_master_weights(expected)
     assert found.keys() == expected.keys()
     for name, state in expected.items():
         assert found[name].keys() == state.keys(), name
@@ -146,34 +150,36 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any], *, same_precis
             assert torch.equal(found[name][key], value.to(found[name][key].dtype)), (name, key)
 
 
-def come_back(ctx: RankContext, task: Task, source: Division, target: Division, folder: str) -> None:
+def save_and_load(
+    ctx: RankContext, task: CheckpointCase, source: ShardingCase, target: ShardingCase, folder: str
+) -> None:
     """Runs on all ranks, of which some save and some load."""
-    writers, readers = first_ranks(source.ranks), first_ranks(target.ranks)
+    writers, readers = first_ranks(source.num_ranks), first_ranks(target.num_ranks)
     expected: dict[str, Any] | None = None
     values: dict[str, Any] = {}
     if writers is not None:
-        model, optimizer = trained(task, source, writers, seed=1, steps=2)
+        model, optimizer = make_trained(task, source, writers, seed=1, steps=2)
         checkpoint.save(folder, step=1, model=model, optimizer=optimizer, process_group=writers)
-        expected, values = state_of(model, optimizer), model.state_dict()
+        expected, values = gather_state_by_name(model, optimizer), model.state_dict()
     dist.barrier()
     if readers is not None:
-        other, into = trained(task, target, readers, seed=2, steps=task.steps_before)
+        other, into = make_trained(task, target, readers, seed=2, steps=task.steps_before_load)
         checkpoint.load(folder, model=other, optimizer=into, process_group=readers)
-        found = state_of(other, into)
+        found = gather_state_by_name(other, into)
         assert all(torch.equal(value, values.get(name, value)) for name, value in other.state_dict().items())
         if found is not None and expected is not None:
-            assert_equal(found, expected, same_precision=source.config.master_dtype == target.config.master_dtype)
+            assert_state_equal(found, expected, same_precision=source.config.master_dtype == target.config.master_dtype)
 
 
 @pytest.mark.timeout(300)
-def test_any_model_in_any_way(rank_pool: RankPool) -> None:
+def test_any_model_loads_into_any_sharding(rank_pool: RankPool) -> None:
     """Drawn here, not on the ranks: an example that fails is made smaller for all of them alike."""
 
     @settings(max_examples=40, suppress_health_check=list(HealthCheck))
-    @given(TASKS, DIVISIONS, DIVISIONS)
-    def comes_back(task: Task, source: Division, target: Division) -> None:
+    @given(CHECKPOINT_CASES, SHARDING_CASES, SHARDING_CASES)
+    def comes_back(task: CheckpointCase, source: ShardingCase, target: ShardingCase) -> None:
         with TemporaryDirectory() as folder:
             arguments = {"task": task, "source": source, "target": target, "folder": folder}
-            rank_pool.run(come_back, max(source.ranks, target.ranks), arguments=arguments)
+            rank_pool.run(save_and_load, max(source.num_ranks, target.num_ranks), arguments=arguments)
 
     comes_back()

@@ -28,10 +28,10 @@ from tests.support.tools import convert
 from zeroshard import ZeroRedundancyOptimizer, checkpoint, shard
 from zeroshard.cli.checkpoint import describe_checkpoint
 
-every_way = sampled("way", WAYS)
+each_sharding = sampled("way", WAYS)
 
 
-def everything(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
+def gather_full_state(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
     """The state of all ranks in torch's format, on all of them."""
     found = [optimizer.full_state_dict(to=0)]
     dist.broadcast_object_list(found, src=0)
@@ -39,7 +39,7 @@ def everything(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
     return found[0]
 
 
-def on_first(source: Path, target: Path, to: str) -> Path:
+def convert_on_rank0(source: Path, target: Path, to: str) -> Path:
     """Convert on rank 0 while the others wait."""
     if dist.get_rank() == 0:
         convert(source, target, to)
@@ -47,20 +47,20 @@ def on_first(source: Path, target: Path, to: str) -> Path:
     return target
 
 
-def assert_equal(found: nn.Module, expected: nn.Module) -> None:
+def assert_models_equal(found: nn.Module, expected: nn.Module) -> None:
     for (name, ours), theirs in zip(found.state_dict().items(), expected.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs), name
 
 
-def wholes(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+def gather_fsdp2_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
     """Tensors of an FSDP2 model and its state by name, as torch gathers them."""
     parts: Any = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     return parts[0], parts[1]["state"]
 
 
 @ranks(1, 2, 3)
-@every_way
-def test_plain_torch_goes_on_from_the_file(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+@each_sharding
+def test_plain_torch_resumes_from_converted_file(ctx: RankContext, tmp_path: Path, way: Way) -> None:
     model = net()
     optimizer = way(model, None)
     train(model, optimizer, 3)
@@ -68,13 +68,13 @@ def test_plain_torch_goes_on_from_the_file(ctx: RankContext, tmp_path: Path, way
     seen = describe_checkpoint(tmp_path / "saved")
     assert (seen.step, seen.world_size, list(seen.ranks)) == (3, ctx.world_size, list(range(ctx.world_size)))
     assert seen.totals.file_bytes == sum(it.stat().st_size for it in Path(seen.path).glob("*.distcp"))
-    state = everything(optimizer)
+    state = gather_full_state(optimizer)
     reference = net(seed=1)
     reference.load_state_dict(model.state_dict())
     reference_optimizer = plain(reference)
     reference_optimizer.load_state_dict(state)
 
-    saved = torch.load(on_first(tmp_path / "saved", tmp_path / "all.pt", "torch"), weights_only=True)
+    saved = torch.load(convert_on_rank0(tmp_path / "saved", tmp_path / "all.pt", "torch"), weights_only=True)
     assert saved["optim"]["param_groups"][0]["param_names"] == [name for name, _ in model.named_parameters()]
     assert saved["zeroshard"]["step"] == 3
     again = net(seed=2)
@@ -84,12 +84,12 @@ def test_plain_torch_goes_on_from_the_file(ctx: RankContext, tmp_path: Path, way
     assert_same_state(by_name(into, into.state_dict(), again), by_name(optimizer, state, model))
     train(again, into, 5, first=3)
     train(reference, reference_optimizer, 5, first=3)
-    assert_equal(again, reference)
+    assert_models_equal(again, reference)
 
 
 @ranks(1, 2, 3)
-@every_way
-def test_back_and_from_directory_to_directory(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+@each_sharding
+def test_convert_to_torch_and_back_and_dcp_to_dcp(ctx: RankContext, tmp_path: Path, way: Way) -> None:
     model = net()
     optimizer = way(model, None)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
@@ -97,10 +97,10 @@ def test_back_and_from_directory_to_directory(ctx: RankContext, tmp_path: Path, 
     scheduler.step()
     given: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     checkpoint.save(tmp_path / "saved", step=3, extra={"position": ctx.rank}, **given)
-    expected = by_name(optimizer, everything(optimizer), model)
-    on_first(tmp_path / "saved", tmp_path / "all.pt", "torch")
-    on_first(tmp_path / "all.pt", tmp_path / "back", "dcp")
-    on_first(tmp_path / "saved", tmp_path / "direct", "dcp")
+    expected = by_name(optimizer, gather_full_state(optimizer), model)
+    convert_on_rank0(tmp_path / "saved", tmp_path / "all.pt", "torch")
+    convert_on_rank0(tmp_path / "all.pt", tmp_path / "back", "dcp")
+    convert_on_rank0(tmp_path / "saved", tmp_path / "direct", "dcp")
     for directory, target in zip(("back", "direct"), (flat, way), strict=True):
         again = net(seed=4)
         into = target(again, None)
@@ -109,19 +109,19 @@ def test_back_and_from_directory_to_directory(ctx: RankContext, tmp_path: Path, 
         assert (loaded.step, loaded.world_size, loaded.extra) == (3, ctx.world_size, {"position": ctx.rank})
         assert theirs.state_dict() == scheduler.state_dict()
         assert into.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-        assert_same_state(by_name(into, everything(into), again), expected)
-        assert_equal(again, model)
+        assert_same_state(by_name(into, gather_full_state(into), again), expected)
+        assert_models_equal(again, model)
 
 
 @ranks(1, 2, 3)
-@every_way
-def test_safetensors(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+@each_sharding
+def test_convert_to_safetensors(ctx: RankContext, tmp_path: Path, way: Way) -> None:
     model = net()
     optimizer = way(model, None)
     train(model, optimizer, 3)
     checkpoint.save(tmp_path / "saved", step=3, model=model, optimizer=optimizer)
-    expected = by_name(optimizer, everything(optimizer), model)
-    file = on_first(tmp_path / "saved", tmp_path / "all.safetensors", "safetensors")
+    expected = by_name(optimizer, gather_full_state(optimizer), model)
+    file = convert_on_rank0(tmp_path / "saved", tmp_path / "all.safetensors", "safetensors")
     with safe_open(file, framework="pt") as found:
         for name, value in model.state_dict().items():
             assert torch.equal(found.get_tensor(f"model.{name}"), value), name
@@ -137,7 +137,7 @@ def test_safetensors(ctx: RankContext, tmp_path: Path, way: Way) -> None:
 
 
 @ranks(2)
-def test_groups_and_their_order_stay(ctx: RankContext, tmp_path: Path) -> None:
+def test_convert_keeps_param_groups_and_their_order(ctx: RankContext, tmp_path: Path) -> None:
     """Numbers follow the groups, not the model."""
 
     def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -149,8 +149,8 @@ def test_groups_and_their_order_stay(ctx: RankContext, tmp_path: Path) -> None:
     optimizer = shard(model, torch.optim.AdamW, params=groups(model), lr=0.05)
     train(model, optimizer, 3)
     checkpoint.save(tmp_path / "saved", step=3, model=model, optimizer=optimizer)
-    expected = by_name(optimizer, everything(optimizer), model)
-    saved = torch.load(on_first(tmp_path / "saved", tmp_path / "all.pt", "torch"), weights_only=True)
+    expected = by_name(optimizer, gather_full_state(optimizer), model)
+    saved = torch.load(convert_on_rank0(tmp_path / "saved", tmp_path / "all.pt", "torch"), weights_only=True)
     assert [group["weight_decay"] for group in saved["optim"]["param_groups"]] == [0.0, 0.1]
     again = net(seed=1)
     into = torch.optim.AdamW(groups(again), lr=1.0)
@@ -159,7 +159,7 @@ def test_groups_and_their_order_stay(ctx: RankContext, tmp_path: Path) -> None:
 
 
 @ranks(1, 2, 3)
-def test_fsdp2_saves_and_loads(ctx: RankContext, tmp_path: Path) -> None:
+def test_convert_fsdp2_checkpoints(ctx: RankContext, tmp_path: Path) -> None:
     """Written by torch alone, in both of its forms, and read by torch alone."""
 
     def sharded(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -175,7 +175,7 @@ def test_fsdp2_saves_and_loads(ctx: RankContext, tmp_path: Path) -> None:
     flattened = StateDictOptions(flatten_optimizer_state_dict=True)
     parts["optim"] = get_optimizer_state_dict(model, optimizer, options=flattened)
     dcp_save(parts, checkpoint_id=tmp_path / "flattened")
-    whole, state = wholes(model, optimizer)
+    whole, state = gather_fsdp2_state(model, optimizer)
     shapes = model.state_dict().items()
     for form in ("nested", "flattened"):
         seen = describe_checkpoint(tmp_path / form)
@@ -183,7 +183,7 @@ def test_fsdp2_saves_and_loads(ctx: RankContext, tmp_path: Path) -> None:
         assert {name: value.shape for name, value in seen.model.items()} == {n: tuple(p.shape) for n, p in shapes}
         assert seen.state.keys() == {name for name, param in model.named_parameters() if param.requires_grad}
         assert seen.state_keys == ["exp_avg", "exp_avg_sq", "step"]
-        file = on_first(tmp_path / form, tmp_path / f"{form}.pt", "torch")
+        file = convert_on_rank0(tmp_path / form, tmp_path / f"{form}.pt", "torch")
         if ctx.rank == 0:
             again = net(seed=3, odd=False)
             into = plain(again)
@@ -193,7 +193,7 @@ def test_fsdp2_saves_and_loads(ctx: RankContext, tmp_path: Path) -> None:
             assert_same_state(by_name(into, into.state_dict(), again), state)
             assert all(torch.equal(value, whole[name]) for name, value in again.state_dict().items())
         for source, target in ((file, "from-file"), (tmp_path / form, "from-directory")):
-            directory = on_first(source, tmp_path / f"{form}-{target}", "dcp")
+            directory = convert_on_rank0(source, tmp_path / f"{form}-{target}", "dcp")
             other, its = sharded(5)
             into_parts: dict[str, Any] = dict(zip(("model", "optim"), get_state_dict(other, its), strict=True))
             dcp_load(into_parts, checkpoint_id=directory)
@@ -203,7 +203,7 @@ def test_fsdp2_saves_and_loads(ctx: RankContext, tmp_path: Path) -> None:
                 model_state_dict=into_parts["model"],
                 optim_state_dict=into_parts["optim"],
             )
-            found, its_state = wholes(other, its)
+            found, its_state = gather_fsdp2_state(other, its)
             if ctx.rank == 0:
                 assert_same_state(its_state, state)
                 assert all(torch.equal(found[name], value) for name, value in whole.items())

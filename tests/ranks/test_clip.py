@@ -41,7 +41,7 @@ from zeroshard import (
     shard,
 )
 
-NORMS = (1.0, 2.0, 3.0, math.inf)
+NORM_TYPES = (1.0, 2.0, 3.0, math.inf)
 CONFIGS = (
     ZeroConfig(partition=TINY),
     ZeroConfig(partition=TINY, stage=1),
@@ -49,19 +49,19 @@ CONFIGS = (
 )
 
 
-def clipped(side: PairSide, *args: Any, **kwargs: Any) -> Tensor:
+def clip_side(side: PairSide, *args: Any, **kwargs: Any) -> Tensor:
     """Clip as a user of this side would; returns the norm before."""
     if isinstance(side.optimizer, ShardedOptimizer):
         return side.optimizer.clip_grad_norm_(*args, **kwargs)
     return clip_grad_norm_(side.model.parameters(), *args, **kwargs)
 
 
-def train_clipped(pair: Pair, max_norm: float, norm_type: float, check: Callable[[], None]) -> list[Tensor]:
+def train_step_with_clipping(pair: Pair, max_norm: float, norm_type: float, check: Callable[[], None]) -> list[Tensor]:
     """One step of both after clipping; returns the norms, ours first."""
     pair.backward()
     norms = []
     for side in pair.sides:
-        norms.append(clipped(side, max_norm, norm_type))
+        norms.append(clip_side(side, max_norm, norm_type))
         side.optimizer.step()
         side.optimizer.zero_grad()
     pair.steps += 1
@@ -69,39 +69,39 @@ def train_clipped(pair: Pair, max_norm: float, norm_type: float, check: Callable
     return norms
 
 
-def check_closely(pair: Pair) -> None:
+def check_close(pair: Pair) -> None:
     """torch adds up norms of parameters, we those of slices: the scale may differ in its last bits."""
     for ours, theirs in zip(pair.model.parameters(), pair.plain_model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @ranks(1, 2, 3, 4)
-def test_norms_of_every_kind(ctx: RankContext) -> None:
-    for norm_type, config in zip(NORMS, cycle(CONFIGS)):
+def test_norms_of_all_types_match_torch(ctx: RankContext) -> None:
+    for norm_type, config in zip(NORM_TYPES, cycle(CONFIGS)):
         pair = Pair(optim.SGD, lr=0.5, config=config)
         for _ in range(2):
-            ours, theirs = train_clipped(pair, 0.05, norm_type, partial(check_closely, pair))
+            ours, theirs = train_step_with_clipping(pair, 0.05, norm_type, partial(check_close, pair))
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
             assert theirs > 0.05
 
 
 @ranks(1, 2, 3, 4)
-def test_the_largest_element_is_exact(ctx: RankContext) -> None:
+def test_inf_norm_is_bitwise_equal(ctx: RankContext) -> None:
     pair = Pair(optim.AdamW, config=ZeroConfig(partition=TINY))
     for _ in range(3):
-        ours, theirs = train_clipped(pair, 0.01, math.inf, pair.check)
+        ours, theirs = train_step_with_clipping(pair, 0.01, math.inf, pair.check)
         assert_same(ours, theirs)
 
 
 @ranks(1, 2, 3, 4)
-def test_a_limit_that_is_not_reached_changes_nothing(ctx: RankContext) -> None:
+def test_norm_below_the_limit_changes_nothing(ctx: RankContext) -> None:
     for config in CONFIGS:
         pair = Pair(optim.AdamW, config=config)
-        pair.train(2, lambda side: clipped(side, 1e3) if isinstance(side.optimizer, ShardedOptimizer) else None)
+        pair.train(2, lambda side: clip_side(side, 1e3) if isinstance(side.optimizer, ShardedOptimizer) else None)
 
 
 @ranks(1, 2, 3, 4)
-def test_clipped_values(ctx: RankContext) -> None:
+def test_clip_grad_value_matches_torch(ctx: RankContext) -> None:
     def clip(side: PairSide) -> None:
         if isinstance(side.optimizer, ShardedOptimizer):
             side.optimizer.clip_grad_value_(0.01)
@@ -113,25 +113,25 @@ def test_clipped_values(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_what_was_clipped_stays_clipped(ctx: RankContext) -> None:
+def test_repeated_clipping_matches_torch(ctx: RankContext) -> None:
     def clip(side: PairSide) -> None:
         for limit in (0.01, 0.005, 0.02):
-            clipped(side, limit, math.inf)
+            clip_side(side, limit, math.inf)
 
     Pair(optim.SGD, lr=0.5, config=CONFIGS[0]).train(2, clip)
 
 
-def clip_values(optimizer: Any, model: nn.Module) -> None:
+def clip_by_value(optimizer: Any, model: nn.Module) -> None:
     own = getattr(optimizer, "clip_grad_value_", None)
     own(0.004) if own else clip_grad_value_(model.parameters(), 0.004)
 
 
-def clip_norm(optimizer: Any, model: nn.Module) -> None:
+def clip_by_norm(optimizer: Any, model: nn.Module) -> None:
     own = getattr(optimizer, "clip_grad_norm_", None)
     own(0.05) if own else clip_grad_norm_(model.parameters(), 0.05)
 
 
-def with_hook(model: nn.Module) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+def make_with_ddp_hook(model: nn.Module) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     """The drop-in under DDP, whose gradients our hook brings to their owners."""
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     config = ZeroConfig(partition=TINY)
@@ -140,29 +140,29 @@ def with_hook(model: nn.Module) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     return ddp, optimizer
 
 
-def with_stage(stage: Literal[1, 2], model: nn.Module) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+def make_with_stage(stage: Literal[1, 2], model: nn.Module) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     config = ZeroConfig(partition=TINY, stage=stage)
     return model, shard(model, optim.SGD, lr=0.1, momentum=0.9, config=config)
 
 
-SHARDED: dict[str, Callable[[nn.Module], tuple[nn.Module, ZeroRedundancyOptimizer]]] = {
-    "zero2": partial(with_stage, 2),
-    "zero1": partial(with_stage, 1),
-    "ddp_hook": with_hook,
+SHARDED_SETUPS: dict[str, Callable[[nn.Module], tuple[nn.Module, ZeroRedundancyOptimizer]]] = {
+    "zero2": partial(make_with_stage, 2),
+    "zero1": partial(make_with_stage, 1),
+    "ddp_hook": make_with_ddp_hook,
 }
 
 
-@pytest.mark.parametrize("clip", [clip_norm, clip_values])
-@pytest.mark.parametrize("way", SHARDED)
+@pytest.mark.parametrize("clip", [clip_by_norm, clip_by_value])
+@pytest.mark.parametrize("way", SHARDED_SETUPS)
 @ranks(1, 2, 3)
-def test_backward_passes_add_to_what_was_clipped(ctx: RankContext, way: str, clip: Callable[..., None]) -> None:
+def test_backward_accumulates_into_clipped_gradients(ctx: RankContext, way: str, clip: Callable[..., None]) -> None:
     """As with DDP: after each micro batch, with parameters that only some passes use, and over a step.
 
     DDP averages the clipped sum once more with each pass, which rounds differently.
     """
     plain_model, model = seeded(Branches), seeded(Branches)
     plain = DistributedDataParallel(plain_model, find_unused_parameters=True)
-    net, zero = SHARDED[way](model)
+    net, zero = SHARDED_SETUPS[way](model)
     sides = [(plain, plain_model, optim.SGD(plain_model.parameters(), lr=0.1, momentum=0.9)), (net, model, zero)]
     for number in range(4):
         for forward, owner, optimizer in sides:
@@ -177,20 +177,20 @@ def test_backward_passes_add_to_what_was_clipped(ctx: RankContext, way: str, cli
 
 
 @ranks(1, 2, 3, 4)
-def test_unused_parameters_count_nothing(ctx: RankContext) -> None:
+def test_unused_params_do_not_affect_the_norm(ctx: RankContext) -> None:
     pair = Pair(optim.AdamW, make=Branches, loss=through_branches, find_unused=True, config=CONFIGS[0])
     for _ in range(3):
-        ours, theirs = train_clipped(pair, 0.01, math.inf, pair.check)
+        ours, theirs = train_step_with_clipping(pair, 0.01, math.inf, pair.check)
         assert_same(ours, theirs)
 
 
 @ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_what_is_not_finite_on_one_rank_is_refused_on_all(ctx: RankContext, value: float) -> None:
+def test_nonfinite_grad_on_one_rank_raises_on_all_ranks(ctx: RankContext, value: float) -> None:
     model = mlp()
     zero = shard(model, optim.SGD, lr=0.5, config=CONFIGS[0])
     weight = next(model.parameters())
-    for norm_type in NORMS:
+    for norm_type in NORM_TYPES:
         for place in (0, 12, 24, 35):  # in the slices of all ranks
             zero.zero_grad()
             set_grads(model.parameters(), 0)
@@ -204,8 +204,8 @@ def test_what_is_not_finite_on_one_rank_is_refused_on_all(ctx: RankContext, valu
 
 
 @ranks(1, 2, 3, 4)
-def test_no_gradients_at_all(ctx: RankContext) -> None:
-    for norm_type in NORMS:
+def test_clip_without_gradients(ctx: RankContext) -> None:
+    for norm_type in NORM_TYPES:
         model = mlp()
         zero = shard(model, optim.SGD, lr=0.5, config=CONFIGS[0])
         assert_same(zero.clip_grad_norm_(1.0, norm_type), clip_grad_norm_(mlp().parameters(), 1.0, norm_type))
@@ -224,14 +224,14 @@ def test_fewer_parameters_than_ranks(ctx: RankContext) -> None:
         return nn.Linear(6, 6, bias=False)
 
     for factory in (optim.SGD, optim.Adafactor):
-        for norm_type in NORMS:
+        for norm_type in NORM_TYPES:
             pair = Pair(factory, make=single, lr=0.1)
-            ours, theirs = train_clipped(pair, 0.05, norm_type, partial(check_closely, pair))
+            ours, theirs = train_step_with_clipping(pair, 0.05, norm_type, partial(check_close, pair))
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
 @ranks(2)
-def test_long_sums_keep_their_digits(ctx: RankContext) -> None:
+def test_norm_of_large_params_keeps_precision(ctx: RankContext) -> None:
     """Millions of elements added up one by one in single precision would lose several digits."""
     model = nn.Linear(1500, 1000)
     zero = shard(model, optim.SGD, lr=0.5)
@@ -247,7 +247,7 @@ def test_long_sums_keep_their_digits(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_several_dtypes(ctx: RankContext) -> None:
+def test_clip_with_mixed_dtypes(ctx: RankContext) -> None:
     """Norms of all of them together; each is scaled in its own precision."""
 
     def mixed() -> nn.Module:
@@ -269,7 +269,7 @@ def test_several_dtypes(ctx: RankContext) -> None:
 
 @both_stages
 @ranks(2)
-def test_norms_have_the_dtype_of_gradients_that_exist(ctx: RankContext, config: ZeroConfig) -> None:
+def test_norm_has_the_dtype_of_the_existing_gradients(ctx: RankContext, config: ZeroConfig) -> None:
     """A bucket goes along in the pass after one that used it, whether it is used or not."""
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64)])
     zero = shard(model, optim.SGD, lr=0.1, config=config)
@@ -284,10 +284,10 @@ def test_norms_have_the_dtype_of_gradients_that_exist(ctx: RankContext, config: 
 
 
 @ranks(1, 2, 3, 4)
-def test_the_drop_in_clips_what_is_in_grad(ctx: RankContext) -> None:
+def test_dropin_clips_param_grad(ctx: RankContext) -> None:
     flat: dict[str, Any] = {"config": ZeroConfig(partition=FlatShards(bucket_bytes=200))}
     views = {"parameters_as_bucket_view": True}
-    for zero_only, norms in (({}, NORMS[:1]), (views, NORMS[1:2]), (flat, NORMS)):
+    for zero_only, norms in (({}, NORM_TYPES[:1]), (views, NORM_TYPES[1:2]), (flat, NORM_TYPES)):
         for norm_type in norms:
             twins = Twins(optim.AdamW, zero_only=zero_only)
             for step in range(2):
@@ -305,7 +305,7 @@ def test_the_drop_in_clips_what_is_in_grad(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_limits_that_differ_from_rank_to_rank_are_an_error_on_all(ctx: RankContext) -> None:
+def test_different_limits_across_ranks_raise_on_all_ranks(ctx: RankContext) -> None:
     """Each rank would clip its own slices, and nobody would notice."""
     model = mlp()
     optimizer = shard(model, torch.optim.SGD, lr=0.1)
@@ -327,7 +327,7 @@ def test_limits_that_differ_from_rank_to_rank_are_an_error_on_all(ctx: RankConte
 
 @both_stages
 @ranks(1, 2, 3, timeout=60)
-def test_what_is_no_number_on_one_rank_is_told_on_all(ctx: RankContext, config: ZeroConfig) -> None:
+def test_non_numeric_limit_on_one_rank_raises_on_all_ranks(ctx: RankContext, config: ZeroConfig) -> None:
     """Before anything is clipped, so that gradients stay as they are."""
     twins = ShardTwins(config)
     zero, odd = twins.zero, ctx.rank == ctx.world_size - 1
@@ -339,7 +339,7 @@ def test_what_is_no_number_on_one_rank_is_told_on_all(ctx: RankContext, config: 
     ]
     for side in twins.sides:
         side.backward(0)
-    for call, value in product(calls, (torch.ones(2), Unfit())):
+    for call, value in product(calls, (torch.ones(2), NotANumber())):
         with pytest.raises((ValueError, RuntimeError, TypeError) if odd else RankFailedError) as caught:
             call(value if odd else 1.0)
         assert isinstance(caught.value, RankFailedError) is not odd
@@ -348,7 +348,7 @@ def test_what_is_no_number_on_one_rank_is_told_on_all(ctx: RankContext, config: 
     twins.compare()
 
 
-class Unfit:
+class NotANumber:
     """Neither a number nor true or false."""
 
     def __float__(self) -> float:

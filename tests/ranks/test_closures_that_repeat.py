@@ -33,7 +33,7 @@ from zeroshard import RankMismatchError, WholeParams, ZeroConfig, ZeroRedundancy
 Closure = Callable[[], Any]
 
 
-def nothing() -> None:
+def noop_closure() -> None:
     """A closure that leaves gradients as they are."""
 
 
@@ -45,7 +45,7 @@ class ExtraGradient(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
-        closure = closure or nothing
+        closure = closure or noop_closure
         with torch.enable_grad():
             closure()
         begun = [
@@ -65,7 +65,7 @@ class ExtraGradient(torch.optim.Optimizer):
         return loss
 
 
-def iterate(side: Side, number: int, loss_of: Loss = regression) -> None:
+def step_with_closure(side: Side, number: int, loss_of: Loss = regression) -> None:
     def closure() -> Any:
         side.optimizer.zero_grad()
         loss = loss_of(side.model, number)
@@ -77,13 +77,13 @@ def iterate(side: Side, number: int, loss_of: Loss = regression) -> None:
 
 @some_configs
 @ranks(1, 2, 3)
-def test_parity(ctx: RankContext, config: ZeroConfig) -> None:
+def test_extragradient_matches_plain_optimizer(ctx: RankContext, config: ZeroConfig) -> None:
     twins = ShardTwins(config, optimizer_class=ExtraGradient, lr=0.5)
-    twins.run(3, iterate)
+    twins.run(3, step_with_closure)
 
 
 @ranks(2, 4)
-def test_rows_and_whole_parameters(ctx: RankContext) -> None:
+def test_extragradient_with_hybrid_sharding_and_whole_params(ctx: RankContext) -> None:
     for config, where in (
         (ZERO2, {"shard_group_size": ctx.world_size // 2}),
         (ZeroConfig(partition=WholeParams()), {}),
@@ -91,36 +91,36 @@ def test_rows_and_whole_parameters(ctx: RankContext) -> None:
         twins = ShardTwins(config, optimizer_class=ExtraGradient, where=where, lr=0.5)
         for number in range(3):
             for side in twins.sides:
-                iterate(side, number)
+                step_with_closure(side, number)
         twins.compare(exactly=False)
 
 
-class Fork(nn.Module):
+class SkipsLayerEverySecondPass(nn.Module):
     """Every second pass leaves a layer out."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.passes = nn.Linear(8, 8), nn.Linear(8, 4), count()
+        self.first, self.second, self.pass_counter = nn.Linear(8, 8), nn.Linear(8, 4), count()
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.second(x if next(self.passes) % 2 else self.first(x))
+        result: Tensor = self.second(x if next(self.pass_counter) % 2 else self.first(x))
         return result
 
 
 @ranks(1, 2, 3)
-def test_what_the_second_closure_does_not_use_comes_back_everywhere(ctx: RankContext) -> None:
-    twins = ShardTwins(ZERO2, Fork, ExtraGradient, find_unused=True, lr=0.5)
+def test_params_unused_by_the_second_closure_are_restored(ctx: RankContext) -> None:
+    twins = ShardTwins(ZERO2, SkipsLayerEverySecondPass, ExtraGradient, find_unused=True, lr=0.5)
 
     def loss(model: nn.Module, number: int) -> Tensor:
         torch.manual_seed(10 * number + ctx.rank)
         result: Tensor = model(torch.randn(4, 8)).square().mean()
         return result
 
-    twins.run(3, partial(iterate, loss_of=loss))
+    twins.run(3, partial(step_with_closure, loss_of=loss))
 
 
 @ranks(2, 3)
-def test_master_weights(ctx: RankContext) -> None:
+def test_closures_see_rounded_master_weights_on_all_ranks(ctx: RankContext) -> None:
     """Both closures see the rounded values of all masters."""
     model = seeded(mlp, 0).bfloat16()
     config = ZeroConfig(partition=TINY, master_dtype=torch.float32)
@@ -140,7 +140,7 @@ def test_master_weights(ctx: RankContext) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @ranks(2)
-def test_flat_shards_under_ddp(ctx: RankContext, rank: int) -> None:
+def test_flat_shards_under_ddp_match_plain_optimizer(ctx: RankContext, rank: int) -> None:
     """The plain optimizer in one process is right, with what DDP averages of both ranks."""
     ours, plain = seeded(mlp, rank), seeded(mlp, rank)
     ddp, reference = DistributedDataParallel(ours), DistributedDataParallel(plain)
@@ -148,12 +148,12 @@ def test_flat_shards_under_ddp(ctx: RankContext, rank: int) -> None:
     sides = Side(ddp, zero, ddp.no_sync), Side(reference, ExtraGradient(plain.parameters()), reference.no_sync)
     for number in range(3):
         for side in sides:
-            iterate(side, number)
+            step_with_closure(side, number)
     for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
         assert_equal_sums(mine, theirs, f"after three steps from seed {rank}")
 
 
-class Failing(ExtraGradient):
+class FailsBetweenClosures(ExtraGradient):
     """Once, on one rank, between its closures."""
 
     fails = False
@@ -172,13 +172,13 @@ class Failing(ExtraGradient):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @ranks(2, 3)
-def test_who_fails_between_closures_is_known_to_all(ctx: RankContext, rank: int) -> None:
+def test_failure_between_closures_raises_on_all_ranks(ctx: RankContext, rank: int) -> None:
     """Some have moved what others have not, so that no later step is made either."""
-    twins = ShardTwins(ZERO2, optimizer_class=Failing, lr=0.5)
-    twins.run(1, iterate)
+    twins = ShardTwins(ZERO2, optimizer_class=FailsBetweenClosures, lr=0.5)
+    twins.run(1, step_with_closure)
     for member in twins.zero._engine.inner.local_optimizers:
         vars(member.optimizer)["fails"] = ctx.rank == rank
     for number in (1, 2):
         with pytest.raises(RankMismatchError, match="different calls"):
-            iterate(twins.sides[0], number)
+            step_with_closure(twins.sides[0], number)
         twins.zero.zero_grad()

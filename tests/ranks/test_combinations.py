@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from tests.ranks.test_offload import everything_is_far
+from tests.ranks.test_offload import force_offload
 from tests.support import RankContext, ranks
 from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
@@ -31,29 +31,29 @@ RULES = [
     ParamRule(matrix_params(exclude=("0",)), optim.Muon, lr=0.02),
     ParamRule(remaining_params, optim.AdamW, lr=0.01, weight_decay=0.1),
 ]
-PLAIN = ZeroConfig(partition=FlatShards(bucket_bytes=3000))
+BASE_CONFIG = ZeroConfig(partition=FlatShards(bucket_bytes=3000))
 
 
-def configs() -> Iterator[ZeroConfig]:
+def all_configs() -> Iterator[ZeroConfig]:
     for masters, offload, overlap in product((None, torch.float32), (None, CPUOffload()), (False, True)):
-        stage = 1 if overlap else PLAIN.stage
-        yield replace(PLAIN, master_dtype=masters, offload=offload, overlap_param_gather=overlap, stage=stage)
+        stage = 1 if overlap else BASE_CONFIG.stage
+        yield replace(BASE_CONFIG, master_dtype=masters, offload=offload, overlap_param_gather=overlap, stage=stage)
 
 
-def arrangements(ctx: RankContext) -> list[dict[str, Any]]:
+def shard_group_options(ctx: RankContext) -> list[dict[str, Any]]:
     return [{"shard_group_size": number} for number in range(1, ctx.world_size + 1) if ctx.world_size % number == 0]
 
 
-def net(dtype: torch.dtype) -> nn.Sequential:
+def make_net(dtype: torch.dtype) -> nn.Sequential:
     torch.manual_seed(1)
     layers = [nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 4)]
     return nn.Sequential(*layers).to(dtype)
 
 
-class Run:
+class ShardedRun:
     def __init__(self, config: ZeroConfig, **where: Any) -> None:
         dtype = torch.bfloat16 if config.master_dtype else torch.float32
-        self.model, self.steps = net(dtype), 0
+        self.model, self.steps = make_net(dtype), 0
         self.optimizer: ShardedOptimizer = shard(self.model, RULES, config=config, **where)
 
     def train(self, steps: int) -> None:
@@ -67,8 +67,8 @@ class Run:
             self.optimizer.zero_grad()
             self.steps += 1
 
-    def _backward(self, turn: int) -> None:
-        inputs = torch.randn(6, 12, generator=torch.Generator().manual_seed(10 * self.steps + turn))
+    def _backward(self, micro_step: int) -> None:
+        inputs = torch.randn(6, 12, generator=torch.Generator().manual_seed(10 * self.steps + micro_step))
         model = self.model if self.steps % 3 else self.model[:4]  # some parameters get no gradients now and then
         torch.autograd.backward(model(inputs.to(next(self.model.parameters()).dtype)).float().square().mean())
 
@@ -78,16 +78,16 @@ class Run:
         return [param.detach().clone() for param in self.model.parameters()]
 
 
-def plainly(steps: int) -> list[torch.Tensor]:
+def train_plain(steps: int) -> list[torch.Tensor]:
     """The two plain optimizers, on one rank's gradients."""
-    model = net(torch.float32)
+    model = make_net(torch.float32)
     chosen = [name for name, param in model.named_parameters() if param.dim() == 2 and not name.startswith("0.")]
     named = dict(model.named_parameters())
     pair = [
         optim.Muon([named[name] for name in chosen], lr=0.02),
         optim.AdamW([it for name, it in named.items() if name not in chosen], lr=0.01, weight_decay=0.1),
     ]
-    run = Run.__new__(Run)
+    run = ShardedRun.__new__(ShardedRun)
     run.model, run.steps = model, 0
     for _ in range(steps):
         run._backward(0)
@@ -100,28 +100,30 @@ def plainly(steps: int) -> list[torch.Tensor]:
 
 
 @ranks(1, 2, 4)
-def test_any_of_them_together_are_the_same_numbers(ctx: RankContext) -> None:
-    expected = {None: plainly(5)}
-    with everything_is_far("cpu"):
-        for where, config in product(arrangements(ctx), configs()):
-            run = Run(config, **where)
+def test_all_feature_combinations_match_plain_optimizers(ctx: RankContext) -> None:
+    expected = {None: train_plain(5)}
+    with force_offload("cpu"):
+        for where, config in product(shard_group_options(ctx), all_configs()):
+            run = ShardedRun(config, **where)
             run.train(5)
             assert_same(run.values, expected.setdefault(config.master_dtype, run.values), f"{where} {config}")
 
 
 @ranks(2, 4)
 @sampled("masters", [None, torch.float32], ids=["plain", "masters"])
-def test_and_go_on_from_each_others_checkpoints(ctx: RankContext, masters: torch.dtype | None, tmp_path: Path) -> None:
-    config = replace(PLAIN, master_dtype=masters)
-    straight = Run(config)
+def test_feature_combinations_load_each_others_checkpoints(
+    ctx: RankContext, masters: torch.dtype | None, tmp_path: Path
+) -> None:
+    config = replace(BASE_CONFIG, master_dtype=masters)
+    straight = ShardedRun(config)
     straight.train(5)
-    with everything_is_far("cpu"):
-        places = arrangements(ctx)
+    with force_offload("cpu"):
+        places = shard_group_options(ctx)
         for number, where in enumerate(places):
-            first = Run(replace(config, offload=CPUOffload()), **where)
+            first = ShardedRun(replace(config, offload=CPUOffload()), **where)
             first.train(3)
             checkpoint.save(tmp_path / str(number), step=3, model=first.model, optimizer=first.optimizer)
-            second = Run(replace(config, overlap_param_gather=True), **places[number - 1])
+            second = ShardedRun(replace(config, overlap_param_gather=True), **places[number - 1])
             second.train(1)
             checkpoint.load(tmp_path / str(number), model=second.model, optimizer=second.optimizer)
             second.steps = 3

@@ -64,7 +64,7 @@ def test_two_optimizers_on_one_model(ctx: RankContext, config: ZeroConfig, secon
 @sampled("overlapping", [False, True], ids=["same", "overlapping"])
 @some_configs
 @ranks(2, 4)
-def test_two_groups_in_two_threads(ctx: RankContext, config: ZeroConfig, overlapping: bool) -> None:
+def test_two_process_groups_in_two_threads(ctx: RankContext, config: ZeroConfig, overlapping: bool) -> None:
     for run in trained_in_threads(two_groups(overlapping=overlapping), config):
         run.check()
 
@@ -72,7 +72,7 @@ def test_two_groups_in_two_threads(ctx: RankContext, config: ZeroConfig, overlap
 @sampled("overlapping", [False, True], ids=["same", "overlapping"])
 @some_configs
 @ranks(3)
-def test_two_groups_in_one_thread(ctx: RankContext, config: ZeroConfig, overlapping: bool) -> None:
+def test_two_process_groups_in_one_thread(ctx: RankContext, config: ZeroConfig, overlapping: bool) -> None:
     """In turns, with both backward passes before both steps every other time."""
     groups = two_groups(overlapping=overlapping)
     runs = [ConcurrentRun(group, config, seed) for seed, group in enumerate(groups) if group is not None]
@@ -91,7 +91,7 @@ def test_two_groups_in_one_thread(ctx: RankContext, config: ZeroConfig, overlapp
 
 
 @ranks(2, 3)
-def test_optimizers_are_made_while_others_step(ctx: RankContext) -> None:
+def test_optimizer_construction_while_another_steps(ctx: RankContext) -> None:
     """In a group of their own, by another thread."""
     groups = two_groups(overlapping=False)
     run = ConcurrentRun(groups[0], ZERO2)
@@ -105,7 +105,7 @@ def test_optimizers_are_made_while_others_step(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_parameters_of_two_models_are_under_way(ctx: RankContext) -> None:
+def test_step_waits_for_param_gathers_of_two_models(ctx: RankContext) -> None:
     """A third optimizer's step waits for both."""
     runs = [ConcurrentRun(None, replace(ZERO2, overlap_param_gather=True), seed) for seed in range(2)]
     other = nn.Parameter(torch.ones(3))
@@ -120,7 +120,7 @@ def test_parameters_of_two_models_are_under_way(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_parameters_are_read_by_another_thread(ctx: RankContext) -> None:
+def test_param_reads_from_another_thread_wait_for_the_gather(ctx: RankContext) -> None:
     """Between two steps, while they are under way: it and the forward pass of this thread both wait for them."""
     run = ConcurrentRun(None, replace(ZERO2, overlap_param_gather=True))
     with ThreadPoolExecutor() as pool:
@@ -140,11 +140,11 @@ def test_parameters_are_read_by_another_thread(ctx: RankContext) -> None:
 
 @some_configs
 @ranks(1, 3)
-def test_threads_beside_training(ctx: RankContext, config: ZeroConfig) -> None:
+def test_unrelated_threads_during_training(ctx: RankContext, config: ZeroConfig) -> None:
     trained_beside_threads(config).check()
 
 
-class Inputs(Dataset[Tensor]):
+class InputDataset(Dataset[Tensor]):
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
@@ -157,18 +157,18 @@ class Inputs(Dataset[Tensor]):
 
 @sampled("config", [ZERO2, ZERO1], ids=["zero2", "zero1"])
 @ranks(2)
-def test_a_data_loader_with_processes(ctx: RankContext, config: ZeroConfig) -> None:
+def test_data_loader_with_worker_processes(ctx: RankContext, config: ZeroConfig) -> None:
     run = ConcurrentRun(None, config)
     run.train(1)
-    with allowed_to_have_children():
-        loader = DataLoader(Inputs(ctx.rank), batch_size=None, num_workers=2)
+    with allow_child_processes():
+        loader = DataLoader(InputDataset(ctx.rank), batch_size=None, num_workers=2)
         for number, x in itertools.islice(enumerate(loader), 1, None):
             run.step(number, x)
     run.check()
 
 
 @contextmanager
-def allowed_to_have_children() -> Iterator[None]:
+def allow_child_processes() -> Iterator[None]:
     """The pool's processes are not, lest they outlive it."""
     config: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
     with pytest.MonkeyPatch.context() as patch:
@@ -180,7 +180,7 @@ def allowed_to_have_children() -> Iterator[None]:
 
 
 @contextmanager
-def held_back() -> Iterator[threading.Event]:
+def block_writes() -> Iterator[threading.Event]:
     """Saves wait, before they write, until the event is set."""
     go, write_parts = threading.Event(), saver.write_shards
 
@@ -195,11 +195,11 @@ def held_back() -> Iterator[threading.Event]:
 
 @some_configs
 @ranks(1, 2, 3)
-def test_training_goes_on_while_a_checkpoint_is_written(ctx: RankContext, tmp_path: Path, config: ZeroConfig) -> None:
+def test_training_continues_during_async_save(ctx: RankContext, tmp_path: Path, config: ZeroConfig) -> None:
     """What is written is what was there when the save began; a load right after goes back to it."""
     run = ConcurrentRun(None, config)
     run.train(2)
-    with held_back() as go:
+    with block_writes() as go:
         begun = checkpoint.async_save(tmp_path, step=2, model=run.model, optimizer=run.zero)
         for number in range(2, STEPS):
             run.step(number)
@@ -216,10 +216,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(ctx: RankContext, tmp_pa
 
 
 @ranks(1, 2, 3)
-def test_a_save_begins_while_another_is_under_way(ctx: RankContext, tmp_path: Path) -> None:
+def test_async_save_waits_for_the_previous_one(ctx: RankContext, tmp_path: Path) -> None:
     """It waits for that one; each has what was there when it was called for."""
     run, kept = ConcurrentRun(None, ZERO2), dict[int, Any]()
-    with held_back() as go, ThreadPoolExecutor() as pool:
+    with block_writes() as go, ThreadPoolExecutor() as pool:
         for number in range(STEPS):
             run.step(number)
             if number == 1:

@@ -26,23 +26,23 @@ from zeroshard.state import serialization
 Pair = namedtuple("Pair", "left right")
 
 
-def consolidated(ctx: RankContext, zero: ZeroRedundancyOptimizer, to: int) -> dict[str, Any] | None:
+def consolidate_on(ctx: RankContext, zero: ZeroRedundancyOptimizer, to: int) -> dict[str, Any] | None:
     zero.consolidate_state_dict(to)
     return zero.state_dict() if ctx.rank == to else None
 
 
 def assert_consolidates(ctx: RankContext, twins: Twins, to: int) -> None:
-    found = consolidated(ctx, twins.zero, to)
+    found = consolidate_on(ctx, twins.zero, to)
     if found is not None:
         assert_same(found, twins.plain.state_dict(), "the state dict")
 
 
-def in_named_groups(model: nn.Module) -> list[dict[str, Any]]:
+def split_into_named_groups(model: nn.Module) -> list[dict[str, Any]]:
     first, *rest = model.named_parameters()
     return [{"params": rest}, {"params": [first]}]
 
 
-def odd_model() -> nn.Module:
+def make_odd_shaped_model() -> nn.Module:
     shapes = [(0, 3), (), (4, 3, 2, 2), (6, 5)]
     model = nn.ParameterList(nn.Parameter(torch.full(shape, 0.5)) for shape in shapes)
     model[2].data = model[2].data.contiguous(memory_format=torch.channels_last)
@@ -53,12 +53,12 @@ def odd_model() -> nn.Module:
 CASES = [
     partial(Twins, SGD, lr=0.1),
     partial(Twins, SGD, lr=0.1, momentum=0.9),
-    partial(Twins, SGD, lr=0.1, momentum=0.9, model=odd_model),
-    partial(Twins, Adam, lr=0.1, model=odd_model, zero_only={"parameters_as_bucket_view": True}),
+    partial(Twins, SGD, lr=0.1, momentum=0.9, model=make_odd_shaped_model),
+    partial(Twins, Adam, lr=0.1, model=make_odd_shaped_model, zero_only={"parameters_as_bucket_view": True}),
     partial(Twins, Adam, lr=torch.tensor(0.1), foreach=False),
     partial(Twins, Adam, lr=0.1, amsgrad=True, handed=in_groups),
     partial(Twins, AdamW, lr=0.1, fused=True, handed=nn.Module.named_parameters),
-    partial(Twins, Adagrad, lr=0.1, initial_accumulator_value=0.5, handed=in_named_groups),
+    partial(Twins, Adagrad, lr=0.1, initial_accumulator_value=0.5, handed=split_into_named_groups),
     partial(Twins, Adadelta),
     partial(Twins, Adafactor),
     partial(Twins, NAdam),
@@ -70,7 +70,7 @@ CASES = [
 
 
 @ranks(1, 2, 3, 4)
-def test_equals_the_plain_optimizers_state_dict(ctx: RankContext) -> None:
+def test_consolidated_state_equals_plain_state_dict(ctx: RankContext) -> None:
     for number, make in enumerate(CASES):
         twins = make()
         assert_consolidates(ctx, twins, number % ctx.world_size)
@@ -80,7 +80,7 @@ def test_equals_the_plain_optimizers_state_dict(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_state_of_parameters_that_got_no_gradient_is_missing_as_in_torch(ctx: RankContext) -> None:
+def test_params_without_gradients_have_no_state(ctx: RankContext) -> None:
     twins = Twins(SGD, lr=0.1, momentum=0.9)
     for model in (twins.model, twins.plain_model):
         set_grads([param for place, param in enumerate(model.parameters()) if place in (1, 4)], 0)
@@ -92,7 +92,7 @@ def test_state_of_parameters_that_got_no_gradient_is_missing_as_in_torch(ctx: Ra
 
 
 @ranks(2)
-def test_sparse_momentum(ctx: RankContext) -> None:
+def test_sparse_momentum_is_consolidated(ctx: RankContext) -> None:
     def tables() -> nn.Module:
         torch.manual_seed(0)
         return nn.ModuleList(nn.Embedding(6, 3, sparse=True) for _ in range(3))
@@ -110,7 +110,7 @@ def test_sparse_momentum(ctx: RankContext) -> None:
 
 
 @ranks(3, 4)
-def test_groups_whose_ranks_are_not_the_global_ones(ctx: RankContext) -> None:
+def test_subgroup_ranks_differ_from_global_ranks(ctx: RankContext) -> None:
     members = [1, ctx.world_size - 1]
     group = dist.new_group(members)
     if ctx.rank in members:
@@ -121,7 +121,7 @@ def test_groups_whose_ranks_are_not_the_global_ones(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_only_the_target_has_it_and_others_are_told_what_to_call(ctx: RankContext) -> None:
+def test_state_dict_on_other_ranks_says_to_consolidate(ctx: RankContext) -> None:
     twins = Twins(Adam)
     twins.train(1)
     with pytest.raises(RuntimeError, match=r"consolidate_state_dict\(to=0\) on all ranks"):
@@ -136,7 +136,7 @@ def test_only_the_target_has_it_and_others_are_told_what_to_call(ctx: RankContex
 
 
 @ranks(1, 2, 3)
-def test_full_state_dict_returns_it_on_the_target_and_keeps_nothing(ctx: RankContext) -> None:
+def test_full_state_dict_returns_on_target_and_stores_nothing(ctx: RankContext) -> None:
     twins = Twins(Adam, handed=nn.Module.named_parameters)
     twins.train(2)
     for to in range(ctx.world_size):
@@ -150,11 +150,11 @@ def test_full_state_dict_returns_it_on_the_target_and_keeps_nothing(ctx: RankCon
 
 
 @ranks(1, 2, 3)
-def test_a_snapshot_stays_as_it_was_and_says_that_it_is_old(ctx: RankContext) -> None:
+def test_consolidated_state_is_immutable_and_warns_when_stale(ctx: RankContext) -> None:
     twins = Twins(Adam, lr=torch.tensor(0.1), foreach=False, handed=nn.Module.named_parameters)
     twins.train(1)
     before = copy.deepcopy(twins.plain.state_dict())
-    found = consolidated(ctx, twins.zero, 0)
+    found = consolidate_on(ctx, twins.zero, 0)
     with torch.no_grad():
         twins.zero.param_groups[0]["lr"].mul_(0.5)
         twins.plain.param_groups[0]["lr"].mul_(0.5)
@@ -163,7 +163,7 @@ def test_a_snapshot_stays_as_it_was_and_says_that_it_is_old(ctx: RankContext) ->
         assert_same(found, before)
         with pytest.warns(UserWarning, match=r"2 steps ago.*consolidate_state_dict"):
             assert_same(twins.zero.state_dict(), before)
-    consolidated(ctx, twins.zero, 0)
+    consolidate_on(ctx, twins.zero, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         if ctx.rank == 0:
@@ -171,10 +171,10 @@ def test_a_snapshot_stays_as_it_was_and_says_that_it_is_old(ctx: RankContext) ->
 
 
 @ranks(1, 2)
-def test_editing_a_returned_dict_changes_neither_the_snapshot_nor_the_training(ctx: RankContext) -> None:
+def test_editing_returned_state_dict_has_no_side_effects(ctx: RankContext) -> None:
     twins = Twins(Keeper, handed=nn.Module.named_parameters)
     twins.train(1)
-    for found in (consolidated(ctx, twins.zero, 0), twins.zero.full_state_dict(0)):
+    for found in (consolidate_on(ctx, twins.zero, 0), twins.zero.full_state_dict(0)):
         if found is not None:
             found["param_groups"][0]["params"].clear()
             found["param_groups"][0]["param_names"].append("another")
@@ -194,7 +194,7 @@ def test_editing_a_returned_dict_changes_neither_the_snapshot_nor_the_training(c
 
 
 @ranks(1, 2, 3)
-def test_a_target_that_is_no_rank_is_refused_everywhere(ctx: RankContext) -> None:
+def test_invalid_target_rank_is_rejected_on_all_ranks(ctx: RankContext) -> None:
     twins = Twins(Adam)
     twins.train(1)
     targets: list[Any] = [-1, ctx.world_size, "0", None, 0.5]
@@ -206,7 +206,7 @@ def test_a_target_that_is_no_rank_is_refused_everywhere(ctx: RankContext) -> Non
 
 
 @ranks(2, 3)
-def test_different_targets_are_a_mismatch_everywhere(ctx: RankContext) -> None:
+def test_different_target_ranks_raise_rank_mismatch(ctx: RankContext) -> None:
     twins = Twins(Adam)
     twins.train(1)
     last = ctx.world_size - 1
@@ -218,7 +218,7 @@ def test_different_targets_are_a_mismatch_everywhere(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_different_hyper_parameters_are_a_mismatch_everywhere(ctx: RankContext) -> None:
+def test_different_hyperparameters_raise_rank_mismatch(ctx: RankContext) -> None:
     twins = Twins(Adam, lr=0.1)
     if ctx.rank == 1:
         twins.zero.param_groups[0]["lr"] = 0.2
@@ -227,7 +227,7 @@ def test_different_hyper_parameters_are_a_mismatch_everywhere(ctx: RankContext) 
 
 
 @ranks(2, 3, 4)
-def test_bytes_go_to_the_target_alone_and_in_bounded_pieces(ctx: RankContext) -> None:
+def test_state_is_sent_only_to_the_target_in_bounded_chunks(ctx: RankContext) -> None:
     twins = Twins(Adam, model=partial(small_model, width=40))
     twins.train(1)
     mine = sum(tensor.nbytes for state in twins.zero.optim.state.values() for tensor in state.values())
@@ -252,7 +252,7 @@ def test_bytes_go_to_the_target_alone_and_in_bounded_pieces(ctx: RankContext) ->
 
 
 @ranks(2)
-def test_it_takes_the_memory_of_the_result_and_a_small_buffer(ctx: RankContext) -> None:
+def test_peak_memory_is_the_result_plus_a_small_buffer(ctx: RankContext) -> None:
     twins = Twins(SGD, model=lambda: nn.ParameterList([torch.zeros(1), torch.zeros(24 << 20)]), lr=0.1, momentum=0.9)
     big = next(param for param in twins.model.parameters() if param.numel() > 1)
     del twins.plain_model, twins.plain
@@ -260,9 +260,9 @@ def test_it_takes_the_memory_of_the_result_and_a_small_buffer(ctx: RankContext) 
     twins.zero.step()
     owner = next(rank for rank, owns in enumerate(ctx.gather(big in twins.zero.state)) if owns)
     Path("/proc/self/clear_refs").write_text("5")
-    before = memory("VmRSS")
+    before = read_process_memory_kib("VmRSS")
     twins.zero.consolidate_state_dict(1 - owner)
-    grown = memory("VmHWM") - before
+    grown = read_process_memory_kib("VmHWM") - before
     state, buffer = 96 << 10, 32 << 10
     if ctx.rank == owner:
         assert grown < buffer
@@ -270,14 +270,14 @@ def test_it_takes_the_memory_of_the_result_and_a_small_buffer(ctx: RankContext) 
         assert state * 0.9 < grown < state + buffer
 
 
-def memory(kind: str) -> int:
+def read_process_memory_kib(field: str) -> int:
     """In KiB, as the kernel counts it."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(kind))
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 @ranks(1, 2, 3)
-def test_containers_and_plain_values_keep_their_types(ctx: RankContext) -> None:
+def test_containers_and_scalars_keep_their_types(ctx: RankContext) -> None:
     twins = Twins(Keeper)
     twins.train(2)
     states: list[dict[Any, Any]] = [twins.zero.state, twins.plain.state]
@@ -288,7 +288,7 @@ def test_containers_and_plain_values_keep_their_types(ctx: RankContext) -> None:
 
 
 @ranks(1, 2)
-def test_tensors_with_gaps_overlaps_and_lazy_bits_keep_their_values(ctx: RankContext) -> None:
+def test_strided_expanded_and_conjugate_tensors_keep_their_values(ctx: RankContext) -> None:
     odd = {
         "gaps": torch.arange(12.0).view(3, 4)[:, ::2],
         "overlap": torch.tensor(2.0).expand(3, 2),
@@ -303,7 +303,7 @@ def test_tensors_with_gaps_overlaps_and_lazy_bits_keep_their_values(ctx: RankCon
         for state in optimizer.state.values():
             state.update(odd)
     for to in range(ctx.world_size):
-        found = consolidated(ctx, twins.zero, to)
+        found = consolidate_on(ctx, twins.zero, to)
         for state in (found or {"state": {}})["state"].values():
             for key, value in odd.items():
                 assert torch.equal(state[key], value.detach()), key
@@ -312,7 +312,7 @@ def test_tensors_with_gaps_overlaps_and_lazy_bits_keep_their_values(ctx: RankCon
 
 @ranks(1, 2, 3)
 @pytest.mark.parametrize("value", [Pair(1, 2), Path("x"), [torch.ones(1), {"deep": Path("x")}]], ids=repr)
-def test_what_could_run_code_is_refused_everywhere_by_parameter_and_key(ctx: RankContext, value: object) -> None:
+def test_unsafe_types_are_rejected_on_all_ranks_with_param_and_key(ctx: RankContext, value: object) -> None:
     twins = Twins(Adam)
     twins.train(1)
     params = list(twins.model.parameters())
@@ -328,7 +328,7 @@ def test_what_could_run_code_is_refused_everywhere_by_parameter_and_key(ctx: Ran
     assert_consolidates(ctx, twins, 0)
 
 
-class Trap:
+class MaliciousPickle:
     def __init__(self, marker: Path) -> None:
         self.marker = marker
 
@@ -343,14 +343,14 @@ def pack_unchecked(value: Any) -> bytes:
 
 
 @ranks(2)
-def test_nothing_that_a_rank_sends_is_executed(ctx: RankContext, tmp_path: Path) -> None:
+def test_received_data_is_never_executed(ctx: RankContext, tmp_path: Path) -> None:
     twins = Twins(Adam)
     twins.train(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serialization, "dumps", pack_unchecked)
         if ctx.rank == 1:
             twins.zero.state.clear()  # what follows a refused header would wait for its receiver
-            twins.zero.state["trap"] = Trap(tmp_path / "sprung")
+            twins.zero.state["trap"] = MaliciousPickle(tmp_path / "sprung")
             twins.zero.consolidate_state_dict()
         else:
             with pytest.raises(Exception, match=r"[Ww]eights"):
@@ -359,7 +359,7 @@ def test_nothing_that_a_rank_sends_is_executed(ctx: RankContext, tmp_path: Path)
 
 
 @ranks(1, 2)
-def test_state_dict_hooks_fire_once_and_may_replace_the_dict(ctx: RankContext) -> None:
+def test_state_dict_hooks_run_once_and_can_replace_the_dict(ctx: RankContext) -> None:
     twins = Twins(Adam)
     twins.train(1)
     calls: list[str] = []

@@ -34,7 +34,7 @@ SHAPES: list[tuple[int, ...]] = [(16, 320), (7,), (3000,), (1536,), (), (64, 33)
 """Those of 5120, 1536 and 4096 elements may be cut, with blocks of 256."""
 
 
-class Weights(nn.Module):
+class WeightList(nn.Module):
     def __init__(self, shapes: list[tuple[int, ...]] = SHAPES, *, transposed: bool = False) -> None:
         super().__init__()
         draw = torch.Generator().manual_seed(0)
@@ -43,20 +43,20 @@ class Weights(nn.Module):
         self.weights = nn.ParameterList([nn.Parameter(it) for it in made])
 
 
-def flat(**options: int) -> dict[str, Any]:
+def flat_options(**options: int) -> dict[str, Any]:
     return {"config": ZeroConfig(partition=FlatShards(**options))}
 
 
-def twins_of(**more: Any) -> Twins:
-    return Twins(Blocks, **{"model": Weights, "zero_only": flat(), "lr": 0.05, **more})
+def make_twins(**more: Any) -> Twins:
+    return Twins(Blocks, **{"model": WeightList, "zero_only": flat_options(), "lr": 0.05, **more})
 
 
-def pieces(zero: ZeroRedundancyOptimizer) -> list[list[int]]:
+def shard_lengths(zero: ZeroRedundancyOptimizer) -> list[list[int]]:
     """Elements of each piece of each parameter."""
     return [[it.in_param.length for it in zero.layout.param_shards(spec.index)] for spec in zero.layout.params]
 
 
-def assert_state(twins: Twins) -> None:
+def assert_full_state_matches_plain(twins: Twins) -> None:
     """The dict of all ranks is that of the plain optimizer, with parameters in order."""
     expected = twins.plain.state_dict()
     expected["state"] = dict(sorted(expected["state"].items()))
@@ -65,16 +65,16 @@ def assert_state(twins: Twins) -> None:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 9000, 1 << 20])
 @ranks(1, 2, 3, 4)
-def test_they_are_updated_as_whole_ones(ctx: RankContext, bucket_bytes: int) -> None:
-    twins = twins_of(zero_only=flat(bucket_bytes=bucket_bytes))
+def test_split_params_are_updated_like_whole_params(ctx: RankContext, bucket_bytes: int) -> None:
+    twins = make_twins(zero_only=flat_options(bucket_bytes=bucket_bytes))
     twins.train(4)
-    cut = [lengths for lengths in pieces(twins.zero) if len(lengths) > 1]
+    cut = [lengths for lengths in shard_lengths(twins.zero) if len(lengths) > 1]
     assert bool(cut) == (ctx.world_size > 1) or bucket_bytes > 1
     assert all(length % 256 == 0 and length >= 512 for lengths in cut for length in lengths)
-    assert_state(twins)
+    assert_full_state_matches_plain(twins)
 
 
-def test_other_cuts_would_be_wrong() -> None:
+def test_unaligned_splits_change_the_result() -> None:
     """Guard of the guard: the optimizer does tell pieces of other lengths from the whole."""
     whole = nn.Parameter(torch.ones(5120))
     halves = [nn.Parameter(torch.ones(size)) for size in (2500, 2620)]
@@ -87,8 +87,8 @@ def test_other_cuts_would_be_wrong() -> None:
 
 
 @ranks(1, 2, 3)
-def test_missing_gradients_leave_pieces_alone(ctx: RankContext) -> None:
-    twins = twins_of()
+def test_missing_gradients_leave_shards_unchanged(ctx: RankContext) -> None:
+    twins = make_twins()
     for step in range(5):
         for model, optimizer in twins.sides:
             set_grads(model.parameters(), step)
@@ -96,38 +96,38 @@ def test_missing_gradients_leave_pieces_alone(ctx: RankContext) -> None:
                 param.grad = None if (index + step) % 3 == 0 else param.grad
             optimizer.step()
         twins.check()
-    assert_state(twins)
+    assert_full_state_matches_plain(twins)
 
 
 @ranks(1, 3)
-def test_parameters_that_do_not_lie_in_order_stay_whole(ctx: RankContext) -> None:
-    twins = twins_of(model=lambda: Weights([(16, 320), (4096,)], transposed=True))
+def test_non_contiguous_params_are_not_split(ctx: RankContext) -> None:
+    twins = make_twins(model=lambda: WeightList([(16, 320), (4096,)], transposed=True))
     twins.train(3)
-    assert len(pieces(twins.zero)[0]) == 1
-    assert len(pieces(twins.zero)[1]) == min(2, ctx.world_size)
+    assert len(shard_lengths(twins.zero)[0]) == 1
+    assert len(shard_lengths(twins.zero)[1]) == min(2, ctx.world_size)
 
 
 @ranks(1, 2, 3)
-def test_groups_may_be_added(ctx: RankContext) -> None:
-    twins = twins_of(handed=lambda model: list(model.parameters())[:3])
+def test_add_param_group(ctx: RankContext) -> None:
+    twins = make_twins(handed=lambda model: list(model.parameters())[:3])
     twins.train(2)
     for model, optimizer in twins.sides:
         optimizer.add_param_group({"params": list(model.parameters())[3:], "lr": 0.2})
     twins.train(2)
-    assert_state(twins)
+    assert_full_state_matches_plain(twins)
 
 
 @ranks(3)
-def test_state_goes_to_other_cuts_and_back(ctx: RankContext, tmp_path: Path) -> None:
+def test_state_reshards_through_checkpoint_and_state_dict(ctx: RankContext, tmp_path: Path) -> None:
     """From 3 ranks to 2, through files, and to whole parameters, in a dict."""
-    folder, before = ctx.gather(tmp_path)[0], twins_of()
+    folder, before = ctx.gather(tmp_path)[0], make_twins()
     before.train(3)
     saved = broadcast_object(before.zero.full_state_dict(), 0)
     checkpoint.save(folder, step=1, model=before.model, optimizer=before.zero)
     group = first_ranks(2)
-    options = [{"config": ZeroConfig(partition=WholeParams())}, {**flat(), "process_group": group}]
+    options = [{"config": ZeroConfig(partition=WholeParams())}, {**flat_options(), "process_group": group}]
     for through_files, zero_only in enumerate(options[: 1 if group is None else 2]):
-        after = twins_of(zero_only=zero_only)
+        after = make_twins(zero_only=zero_only)
         after.plain_model, after.plain, after.steps = *copy.deepcopy((before.plain_model, before.plain)), before.steps
         if through_files:
             checkpoint.load(folder, model=after.model, optimizer=after.zero, process_group=group)
@@ -139,35 +139,37 @@ def test_state_goes_to_other_cuts_and_back(ctx: RankContext, tmp_path: Path) -> 
 
 
 @ranks(1, 2)
-def test_cuts_that_are_too_fine_are_refused_and_coarser_ones_are_not(ctx: RankContext) -> None:
+def test_too_fine_alignment_is_rejected_and_coarser_is_accepted(ctx: RankContext) -> None:
     for options in ({"align": 64}, {"align": 256}, {"align": 384, "min_numel": 768}, {"min_numel": 4096}):
         with pytest.raises(ConfigError, match=r"cuts too finely for Blocks.*align=256 and min_numel=512"):
-            twins_of(zero_only=flat(**options))
+            make_twins(zero_only=flat_options(**options))
     for options in ({"align": 512}, {"align": 256, "least": 1024}):
-        twins = twins_of(zero_only=flat(**options))
+        twins = make_twins(zero_only=flat_options(**options))
         twins.train(2)
-        assert all(length % 256 == 0 for lengths in pieces(twins.zero) if len(lengths) > 1 for length in lengths)
+        assert all(length % 256 == 0 for lengths in shard_lengths(twins.zero) if len(lengths) > 1 for length in lengths)
     with pytest.raises(ConfigError, match=r"FlatShards\(\) cannot be used"):
-        Twins(torch.optim.Adafactor, model=Weights, zero_only=flat())
+        Twins(torch.optim.Adafactor, model=WeightList, zero_only=flat_options())
 
 
 @ranks(2)
-def test_element_wise_optimizers_may_be_cut_at_multiples_too(ctx: RankContext) -> None:
-    twins = Twins(torch.optim.AdamW, model=Weights, zero_only=flat(align=64), lr=0.05)
+def test_elementwise_optimizer_accepts_alignment(ctx: RankContext) -> None:
+    twins = Twins(torch.optim.AdamW, model=WeightList, zero_only=flat_options(align=64), lr=0.05)
     twins.train(3)
-    assert all(length % 64 == 0 for lengths in pieces(twins.zero) if len(lengths) > 1 for length in lengths)
-    assert_state(twins)
+    assert all(length % 64 == 0 for lengths in shard_lengths(twins.zero) if len(lengths) > 1 for length in lengths)
+    assert_full_state_matches_plain(twins)
 
 
 @ranks(2)
-def test_quantized_state_goes_through_files_to_the_plain_optimizer_and_back(ctx: RankContext, tmp_path: Path) -> None:
+def test_quantized_state_round_trips_with_plain_optimizer(ctx: RankContext, tmp_path: Path) -> None:
     kind = pytest.importorskip("torchao.optim").AdamW8bit
     folder = ctx.gather(tmp_path)[0]
     with torch.compiler.set_stance("force_eager"):
-        make = partial(Twins, kind, model=partial(Weights, [(48, 256), (7,), (4096,)]), zero_only=flat(), lr=0.05)
+        make = partial(
+            Twins, kind, model=partial(WeightList, [(48, 256), (7,), (4096,)]), zero_only=flat_options(), lr=0.05
+        )
         before = make()
         before.train(3)
-        assert len(pieces(before.zero)[0]) == 2
+        assert len(shard_lengths(before.zero)[0]) == 2
         for source in ("zero", "plain"):
             model = before.model if source == "zero" else before.plain_model
             checkpoint.save(folder / source, step=1, model=model, optimizer=getattr(before, source))
@@ -176,50 +178,50 @@ def test_quantized_state_goes_through_files_to_the_plain_optimizer_and_back(ctx:
                 model = after.model if target == "zero" else after.plain_model
                 checkpoint.load(folder / source, model=model, optimizer=getattr(after, target))
                 if target == "plain":
-                    assert_same_state(after.plain.state_dict(), before.plain.state_dict())
+                    assert_same_optimizer_state(after.plain.state_dict(), before.plain.state_dict())
                 else:
-                    assert_same_state(after.zero.full_state_dict(), before.plain.state_dict())
+                    assert_same_optimizer_state(after.zero.full_state_dict(), before.plain.state_dict())
 
 
-def assert_same_state(found: Any, expected: dict[str, Any]) -> None:
+def assert_same_optimizer_state(found: Any, expected: dict[str, Any]) -> None:
     """Bit for bit, of the same classes."""
     for index, state in expected["state"].items() if found is not None else ():
         assert state.keys() == found["state"][index].keys()
         for key, value in state.items():
             other = found["state"][index][key]
             assert (type(other), other.shape) == (type(value), value.shape)
-            for mine, theirs in zip(plain_tensors(other), plain_tensors(value), strict=True):
+            for mine, theirs in zip(get_inner_tensors(other), get_inner_tensors(value), strict=True):
                 assert torch.equal(mine, theirs), (index, key)
 
 
-def plain_tensors(value: torch.Tensor) -> list[torch.Tensor]:
+def get_inner_tensors(value: torch.Tensor) -> list[torch.Tensor]:
     return list(inner_tensors(value).values()) if is_wrapper_subclass(value) else [value]
 
 
 @ranks(3)
-def test_second_copies_go_to_other_cuts(ctx: RankContext) -> None:
+def test_peer_snapshots_reshard_quantized_state(ctx: RankContext) -> None:
     """Quantized state of 3 ranks to 2, to whole parameters, and to cuts again."""
     kind = pytest.importorskip("torchao.optim").AdamW8bit
     group = first_ranks(2)
     with torch.compiler.set_stance("force_eager"):
-        make = partial(Twins, kind, model=partial(Weights, [(48, 256), (7,), (12288,), (4096,)]), lr=0.05)
+        make = partial(Twins, kind, model=partial(WeightList, [(48, 256), (7,), (12288,), (4096,)]), lr=0.05)
         copied = [
             ZeroConfig(partition=it, peer_checkpoint=PeerCheckpoint(every=3)) for it in (FlatShards(), WholeParams())
         ]
         before = make(zero_only={"config": copied[0]})
         before.train(3)
-        assert max(map(len, pieces(before.zero))) == 2
-        held: PeerSnapshots | None = settled(before.zero)
+        assert max(map(len, shard_lengths(before.zero))) == 2
+        held: PeerSnapshots | None = wait_for_snapshots(before.zero)
         for config in (*copied, copied[0]) if group is not None else ():
             after = make(zero_only={"config": config, "process_group": group})
             assert restore_from_peers(after.zero, held) == 3
             assert_same(after.model.state_dict(), before.model.state_dict())
-            assert_same_state(after.zero.full_state_dict(), before.plain.state_dict())
-            held = settled(after.zero)
+            assert_same_optimizer_state(after.zero.full_state_dict(), before.plain.state_dict())
+            held = wait_for_snapshots(after.zero)
         dist.barrier()
 
 
-def settled(zero: ZeroRedundancyOptimizer) -> PeerSnapshots:
+def wait_for_snapshots(zero: ZeroRedundancyOptimizer) -> PeerSnapshots:
     assert zero._peer_checkpointer is not None
     zero._peer_checkpointer.wait()
     return zero._peer_checkpointer.snapshots

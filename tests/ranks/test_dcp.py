@@ -32,18 +32,18 @@ from tests.support.tiers import sampled
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard.state.shard_tensor import ShardTensor
 
-every_way = sampled("way", WAYS)
-FULL = StateDictOptions(full_state_dict=True)
+each_sharding = sampled("way", WAYS)
+FULL_STATE_DICT = StateDictOptions(full_state_dict=True)
 
 
-def trained(way: Way, steps: int = 3) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+def make_trained(way: Way, steps: int = 3) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     model = net()
     optimizer = way(model, None)
     train(model, optimizer, steps)
     return model, optimizer
 
 
-def reference(steps: int = 3) -> tuple[nn.Module, dict[str, Any]]:
+def train_reference(steps: int = 3) -> tuple[nn.Module, dict[str, Any]]:
     """The plain optimizer's state, by name."""
     model = net()
     optimizer = plain(model)
@@ -51,35 +51,35 @@ def reference(steps: int = 3) -> tuple[nn.Module, dict[str, Any]]:
     return model, by_name(optimizer, optimizer.state_dict(), model)
 
 
-def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def get_dcp_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What torch's helpers say is to be saved."""
     return dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def collect_tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for part in parts for tensor in tensors_in(part)]
+    return [tensor for part in parts for tensor in collect_tensors(part)]
 
 
 @ranks(1, 2, 4)
-@every_way
-def test_the_full_dict_is_the_plain_optimizers(ctx: RankContext, way: Way) -> None:
-    model, optimizer = trained(way)
-    _, expected = reference()
-    found: Any = get_optimizer_state_dict(model, optimizer, options=FULL)
+@each_sharding
+def test_full_state_dict_matches_plain_optimizer(ctx: RankContext, way: Way) -> None:
+    model, optimizer = make_trained(way)
+    _, expected = train_reference()
+    found: Any = get_optimizer_state_dict(model, optimizer, options=FULL_STATE_DICT)
     assert_same_state(found["state"], expected)
-    assert not any(isinstance(tensor, ShardTensor) for tensor in tensors_in(found))
+    assert not any(isinstance(tensor, ShardTensor) for tensor in collect_tensors(found))
     plain_one = net()
-    other: Any = get_optimizer_state_dict(plain_one, plain(plain_one), options=FULL)
+    other: Any = get_optimizer_state_dict(plain_one, plain(plain_one), options=FULL_STATE_DICT)
     assert found["param_groups"][0]["params"] == other["param_groups"][0]["params"]
 
 
 @ranks(1, 2, 3)
-@every_way
-def test_the_full_dict_in_host_memory_is_on_rank_0_only(ctx: RankContext, way: Way) -> None:
-    model, optimizer = trained(way)
+@each_sharding
+def test_cpu_offloaded_full_state_dict_is_on_rank0_only(ctx: RankContext, way: Way) -> None:
+    model, optimizer = make_trained(way)
     found: Any = get_optimizer_state_dict(
         model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
@@ -87,15 +87,15 @@ def test_the_full_dict_in_host_memory_is_on_rank_0_only(ctx: RankContext, way: W
 
 
 @ranks(1, 2, 3, 4)
-@every_way
-def test_parts_are_saved_and_loaded_by_dcp(ctx: RankContext, tmp_path: Path, way: Way) -> None:
-    model, optimizer = trained(way)
+@each_sharding
+def test_dcp_round_trip_between_shardings(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+    model, optimizer = make_trained(way)
     expected = optimizer.full_state_dict(to=0)
-    dcp_save(parts_of(model, optimizer), checkpoint_id=tmp_path)
+    dcp_save(get_dcp_state(model, optimizer), checkpoint_id=tmp_path)
     for target in WAYS:
         again = net(seed=7)
         into = target(again, None)
-        parts = parts_of(again, into)
+        parts = get_dcp_state(again, into)
         dcp_load(parts, checkpoint_id=tmp_path)
         set_state_dict(again, into, model_state_dict=parts["model"], optim_state_dict=parts["optim"])
         found = into.full_state_dict(to=0)
@@ -106,10 +106,10 @@ def test_parts_are_saved_and_loaded_by_dcp(ctx: RankContext, tmp_path: Path, way
 
 
 @ranks(2, 3)
-@every_way
-def test_flattened_dicts(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+@each_sharding
+def test_flattened_state_dict_round_trip(ctx: RankContext, tmp_path: Path, way: Way) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    model, optimizer = trained(way)
+    model, optimizer = make_trained(way)
     expected = optimizer.full_state_dict(to=0)
     saved: Any = get_optimizer_state_dict(model, optimizer, options=options)
     dcp_save({"optim": saved}, checkpoint_id=tmp_path)
@@ -124,16 +124,16 @@ def test_flattened_dicts(ctx: RankContext, tmp_path: Path, way: Way) -> None:
 
 
 @ranks(1, 2, 3)
-@every_way
+@each_sharding
 @sampled("broadcast", [False, True])
-def test_full_dicts_are_loaded(ctx: RankContext, way: Way, broadcast: bool) -> None:
+def test_full_state_dict_loads_on_all_ranks(ctx: RankContext, way: Way, broadcast: bool) -> None:
     """From all ranks, or from rank 0 alone."""
     odd = not broadcast  # torch sends transposed tensors in the wrong order
     model = net(odd=odd)
     optimizer = plain(model)
     train(model, optimizer, 3)
     expected = by_name(optimizer, optimizer.state_dict(), model)
-    full: Any = get_optimizer_state_dict(model, optimizer, options=FULL)
+    full: Any = get_optimizer_state_dict(model, optimizer, options=FULL_STATE_DICT)
     # Not strict: like torch's, a plain optimizer has no state of a parameter that never had a gradient.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast, strict=False)
     again = net(seed=7, odd=odd)
@@ -145,11 +145,11 @@ def test_full_dicts_are_loaded(ctx: RankContext, way: Way, broadcast: bool) -> N
 
 
 @ranks(1, 2, 3)
-@every_way
+@each_sharding
 @sampled("background", [False, True])
-def test_as_stateful(ctx: RankContext, tmp_path: Path, way: Way, background: bool) -> None:
+def test_dcp_treats_optimizer_as_stateful(ctx: RankContext, tmp_path: Path, way: Way, background: bool) -> None:
     """DCP calls `state_dict` and `load_state_dict` itself."""
-    _, optimizer = trained(way)
+    _, optimizer = make_trained(way)
     expected = optimizer.full_state_dict(to=0)
     if background:
         future: Any = async_save({"optim": optimizer}, checkpoint_id=tmp_path)
@@ -164,8 +164,8 @@ def test_as_stateful(ctx: RankContext, tmp_path: Path, way: Way, background: boo
 
 
 @ranks(1, 2, 3)
-@every_way
-def test_asking_changes_nothing(ctx: RankContext, way: Way) -> None:
+@each_sharding
+def test_get_state_dict_has_no_side_effects(ctx: RankContext, way: Way) -> None:
     """No step is faked, no gradient is lost, and what follows is what would have followed."""
     model, asked = net(), net()
     optimizer, other = way(model, None), way(asked, None)
@@ -174,7 +174,7 @@ def test_asking_changes_nothing(ctx: RankContext, way: Way) -> None:
         train(asked, other, steps)
         before = [param.detach().clone() for param in asked.parameters()]
         get_optimizer_state_dict(asked, other)
-        get_optimizer_state_dict(asked, other, options=FULL)
+        get_optimizer_state_dict(asked, other, options=FULL_STATE_DICT)
         assert all(map(torch.equal, before, asked.parameters()))
         assert all(param.grad is None for param in asked.parameters())
     train(model, optimizer, 3, first=2)
@@ -183,7 +183,7 @@ def test_asking_changes_nothing(ctx: RankContext, way: Way) -> None:
 
 
 @ranks(2)
-def test_gradients_that_wait_for_a_step_stay(ctx: RankContext) -> None:
+def test_get_state_dict_keeps_pending_gradients(ctx: RankContext) -> None:
     model, asked = net(), net()
     optimizer, other = flat(model, None), flat(asked, None)
     for each, its in ((model, optimizer), (asked, other)):
@@ -195,31 +195,31 @@ def test_gradients_that_wait_for_a_step_stay(ctx: RankContext) -> None:
 
 
 @ranks(2, 3, 4)
-def test_fsdp2_loads_what_we_save_and_back(ctx: RankContext, tmp_path: Path) -> None:
+def test_round_trip_through_fsdp2(ctx: RankContext, tmp_path: Path) -> None:
     """Under the same names, whoever divided it how."""
     model = net(odd=False)
     optimizer = flat(model, None)
     train(model, optimizer, 3)
     expected = optimizer.full_state_dict(to=0)
-    dcp_save(parts_of(model, optimizer), checkpoint_id=tmp_path / "ours")
+    dcp_save(get_dcp_state(model, optimizer), checkpoint_id=tmp_path / "ours")
 
     theirs = net(seed=3, odd=False)
     fully_shard(theirs, mesh=init_device_mesh("cpu", (ctx.world_size,)))
     their_optimizer = torch.optim.AdamW(theirs.parameters(), **ADAMW)
-    parts = parts_of(theirs, their_optimizer)
+    parts = get_dcp_state(theirs, their_optimizer)
     dcp_load(parts, checkpoint_id=tmp_path / "ours")
     set_state_dict(theirs, their_optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optim"])
-    full: Any = get_optimizer_state_dict(theirs, their_optimizer, options=FULL)
+    full: Any = get_optimizer_state_dict(theirs, their_optimizer, options=FULL_STATE_DICT)
     if expected is not None:
         assert_same_state(full["state"], by_name(optimizer, expected, model))
 
     dcp_save(
-        parts_of(theirs, their_optimizer),
+        get_dcp_state(theirs, their_optimizer),
         checkpoint_id=tmp_path / "theirs",
     )
     again = net(seed=4, odd=False)
     into = flat(again, None)
-    parts = parts_of(again, into)
+    parts = get_dcp_state(again, into)
     dcp_load(parts, checkpoint_id=tmp_path / "theirs")
     set_state_dict(again, into, model_state_dict=parts["model"], optim_state_dict=parts["optim"])
     found = into.full_state_dict(to=0)
@@ -227,7 +227,7 @@ def test_fsdp2_loads_what_we_save_and_back(ctx: RankContext, tmp_path: Path) -> 
         assert_same_state(by_name(into, found, again), by_name(optimizer, expected, model))
 
 
-def test_a_part_can_be_copied_moved_and_saved_only() -> None:
+def test_shard_tensor_supports_only_copy_move_and_save() -> None:
     part = ShardTensor(torch.arange(4.0), (3, 2), (2, 1), 1)
     assert part.shape == (3, 2)
     assert "1 to 5" in repr(part)

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from tests.ranks.test_join import uneven
+from tests.ranks.test_join import uneven_counts
 from tests.support import RankContext, ranks
 from tests.support.monitoring import recorded
 from tests.support.oracles import (
@@ -45,25 +45,25 @@ from zeroshard import (
 )
 
 Options = dict[str, Any]
-INNER: list[tuple[type[optim.Optimizer], Options]] = [
+INNER_OPTIMIZERS: list[tuple[type[optim.Optimizer], Options]] = [
     (optim.AdamW, {"lr": 0.05, "foreach": True}),
     (optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "foreach": True}),
 ]
 
 
-class Hooked:
+class DDPHookTwins:
     """Two equal models under DDP, one with the hook; `wrap` are DDP's options."""
 
     def __init__(
         self,
-        inner: tuple[type[optim.Optimizer], Options] = INNER[0],
+        inner: tuple[type[optim.Optimizer], Options] = INNER_OPTIMIZERS[0],
         make: Callable[[], nn.Module] = mlp,
         config: ZeroConfig = ZeroConfig(partition=TINY),  # noqa: B008 (frozen)
         loss: Callable[[nn.Module, int], Tensor] = regression,
         **wrap: Any,
     ) -> None:
         factory, options = inner
-        self.plain_net, self.net = (DistributedDataParallel(seeded(make), **wrap) for _ in range(2))
+        self.plain_net, self.net = (DistributedDataParallel(make_seeded(make), **wrap) for _ in range(2))
         self.plain: Any = factory(self.plain_net.parameters(), **options)
         self.zero = ZeroRedundancyOptimizer(self.net.parameters(), factory, config=config, **options)
         self.plain_net.register_comm_hook(None, in_rank_order)
@@ -96,31 +96,31 @@ class Hooked:
             assert_same(found, {**expected, "state": dict(sorted(expected["state"].items()))})
 
 
-def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+def make_seeded(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return make()
 
 
-def wraps() -> Iterator[Options]:
+def ddp_options() -> Iterator[Options]:
     """All ways to set DDP up; the small caps make it rebuild its buckets after the first pass."""
     for view, static, cap in product((False, True), (False, True), (BUCKET_MB, 25)):
         yield {"gradient_as_bucket_view": view, "static_graph": static, "bucket_cap_mb": cap}
 
 
 @ranks(1, 2, 3, 4)
-def test_from_the_first_backward(ctx: RankContext) -> None:
-    for wrap, inner in zip(wraps(), cycle(INNER)):
-        hooked = Hooked(inner, **wrap)
+def test_matches_ddp_from_the_first_backward(ctx: RankContext) -> None:
+    for wrap, inner in zip(ddp_options(), cycle(INNER_OPTIMIZERS)):
+        hooked = DDPHookTwins(inner, **wrap)
         hooked.train(3)
         hooked.check_state()
 
 
 @ranks(1, 2)
-def test_equal_to_ddps_own_average(ctx: RankContext) -> None:
+def test_bitwise_equal_to_ddp_average(ctx: RankContext) -> None:
     """At two ranks there is only one order to add in."""
-    net = DistributedDataParallel(seeded(mlp), bucket_cap_mb=BUCKET_MB)
+    net = DistributedDataParallel(make_seeded(mlp), bucket_cap_mb=BUCKET_MB)
     plain = optim.AdamW(net.parameters(), foreach=True)
-    hooked = Hooked((optim.AdamW, {"foreach": True}), bucket_cap_mb=BUCKET_MB)
+    hooked = DDPHookTwins((optim.AdamW, {"foreach": True}), bucket_cap_mb=BUCKET_MB)
     for step in range(3):
         torch.autograd.backward(regression(net, step))
         plain.step()
@@ -130,20 +130,20 @@ def test_equal_to_ddps_own_average(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3, 4)
-def test_unused_parameters(ctx: RankContext) -> None:
+def test_unused_params_match_ddp(ctx: RankContext) -> None:
     """By no rank: they stay as they are. By some ranks: the others' share is zero."""
     for view, partition in product((False, True), (TINY, FlatShards())):
         wrap = {"find_unused_parameters": True, "gradient_as_bucket_view": view, "bucket_cap_mb": BUCKET_MB}
-        hooked = Hooked(INNER[1], Branches, ZeroConfig(partition=partition), through_branches, **wrap)
+        hooked = DDPHookTwins(INNER_OPTIMIZERS[1], Branches, ZeroConfig(partition=partition), through_branches, **wrap)
         hooked.train(4)
         hooked.check_state()
 
 
-def with_sparse_table() -> nn.Module:
+def make_sparse_embedding_model() -> nn.Module:
     return nn.Sequential(nn.Embedding(9, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH))
 
 
-def of_some_rows(net: nn.Module, number: int) -> Tensor:
+def sparse_rows_loss(net: nn.Module, number: int) -> Tensor:
     """Other rows on each rank, one of them twice."""
     rows = torch.tensor([1, 1, 2 + torch.distributed.get_rank(), number])
     loss: Tensor = net(rows).square().mean()
@@ -151,76 +151,76 @@ def of_some_rows(net: nn.Module, number: int) -> Tensor:
 
 
 @ranks(1, 2, 3)
-def test_sparse_gradients(ctx: RankContext) -> None:
+def test_sparse_gradients_match_ddp(ctx: RankContext) -> None:
     """They are averaged as dense ones. DDP with its own average is the oracle, up to rounding."""
     for config in (ZeroConfig(partition=TINY), ZeroConfig(partition=FlatShards())):
-        plain_net, net = (DistributedDataParallel(seeded(with_sparse_table)) for _ in range(2))
+        plain_net, net = (DistributedDataParallel(make_seeded(make_sparse_embedding_model)) for _ in range(2))
         plain = optim.SGD(plain_net.parameters(), lr=0.5)
         zero = ZeroRedundancyOptimizer(net.parameters(), optim.SGD, lr=0.5, config=config)
         net.register_comm_hook(None, zero.ddp_hook())
         for number in range(3):
             for each, optimizer in ((net, zero), (plain_net, plain)):
-                torch.autograd.backward(of_some_rows(each, number))
+                torch.autograd.backward(sparse_rows_loss(each, number))
                 optimizer.step()
                 optimizer.zero_grad()
             for ours, theirs in zip(net.parameters(), plain_net.parameters(), strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-class AnyLayout(nn.Module):
+class MixedLayoutModel(nn.Module):
     """Parameters that are not contiguous, complex ones, and several dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.transposed = nn.Parameter(torch.randn(5, 4).t())
-        self.gapped = nn.Parameter(torch.randn(5, 6)[:, ::2])
-        self.precise = nn.Parameter(torch.randn(2, 3, dtype=torch.float64).t())
+        self.strided = nn.Parameter(torch.randn(5, 6)[:, ::2])
+        self.float64 = nn.Parameter(torch.randn(2, 3, dtype=torch.float64).t())
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.empty = nn.Parameter(torch.empty(0, 3))
-        self.pair, self.precise_pair = Complex(), Complex(torch.complex128)
+        self.complex64, self.complex128 = Complex(), Complex(torch.complex128)
 
     def forward(self, x: Tensor, number: int) -> Tensor:
         images = x.repeat(1, 3).view(4, 2, 3, 3)
-        real: Tensor = (self.conv(images).mean((2, 3)) @ self.transposed @ self.gapped).double() @ self.precise
+        real: Tensor = (self.conv(images).mean((2, 3)) @ self.transposed @ self.strided).double() @ self.float64
         total: Tensor = real.square().tanh().mean() * self.scale + self.empty.sum()
-        for part in (self.pair, self.precise_pair) if number % 2 else ():
+        for part in (self.complex64, self.complex128) if number % 2 else ():
             total = total + of_complex(part, number)
         return total
 
 
 @ranks(1, 2, 3)
-def test_any_strides_and_dtypes(ctx: RankContext) -> None:
+def test_mixed_strides_and_dtypes(ctx: RankContext) -> None:
     """In DDP's buckets gradients lie as their parameters do, and complex ones as pairs of real numbers."""
     config = ZeroConfig(partition=FlatShards(bucket_bytes=200), allow_mixed_dtypes=True)
-    for (view, unused), inner in zip(product((False, True), repeat=2), cycle(INNER)):
+    for (view, unused), inner in zip(product((False, True), repeat=2), cycle(INNER_OPTIMIZERS)):
         wrap = {"gradient_as_bucket_view": view, "bucket_cap_mb": BUCKET_MB, "find_unused_parameters": unused}
-        loss = partial(of_any_layout, odd=not unused)
-        hooked = Hooked(inner, AnyLayout, config, loss, **wrap)
+        loss = partial(mixed_layout_loss, odd=not unused)
+        hooked = DDPHookTwins(inner, MixedLayoutModel, config, loss, **wrap)
         hooked.train(3)
         hooked.train(1, local_passes=1)
         hooked.check_state()
 
 
-def of_any_layout(net: nn.Module, number: int, *, odd: bool) -> Tensor:
+def mixed_layout_loss(net: nn.Module, number: int, *, odd: bool) -> Tensor:
     """`odd`: complex parameters are used in every pass."""
     loss: Tensor = net(batch(number), 2 * number + 1 if odd else number)
     return loss
 
 
 @ranks(1, 2, 3, 4)
-def test_passes_that_add_up_locally(ctx: RankContext) -> None:
+def test_gradient_accumulation_under_no_sync(ctx: RankContext) -> None:
     for view in (False, True):
-        hooked = Hooked(bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=view)
+        hooked = DDPHookTwins(bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=view)
         hooked.train(1)
         hooked.train(2, local_passes=2)
         hooked.train(1)
 
 
 @ranks(1, 2, 3)
-def test_gradients_that_are_not_cleared(ctx: RankContext) -> None:
+def test_gradient_accumulation_with_sync_in_each_pass(ctx: RankContext) -> None:
     """Several synchronised passes before a step. Each averages all that came before it again, which rounds."""
-    hooked = Hooked((optim.SGD, {"lr": 0.1, "foreach": True}), bucket_cap_mb=BUCKET_MB)
+    hooked = DDPHookTwins((optim.SGD, {"lr": 0.1, "foreach": True}), bucket_cap_mb=BUCKET_MB)
     for _ in range(2):
         for net, optimizer in hooked.sides:
             for turn in range(3):
@@ -232,22 +232,22 @@ def test_gradients_that_are_not_cleared(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3, 4)
-def test_clipping_through_the_optimizer(ctx: RankContext) -> None:
+def test_clip_through_optimizer_matches_torch(ctx: RankContext) -> None:
     def clip(net: nn.Module, optimizer: Any) -> None:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             optimizer.clip_grad_norm_(0.01, math.inf)
         else:
             clip_grad_norm_(net.parameters(), 0.01, math.inf)
 
-    Hooked(bucket_cap_mb=BUCKET_MB).train(3, before_step=clip)
+    DDPHookTwins(bucket_cap_mb=BUCKET_MB).train(3, before_step=clip)
 
 
 @ranks(2, 3, 4)
 @pytest.mark.parametrize("left", ["nothing", "the last step's", "those of a pass without a step"])
-def test_uneven_inputs(ctx: RankContext, left: str) -> None:
+def test_leftover_gradients_do_not_affect_join_steps(ctx: RankContext, left: str) -> None:
     """What is `left` in `param.grad` when a rank runs out of inputs has no part in the steps that it only shadows."""
-    for counts, inner in zip(uneven(ctx.world_size), cycle(INNER)):
-        hooked = Hooked(inner, bucket_cap_mb=BUCKET_MB)
+    for counts, inner in zip(uneven_counts(ctx.world_size), cycle(INNER_OPTIMIZERS)):
+        hooked = DDPHookTwins(inner, bucket_cap_mb=BUCKET_MB)
         joinables: list[list[Any]] = [[hooked.net, hooked.zero], [hooked.plain_net]]
         for (net, optimizer), joined in zip(hooked.sides, joinables, strict=True):
             with Join(joined):
@@ -264,10 +264,10 @@ def test_uneven_inputs(ctx: RankContext, left: str) -> None:
 
 
 @ranks(2, 3, 4)
-def test_old_gradients_of_a_rank_without_inputs_do_not_travel(ctx: RankContext) -> None:
+def test_stale_gradients_of_joined_ranks_are_not_sent(ctx: RankContext) -> None:
     """Of a parameter that DDP has not: there is no gradient of zeros from DDP in the place of the one that is left."""
-    for counts in uneven(ctx.world_size):
-        net, scale = DistributedDataParallel(seeded(mlp)), nn.Parameter(torch.zeros(3))
+    for counts in uneven_counts(ctx.world_size):
+        net, scale = DistributedDataParallel(make_seeded(mlp)), nn.Parameter(torch.zeros(3))
         config = ZeroConfig(partition=FlatShards())
         zero = ZeroRedundancyOptimizer([*net.parameters(), scale], optim.SGD, lr=1.0, foreach=True, config=config)
         net.register_comm_hook(None, zero.ddp_hook())
@@ -285,9 +285,9 @@ def test_old_gradients_of_a_rank_without_inputs_do_not_travel(ctx: RankContext) 
 
 
 @ranks(2, 3)
-def test_grad_is_what_this_rank_found(ctx: RankContext) -> None:
-    hooked = Hooked(bucket_cap_mb=BUCKET_MB)
-    alone = seeded(mlp)
+def test_param_grad_holds_the_local_gradient(ctx: RankContext) -> None:
+    hooked = DDPHookTwins(bucket_cap_mb=BUCKET_MB)
+    alone = make_seeded(mlp)
     for net in (hooked.net, alone):
         torch.autograd.backward(regression(net, 0))
     for ours, theirs in zip(hooked.net.parameters(), alone.parameters(), strict=True):
@@ -295,9 +295,9 @@ def test_grad_is_what_this_rank_found(ctx: RankContext) -> None:
 
 
 @ranks(2, 3, 4)
-def test_no_more_bytes_than_ddp(ctx: RankContext) -> None:
+def test_communication_volume_does_not_exceed_ddp(ctx: RankContext) -> None:
     """An all-reduce takes 2 (N - 1) times the bytes of the gradients, from all ranks together."""
-    hooked = Hooked(make=lambda: nn.Linear(WIDTH, 1000), loss=lambda net, n: net(batch(n)).square().mean())
+    hooked = DDPHookTwins(make=lambda: nn.Linear(WIDTH, 1000), loss=lambda net, n: net(batch(n)).square().mean())
     hooked.train(1)
     with recorded() as traffic:
         torch.autograd.backward(hooked.loss(hooked.net, 1))
@@ -310,9 +310,9 @@ def test_no_more_bytes_than_ddp(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_less_precise_on_the_wire(ctx: RankContext) -> None:
+def test_reduce_in_bfloat16(ctx: RankContext) -> None:
     config = ZeroConfig(partition=TINY, reduce_dtype=torch.bfloat16)
-    hooked = Hooked((optim.SGD, {"lr": 1.0, "foreach": True}), config=config)
+    hooked = DDPHookTwins((optim.SGD, {"lr": 1.0, "foreach": True}), config=config)
     torch.autograd.backward(regression(hooked.plain_net.module, 0))
     expected = []
     for param in hooked.plain_net.parameters():
@@ -324,10 +324,10 @@ def test_less_precise_on_the_wire(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_master_weights(ctx: RankContext) -> None:
+def test_master_weights_receive_unrounded_averages(ctx: RankContext) -> None:
     """Averages of bfloat16 gradients reach the masters unrounded."""
-    net = DistributedDataParallel(seeded(lambda: mlp().bfloat16()), bucket_cap_mb=BUCKET_MB)
-    alone = seeded(lambda: mlp().bfloat16())
+    net = DistributedDataParallel(make_seeded(lambda: mlp().bfloat16()), bucket_cap_mb=BUCKET_MB)
+    alone = make_seeded(lambda: mlp().bfloat16())
     masters = [nn.Parameter(param.detach().float()) for param in alone.parameters()]
     plain = optim.AdamW(masters, lr=1e-3, foreach=True)
     config = ZeroConfig(partition=TINY, master_dtype=torch.float32)
@@ -350,7 +350,7 @@ def test_master_weights(ctx: RankContext) -> None:
 
 
 @ranks(1, 2)
-def test_whole_parameters_have_no_such_hook(ctx: RankContext) -> None:
+def test_whole_params_reject_ddp_hook(ctx: RankContext) -> None:
     for config in (None, ZeroConfig(partition=WholeParams())):
         zero = ZeroRedundancyOptimizer(mlp().parameters(), optim.AdamW, config=config)
         with pytest.raises(ConfigError, match=r"it needs partition=FlatShards\(\)"):
@@ -358,7 +358,7 @@ def test_whole_parameters_have_no_such_hook(ctx: RankContext) -> None:
 
 
 @ranks(1, 2)
-def test_a_parameter_that_the_optimizer_does_not_have(ctx: RankContext) -> None:
+def test_param_unknown_to_the_optimizer_is_rejected(ctx: RankContext) -> None:
     net = DistributedDataParallel(mlp())
     config = ZeroConfig(partition=TINY)
     zero = ZeroRedundancyOptimizer(list(net.parameters())[:4], optim.SGD, lr=0.1, config=config)
@@ -368,9 +368,9 @@ def test_a_parameter_that_the_optimizer_does_not_have(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_a_hook_on_one_rank_only_is_an_error_on_all(ctx: RankContext) -> None:
+def test_hook_on_one_rank_only_raises_on_all_ranks(ctx: RankContext) -> None:
     """Such a rank settles gradients by other messages than the others."""
-    net = seeded(mlp)
+    net = make_seeded(mlp)
     zero = ZeroRedundancyOptimizer(net.parameters(), optim.SGD, lr=0.1, config=ZeroConfig(partition=TINY))
     if ctx.rank == 1:
         zero.ddp_hook()

@@ -18,11 +18,11 @@ from tests.support.oracles import Twins, assert_same, mlp, regression, set_grads
 from zeroshard import RankMismatchError, WholeParams, ZeroConfig, ZeroRedundancyOptimizer, broadcast_object, shard
 from zeroshard.comm import collectives
 
-Change = Callable[[nn.Module], dict[str, Any]]
+MakeArguments = Callable[[nn.Module], dict[str, Any]]
 """The arguments of a rank that differs, given its model."""
 
 
-def usual(model: nn.Module) -> dict[str, Any]:
+def default_arguments(model: nn.Module) -> dict[str, Any]:
     return {"params": model.named_parameters(), "optimizer_class": Adam, "lr": 0.1}
 
 
@@ -34,87 +34,103 @@ class Reversed(WholeParams):
     """Another strategy, which says what it is only by its type."""
 
 
-def edited(edit: Callable[[Any], object]) -> Change:
+def with_edited_model(edit: Callable[[Any], object]) -> MakeArguments:
     """The usual arguments, after something was done to the model."""
 
     def change(model: nn.Module) -> dict[str, Any]:
         edit(model)
-        return usual(model)
+        return default_arguments(model)
 
     return change
 
 
-def transpose(model: Any) -> None:
+def transpose_weight(model: Any) -> None:
     model[1].weight.data = model[1].weight.data.t().contiguous().t()
 
 
-def reshape(model: Any) -> None:
+def reshape_weight(model: Any) -> None:
     model[1].weight = nn.Parameter(model[1].weight.view(7, 4))
 
 
-def handed(choose: Callable[[list[tuple[str, nn.Parameter]]], Any]) -> Change:
+def with_params(select: Callable[[list[tuple[str, nn.Parameter]]], Any]) -> MakeArguments:
     """The usual arguments, but for the parameters."""
-    return lambda model: usual(model) | {"params": choose(list(model.named_parameters()))}
+    return lambda model: default_arguments(model) | {"params": select(list(model.named_parameters()))}
 
 
-def but(**changed: Any) -> Change:
-    return lambda model: usual(model) | changed
+def with_options(**overrides: Any) -> MakeArguments:
+    return lambda model: default_arguments(model) | overrides
 
 
-def differences() -> Iterator[tuple[str, str, Change]]:
+def mismatch_cases() -> Iterator[tuple[str, str, MakeArguments]]:
     """What the usual rank says, what the other one says, and the arguments of the other."""
-    yield r"parameter 0 \(0.weight\)", r"parameter 0 \(2.bias\)", handed(lambda pairs: pairs[::-1])
-    yield r"parameter 2 \(1.weight\) .*shape \(4, 7\)", r"parameter 2 .*shape \(7, 4\)", edited(reshape)
-    yield r"parameter 2 .*strides \(7, 1\)", r"parameter 2 .*strides \(1, 4\)", edited(transpose)
-    yield "parameter 0 .*float32", "parameter 0 .*float64", edited(nn.Module.double)
-    yield "parameter 5 .*trainable", "parameter 5 .*frozen", edited(lambda model: model[2].bias.requires_grad_(False))
-    yield r"parameter 0 \(0.weight\)", "parameter 0 in", handed(lambda pairs: [param for _, param in pairs])
+    yield r"parameter 0 \(0.weight\)", r"parameter 0 \(2.bias\)", with_params(lambda pairs: pairs[::-1])
+    yield (
+        r"parameter 2 \(1.weight\) .*shape \(4, 7\)",
+        r"parameter 2 .*shape \(7, 4\)",
+        with_edited_model(reshape_weight),
+    )
+    yield r"parameter 2 .*strides \(7, 1\)", r"parameter 2 .*strides \(1, 4\)", with_edited_model(transpose_weight)
+    yield "parameter 0 .*float32", "parameter 0 .*float64", with_edited_model(nn.Module.double)
+    yield (
+        "parameter 5 .*trainable",
+        "parameter 5 .*frozen",
+        with_edited_model(lambda model: model[2].bias.requires_grad_(False)),
+    )
+    yield r"parameter 0 \(0.weight\)", "parameter 0 in", with_params(lambda pairs: [param for _, param in pairs])
     yield (
         r"parameter 0 \(0.weight\)",
         r"parameter 0 \(other.0.weight\)",
-        handed(lambda pairs: [(f"other.{name}", param) for name, param in pairs]),
+        with_params(lambda pairs: [(f"other.{name}", param) for name, param in pairs]),
     )
-    yield r"parameter 5 \(2.bias\)", "no further parameter", handed(lambda pairs: pairs[:-1])
+    yield r"parameter 5 \(2.bias\)", "no further parameter", with_params(lambda pairs: pairs[:-1])
     yield (
         r"parameter 3 .*in group 0",
         r"parameter 3 .*in group 1",
-        handed(lambda pairs: [{"params": pairs[:3]}, {"params": pairs[3:]}]),
+        with_params(lambda pairs: [{"params": pairs[:3]}, {"params": pairs[3:]}]),
     )
-    yield r"group 0 has lr=0\.1$", r"group 0 has lr=0\.2$", but(lr=0.2)
-    yield r"lr=0\.1$", r"lr=tensor\(0\.1", but(lr=torch.tensor(0.1))
-    yield r"betas=tuple\(0\.9, 0\.999\)", r"betas=tuple\(0\.9, 0\.9\)", but(betas=(0.9, 0.9))
+    yield r"group 0 has lr=0\.1$", r"group 0 has lr=0\.2$", with_options(lr=0.2)
+    yield r"lr=0\.1$", r"lr=tensor\(0\.1", with_options(lr=torch.tensor(0.1))
+    yield r"betas=tuple\(0\.9, 0\.999\)", r"betas=tuple\(0\.9, 0\.9\)", with_options(betas=(0.9, 0.9))
     yield (
         r"betas=tuple\(0\.9, 0\.999\)",
         r"betas=tuple\(0\.8, 0\.9\)",
-        handed(lambda pairs: [{"params": pairs, "betas": (0.8, 0.9)}]),
+        with_params(lambda pairs: [{"params": pairs, "betas": (0.8, 0.9)}]),
     )
-    yield "amsgrad=False", "amsgrad=True", but(amsgrad=True)
-    yield "class Adam$", "class AdamW$", but(optimizer_class=AdamW)
-    yield "class Adam$", "class Renamed$", but(optimizer_class=Renamed)
-    yield "parameters_as_bucket_view=False", "parameters_as_bucket_view=True", but(parameters_as_bucket_view=True)
-    yield "overlap_with_ddp=False", "overlap_with_ddp=True", but(overlap_with_ddp=True)
-    yield "allow_mixed_dtypes=False", "allow_mixed_dtypes=True", but(config=ZeroConfig(allow_mixed_dtypes=True))
-    yield "partition=None", "Reversed", but(config=ZeroConfig(partition=Reversed()))
+    yield "amsgrad=False", "amsgrad=True", with_options(amsgrad=True)
+    yield "class Adam$", "class AdamW$", with_options(optimizer_class=AdamW)
+    yield "class Adam$", "class Renamed$", with_options(optimizer_class=Renamed)
+    yield (
+        "parameters_as_bucket_view=False",
+        "parameters_as_bucket_view=True",
+        with_options(parameters_as_bucket_view=True),
+    )
+    yield "overlap_with_ddp=False", "overlap_with_ddp=True", with_options(overlap_with_ddp=True)
+    yield (
+        "allow_mixed_dtypes=False",
+        "allow_mixed_dtypes=True",
+        with_options(config=ZeroConfig(allow_mixed_dtypes=True)),
+    )
+    yield "partition=None", "Reversed", with_options(config=ZeroConfig(partition=Reversed()))
 
 
 @ranks(2, 3, 4)
-def test_different_constructions_are_a_mismatch_on_every_rank(ctx: RankContext) -> None:
-    for number, (expected, found, change) in enumerate(differences()):
+def test_different_arguments_raise_rank_mismatch_on_every_rank(ctx: RankContext) -> None:
+    for number, (expected, found, change) in enumerate(mismatch_cases()):
         odd = number % ctx.world_size
         others = ", ".join(str(rank) for rank in range(ctx.world_size) if rank != odd)
         model = small_model()
         before = [param.data_ptr() for param in model.parameters()]
         with pytest.raises(RankMismatchError) as caught:
-            ZeroRedundancyOptimizer(**(change if ctx.rank == odd else usual)(model))
-        sides = dict(side.split(": ", 1) for side in first_difference(str(caught.value)).split("; "))
+            ZeroRedundancyOptimizer(**(change if ctx.rank == odd else default_arguments)(model))
+        sides = dict(side.split(": ", 1) for side in parse_first_mismatch(str(caught.value)).split("; "))
         assert sides.keys() == {f"rank {odd}", f"rank{'s' if ctx.world_size > 2 else ''} {others}"}
-        assert_mentions(sides.pop(f"rank {odd}"), found)
-        assert_mentions(sides.popitem()[1], expected)
+        assert_matches(sides.pop(f"rank {odd}"), found)
+        assert_matches(sides.popitem()[1], expected)
         if ctx.rank != odd:
             assert [param.data_ptr() for param in model.parameters()] == before
 
 
-def first_difference(message: str) -> str:
+def parse_first_mismatch(message: str) -> str:
     """What ranks say of it, after their numbers of parameters where those differ."""
     found, told, _ = message.partition(". ")[2].rpartition("The first difference: ")[2].partition(". This is to be")
     assert told
@@ -122,7 +138,7 @@ def first_difference(message: str) -> str:
 
 
 @ranks(2, 3)
-def test_different_numbers_of_parameters_are_told_first(ctx: RankContext) -> None:
+def test_different_param_counts_are_reported_first(ctx: RankContext) -> None:
     ours = list(small_model().named_parameters())
     for said, given in (
         ("6 parameters in 1 group; rank 1: 5 parameters in 1 group", ours[:2] + ours[3:]),
@@ -136,7 +152,7 @@ def test_different_numbers_of_parameters_are_told_first(ctx: RankContext) -> Non
 
 
 @ranks(2)
-def test_of_many_settings_only_the_one_that_differs_is_told(ctx: RankContext) -> None:
+def test_only_the_mismatched_config_field_is_reported(ctx: RankContext) -> None:
     with pytest.raises(RankMismatchError) as caught:
         ZeroRedundancyOptimizer(small_model().parameters(), Adam, config=ZeroConfig(allow_mixed_dtypes=bool(ctx.rank)))
     expected = "rank 0: ZeroConfig(allow_mixed_dtypes=False); rank 1: ZeroConfig(allow_mixed_dtypes=True)"
@@ -147,24 +163,24 @@ def test_of_many_settings_only_the_one_that_differs_is_told(ctx: RankContext) ->
     )
 
 
-def assert_mentions(text: str, pattern: str) -> None:
+def assert_matches(text: str, pattern: str) -> None:
     with pytest.raises(ValueError, match=pattern):
         raise ValueError(text)
 
 
 @ranks(3, 4)
-def test_every_side_is_named_with_its_ranks(ctx: RankContext) -> None:
+def test_each_value_is_reported_with_its_ranks(ctx: RankContext) -> None:
     with pytest.raises(RankMismatchError) as caught:
         ZeroRedundancyOptimizer(small_model().parameters(), SGD, lr=0.1 * (ctx.rank % 3))
     sides = {0.0: [0, 3], 0.1: [1], 0.2: [2]}
     for lr, members in sides.items():
         present = [rank for rank in members if rank < ctx.world_size]
         named = f"rank {present[0]}" if len(present) == 1 else f"ranks {', '.join(map(str, present))}"
-        assert_mentions(str(caught.value), rf"{named}: [^;]*lr={lr}")
+        assert_matches(str(caught.value), rf"{named}: [^;]*lr={lr}")
 
 
 @ranks(1, 2, 3, 4)
-def test_constructing_costs_one_small_collective(ctx: RankContext) -> None:
+def test_construction_costs_one_small_collective(ctx: RankContext) -> None:
     for bucket_view in (False, True):
         with recorded() as traffic:
             ZeroRedundancyOptimizer(small_model(width=500).parameters(), Adam, parameters_as_bucket_view=bucket_view)
@@ -172,7 +188,7 @@ def test_constructing_costs_one_small_collective(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_a_different_new_group_is_a_mismatch_and_changes_nothing(ctx: RankContext) -> None:
+def test_mismatched_param_group_is_rejected_without_side_effects(ctx: RankContext) -> None:
     def added(model: nn.Module, **options: Any) -> dict[str, Any]:
         return {"params": list(model.parameters()), **options}
 
@@ -183,7 +199,7 @@ def test_a_different_new_group_is_a_mismatch_and_changes_nothing(ctx: RankContex
         odd_groups: list[tuple[str, dict[str, Any]]] = [
             (r"shape \(3, 5\)", added(small_model(width=3))),
             (r"lr=0\.7", added(small_model(), lr=0.7)),
-            ("parameter 11 .*frozen", added(frozen_at_the_end())),
+            ("parameter 11 .*frozen", added(make_model_with_frozen_last_param())),
             ("no further parameter", {"params": []}),
         ]
         for what, group in odd_groups:
@@ -196,16 +212,16 @@ def test_a_different_new_group_is_a_mismatch_and_changes_nothing(ctx: RankContex
             if ctx.rank == 0:
                 assert_same(twins.zero.state_dict()["param_groups"], twins.plain.state_dict()["param_groups"])
         twins.train(2)
-        assert_goes_on_with_a_new_group(twins)
+        assert_param_group_can_be_added(twins)
 
 
-def frozen_at_the_end() -> nn.Module:
+def make_model_with_frozen_last_param() -> nn.Module:
     model = small_model()
     list(model.parameters())[-1].requires_grad_(False)
     return model
 
 
-def assert_goes_on_with_a_new_group(twins: Twins) -> None:
+def assert_param_group_can_be_added(twins: Twins) -> None:
     """What was refused for a moment can still be done."""
     ours, theirs = small_model(1), small_model(1)
     twins.zero.add_param_group({"params": list(ours.parameters()), "lr": 0.3})
@@ -222,7 +238,7 @@ def assert_goes_on_with_a_new_group(twins: Twins) -> None:
 
 @ranks(2, 3)
 @pytest.mark.parametrize("bucket_view", [False, True])
-def test_ranks_in_different_calls_are_told_and_do_not_hang(ctx: RankContext, bucket_view: bool) -> None:
+def test_ranks_in_different_calls_raise_instead_of_hanging(ctx: RankContext, bucket_view: bool) -> None:
     make = partial(Twins, SGD, lr=0.1, momentum=0.9, zero_only={"parameters_as_bucket_view": bucket_view})
     twins = make()
     saved = twins.plain.state_dict()
@@ -252,7 +268,7 @@ def test_ranks_in_different_calls_are_told_and_do_not_hang(ctx: RankContext, buc
 
 
 @ranks(2)
-def test_a_refused_call_leaves_the_next_ones_in_step(ctx: RankContext) -> None:
+def test_rejected_call_does_not_break_later_calls(ctx: RankContext) -> None:
     twins = Twins(Adam)
     twins.train(1)
     with pytest.raises(RankMismatchError):
@@ -261,7 +277,7 @@ def test_a_refused_call_leaves_the_next_ones_in_step(ctx: RankContext) -> None:
 
 
 @ranks(3, 4)
-def test_agreement_in_a_tree_of_messages(ctx: RankContext) -> None:
+def test_tree_consensus_detects_mismatch(ctx: RankContext) -> None:
     """What large groups do, forced on small ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "MAX_RING_RANKS", 1)
@@ -271,7 +287,7 @@ def test_agreement_in_a_tree_of_messages(ctx: RankContext) -> None:
         twins.train(2)
 
 
-class Greedy(torch.optim.SGD):
+class ExtraClosureCallOnRank0(torch.optim.SGD):
     """Looks at the loss once more on rank 0."""
 
     def step(self, closure: Any = None) -> Any:
@@ -281,10 +297,10 @@ class Greedy(torch.optim.SGD):
 
 
 @ranks(2, 3, timeout=30)
-def test_closures_called_more_often_on_one_rank(ctx: RankContext) -> None:
+def test_extra_closure_call_on_one_rank_raises(ctx: RankContext) -> None:
     """Nothing is left on its way that would be written into parameters later, or waited for."""
     model = mlp()
-    optimizer = shard(model, Greedy, lr=0.1)
+    optimizer = shard(model, ExtraClosureCallOnRank0, lr=0.1)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()

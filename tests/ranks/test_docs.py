@@ -23,18 +23,18 @@ from tests.support.tools import ROOT, Command, blocks_of, commands_of, pages
 from zeroshard.cli.app import app
 
 BLOCKS = [block for page in pages() for block in blocks_of(page)]
-RUN = sorted({block.page for block in BLOCKS if block.is_run})
-NOT_RUN = {
+PAGES_RUN = sorted({block.page for block in BLOCKS if block.is_run})
+BLOCKS_NOT_RUN = {
     ("docs/from-deepspeed.md", "DeepSpeed is no part of the tests' environment"),
     ("CONTRIBUTING.md", "a sketch of a test"),
 }
 """All blocks that are not run, and why: none may be added in passing."""
 LANGUAGES = {"python", "diff", "console", "bash", "text", "json"}
-PLAIN_PAGES = {"ARCHITECTURE.md"}
+PAGES_WITH_DRAWINGS = {"ARCHITECTURE.md"}
 """Blocks without a language there are drawings."""
 
 
-class Blocks(nn.Module):
+class SmallModel(nn.Module):
     """A small model with the parts that pages speak of."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Blocks(nn.Module):
         return result
 
 
-class Loader:
+class BatchLoader:
     """Eight batches, in the dtype of the model."""
 
     position = 0
@@ -65,10 +65,10 @@ class Loader:
 
 def make_model(*_: Any) -> nn.Module:
     torch.manual_seed(0)
-    return Blocks()
+    return SmallModel()
 
 
-class Names(dict[str, Any]):
+class PageNamespace(dict[str, Any]):
     """The names of a page. What it uses without defining it is there, or is made when it is first read; what is in
     `zeroshard` it must import, or call by that name."""
 
@@ -83,52 +83,52 @@ class Names(dict[str, Any]):
         }
 
     def __missing__(self, name: str) -> Any:
-        self[name] = made = _MADE[name](self)
+        self[name] = made = _FACTORIES[name](self)
         return made
 
 
-_MADE: dict[str, Callable[[Names], Any]] = {
+_FACTORIES: dict[str, Callable[[PageNamespace], Any]] = {
     "model": lambda _: make_model(),
     "ddp": lambda names: DistributedDataParallel(names["model"]),
     "optimizer": lambda names: zeroshard.shard(names["model"], torch.optim.AdamW, lr=1e-2),
     "scheduler": lambda names: LambdaLR(names["optimizer"], lambda _: 1.0),
-    "loader": lambda names: Loader(names["model"]),
+    "loader": lambda names: BatchLoader(names["model"]),
 }
 
 
-@pytest.mark.parametrize("page", RUN)
+@pytest.mark.parametrize("page", PAGES_RUN)
 @ranks(2)
-def test_the_blocks_of_a_page_run_in_order(ctx: RankContext, page: str, tmp_path: Path) -> None:
-    names = Names()
-    with started_by_torchrun(ctx, tmp_path):
+def test_code_blocks_of_each_page_run_in_order(ctx: RankContext, page: str, tmp_path: Path) -> None:
+    names = PageNamespace()
+    with simulate_torchrun(ctx, tmp_path):
         for block in filter(lambda it: it.is_run, blocks_of(page)):
-            names = Names() if block.begins_anew else names
+            names = PageNamespace() if block.begins_anew else names
             exec(compile("\n" * block.line + block.code, page, "exec"), names)
             dist.barrier()
 
 
 @contextmanager
-def started_by_torchrun(ctx: RankContext, folder: Path) -> Iterator[None]:
+def simulate_torchrun(ctx: RankContext, directory: Path) -> Iterator[None]:
     """With its settings, in a folder of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_RANK", str(ctx.rank))
         patch.setenv("LOCAL_WORLD_SIZE", str(ctx.world_size))
-        patch.chdir(folder)
+        patch.chdir(directory)
         yield
 
 
-def test_there_are_pages_to_run() -> None:
-    assert {"README.md", "docs/index.md", "docs/choosing.md", "docs/checkpoints.md"} <= set(RUN)
+def test_main_pages_contain_runnable_blocks() -> None:
+    assert {"README.md", "docs/index.md", "docs/choosing.md", "docs/checkpoints.md"} <= set(PAGES_RUN)
     assert sum(block.is_run for block in BLOCKS) > 20
 
 
-def test_few_blocks_are_not_run_and_each_says_why() -> None:
-    assert {(block.page, block.reason) for block in BLOCKS if block.reason} == NOT_RUN
+def test_skipped_blocks_are_listed_with_a_reason() -> None:
+    assert {(block.page, block.reason) for block in BLOCKS if block.reason} == BLOCKS_NOT_RUN
     for block in BLOCKS:
         assert not block.mark or block.begins_anew or block.example or block.reason, f"{block}: {block.mark!r}"
 
 
-def test_parts_of_examples_are_shown_as_they_are() -> None:
+def test_example_excerpts_match_their_files() -> None:
     shown = [block for block in BLOCKS if block.example]
     names = ("train_sharded", "recover", "lightning_gpt", "transformers_trainer", "accelerate_loop")
     assert {block.example for block in shown} == {f"examples/{name}.py" for name in names}
@@ -136,56 +136,58 @@ def test_parts_of_examples_are_shown_as_they_are() -> None:
         assert block.text in (ROOT / str(block.example)).read_text(encoding="utf-8"), str(block)
 
 
-def test_every_block_says_what_it_is() -> None:
+def test_every_block_declares_its_language() -> None:
     """So that none is left out by mistake."""
     for block in BLOCKS:
-        assert block.language in LANGUAGES or block.page in PLAIN_PAGES, f"{block}: {block.language!r}"
+        assert block.language in LANGUAGES or block.page in PAGES_WITH_DRAWINGS, f"{block}: {block.language!r}"
 
 
 COMMANDS = [command for block in BLOCKS if block.language in ("console", "bash") for command in commands_of(block)]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda it: f"{it.block} {' '.join(it.words)[:40]}")
-def test_a_command_could_run(command: Command) -> None:
+def test_shell_commands_are_valid(command: Command) -> None:
     tool, *words = command.words
-    assert tool in CHECKS, f"nothing is known of the command {tool}: check what can be checked of it, in {__file__}"
-    CHECKS[tool](words)
+    assert tool in COMMAND_CHECKS, (
+        f"nothing is known of the command {tool}: check what can be checked of it, in {__file__}"
+    )
+    COMMAND_CHECKS[tool](words)
 
 
-def check_make(words: list[str]) -> None:
+def check_make(args: list[str]) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in words:
+    for target in args:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def check_pip(words: list[str]) -> None:
+def check_pip(args: list[str]) -> None:
     """Extras that are named are there."""
-    assert words.pop(0) == "install"
+    assert args.pop(0) == "install"
     extras = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2]
-    for name in (name for word in words for names in re.findall(r"\[(.*)\]", word) for name in names.split(",")):
+    for name in (name for word in args for names in re.findall(r"\[(.*)\]", word) for name in names.split(",")):
         assert re.search(rf"^{name} = \[", extras, re.MULTILINE), name
 
 
-def check_script(words: list[str]) -> None:
+def check_script(args: list[str]) -> None:
     """The script is there, and knows the options that are given."""
-    if words[0] == "-m":
-        check_module(words[1:])
+    if args[0] == "-m":
+        check_module(args[1:])
         return
-    script = ROOT / words[0]
+    script = ROOT / args[0]
     assert script.is_file(), script
     text = script.read_text(encoding="utf-8")
-    for option in (word for word in words[1:] if word.startswith("--")):
-        assert option in text or "benchmarks" in words[0], f"{words[0]} has no {option}"
+    for option in (word for word in args[1:] if word.startswith("--")):
+        assert option in text or "benchmarks" in args[0], f"{args[0]} has no {option}"
 
 
-def check_module(words: list[str]) -> None:
+def check_module(args: list[str]) -> None:
     """Ours has commands; of others nothing is known."""
-    if words[0] == "zeroshard":
-        check_zeroshard(words[1:])
+    if args[0] == "zeroshard":
+        check_zeroshard(args[1:])
 
 
-def check_torchrun(words: list[str]) -> None:
-    options = get_args_parser().parse_args(words)
+def check_torchrun(args: list[str]) -> None:
+    options = get_args_parser().parse_args(args)
     if options.module:
         check_module([options.training_script, *options.training_script_args])
         return
@@ -193,13 +195,13 @@ def check_torchrun(words: list[str]) -> None:
     check_script([options.training_script, *options.training_script_args])
 
 
-def check_zeroshard(words: list[str]) -> None:
+def check_zeroshard(args: list[str]) -> None:
     """Arguments and options are those of the command; nothing is run."""
     commands: Any = typer.main.get_command(app)
-    commands.commands[words[0]].make_context(words[0], words[1:])
+    commands.commands[args[0]].make_context(args[0], args[1:])
 
 
-CHECKS: dict[str, Callable[[list[str]], None]] = {
+COMMAND_CHECKS: dict[str, Callable[[list[str]], None]] = {
     "make": check_make,
     "pip": check_pip,
     "python": check_script,

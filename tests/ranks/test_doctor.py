@@ -33,45 +33,45 @@ from zeroshard.doctor.checks import ERROR, WARNING
 from zeroshard.doctor.collect import measure_speed, ranks_by_node
 from zeroshard.doctor.report import make_report
 
-VERBS = ["all-reduce", "reduce-scatter", "all-gather", "broadcast"]
-GLOO = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+COLLECTIVES = ["all-reduce", "reduce-scatter", "all-gather", "broadcast"]
+GLOO_ENV = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @contextmanager
-def quickly() -> Iterator[None]:
+def shorten_measurements() -> Iterator[None]:
     """Measured is as little as possible."""
     with patch.object(collect, "_MEASUREMENT_BUDGET_S", 0.0), patch.object(collect, "_MAX_CPU_MESSAGE_BYTES", 2**20):
         yield
 
 
 @contextmanager
-def already_joined(_: timedelta) -> Iterator[Group]:
+def use_existing_group(_: timedelta) -> Iterator[Group]:
     yield Group()
 
 
-def printed(ctx: RankContext, arguments: list[str], capture: Path) -> tuple[int, str]:
+def run_doctor(ctx: RankContext, arguments: list[str], directory: Path) -> tuple[int, str]:
     """The exit status of the command on this rank, and what it has printed."""
-    file = capture / f"{ctx.world_size}-{ctx.rank}-{len(arguments)}"
+    file = directory / f"{ctx.world_size}-{ctx.rank}-{len(arguments)}"
     with (
         file.open("w") as out,
         patch.object(sys, "stdout", out),
-        patch.object(command, "init_from_env", already_joined),
+        patch.object(command, "init_from_env", use_existing_group),
     ):
         status = command.main(arguments)
     return status, file.read_text()
 
 
 @ranks(1, 2, 3, 4)
-def test_a_healthy_job(ctx: RankContext, tmp_path: Path) -> None:
-    with quickly():
-        status, out = printed(ctx, ["--json"], tmp_path)
+def test_healthy_job_reports_json(ctx: RankContext, tmp_path: Path) -> None:
+    with shorten_measurements():
+        status, out = run_doctor(ctx, ["--json"], tmp_path)
     assert ctx.gather(status) == [0] * ctx.world_size
     assert (out == "") == (ctx.rank > 0)
     if ctx.rank == 0:
         said = json.loads(out)
         assert (said["healthy"], said["backend"], said["world_size"]) == (True, "gloo", ctx.world_size)
         assert said["hosts"] == {socket.gethostname(): list(range(ctx.world_size))}
-        assert [it["verb"] for it in said["collectives"]] == VERBS
+        assert [it["verb"] for it in said["collectives"]] == COLLECTIVES
         assert all(it["small"] > 0 and it["large"] > 0 and it["nbytes"] > 2**17 for it in said["collectives"])
         assert [it["rank"] for it in said["ranks"]] == list(range(ctx.world_size))
         assert said["ranks"][0]["link"] is None
@@ -81,22 +81,22 @@ def test_a_healthy_job(ctx: RankContext, tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_it_says_so_in_words(ctx: RankContext, tmp_path: Path) -> None:
-    with quickly():
-        status, out = printed(ctx, [], tmp_path)
+def test_healthy_job_reports_text(ctx: RankContext, tmp_path: Path) -> None:
+    with shorten_measurements():
+        status, out = run_doctor(ctx, [], tmp_path)
     assert status == 0
     if ctx.rank == 0:
         assert out.startswith("zeroshard doctor: healthy (0 errors, ")
-        assert all(f"\n  {verb}" in out for verb in VERBS)
+        assert all(f"\n  {verb}" in out for verb in COLLECTIVES)
         assert "\nadvice\n  optimizer = zeroshard.shard(model, " in out
 
 
 @ranks(3)
-def test_an_environment_that_differs(ctx: RankContext, tmp_path: Path) -> None:
+def test_different_environment_variables_are_reported(ctx: RankContext, tmp_path: Path) -> None:
     """Every rank names the one that is different, and whether that is bad."""
     for name, level, expected in (("TORCH_SOMETHING", WARNING, 0), ("NCCL_ALGO", ERROR, 1)):
         mine = {name: f"of rank {ctx.rank}"} if ctx.rank == 1 else {}
-        with quickly(), patch.dict(os.environ, mine):
+        with shorten_measurements(), patch.dict(os.environ, mine):
             report = make_report(collect.collect_job_info(Group(), "", lambda _: None))
         (found,) = [it for it in report.findings if it.what == f"environment: {name}"]
         assert (found.level, found.found) == (level, "rank 1: 'of rank 1'; ranks 0, 2: not set")
@@ -105,16 +105,16 @@ def test_an_environment_that_differs(ctx: RankContext, tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_nccl_where_there_are_no_gpus(ctx: RankContext, tmp_path: Path) -> None:
-    with quickly(), patch.object(torch.cuda, "is_available", lambda: False):
-        status, out = printed(ctx, ["--backend", "nccl"], tmp_path)
+def test_nccl_without_gpus_is_an_error(ctx: RankContext, tmp_path: Path) -> None:
+    with shorten_measurements(), patch.object(torch.cuda, "is_available", lambda: False):
+        status, out = run_doctor(ctx, ["--backend", "nccl"], tmp_path)
     assert ctx.gather(status) == [1, 1]
     if ctx.rank == 0:
         assert "error: GPUs: none for ranks 0, 1" in out
 
 
 @ranks(3)
-def test_ranks_whose_steps_come_out_different(ctx: RankContext, tmp_path: Path) -> None:
+def test_diverged_trial_steps_are_an_error(ctx: RankContext, tmp_path: Path) -> None:
     """One loses a bit of its result."""
     real = collect.run_trial
 
@@ -122,23 +122,23 @@ def test_ranks_whose_steps_come_out_different(ctx: RankContext, tmp_path: Path) 
         found = real(group, device)
         return replace(found, digest="another") if ctx.rank == 1 else found
 
-    with quickly(), patch.object(collect, "run_trial", spoiled):
-        status, out = printed(ctx, [], tmp_path)
+    with shorten_measurements(), patch.object(collect, "run_trial", spoiled):
+        status, out = run_doctor(ctx, [], tmp_path)
     assert ctx.gather(status) == [1] * ctx.world_size
     if ctx.rank == 0:
         assert "error: sharded steps: ranks ended with 2 different sets of parameters" in out
 
 
 @ranks(1, 3)
-def test_steps_that_cannot_be_made(ctx: RankContext, tmp_path: Path) -> None:
+def test_failing_trial_step_is_reported_on_all_ranks(ctx: RankContext, tmp_path: Path) -> None:
     """What fails on the last rank is known to all, and the report is made."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise ValueError("not today")
 
     last = ctx.rank == ctx.world_size - 1
-    with quickly(), patch.object(torch.optim, "AdamW", refuse if last else torch.optim.AdamW):
-        status, out = printed(ctx, ["--json"], tmp_path)
+    with shorten_measurements(), patch.object(torch.optim, "AdamW", refuse if last else torch.optim.AdamW):
+        status, out = run_doctor(ctx, ["--json"], tmp_path)
     assert ctx.gather(status) == [1] * ctx.world_size
     if ctx.rank == 0:
         found = [it["found"] for it in json.loads(out)["findings"] if it["level"] == "error"]
@@ -147,21 +147,21 @@ def test_steps_that_cannot_be_made(ctx: RankContext, tmp_path: Path) -> None:
 
 
 @ranks(3)
-def test_a_rank_that_fails_alone_keeps_nobody_waiting(ctx: RankContext) -> None:
+def test_failure_on_one_rank_does_not_hang_the_others(ctx: RankContext) -> None:
     def fail(_: torch.device) -> Any:
         raise OSError("no such speed")
 
     failing = ctx.rank == 1
     expected = pytest.raises(OSError if failing else RankLostError, match="no such speed")
-    with quickly(), expected, patch.object(collect, "measure_speed", fail if failing else measure_speed):
+    with shorten_measurements(), expected, patch.object(collect, "measure_speed", fail if failing else measure_speed):
         collect.collect_job_info(Group(), "", lambda _: None)
 
 
 @ranks(4)
-def test_ways_within_and_between_hosts(ctx: RankContext) -> None:
+def test_bandwidth_within_and_between_hosts(ctx: RankContext) -> None:
     """As if two ranks ran on each of two hosts."""
     place = {"LOCAL_RANK": str(ctx.rank % 2), "LOCAL_WORLD_SIZE": "2"}
-    with quickly(), patch.dict(os.environ, place):
+    with shorten_measurements(), patch.dict(os.environ, place):
         found = collect.collect_job_info(Group(), "", lambda _: None)
     assert ranks_by_node(found.rank_infos) == [[0, 1], [2, 3]]
     for it in found.measurements:
@@ -171,7 +171,7 @@ def test_ways_within_and_between_hosts(ctx: RankContext) -> None:
 
 
 @ranks(1, 3)
-def test_a_trial_changes_nothing_around_it(ctx: RankContext) -> None:
+def test_trial_has_no_side_effects(ctx: RankContext) -> None:
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
     found = collect.run_trial(Group(), torch.device("cpu"))
@@ -182,7 +182,7 @@ def test_a_trial_changes_nothing_around_it(ctx: RankContext) -> None:
 
 
 @ranks(1, 3)
-def test_over_another_backend_than_that_of_words(ctx: RankContext) -> None:
+def test_data_group_with_another_backend(ctx: RankContext) -> None:
     """As NCCL is, where there are GPUs: a group of its own, of the same ranks."""
     words = Group()
     assert with_backend(words, "gloo") is words
@@ -190,14 +190,14 @@ def test_over_another_backend_than_that_of_words(ctx: RankContext) -> None:
         data = with_backend(words, "gloo")
     assert data.process_group is not words.process_group
     assert (data.rank, data.size, data.timeout) == (words.rank, words.size, words.timeout)
-    with quickly():
+    with shorten_measurements():
         timings = collect.CollectiveBenchmark(Comm(data), torch.device("cpu")).measure_timings(2**20)
-    assert [it.verb for it in timings] == VERBS
+    assert [it.verb for it in timings] == COLLECTIVES
     assert collect.run_trial(data, torch.device("cpu")).difference < 1e-12
 
 
 @ranks(2)
-def test_a_trial_sees_steps_that_are_wrong(ctx: RankContext) -> None:
+def test_trial_detects_wrong_steps(ctx: RankContext) -> None:
     """Guard of the guard: the sharded one gets slightly other data."""
     real = collect._trial_step
 
@@ -209,9 +209,9 @@ def test_a_trial_sees_steps_that_are_wrong(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_the_advice_can_be_pasted(ctx: RankContext) -> None:
+def test_recommended_code_runs(ctx: RankContext) -> None:
     """What it says makes an optimizer that trains as the plain one does."""
-    with quickly():
+    with shorten_measurements():
         advice = make_report(collect.collect_job_info(Group(), "", lambda _: None)).advice
     assert ctx.gather(advice) == [advice] * ctx.world_size
     model, plain_model, names = small_model(), small_model(), {"zeroshard": zeroshard, "torch": torch}
@@ -230,19 +230,19 @@ def test_the_advice_can_be_pasted(ctx: RankContext) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_under_torchrun(tmp_path: Path) -> None:
+def test_doctor_under_torchrun(tmp_path: Path) -> None:
     said = json.loads(torchrun("-m", 2, tmp_path, "zeroshard", "doctor", "--json"))
     assert (said["healthy"], said["world_size"]) == (True, 2)
     assert [it["local_size"] for it in said["ranks"]] == [2, 2]
 
 
 @pytest.mark.timeout(180)
-def test_a_rank_that_never_comes(tmp_path: Path) -> None:
+def test_missing_rank_times_out(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, "-m", "zeroshard", "doctor", "--timeout", "2"]
-    env = {**os.environ, **GLOO, **place}
+    env = {**os.environ, **GLOO_ENV, **place}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=150)
     assert (done.returncode, done.stdout) == (1, "")
     said = done.stderr.splitlines()[-1]
@@ -253,7 +253,7 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.timeout(180)
-def test_on_a_gpu(tmp_path: Path) -> None:
+def test_doctor_on_gpu(tmp_path: Path) -> None:
     """One rank measures NCCL; two cannot share a GPU."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     more = ["-m", "zeroshard", "doctor", "--json", "--backend", "nccl"]

@@ -16,15 +16,15 @@ from tests.support.oracles import Twins, assert_same, set_grads
 from zeroshard import ConfigError, ZeroConfig, ZeroRedundancyOptimizer
 
 MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-MIXED = ZeroConfig(allow_mixed_dtypes=True)
+MIXED_DTYPES = ZeroConfig(allow_mixed_dtypes=True)
 
 
-def settings(**more: Any) -> Iterable[dict[str, Any]]:
+def bucket_view_options(**options: Any) -> Iterable[dict[str, Any]]:
     """With and without bucket view."""
-    return ({"parameters_as_bucket_view": bucket_view, **more} for bucket_view in (False, True))
+    return ({"parameters_as_bucket_view": bucket_view, **options} for bucket_view in (False, True))
 
 
-def randoms(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> nn.ParameterList:
+def random_params(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> nn.ParameterList:
     torch.manual_seed(0)
     return nn.ParameterList([torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes])
 
@@ -37,54 +37,54 @@ OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
 
 
 @ranks(1, 2, 3, 4)
-def test_dtypes(ctx: RankContext) -> None:
+def test_all_dtypes_match_plain_optimizer(ctx: RankContext) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128):
-        model = partial(randoms, (3, 4), (5,), (), (2, 2, 2), (0,), dtype=dtype)
-        for zero_only in settings():
+        model = partial(random_params, (3, 4), (5,), (), (2, 2, 2), (0,), dtype=dtype)
+        for zero_only in bucket_view_options():
             for cls, options in OPTIMIZERS:
                 Twins(cls, model=model, zero_only=zero_only, **options).train(2)
             if not dtype.is_complex:
                 Twins(optim.AdamW, model=model, zero_only=zero_only, eps=1e-3, fused=True).train(2)
 
 
-def mixture() -> nn.ParameterList:
+def make_mixed_dtype_params() -> nn.ParameterList:
     dtypes = (torch.float32, torch.bfloat16, torch.complex64, torch.float32, torch.float64, torch.bfloat16)
     shapes = ((3, 3), (7,), (2, 2), (5,), (4,), ())
-    return nn.ParameterList([randoms(shape, dtype=dtype)[0] for shape, dtype in zip(shapes, dtypes, strict=True)])
+    return nn.ParameterList([random_params(shape, dtype=dtype)[0] for shape, dtype in zip(shapes, dtypes, strict=True)])
 
 
-def one_by_one(model: nn.Module) -> list[dict[str, Any]]:
+def one_group_per_param(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [param]} for param in model.parameters()]
 
 
 @ranks(1, 2, 3, 4)
-def test_several_dtypes_if_asked_for(ctx: RankContext) -> None:
-    for handed in (nn.Module.parameters, one_by_one):
+def test_mixed_dtypes_require_opt_in(ctx: RankContext) -> None:
+    for handed in (nn.Module.parameters, one_group_per_param):
         with pytest.raises(
             ConfigError, match=r"parameter 0 is torch.float32, parameter 1 is torch.bfloat16.*allow_mixed_dtypes"
         ):
-            ZeroRedundancyOptimizer(handed(mixture()), optim.SGD, lr=0.1)
-        for zero_only in settings(config=MIXED):
+            ZeroRedundancyOptimizer(handed(make_mixed_dtype_params()), optim.SGD, lr=0.1)
+        for zero_only in bucket_view_options(config=MIXED_DTYPES):
             for cls, options in OPTIMIZERS:
-                Twins(cls, model=mixture, handed=handed, zero_only=zero_only, **options).train(2)
+                Twins(cls, model=make_mixed_dtype_params, handed=handed, zero_only=zero_only, **options).train(2)
 
 
-def first(model: nn.Module) -> list[nn.Parameter]:
+def first_param(model: nn.Module) -> list[nn.Parameter]:
     return list(model.parameters())[:1]
 
 
 @ranks(1, 2, 3)
-def test_another_dtype_in_a_later_group(ctx: RankContext) -> None:
-    for zero_only in settings():
-        twins = Twins(optim.SGD, model=mixture, handed=first, zero_only=zero_only, **MOMENTUM)
+def test_added_group_with_another_dtype(ctx: RankContext) -> None:
+    for zero_only in bucket_view_options():
+        twins = Twins(optim.SGD, model=make_mixed_dtype_params, handed=first_param, zero_only=zero_only, **MOMENTUM)
         twins.train(1)
         _, other, *_ = twins.model.parameters()
         with pytest.raises(ConfigError, match=r"parameter 1 is torch.bfloat16"):
             twins.zero.add_param_group({"params": other})
         assert other.dtype == torch.bfloat16
         twins.train(1)
-    for zero_only in settings(config=MIXED):
-        twins = Twins(optim.SGD, model=mixture, handed=first, zero_only=zero_only, **MOMENTUM)
+    for zero_only in bucket_view_options(config=MIXED_DTYPES):
+        twins = Twins(optim.SGD, model=make_mixed_dtype_params, handed=first_param, zero_only=zero_only, **MOMENTUM)
         twins.train(1)
         for model, optimizer in twins.sides:
             optimizer.add_param_group({"params": list(model.parameters())[1:]})
@@ -92,24 +92,24 @@ def test_another_dtype_in_a_later_group(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3, 4)
-def test_sizes(ctx: RankContext) -> None:
+def test_empty_and_scalar_params(ctx: RankContext) -> None:
     odd: list[list[tuple[int, ...]]] = [[(0,)], [(0,), (3, 0), (2,)], [()], [(), (), ()], [(1,)], [(3, 4)], [(0,), ()]]
     for shapes in odd:
-        model = partial(randoms, *shapes)
-        for zero_only in settings():
+        model = partial(random_params, *shapes)
+        for zero_only in bucket_view_options():
             Twins(optim.SGD, model=model, zero_only=zero_only, **MOMENTUM).train(2)
-            Twins(optim.AdamW, model=model, handed=one_by_one, zero_only=zero_only).train(2)
+            Twins(optim.AdamW, model=model, handed=one_group_per_param, zero_only=zero_only).train(2)
 
 
 @ranks(2, 3, 4)
-def test_parameters_that_travel_alone(ctx: RankContext) -> None:
+def test_large_params_are_broadcast_separately(ctx: RankContext) -> None:
     """From a mebibyte on a parameter is a message of its own."""
-    model = partial(randoms, (520, 510), (7,), (512, 512), (5,))
-    for zero_only in settings():
+    model = partial(random_params, (520, 510), (7,), (512, 512), (5,))
+    for zero_only in bucket_view_options():
         Twins(optim.SGD, model=model, zero_only=zero_only, **MOMENTUM).train(2)
 
 
-def strided() -> nn.ParameterList:
+def make_strided_params() -> nn.ParameterList:
     """Every way in which the elements of a parameter may lie in memory, small and large."""
     torch.manual_seed(0)
     images = torch.randn(2, 3, 4, 5)
@@ -129,19 +129,19 @@ def strided() -> nn.ParameterList:
 
 
 @ranks(1, 2, 3, 4)
-def test_strides(ctx: RankContext) -> None:
-    strides = [param.stride() for param in strided()]
+def test_strides_are_preserved(ctx: RankContext) -> None:
+    strides = [param.stride() for param in make_strided_params()]
     assert strides[1:4] == [(60, 1, 15, 3), (1, 6), (6, 2)]
-    for zero_only in settings():
+    for zero_only in bucket_view_options():
         for cls, options in ((optim.SGD, MOMENTUM), (optim.AdamW, {"foreach": True})):
-            twins = Twins(cls, model=strided, zero_only=zero_only, **options)
+            twins = Twins(cls, model=make_strided_params, zero_only=zero_only, **options)
             assert [param.stride() for param in twins.model.parameters()] == strides
             twins.train(2)
             assert [param.stride() for param in twins.model.parameters()] == strides
 
 
 @ranks(1, 2, 3, 4)
-def test_gradients_reach_strided_parameters(ctx: RankContext) -> None:
+def test_backward_into_channels_last_params(ctx: RankContext) -> None:
     """Real backward passes through a channels_last convolution."""
 
     def model() -> nn.Sequential:
@@ -151,7 +151,7 @@ def test_gradients_reach_strided_parameters(ctx: RankContext) -> None:
             param.data = param.data.contiguous(memory_format=torch.channels_last)
         return layers
 
-    for zero_only in settings():
+    for zero_only in bucket_view_options():
         twins = Twins(optim.SGD, model=model, zero_only=zero_only, **MOMENTUM)
         for step in range(2):
             images = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(step))
@@ -165,7 +165,7 @@ def test_gradients_reach_strided_parameters(ctx: RankContext) -> None:
             assert_same(grads[0], grads[1])
 
 
-def interleaved() -> nn.ParameterList:
+def make_interleaved_params() -> nn.ParameterList:
     """The even and the odd columns of one matrix."""
     torch.manual_seed(0)
     whole = torch.randn(4, 6)
@@ -173,13 +173,13 @@ def interleaved() -> nn.ParameterList:
 
 
 @ranks(1, 2, 3)
-def test_parameters_that_interleave_in_memory(ctx: RankContext) -> None:
-    for zero_only in settings():
-        Twins(optim.SGD, model=interleaved, zero_only=zero_only, **MOMENTUM).train(2)
+def test_params_interleaved_in_memory(ctx: RankContext) -> None:
+    for zero_only in bucket_view_options():
+        Twins(optim.SGD, model=make_interleaved_params, zero_only=zero_only, **MOMENTUM).train(2)
 
 
 @ranks(1, 2)
-def test_parameters_that_share_memory_are_refused(ctx: RankContext) -> None:
+def test_params_that_share_memory_are_rejected(ctx: RankContext) -> None:
     shared = torch.randn(3, 4)
     for alias in (shared, shared[1], shared.t()):
         params = [nn.Parameter(shared), nn.Parameter(torch.randn(2)), nn.Parameter(alias)]
@@ -191,19 +191,19 @@ def test_parameters_that_share_memory_are_refused(ctx: RankContext) -> None:
         assert len(zero.param_groups) == 1
 
 
-def sparse_param() -> Tensor:
+def make_sparse_param() -> Tensor:
     return torch.eye(3).to_sparse().requires_grad_()
 
 
-def shared_elements() -> Tensor:
+def make_expanded_param() -> Tensor:
     return nn.Parameter(torch.randn(3, 1).expand(3, 4))
 
 
 @ranks(1, 2)
-def test_what_cannot_be_a_parameter(ctx: RankContext) -> None:
+def test_sparse_and_expanded_params_are_rejected(ctx: RankContext) -> None:
     cases: list[tuple[Callable[[], Tensor], str]] = [
-        (sparse_param, "parameter 1 has the layout torch.sparse_coo"),
-        (shared_elements, "parameter 1 has elements that share memory"),
+        (make_sparse_param, "parameter 1 has the layout torch.sparse_coo"),
+        (make_expanded_param, "parameter 1 has elements that share memory"),
     ]
     for make, reason in cases:
         with pytest.raises(ConfigError, match=reason):

@@ -15,28 +15,28 @@ from tests.support import RankContext, ranks
 from tests.support.oracles import TINY, ZERO1, ZERO2, mlp, regression, seeded
 from zeroshard import NonFiniteGrads, RankFailedError, RankMismatchError, ZeroConfig, ZeroRedundancyOptimizer, shard
 
-WAYS = ("ddp_hook", "zero1", "zero2")
+SETUPS = ("ddp_hook", "zero1", "zero2")
 
 
-class Run:
+class TrainingSetup:
     """A model and its optimizer: DDP and the plain one, or one of ours."""
 
-    def __init__(self, way: str, make: Callable[[], nn.Module] = mlp) -> None:
-        self.model = seeded(make)
+    def __init__(self, setup: str, make_model: Callable[[], nn.Module] = mlp) -> None:
+        self.model = seeded(make_model)
         self.net: Any = self.model
-        if way in ("plain", "ddp_hook"):
+        if setup in ("plain", "ddp_hook"):
             self.net = DistributedDataParallel(self.model)
         self.optimizer: Any
-        if way == "plain":
+        if setup == "plain":
             self.optimizer = optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        elif way == "ddp_hook":
+        elif setup == "ddp_hook":
             config = ZeroConfig(partition=TINY)
             self.optimizer = ZeroRedundancyOptimizer(
                 self.model.parameters(), optim.SGD, config=config, lr=0.1, momentum=0.9
             )
             self.net.register_comm_hook(None, self.optimizer.ddp_hook())
         else:
-            config = ZERO1 if way == "zero1" else ZERO2
+            config = ZERO1 if setup == "zero1" else ZERO2
             self.optimizer = shard(self.model, optim.SGD, config=config, lr=0.1, momentum=0.9)
         self.no_sync = getattr(self.net, "no_sync", None) or self.optimizer.no_sync
 
@@ -53,11 +53,11 @@ class Run:
         else:
             nn.utils.clip_grad_norm_(self.params, 0.05, math.inf)
 
-    def remove_all(self) -> None:
+    def clear_grads(self) -> None:
         for param in self.params:
             param.grad = None
 
-    def set_all(self, value: float) -> None:
+    def fill_grads(self, value: float) -> None:
         for param in self.params:
             param.grad = torch.full_like(param, value)
 
@@ -65,67 +65,67 @@ class Run:
         self.optimizer.step()
 
 
-def differentiate_without_accumulating(run: Run) -> None:
+def call_autograd_grad(run: TrainingSetup) -> None:
     run.backward(0)
     run.clip()
     torch.autograd.grad(regression(run.model, 1), run.params)
     run.step()
 
 
-def remove_one_before_clipping(run: Run) -> None:
+def clear_one_grad_before_clipping(run: TrainingSetup) -> None:
     run.backward(0)
     run.params[2].grad = None
     run.clip()
     run.step()
 
 
-def remove_one_after_clipping(run: Run) -> None:
+def clear_one_grad_after_clipping(run: TrainingSetup) -> None:
     run.backward(0)
     run.clip()
     run.params[2].grad = None
     run.step()
 
 
-def remove_all_between_passes(run: Run) -> None:
+def clear_grads_between_passes(run: TrainingSetup) -> None:
     run.backward(0)
-    run.remove_all()
+    run.clear_grads()
     run.backward(1)
     run.clip()
     run.step()
-    run.remove_all()
+    run.clear_grads()
     run.backward(2)
     run.step()
 
 
-def set_by_hand_each_step(run: Run) -> None:
+def assign_grads_each_step(run: TrainingSetup) -> None:
     for number in range(1, 4):
-        run.set_all(0.1 * number)
+        run.fill_grads(0.1 * number)
         run.clip()
         run.step()
 
 
-def set_by_hand_after_clearing(run: Run) -> None:
+def assign_grads_after_zero_grad(run: TrainingSetup) -> None:
     run.backward(0)
     run.optimizer.zero_grad()
-    run.set_all(0.1)
+    run.fill_grads(0.1)
     run.step()
 
 
-RIGHT = (
-    differentiate_without_accumulating,
-    remove_one_before_clipping,
-    remove_one_after_clipping,
-    remove_all_between_passes,
-    set_by_hand_each_step,
-    set_by_hand_after_clearing,
+VALID_PROGRAMS = (
+    call_autograd_grad,
+    clear_one_grad_before_clipping,
+    clear_one_grad_after_clipping,
+    clear_grads_between_passes,
+    assign_grads_each_step,
+    assign_grads_after_zero_grad,
 )
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", SETUPS)
 @ranks(1, 2)
-def test_programs_that_are_right_under_ddp(ctx: RankContext, way: str) -> None:
-    for program in RIGHT:
-        ours, plain = Run(way), Run("plain")
+def test_grad_edits_valid_under_ddp_give_the_same_result(ctx: RankContext, way: str) -> None:
+    for program in VALID_PROGRAMS:
+        ours, plain = TrainingSetup(way), TrainingSetup("plain")
         for run in (ours, plain):
             program(run)
             run.optimizer.zero_grad()
@@ -135,18 +135,21 @@ def test_programs_that_are_right_under_ddp(ctx: RankContext, way: str) -> None:
             assert torch.equal(found, expected), program.__name__
 
 
-def last_layer_of_zeros() -> nn.Module:
+def make_mlp_with_zero_last_layer() -> nn.Module:
     model = mlp()
     *_, last = (layer for layer in model.children() if isinstance(layer, nn.Linear))
     nn.init.zeros_(last.weight)
     return model
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", SETUPS)
 @ranks(2)
-def test_gradients_that_are_zero_by_chance_are_not_cleared(ctx: RankContext, way: str) -> None:
+def test_zero_gradients_are_not_mistaken_for_cleared_ones(ctx: RankContext, way: str) -> None:
     """As those of LoRA's first step. DDP rounds otherwise: it adds the last pass before it averages."""
-    ours, plain = (Run(way, last_layer_of_zeros), Run("plain", last_layer_of_zeros))
+    ours, plain = (
+        TrainingSetup(way, make_mlp_with_zero_last_layer),
+        TrainingSetup("plain", make_mlp_with_zero_last_layer),
+    )
     for run in (ours, plain):
         run.backward(0)
         run.clip()
@@ -158,11 +161,11 @@ def test_gradients_that_are_zero_by_chance_are_not_cleared(ctx: RankContext, way
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", SETUPS)
 @ranks(2)
-def test_what_cannot_be_right_is_refused_on_all_ranks(ctx: RankContext, way: str) -> None:
+def test_invalid_grad_edits_are_rejected_on_all_ranks(ctx: RankContext, way: str) -> None:
     """Though one rank alone does it."""
-    run = Run(way)
+    run = TrainingSetup(way)
 
     def refused(message: str) -> None:
         with pytest.raises(RuntimeError if ctx.rank == 0 else RankFailedError, match=message):
@@ -188,7 +191,7 @@ def test_what_cannot_be_right_is_refused_on_all_ranks(ctx: RankContext, way: str
 
 
 @ranks(2)
-def test_gradients_set_by_hand_after_a_step_that_was_skipped(ctx: RankContext) -> None:
+def test_assigned_gradients_after_a_skipped_step(ctx: RankContext) -> None:
     model = seeded(mlp)
     for stage in (ZERO1.stage, ZERO2.stage):
         config = ZeroConfig(stage=stage, nonfinite=NonFiniteGrads("skip"))
@@ -204,7 +207,7 @@ def test_gradients_set_by_hand_after_a_step_that_was_skipped(ctx: RankContext) -
 
 
 @ranks(2)
-def test_the_ddp_hook_knows_groups_that_are_added_later(ctx: RankContext) -> None:
+def test_ddp_hook_supports_groups_added_later(ctx: RankContext) -> None:
     nets = [DistributedDataParallel(seeded(mlp)) for _ in range(2)]
     first, *rest = zip(*(net.parameters() for net in nets), strict=True)
     plain = optim.SGD([first[1]], lr=0.1)
@@ -223,11 +226,11 @@ def test_the_ddp_hook_knows_groups_that_are_added_later(ctx: RankContext) -> Non
 
 
 @ranks(2, 3)
-def test_gradients_that_one_rank_removes_are_refused_on_all(ctx: RankContext) -> None:
-    run = Run("zero2")
+def test_grads_cleared_on_one_rank_only_are_rejected_on_all_ranks(ctx: RankContext) -> None:
+    run = TrainingSetup("zero2")
     run.backward(0)
     if ctx.rank == 0:
-        run.remove_all()
+        run.clear_grads()
     with pytest.raises(RankMismatchError, match="between different backward passes"):
         run.step()
     run.backward(1)

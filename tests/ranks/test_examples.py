@@ -16,41 +16,41 @@ from zeroshard import checkpoint
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_sharded.py"
 
 
-def plain_copy(folder: Path) -> torch.optim.AdamW:
+def load_plain_optimizer(directory: Path) -> torch.optim.AdamW:
     """The unsharded optimizer, on a model of its own, as it was saved."""
     model = nn.Sequential(nn.Linear(32, 512), nn.LayerNorm(512), nn.GELU(), nn.Linear(512, 1))
     params = sorted(model.parameters(), key=lambda param: param.dim() <= 1)
     optimizer = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:]}])
-    checkpoint.load(folder, model=model, optimizer=optimizer)
+    checkpoint.load(directory, model=model, optimizer=optimizer)
     return optimizer
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore:.* was saved by .* ranks")
-def test_the_whole_script_trains_saves_and_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:
+def test_train_sharded_resumes_at_another_world_size(tmp_path: Path) -> None:
     for steps, ranks in ((20, 2), (40, 3), (60, 1)):
         assert f"step {steps}: loss" in torchrun(SCRIPT, ranks, tmp_path)
-        optimizer = plain_copy(tmp_path / "checkpoints" / f"step-{steps:09d}")
+        optimizer = load_plain_optimizer(tmp_path / "checkpoints" / f"step-{steps:09d}")
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
         assert [state["step"].item() for state in optimizer.state.values()] == [steps] * 6
 
 
-def losses(printed: str) -> list[float]:
+def parse_losses(printed: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"ranks: loss (\S+)", printed)]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_who_is_stopped_and_goes_on_loses_nothing(tmp_path: Path) -> None:
+def test_stopped_job_resumes_without_losing_a_step(tmp_path: Path) -> None:
     """On the same number of ranks to the last bit; on others sums of float32 are made in another order."""
     script, folders = SCRIPT.with_name("resume.py"), [tmp_path / "straight", tmp_path / "stopped"]
     for folder in folders:
         folder.mkdir()
-    straight = losses(torchrun(script, 2, folders[0], "--steps", "16", "--every", "5"))
+    straight = parse_losses(torchrun(script, 2, folders[0], "--steps", "16", "--every", "5"))
     stopped: list[float] = []
     for ranks, stop in ((2, 4), (2, 8), (3, 12), (1, 16)):
-        stopped += losses(torchrun(script, ranks, folders[1], "--steps", "16", "--stop-at", str(stop)))
+        stopped += parse_losses(torchrun(script, ranks, folders[1], "--steps", "16", "--stop-at", str(stop)))
     assert len(straight) == len(stopped) == 16
     assert stopped[:8] == straight[:8]
     assert stopped[8:] == pytest.approx(straight[8:], rel=1e-6)
@@ -59,7 +59,7 @@ def test_who_is_stopped_and_goes_on_loses_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_the_gpt_trains_sharded(tmp_path: Path) -> None:
+def test_train_gpt_sharded(tmp_path: Path) -> None:
     printed = torchrun(SCRIPT.with_name("train_gpt.py"), 2, tmp_path, "--way", "shard", "--steps", "2")
     assert "rank 0: loss of its last batch" in printed
     assert "rank 1: loss of its last batch" in printed
@@ -67,7 +67,7 @@ def test_the_gpt_trains_sharded(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_muon_and_adamw_train_and_go_on_at_another_number_of_ranks(tmp_path: Path) -> None:
+def test_train_muon_resumes_at_another_world_size(tmp_path: Path) -> None:
     script, last = SCRIPT.with_name("train_muon.py"), 9.9
     for steps, ranks, more in ((15, 2, ["--measured"]), (30, 3, []), (45, 1, [])):
         printed = torchrun(script, ranks, tmp_path, "--steps", "15", "--layers", "2", "--width", "32", *more)
@@ -77,7 +77,7 @@ def test_muon_and_adamw_train_and_go_on_at_another_number_of_ranks(tmp_path: Pat
 
 
 @pytest.mark.timeout(180)
-def test_one_import_shares_the_state_under_ddp(tmp_path: Path) -> None:
+def test_dropin_shards_optimizer_state_under_ddp(tmp_path: Path) -> None:
     printed = torchrun(SCRIPT.with_name("dropin.py"), 2, tmp_path)
     first, last = map(float, re.findall(r"loss (\S+)", printed))
     assert last < first / 4
@@ -90,7 +90,7 @@ def test_one_import_shares_the_state_under_ddp(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_layers_that_are_thawed_train_and_have_state(tmp_path: Path) -> None:
+def test_unfrozen_layers_train_and_get_state(tmp_path: Path) -> None:
     printed = torchrun(SCRIPT.with_name("finetune.py"), 2, tmp_path)
     (head, few), (full, many) = re.findall(r"loss (\S+), rank 0 holds (\S+) elements", printed)
     assert float(full) < float(head) / 2
@@ -99,21 +99,21 @@ def test_layers_that_are_thawed_train_and_have_state(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_small_updates_move_a_bf16_model_with_masters_only(tmp_path: Path) -> None:
+def test_bf16_model_needs_master_weights_for_small_updates(tmp_path: Path) -> None:
     printed = torchrun(SCRIPT.with_name("bf16_masters.py"), 2, tmp_path)
     masters, plain = map(int, re.findall(r"(\d+)% with", printed))
     assert masters > 70
     assert plain < 10
 
 
-def test_the_index_of_examples_lists_all_of_them() -> None:
+def test_readme_lists_all_examples() -> None:
     listed = re.findall(r"^\| \[(\w+\.py)\]", (SCRIPT.parent / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(listed) == sorted(file.name for file in SCRIPT.parent.glob("*.py"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_reports_and_traces_are_made(tmp_path: Path) -> None:
+def test_report_and_trace_write_their_files(tmp_path: Path) -> None:
     printed = torchrun(SCRIPT.with_name("report.py"), 2, tmp_path, "report.png")
     assert "AdamW on 3,241,472 elements of 52 parameters, shared by 2 ranks" in printed
     torchrun(SCRIPT.with_name("trace.py"), 2, tmp_path, "trace.png")
@@ -123,7 +123,7 @@ def test_reports_and_traces_are_made(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_the_others_go_on_when_one_is_killed(tmp_path: Path) -> None:
+def test_surviving_ranks_continue_after_one_is_killed(tmp_path: Path) -> None:
     command, settings = [sys.executable, str(SCRIPT.with_name("recover.py"))], {"GLOO_SOCKET_IFNAME": "lo"}
     env = {**os.environ, **settings, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)

@@ -17,9 +17,9 @@ from tests.support.launch import torchrun
 from tests.support.tiers import sampled
 from zeroshard import shard
 
-EXITS = int(os.environ.get("ZEROSHARD_EXITS", "1"))
+NUM_EXITS = int(os.environ.get("ZEROSHARD_EXITS", "1"))
 """How many times processes end in each test; more than once on a machine that is kept busy."""
-SCRIPT = """
+EXIT_SCRIPT = """
 import atexit, sys, threading
 
 def at_end():
@@ -45,25 +45,25 @@ if "save" in sys.argv:
 if "leave" in sys.argv:
     dist.destroy_process_group()
 """
-ENDS = [["leave"], [], ["step"], ["step", "leave"], ["step", "copy"], ["step", "save"]]
+EXIT_CASES = [["leave"], [], ["step"], ["step", "leave"], ["step", "copy"], ["step", "save"]]
 
 
-@pytest.mark.timeout(180 * EXITS)
-@sampled("what", ENDS, ids=" ".join)
-def test_the_end_of_a_process(tmp_path: Path, what: list[str]) -> None:
+@pytest.mark.timeout(180 * NUM_EXITS)
+@sampled("what", EXIT_CASES, ids=" ".join)
+def test_no_threads_are_left_at_exit(tmp_path: Path, what: list[str]) -> None:
     """With gradients, a copy or a save under way or without, from a group that was left or not: no thread is left."""
-    with busy_processes(2 if EXITS > 1 else 0):
-        for number in range(EXITS):
+    with keep_cpus_busy(2 if NUM_EXITS > 1 else 0):
+        for number in range(NUM_EXITS):
             folder = tmp_path / str(number)
             folder.mkdir()
             script = folder / "script.py"
-            script.write_text(SCRIPT)
+            script.write_text(EXIT_SCRIPT)
             assert torchrun(script, 2, folder, *what).splitlines().count("threads []") == 2
             if "save" in what:
                 assert [it.name for it in (folder / "saved").glob("step-*")] == ["step-000000001"]
 
 
-UNUSED = """
+UNUSED_GRADS_SCRIPT = """
 import atexit, gc, pathlib, sys, threading, time
 
 def at_end():
@@ -102,48 +102,48 @@ if "outlive" in sys.argv and rank > 0:
     while not ended.exists():
         time.sleep(0.1)
 """
-DROPPED = "dropped {} gradient buckets: backward passes sent them, but neither step() nor zero_grad() followed"
-UNUSED_GRADIENTS = [
+DROPPED_MESSAGE = "dropped {} gradient buckets: backward passes sent them, but neither step() nor zero_grad() followed"
+UNUSED_GRADS_CASES = [
     *("leave meet", "leave meet garbage", "leave meet clear", "leave meet overlap", "leave meet hybrid"),
     *("leave alone", "leave alone garbage", "leave alone hybrid", "leave alone outlive hybrid"),
     *("stay meet", "stay meet garbage", "stay alone", "stay alone hybrid", "stay alone outlive"),
 ]
 
 
-def end_with_unused_gradients(folder: Path, what: str) -> list[str]:
+def run_unused_grads_script(directory: Path, options: str) -> list[str]:
     """Ten backward passes, a step after each fourth. What the ranks print at their end, in their order."""
-    script = folder / "script.py"
-    script.write_text(UNUSED)
-    return torchrun(script, 4 if "hybrid" in what else 2, folder, *what.split()).splitlines()
+    script = directory / "script.py"
+    script.write_text(UNUSED_GRADS_SCRIPT)
+    return torchrun(script, 4 if "hybrid" in options else 2, directory, *options.split()).splitlines()
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    "what", ["leave alone outlive", *(pytest.param(it, marks=pytest.mark.slow) for it in UNUSED_GRADIENTS)]
+    "what", ["leave alone outlive", *(pytest.param(it, marks=pytest.mark.slow) for it in UNUSED_GRADS_CASES)]
 )
-def test_gradients_that_no_step_uses(tmp_path: Path, what: str) -> None:
+def test_unused_gradients_are_reported_at_exit(tmp_path: Path, what: str) -> None:
     """The processes end well, also where others live on, and say what they drop."""
     expected = []
     for rank in range(4 if "hybrid" in what else 2):
         drops = "clear" not in what and ("alone" not in what or rank == 0)
-        expected += [f"rank {rank}: {DROPPED.format(2)}"] * drops + ["threads []"]
-    assert end_with_unused_gradients(tmp_path, what) == expected
+        expected += [f"rank {rank}: {DROPPED_MESSAGE.format(2)}"] * drops + ["threads []"]
+    assert run_unused_grads_script(tmp_path, what) == expected
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_gradients_that_no_step_uses_on_a_busy_machine(tmp_path: Path) -> None:
+def test_unused_gradients_at_exit_under_cpu_load(tmp_path: Path) -> None:
     """How many are sent before another rank has ended depends on the machine."""
-    possible = {"threads []", *(f"rank {rank}: {DROPPED.format(count)}" for rank in (0, 1) for count in (1, 2))}
-    with busy_processes(2):
-        for _ in range(max(20, EXITS)):
-            printed = end_with_unused_gradients(tmp_path, "leave")
+    possible = {"threads []", *(f"rank {rank}: {DROPPED_MESSAGE.format(count)}" for rank in (0, 1) for count in (1, 2))}
+    with keep_cpus_busy(2):
+        for _ in range(max(20, NUM_EXITS)):
+            printed = run_unused_grads_script(tmp_path, "leave")
             assert printed.count("threads []") == 2
             assert possible.issuperset(printed)
 
 
 @contextmanager
-def busy_processes(count: int) -> Iterator[None]:
+def keep_cpus_busy(count: int) -> Iterator[None]:
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -154,7 +154,7 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 @ranks(2, 3)
-def test_threads_end_with_their_process_group(ctx: RankContext) -> None:
+def test_threads_end_when_the_process_group_is_destroyed(ctx: RankContext) -> None:
     """In a process that goes on, and whose other process groups stay as they are."""
     group = dist.new_group(list(range(ctx.world_size)))
     model = torch.nn.Linear(64, 64)

@@ -17,7 +17,7 @@ from zeroshard import BindingError, RankFailedError, ZeroError, ZeroRedundancyOp
 
 
 @contextmanager
-def raised_everywhere(ctx: RankContext, culprit: int, error: type[Exception], message: str) -> Iterator[None]:
+def expect_error_on_all_ranks(ctx: RankContext, culprit: int, error: type[Exception], message: str) -> Iterator[None]:
     """The culprit raises its own error; the others raise one that names the culprit, the error and the message."""
     expected, pattern = error, message
     if ctx.rank != culprit:
@@ -27,11 +27,11 @@ def raised_everywhere(ctx: RankContext, culprit: int, error: type[Exception], me
     assert type(caught.value) is expected
 
 
-def models_of_all_ranks(ctx: RankContext, model: nn.Module) -> list[dict[str, Any]]:
+def gather_models(ctx: RankContext, model: nn.Module) -> list[dict[str, Any]]:
     return ctx.gather({name: tensor.clone() for name, tensor in model.state_dict().items()})
 
 
-def bad_params() -> Iterator[tuple[type[Exception], Callable[[list[nn.Parameter]], Any]]]:
+def invalid_params() -> Iterator[tuple[type[Exception], Callable[[list[nn.Parameter]], Any]]]:
     yield TypeError, lambda params: params[0]
     yield TypeError, lambda _: 3
     yield TypeError, lambda _: None
@@ -51,17 +51,17 @@ def bad_params() -> Iterator[tuple[type[Exception], Callable[[list[nn.Parameter]
     yield ValueError, lambda params: [{"params": params}, {"params": [params[0]]}]
     yield ValueError, lambda _: [nn.Parameter(torch.ones(1).expand(3))]
     yield ValueError, lambda params: [params[0] * 2]
-    yield RuntimeError, broken_generator
+    yield RuntimeError, failing_generator
 
 
-def broken_generator(params: list[nn.Parameter]) -> Iterator[nn.Parameter]:
+def failing_generator(params: list[nn.Parameter]) -> Iterator[nn.Parameter]:
     yield params[0]
     raise RuntimeError("no more of these")
 
 
 @ranks(1, 2, 3)
-def test_parameters_that_cannot_be_taken(ctx: RankContext) -> None:
-    for number, (error, spoil) in enumerate(bad_params()):
+def test_invalid_params_are_rejected_on_all_ranks(ctx: RankContext) -> None:
+    for number, (error, spoil) in enumerate(invalid_params()):
         culprit = number % ctx.world_size
         params = list(small_model().parameters())
         with pytest.raises(error):
@@ -72,7 +72,7 @@ def test_parameters_that_cannot_be_taken(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_arguments_that_fit_no_optimizer(ctx: RankContext) -> None:
+def test_invalid_arguments_raise_on_all_ranks(ctx: RankContext) -> None:
     def made(**options: Any) -> ZeroRedundancyOptimizer:
         return ZeroRedundancyOptimizer(small_model().parameters(), **{"optimizer_class": Adam, **options})
 
@@ -81,24 +81,24 @@ def test_arguments_that_fit_no_optimizer(ctx: RankContext) -> None:
         (TypeError, "nonsense", {"nonsense": 1}),
         (TypeError, "config", {"config": "x"}),
         (TypeError, "must be a class", {"optimizer_class": "Adam"}),
-        (LookupError, "nothing to see", {"optimizer_class": Unbuildable}),
+        (LookupError, "nothing to see", {"optimizer_class": FailsInInit}),
     ]
     for culprit in range(ctx.world_size):
         for error, message, options in spoiled:
-            with raised_everywhere(ctx, culprit, error, message):
+            with expect_error_on_all_ranks(ctx, culprit, error, message):
                 made(**options if ctx.rank == culprit else {})
 
 
-class Unbuildable(Adam):
+class FailsInInit(Adam):
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
         raise LookupError("nothing to see")
 
 
-def batch_closure(twins: Twins, fails: bool = False) -> Callable[[], torch.Tensor]:
+def make_closure(twins: Twins, should_fail: bool = False) -> Callable[[], torch.Tensor]:
     def closure() -> torch.Tensor:
         set_grads(twins.model.parameters(), twins.steps)
-        if fails:
+        if should_fail:
             raise ZeroDivisionError("a bad batch")
         return torch.tensor(float(twins.steps))
 
@@ -106,26 +106,26 @@ def batch_closure(twins: Twins, fails: bool = False) -> Callable[[], torch.Tenso
 
 
 @ranks(1, 2, 3, 4)
-def test_a_failing_closure_leaves_everything_as_it_was(ctx: RankContext) -> None:
+def test_failing_closure_changes_nothing(ctx: RankContext) -> None:
     for bucket_view in (False, True):
         twins = Twins(Adam, zero_only={"parameters_as_bucket_view": bucket_view})
         twins.train(1)
         for culprit in range(ctx.world_size):
-            with raised_everywhere(ctx, culprit, ZeroDivisionError, "a bad batch"):
-                twins.zero.step(batch_closure(twins, fails=ctx.rank == culprit))
-            for model in models_of_all_ranks(ctx, twins.model):
+            with expect_error_on_all_ranks(ctx, culprit, ZeroDivisionError, "a bad batch"):
+                twins.zero.step(make_closure(twins, should_fail=ctx.rank == culprit))
+            for model in gather_models(ctx, twins.model):
                 assert_same(model, dict(twins.plain_model.state_dict()))
             found = twins.zero.full_state_dict()
             if found is not None:
                 assert_same(found, twins.plain.state_dict())
-            assert twins.zero.step(batch_closure(twins)) == float(twins.steps)
+            assert twins.zero.step(make_closure(twins)) == float(twins.steps)
             set_grads(twins.plain_model.parameters(), twins.steps)
             twins.plain.step()
             twins.check()
             twins.steps += 1
 
 
-class Fragile(SGD):
+class FailsAfterStep(SGD):
     """Updates some of its parameters, then fails when told so."""
 
     fails = False
@@ -137,7 +137,7 @@ class Fragile(SGD):
         return result
 
 
-class FragileBefore(Fragile):
+class FailsBeforeStep(FailsAfterStep):
     """Fails before it has updated anything."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -147,15 +147,15 @@ class FragileBefore(Fragile):
 
 
 @ranks(1, 2, 3, 4)
-def test_a_failing_inner_step_leaves_all_ranks_equal(ctx: RankContext) -> None:
+def test_failing_inner_step_leaves_ranks_identical(ctx: RankContext) -> None:
     for bucket_view in (False, True):
-        twins = Twins(Fragile, lr=0.1, momentum=0.9, zero_only={"parameters_as_bucket_view": bucket_view})
+        twins = Twins(FailsAfterStep, lr=0.1, momentum=0.9, zero_only={"parameters_as_bucket_view": bucket_view})
         for culprit in range(ctx.world_size):
             inner = twins.zero.optim
-            assert isinstance(inner, Fragile)
+            assert isinstance(inner, FailsAfterStep)
             inner.fails = ctx.rank == culprit
             # This one fails once all is done, so that the step is the plain optimizer's.
-            with raised_everywhere(ctx, culprit, ArithmeticError, "the step broke"):
+            with expect_error_on_all_ranks(ctx, culprit, ArithmeticError, "the step broke"):
                 twins.train(1)
             set_grads(twins.plain_model.parameters(), twins.steps)
             twins.plain.step()
@@ -166,15 +166,15 @@ def test_a_failing_inner_step_leaves_all_ranks_equal(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_a_step_that_fails_at_once_is_made_by_the_others_and_reaches_all(ctx: RankContext) -> None:
+def test_step_failing_on_one_rank_is_applied_by_the_others(ctx: RankContext) -> None:
     for bucket_view in (False, True):
-        twins = Twins(FragileBefore, lr=0.1, zero_only={"parameters_as_bucket_view": bucket_view})
+        twins = Twins(FailsBeforeStep, lr=0.1, zero_only={"parameters_as_bucket_view": bucket_view})
         owned = {id(param) for group in twins.zero.optim.param_groups for param in group["params"]}
         for culprit in range(ctx.world_size):
             start = [param.detach().clone() for param in twins.model.parameters()]
             twins.zero.optim.fails = ctx.rank == culprit  # type: ignore[attr-defined]
             then = "" if ctx.rank == culprit else r"\. What other ranks own has been updated: .* load a checkpoint"
-            with raised_everywhere(ctx, culprit, ArithmeticError, f"the step broke{then}"):
+            with expect_error_on_all_ranks(ctx, culprit, ArithmeticError, f"the step broke{then}"):
                 twins.train(1)
             twins.zero.optim.fails = False  # type: ignore[attr-defined]
             set_grads(twins.plain_model.parameters(), twins.steps)
@@ -188,21 +188,21 @@ def test_a_step_that_fails_at_once_is_made_by_the_others_and_reaches_all(ctx: Ra
             twins.train(1)  # no momentum, so that a lost update is lost for good on both sides
 
 
-class NoMoreGroups(Adam):
-    refuses = False
+class FailsInAddParamGroup(Adam):
+    should_fail = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        if self.refuses:
+        if self.should_fail:
             raise PermissionError("no more groups")
 
 
 @ranks(1, 2, 3)
-def test_a_group_that_cannot_be_added_changes_nothing(ctx: RankContext) -> None:
-    twins = Twins(NoMoreGroups)
+def test_failed_add_param_group_changes_nothing(ctx: RankContext) -> None:
+    twins = Twins(FailsInAddParamGroup)
     twins.train(1)
     inner = twins.zero.optim
-    assert isinstance(inner, NoMoreGroups)
+    assert isinstance(inner, FailsInAddParamGroup)
 
     def new_params() -> list[nn.Parameter]:
         return list(small_model(1).parameters())
@@ -216,14 +216,14 @@ def test_a_group_that_cannot_be_added_changes_nothing(ctx: RankContext) -> None:
     ]
     for culprit in range(ctx.world_size):
         for error, message, group in spoiled:
-            inner.refuses = ctx.rank == culprit and error is PermissionError
-            with raised_everywhere(ctx, culprit, error, message):
+            inner.should_fail = ctx.rank == culprit and error is PermissionError
+            with expect_error_on_all_ranks(ctx, culprit, error, message):
                 twins.zero.add_param_group(group() if ctx.rank == culprit else {"params": new_params()})
             assert len(twins.zero.param_groups) == len(twins.zero.optim.param_groups) == 1
         with pytest.raises(ValueError, match="dtype"):
             twins.zero.add_param_group({"params": [nn.Parameter(torch.ones(2).double())]})
         twins.train(1)
-    inner.refuses = False
+    inner.should_fail = False
     added = [new_params(), new_params()]
     twins.zero.add_param_group({"params": added[0], "lr": 0.3})
     twins.plain.add_param_group({"params": added[1], "lr": 0.3})
@@ -234,7 +234,7 @@ def test_a_group_that_cannot_be_added_changes_nothing(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_a_rank_whose_parameter_was_recast_stops_all(ctx: RankContext) -> None:
+def test_recast_param_on_one_rank_raises_on_all_ranks(ctx: RankContext) -> None:
     for bucket_view in (False, True):
         twins = Twins(SGD, lr=0.1, zero_only={"parameters_as_bucket_view": bucket_view})
         twins.train(1)
@@ -247,7 +247,7 @@ def test_a_rank_whose_parameter_was_recast_stops_all(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_several_ranks_may_fail_at_once(ctx: RankContext) -> None:
+def test_errors_of_several_ranks_are_all_reported(ctx: RankContext) -> None:
     last = ctx.world_size - 1
 
     def closure() -> float:
@@ -264,7 +264,7 @@ def test_several_ranks_may_fail_at_once(ctx: RankContext) -> None:
 
 
 @ranks(2)
-def test_a_long_message_arrives_cut(ctx: RankContext) -> None:
+def test_long_error_message_is_truncated(ctx: RankContext) -> None:
     def closure() -> None:
         if ctx.rank == 1:
             raise ValueError("é" * 9000)
@@ -275,6 +275,6 @@ def test_a_long_message_arrives_cut(ctx: RankContext) -> None:
     twins.train(1)
 
 
-def test_without_a_process_group() -> None:
+def test_uninitialized_process_group_raises() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         ZeroRedundancyOptimizer(small_model().parameters(), Adam)

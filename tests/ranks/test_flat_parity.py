@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer, lr_scheduler
 
-from tests.ranks.test_parity import CASES, Noisy
+from tests.ranks.test_parity import CASES, NoisySGD
 from tests.support import RankContext, ranks
 from tests.support.oracles import Twins, assert_same, set_grads
 from zeroshard import (
@@ -32,22 +32,22 @@ from zeroshard.engine.optimizer_shard import OptimizerSpec
 
 Options = dict[str, Any]
 
-WHOLE_ONLY = {optim.Adafactor, optim.Muon, optim.SparseAdam}
-CUT = {cls: options for cls, options in CASES.items() if cls not in WHOLE_ONLY}
+NON_ELEMENTWISE_CLASSES = {optim.Adafactor, optim.Muon, optim.SparseAdam}
+ELEMENTWISE_CASES = {cls: options for cls, options in CASES.items() if cls not in NON_ELEMENTWISE_CLASSES}
 SHAPES: list[tuple[int, ...]] = [(7, 5), (33,), (), (2, 3, 2), (1, 64), (19,)]
 
 
-def flat(bucket_bytes: int = 200, **more: Any) -> Options:
+def flat_options(bucket_bytes: int = 200, **more: Any) -> Options:
     """The config of a sharded twin; by default with several buckets, most of them cut within parameters."""
     return {"config": ZeroConfig(partition=FlatShards(bucket_bytes), **more)}
 
 
-def randoms(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> nn.ParameterList:
+def random_params(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> nn.ParameterList:
     torch.manual_seed(0)
     return nn.ParameterList([torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes])
 
 
-def in_groups(module: nn.Module) -> list[Options]:
+def make_param_groups(module: nn.Module) -> list[Options]:
     """Four groups, one of them empty, one with a parameter too small for every rank."""
     first, second, third, *others = module.parameters()
     return [
@@ -58,7 +58,7 @@ def in_groups(module: nn.Module) -> list[Options]:
     ]
 
 
-def rounds_otherwise(cls: type[Optimizer], options: Options, dtype: torch.dtype = torch.float32) -> bool:
+def rounds_differently(cls: type[Optimizer], options: Options, dtype: torch.dtype = torch.float32) -> bool:
     """Some of torch's kernels round the last elements of a tensor, which fill no vector register, once more than those
     before them; and those are others in a long tensor than in the parameters that it is made of."""
     if options.get("fused"):
@@ -66,22 +66,24 @@ def rounds_otherwise(cls: type[Optimizer], options: Options, dtype: torch.dtype 
     return cls is optim.SGD and dtype.itemsize == 2
 
 
-@pytest.mark.parametrize("cls", CUT, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", ELEMENTWISE_CASES, ids=lambda cls: cls.__name__)
 @ranks(1, 2, 3, 4)
 def test_equals_the_unsharded_optimizer(ctx: RankContext, cls: type[Optimizer]) -> None:
     settings: list[tuple[int, Callable[[nn.Module], Any]]] = [
         (200, nn.Module.parameters),
-        (1 << 20, in_groups),
-        (200, in_groups),
+        (1 << 20, make_param_groups),
+        (200, make_param_groups),
     ]
-    for options, (bucket_bytes, handed) in zip(CUT[cls], cycle(settings)):
-        twins = Twins(cls, model=partial(randoms, *SHAPES), handed=handed, zero_only=flat(bucket_bytes), **options)
-        train(twins, 3, closely=rounds_otherwise(cls, options))
+    for options, (bucket_bytes, handed) in zip(ELEMENTWISE_CASES[cls], cycle(settings)):
+        twins = Twins(
+            cls, model=partial(random_params, *SHAPES), handed=handed, zero_only=flat_options(bucket_bytes), **options
+        )
+        train(twins, 3, allow_rounding=rounds_differently(cls, options))
 
 
-def train(twins: Twins, steps: int, *, closely: bool) -> None:
+def train(twins: Twins, steps: int, *, allow_rounding: bool) -> None:
     """Bit for bit, or up to a rounding a step."""
-    if not closely:
+    if not allow_rounding:
         twins.train(steps)
         return
     for step in range(steps):
@@ -94,7 +96,7 @@ def train(twins: Twins, steps: int, *, closely: bool) -> None:
 
 
 @ranks(1, 2, 3, 4)
-def test_with_learning_rate_schedules(ctx: RankContext) -> None:
+def test_lr_schedulers(ctx: RankContext) -> None:
     made: list[Callable[[Optimizer], Any]] = [
         lambda optimizer: lr_scheduler.StepLR(optimizer, 2, gamma=0.3),
         lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=10),
@@ -102,7 +104,7 @@ def test_with_learning_rate_schedules(ctx: RankContext) -> None:
     ]
     for make in made:
         for lr in (0.1, torch.tensor(0.1)):
-            twins = Twins(optim.AdamW, model=partial(randoms, *SHAPES), zero_only=flat(), lr=lr)
+            twins = Twins(optim.AdamW, model=partial(random_params, *SHAPES), zero_only=flat_options(), lr=lr)
             schedules = [make(optimizer) for _, optimizer in twins.sides]
             for _ in range(4):
                 twins.train(1)
@@ -112,8 +114,10 @@ def test_with_learning_rate_schedules(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_options_changed_by_hand(ctx: RankContext) -> None:
-    twins = Twins(optim.AdamW, model=partial(randoms, *SHAPES), handed=in_groups, zero_only=flat(), lr=0.1)
+def test_edited_group_options_take_effect(ctx: RankContext) -> None:
+    twins = Twins(
+        optim.AdamW, model=partial(random_params, *SHAPES), handed=make_param_groups, zero_only=flat_options(), lr=0.1
+    )
     twins.train(1)
     for _, optimizer in twins.sides:
         optimizer.param_groups[0].update(lr=0.7, weight_decay=0.3)
@@ -122,8 +126,8 @@ def test_options_changed_by_hand(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3, 4)
-def test_with_a_closure(ctx: RankContext) -> None:
-    twins = Twins(optim.AdamW, model=partial(randoms, *SHAPES), zero_only=flat(), lr=0.1)
+def test_closure(ctx: RankContext) -> None:
+    twins = Twins(optim.AdamW, model=partial(random_params, *SHAPES), zero_only=flat_options(), lr=0.1)
     for step in range(3):
         losses = []
         for model, optimizer in twins.sides:
@@ -144,9 +148,9 @@ def test_with_a_closure(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3, 4)
-def test_the_inner_optimizer_sees_few_long_tensors(ctx: RankContext) -> None:
+def test_inner_optimizer_gets_one_flat_param_per_group(ctx: RankContext) -> None:
     shapes = [(5, 4), (3,)] * 50
-    twins = Twins(optim.AdamW, model=partial(randoms, *shapes), zero_only=flat(1 << 20))
+    twins = Twins(optim.AdamW, model=partial(random_params, *shapes), zero_only=flat_options(1 << 20))
     twins.train(2)
     (held,) = (group["params"] for group in twins.zero.optim.param_groups)
     assert [param.dim() for param in held] == [1]
@@ -156,7 +160,7 @@ def test_the_inner_optimizer_sees_few_long_tensors(ctx: RankContext) -> None:
         params = list(model.parameters())
         return [{"params": params[::2], "weight_decay": 0.0}, {"params": params[1::2]}]
 
-    grouped = Twins(optim.AdamW, model=partial(randoms, *shapes), handed=halves, zero_only=flat(1 << 20))
+    grouped = Twins(optim.AdamW, model=partial(random_params, *shapes), handed=halves, zero_only=flat_options(1 << 20))
     grouped.train(2)
     counts = ctx.gather([len(group["params"]) for group in grouped.zero.optim.param_groups])
     assert all(count <= 1 for one in counts for count in one)
@@ -164,9 +168,9 @@ def test_the_inner_optimizer_sees_few_long_tensors(ctx: RankContext) -> None:
 
 
 @ranks(2, 3, 4)
-def test_every_rank_holds_its_share_of_the_state(ctx: RankContext) -> None:
+def test_state_is_sharded_evenly(ctx: RankContext) -> None:
     shapes = [(700, 300), (300,), (1,), (64, 129)]
-    twins = Twins(optim.Adam, model=partial(randoms, *shapes), zero_only=flat(1 << 20))
+    twins = Twins(optim.Adam, model=partial(random_params, *shapes), zero_only=flat_options(1 << 20))
     set_grads(twins.model.parameters(), 0)
     twins.zero.step()
     total = sum(param.numel() for param in twins.model.parameters())
@@ -177,9 +181,9 @@ def test_every_rank_holds_its_share_of_the_state(ctx: RankContext) -> None:
 
 # ---- parameters of all kinds
 
-MOMENTUM: Options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+SGD_OPTIONS: Options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 OPTIMIZERS: list[tuple[type[Optimizer], Options]] = [
-    (optim.SGD, MOMENTUM),
+    (optim.SGD, SGD_OPTIONS),
     (optim.Adam, {"eps": 1e-3}),
     (optim.AdamW, {"eps": 1e-3, "amsgrad": True, "foreach": True}),
 ]
@@ -188,44 +192,54 @@ OPTIMIZERS: list[tuple[type[Optimizer], Options]] = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64], ids=str)
 @ranks(1, 2, 3, 4)
 def test_dtypes(ctx: RankContext, dtype: torch.dtype) -> None:
-    model = partial(randoms, (3, 14), (5,), (), (2, 2, 2), (0,), (37,), dtype=dtype)
+    model = partial(random_params, (3, 14), (5,), (), (2, 2, 2), (0,), (37,), dtype=dtype)
     for cls, options in OPTIMIZERS:
-        train(Twins(cls, model=model, zero_only=flat(), **options), 3, closely=rounds_otherwise(cls, options, dtype))
+        train(
+            Twins(cls, model=model, zero_only=flat_options(), **options),
+            3,
+            allow_rounding=rounds_differently(cls, options, dtype),
+        )
     if not dtype.is_complex:
-        Twins(optim.AdamW, model=model, zero_only=flat(), eps=1e-3, fused=True).train(3)
+        Twins(optim.AdamW, model=model, zero_only=flat_options(), eps=1e-3, fused=True).train(3)
 
 
-def mixture() -> nn.ParameterList:
+def make_mixed_dtype_params() -> nn.ParameterList:
     dtypes = (torch.float32, torch.bfloat16, torch.complex64, torch.float32, torch.float64, torch.bfloat16)
     shapes = ((3, 3), (7,), (2, 2), (5,), (4,), ())
-    return nn.ParameterList([randoms(shape, dtype=dtype)[0] for shape, dtype in zip(shapes, dtypes, strict=True)])
+    return nn.ParameterList([random_params(shape, dtype=dtype)[0] for shape, dtype in zip(shapes, dtypes, strict=True)])
 
 
-def one_by_one(model: nn.Module) -> list[Options]:
+def one_group_per_param(model: nn.Module) -> list[Options]:
     return [{"params": [param]} for param in model.parameters()]
 
 
 @ranks(1, 2, 3, 4)
-def test_several_dtypes_if_asked_for(ctx: RankContext) -> None:
-    for handed in (nn.Module.parameters, one_by_one):
+def test_mixed_dtypes_must_be_allowed(ctx: RankContext) -> None:
+    for handed in (nn.Module.parameters, one_group_per_param):
         with pytest.raises(ConfigError, match=r"parameter 0 is torch.float32, parameter 1 is torch.bfloat16"):
-            ZeroRedundancyOptimizer(handed(mixture()), optim.SGD, lr=0.1, **flat())
+            ZeroRedundancyOptimizer(handed(make_mixed_dtype_params()), optim.SGD, lr=0.1, **flat_options())
         for cls, options in OPTIMIZERS:
-            twins = Twins(cls, model=mixture, handed=handed, zero_only=flat(20, allow_mixed_dtypes=True), **options)
-            train(twins, 2, closely=rounds_otherwise(cls, options, torch.bfloat16))
+            twins = Twins(
+                cls,
+                model=make_mixed_dtype_params,
+                handed=handed,
+                zero_only=flat_options(20, allow_mixed_dtypes=True),
+                **options,
+            )
+            train(twins, 2, allow_rounding=rounds_differently(cls, options, torch.bfloat16))
 
 
 @ranks(1, 2, 3, 4)
-def test_sizes(ctx: RankContext) -> None:
+def test_empty_scalar_and_tiny_params(ctx: RankContext) -> None:
     """Among them fewer elements than ranks."""
     odd: list[list[tuple[int, ...]]] = [[(0,)], [(0,), (3, 0), (2,)], [()], [(), (), ()], [(1,)], [(3, 4)], [(0,), ()]]
     for shapes in odd:
-        model = partial(randoms, *shapes)
-        Twins(optim.SGD, model=model, zero_only=flat(), **MOMENTUM).train(2)
-        Twins(optim.AdamW, model=model, handed=one_by_one, zero_only=flat(8)).train(2)
+        model = partial(random_params, *shapes)
+        Twins(optim.SGD, model=model, zero_only=flat_options(), **SGD_OPTIONS).train(2)
+        Twins(optim.AdamW, model=model, handed=one_group_per_param, zero_only=flat_options(8)).train(2)
 
 
-def strided() -> nn.ParameterList:
+def make_strided_params() -> nn.ParameterList:
     """Every way in which the elements of a parameter may lie in memory."""
     torch.manual_seed(0)
     layouts: list[Tensor] = [
@@ -243,18 +257,18 @@ def strided() -> nn.ParameterList:
 
 
 @ranks(1, 2, 3, 4)
-def test_strides(ctx: RankContext) -> None:
-    strides = [param.stride() for param in strided()]
+def test_params_keep_their_strides(ctx: RankContext) -> None:
+    strides = [param.stride() for param in make_strided_params()]
     for bucket_bytes in (200, 1 << 20):
-        for cls, options in ((optim.SGD, MOMENTUM), (optim.AdamW, {"foreach": True})):
-            twins = Twins(cls, model=strided, zero_only=flat(bucket_bytes), **options)
+        for cls, options in ((optim.SGD, SGD_OPTIONS), (optim.AdamW, {"foreach": True})):
+            twins = Twins(cls, model=make_strided_params, zero_only=flat_options(bucket_bytes), **options)
             assert [param.stride() for param in twins.model.parameters()] == strides
             twins.train(2)
             assert [param.stride() for param in twins.model.parameters()] == strides
 
 
 @ranks(2, 3)
-def test_gradients_need_not_have_the_strides_of_parameters(ctx: RankContext) -> None:
+def test_grads_may_have_other_strides_than_params(ctx: RankContext) -> None:
     def contiguous_grads(params: Iterable[Tensor], step: int) -> None:
         params = list(params)
         set_grads(params, step)
@@ -262,12 +276,12 @@ def test_gradients_need_not_have_the_strides_of_parameters(ctx: RankContext) -> 
             assert param.grad is not None
             param.grad = param.grad.clone(memory_format=torch.contiguous_format)
 
-    Twins(optim.SGD, model=strided, zero_only=flat(), **MOMENTUM).train(2, contiguous_grads)
+    Twins(optim.SGD, model=make_strided_params, zero_only=flat_options(), **SGD_OPTIONS).train(2, contiguous_grads)
 
 
 @ranks(2, 3)
-def test_sparse_gradients_are_taken_as_dense_ones(ctx: RankContext) -> None:
-    twins = Twins(optim.AdamW, model=partial(randoms, (6, 3), (4, 4)), zero_only=flat())
+def test_sparse_grads_are_densified(ctx: RankContext) -> None:
+    twins = Twins(optim.AdamW, model=partial(random_params, (6, 3), (4, 4)), zero_only=flat_options())
     for step in range(3):
         for model, optimizer in twins.sides:
             set_grads(model.parameters(), step)
@@ -281,30 +295,30 @@ def test_sparse_gradients_are_taken_as_dense_ones(ctx: RankContext) -> None:
 # ---- memory that was exchanged behind our back
 
 
-def overwritten(model: nn.Module) -> None:
+def overwrite_in_place(model: nn.Module) -> None:
     vector_to_parameters(parameters_to_vector(model.parameters()) * 1.5, model.parameters())
 
 
-def exchanged(model: nn.Module) -> None:
+def replace_data(model: nn.Module) -> None:
     for param in model.parameters():
         param.data = param.data * 2
 
 
-def swapped(model: nn.Module) -> None:
+def swap_data(model: nn.Module) -> None:
     """Two of equal shape."""
     first, second = (param for param in model.parameters() if param.shape == (19,))
     first.data, second.data = second.data, first.data
 
 
-def loaded(model: nn.Module) -> None:
+def load_shifted_state_dict(model: nn.Module) -> None:
     model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
 
 
 @ranks(1, 2, 3, 4)
-def test_exchanged_memory_is_noticed(ctx: RankContext) -> None:
-    model = partial(randoms, *SHAPES, (19,))
-    for change in (overwritten, exchanged, swapped, loaded):
-        twins = Twins(optim.AdamW, model=model, zero_only=flat())
+def test_replaced_param_data_is_detected(ctx: RankContext) -> None:
+    model = partial(random_params, *SHAPES, (19,))
+    for change in (overwrite_in_place, replace_data, swap_data, load_shifted_state_dict):
+        twins = Twins(optim.AdamW, model=model, zero_only=flat_options())
         twins.train(1)
         for module, _ in twins.sides:
             change(module)
@@ -312,11 +326,11 @@ def test_exchanged_memory_is_noticed(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3, timeout=30)
-def test_parameters_that_became_something_else_are_refused_everywhere(ctx: RankContext) -> None:
+def test_changed_param_dtype_or_shape_is_rejected_on_all_ranks(ctx: RankContext) -> None:
     """Also on ranks that own nothing of them."""
-    changes: list[Callable[[nn.Module], object]] = [nn.Module.double, nn.Module.bfloat16, turned_over]
+    changes: list[Callable[[nn.Module], object]] = [nn.Module.double, nn.Module.bfloat16, transpose_first_param]
     for change in changes:
-        twins = Twins(optim.AdamW, model=partial(randoms, (4, 3), (40,)), zero_only=flat(1 << 20))
+        twins = Twins(optim.AdamW, model=partial(random_params, (4, 3), (40,)), zero_only=flat_options(1 << 20))
         twins.train(1)
         for param in twins.model.parameters():
             param.grad = None
@@ -326,7 +340,7 @@ def test_parameters_that_became_something_else_are_refused_everywhere(ctx: RankC
             twins.zero.step()
 
 
-def turned_over(model: nn.Module) -> None:
+def transpose_first_param(model: nn.Module) -> None:
     first = next(model.parameters())
     first.data = first.data.t()
 
@@ -346,37 +360,41 @@ class LambLike(optim.SGD):
         return super().step(closure)
 
 
-WHOLE: list[tuple[Callable[..., Optimizer], Options]] = [
+NON_ELEMENTWISE_CASES: list[tuple[Callable[..., Optimizer], Options]] = [
     (optim.Muon, {}),
     (optim.Adafactor, {}),
     (optim.SparseAdam, {}),
     (optim.LBFGS, {}),
     (LambLike, {"lr": 0.1}),
-    (Noisy, {}),
+    (NoisySGD, {}),
     (partial(optim.Adafactor, lr=0.1), {}),
 ]
 
 
 @ranks(1, 2, 3)
-def test_what_looks_at_whole_parameters_is_refused_by_name(ctx: RankContext) -> None:
-    for factory, options in WHOLE:
-        model = randoms((4, 3), (5, 5))
+def test_flat_shards_reject_non_elementwise_optimizers_by_name(ctx: RankContext) -> None:
+    for factory, options in NON_ELEMENTWISE_CASES:
+        model = random_params((4, 3), (5, 5))
         before = [(param.detach().clone(), param.data_ptr()) for param in model]
         name = OptimizerFactory(factory, [], True, {}).name
         with pytest.raises(ConfigError, match=rf"{name} cannot be sharded|FlatShards\(\) cannot be used with {name}:"):
-            ZeroRedundancyOptimizer(model.parameters(), factory, **flat(), **options)
+            ZeroRedundancyOptimizer(model.parameters(), factory, **flat_options(), **options)
         assert_same([(param.detach(), param.data_ptr()) for param in model], before)
 
 
 @ranks(1)
-def test_without_a_choice_of_the_user_whole_parameters_are_taken_where_need_be(ctx: RankContext) -> None:
+def test_default_partition_depends_on_the_optimizer(ctx: RankContext) -> None:
     comm = Comm(Group(None))
-    for factory, options in WHOLE[:3]:
+    for factory, options in NON_ELEMENTWISE_CASES[:3]:
         kinds = [
-            OptimizerSpec("X", OptimizerFactory(factory, [{"params": list(randoms((4, 3), (5, 5)))}], True, options))
+            OptimizerSpec(
+                "X", OptimizerFactory(factory, [{"params": list(random_params((4, 3), (5, 5)))}], True, options)
+            )
         ]
         assert EngineBuilder(comm, ZeroConfig(), kinds, reduces_grads=True).partitioning.partitioners == [WholeParams()]
-    kinds = [OptimizerSpec("X", OptimizerFactory(optim.AdamW, [{"params": list(randoms((4, 3), (5, 5)))}], True, {}))]
+    kinds = [
+        OptimizerSpec("X", OptimizerFactory(optim.AdamW, [{"params": list(random_params((4, 3), (5, 5)))}], True, {}))
+    ]
     assert EngineBuilder(comm, ZeroConfig(), kinds, reduces_grads=True).partitioning.partitioners == [
         FlatShards(align=1, min_numel=1)
     ]
@@ -384,18 +402,22 @@ def test_without_a_choice_of_the_user_whole_parameters_are_taken_where_need_be(c
 
 
 @ranks(1, 2)
-def test_options_that_do_not_go_together(ctx: RankContext) -> None:
+def test_incompatible_options_are_rejected(ctx: RankContext) -> None:
     with pytest.raises(ConfigError, match=r"overlap_with_ddp=True.*ddp_hook"):
-        ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, overlap_with_ddp=True, **flat())
+        ZeroRedundancyOptimizer(random_params((3,)).parameters(), optim.SGD, overlap_with_ddp=True, **flat_options())
     with pytest.raises(ConfigError, match=r"zeroshard\.shard"):
-        ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, **flat(overlap_param_gather=True))
+        ZeroRedundancyOptimizer(random_params((3,)).parameters(), optim.SGD, **flat_options(overlap_param_gather=True))
     with pytest.raises(ConfigError, match=r"stage=2.* Use zeroshard\.shard\(model, \.\.\.\) for ZeRO-2"):
-        ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, **flat(stage=2))
+        ZeroRedundancyOptimizer(random_params((3,)).parameters(), optim.SGD, **flat_options(stage=2))
     with pytest.raises(ConfigError, match=r"broadcast_buffers=False is for zeroshard\.shard"):
-        ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, config=ZeroConfig(broadcast_buffers=False))
+        ZeroRedundancyOptimizer(random_params((3,)).parameters(), optim.SGD, config=ZeroConfig(broadcast_buffers=False))
     with pytest.raises(ConfigError, match=r"ZeroConfig\(reduce_dtype=\.\.\.\) needs partition=FlatShards\(\)"):
-        ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, config=ZeroConfig(reduce_dtype=torch.bfloat16))
+        ZeroRedundancyOptimizer(
+            random_params((3,)).parameters(), optim.SGD, config=ZeroConfig(reduce_dtype=torch.bfloat16)
+        )
     with pytest.raises(ConfigError, match=r"ZeroConfig\(master_dtype=\.\.\.\) needs partition=FlatShards\(\)"):
-        ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, config=ZeroConfig(master_dtype=torch.float32))
+        ZeroRedundancyOptimizer(
+            random_params((3,)).parameters(), optim.SGD, config=ZeroConfig(master_dtype=torch.float32)
+        )
     with pytest.raises(ConfigError, match="differentiable=True cannot be sharded"):
-        ZeroRedundancyOptimizer(randoms((3,)).parameters(), optim.SGD, differentiable=True, **flat())
+        ZeroRedundancyOptimizer(random_params((3,)).parameters(), optim.SGD, differentiable=True, **flat_options())

@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from tests.ranks.test_flat_parity import flat, in_groups, mixture, randoms, strided
+from tests.ranks.test_flat_parity import (
+    flat_options,
+    make_mixed_dtype_params,
+    make_param_groups,
+    make_strided_params,
+    random_params,
+)
 from tests.support import RankContext, ranks
 from tests.support.oracles import Twins, assert_same, set_grads
 from zeroshard import (
@@ -26,16 +32,16 @@ from zeroshard import (
 
 StateDict = dict[str, Any]
 SHAPES: list[tuple[int, ...]] = [(7, 5), (11,), (), (2, 3, 2), (1, 9), (19,)]
-model = partial(randoms, *SHAPES)
+make_model = partial(random_params, *SHAPES)
 
 
-def trained(make: Callable[..., Twins], steps: int = 2, **more: Any) -> Twins:
+def make_trained_twins(make: Callable[..., Twins], steps: int = 2, **more: Any) -> Twins:
     twins = make(**more)
     twins.train(steps)
     return twins
 
 
-def assert_state(twins: Twins, to: int = 0) -> None:
+def assert_full_state_matches(twins: Twins, to: int = 0) -> None:
     found = twins.zero.full_state_dict(to=to)
     assert (found is not None) == (twins.zero.rank == to)
     if found is not None:
@@ -53,49 +59,51 @@ def resume(make: Callable[..., Twins], before: Twins, saved: StateDict, **more: 
 
 
 CASES: list[Callable[..., Twins]] = [
-    partial(Twins, optim.AdamW, model=model, lr=0.05, amsgrad=True),
-    partial(Twins, optim.SGD, model=model, lr=0.05, momentum=0.9, handed=in_groups),
-    partial(Twins, optim.Adagrad, model=model, lr=0.05, handed=nn.Module.named_parameters),
-    partial(Twins, optim.NAdam, model=model, lr=torch.tensor(0.05)),
-    partial(Twins, optim.ASGD, model=model, lr=0.05),
-    partial(Twins, optim.AdamW, model=strided, lr=0.05, handed=nn.Module.named_parameters),
+    partial(Twins, optim.AdamW, model=make_model, lr=0.05, amsgrad=True),
+    partial(Twins, optim.SGD, model=make_model, lr=0.05, momentum=0.9, handed=make_param_groups),
+    partial(Twins, optim.Adagrad, model=make_model, lr=0.05, handed=nn.Module.named_parameters),
+    partial(Twins, optim.NAdam, model=make_model, lr=torch.tensor(0.05)),
+    partial(Twins, optim.ASGD, model=make_model, lr=0.05),
+    partial(Twins, optim.AdamW, model=make_strided_params, lr=0.05, handed=nn.Module.named_parameters),
 ]
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
 @ranks(1, 2, 3, 4)
-def test_the_dict_is_that_of_the_unsharded_optimizer(ctx: RankContext, number: int) -> None:
-    twins = CASES[number](zero_only=flat(100 if number % 2 else 1 << 20))
-    assert_state(twins)
+def test_full_state_dict_equals_unsharded(ctx: RankContext, number: int) -> None:
+    twins = CASES[number](zero_only=flat_options(100 if number % 2 else 1 << 20))
+    assert_full_state_matches(twins)
     for steps in (1, 2):
         twins.train(steps)
-        assert_state(twins, to=ctx.world_size - 1)
+        assert_full_state_matches(twins, to=ctx.world_size - 1)
 
 
 @ranks(1, 2, 3)
-def test_of_several_dtypes(ctx: RankContext) -> None:
-    twins = trained(partial(Twins, optim.AdamW, model=mixture, zero_only=flat(20, allow_mixed_dtypes=True)))
-    assert_state(twins)
+def test_full_state_dict_with_mixed_dtypes(ctx: RankContext) -> None:
+    twins = make_trained_twins(
+        partial(Twins, optim.AdamW, model=make_mixed_dtype_params, zero_only=flat_options(20, allow_mixed_dtypes=True))
+    )
+    assert_full_state_matches(twins)
     saved = copy.deepcopy(twins.plain.state_dict())
     twins.zero.load_state_dict(saved)
-    assert_state(twins)
+    assert_full_state_matches(twins)
     twins.train(3)
 
 
 @pytest.mark.parametrize("shapes", [[(0,)], [(0,), (3, 0), (2,)], [()], [(), ()], [(1,)], [(1,), (1, 1)]], ids=str)
 @ranks(1, 3)
-def test_of_scalars_and_of_nothing(ctx: RankContext, shapes: list[tuple[int, ...]]) -> None:
-    make = partial(Twins, optim.AdamW, model=partial(randoms, *shapes), zero_only=flat())
-    twins = trained(make)
-    assert_state(twins)
+def test_full_state_dict_of_scalar_and_empty_params(ctx: RankContext, shapes: list[tuple[int, ...]]) -> None:
+    make = partial(Twins, optim.AdamW, model=partial(random_params, *shapes), zero_only=flat_options())
+    twins = make_trained_twins(make)
+    assert_full_state_matches(twins)
     resumed = resume(make, twins, twins.plain.state_dict())
-    assert_state(resumed)
+    assert_full_state_matches(resumed)
     resumed.train(2)
 
 
 @ranks(1, 2, 3)
-def test_after_consolidation_one_rank_has_it(ctx: RankContext) -> None:
-    twins = trained(CASES[0], zero_only=flat())
+def test_consolidated_state_dict_exists_on_the_target_rank_only(ctx: RankContext) -> None:
+    twins = make_trained_twins(CASES[0], zero_only=flat_options())
     last = ctx.world_size - 1
     with pytest.raises(RuntimeError, match="consolidate_state_dict"):
         twins.zero.state_dict()
@@ -115,8 +123,8 @@ def test_after_consolidation_one_rank_has_it(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3, 4)
-def test_the_state_of_a_parameter_shows_this_ranks_piece(ctx: RankContext) -> None:
-    twins = trained(CASES[0], zero_only=flat())
+def test_param_state_is_the_shard_of_this_rank(ctx: RankContext) -> None:
+    twins = make_trained_twins(CASES[0], zero_only=flat_options())
     state, layout = twins.zero.state, twins.zero.layout
     for index, (ours, theirs) in enumerate(zip(twins.model.parameters(), twins.plain_model.parameters(), strict=True)):
         mine = [piece for piece in layout.param_shards(index) if piece.owner == ctx.rank]
@@ -129,14 +137,14 @@ def test_the_state_of_a_parameter_shows_this_ranks_piece(ctx: RankContext) -> No
 
 
 @ranks(1, 2, 3)
-def test_what_is_written_there_counts(ctx: RankContext) -> None:
+def test_writes_to_param_state_take_effect(ctx: RankContext) -> None:
     """Views, not copies."""
-    twins = trained(CASES[0], zero_only=flat())
+    twins = make_trained_twins(CASES[0], zero_only=flat_options())
     for state in (twins.zero.state, twins.plain.state):
         for values in state.values():
             values["exp_avg"].mul_(0.5)
     twins.train(2)
-    assert_state(twins)
+    assert_full_state_matches(twins)
 
 
 # ---- loading
@@ -144,22 +152,22 @@ def test_what_is_written_there_counts(ctx: RankContext) -> None:
 
 @pytest.mark.parametrize("number", range(len(CASES) - 1))  # a deep copy of the last one's model closes its gaps
 @ranks(1, 2, 3, 4)
-def test_goes_on_bit_for_bit_from_the_plain_optimizer(ctx: RankContext, number: int) -> None:
-    before = trained(CASES[number], zero_only=flat())
+def test_resumes_bitwise_from_a_plain_state_dict(ctx: RankContext, number: int) -> None:
+    before = make_trained_twins(CASES[number], zero_only=flat_options())
     saved = before.plain.state_dict()
     kept = copy.deepcopy(saved)
-    after = resume(CASES[number], before, saved, zero_only=flat(1 << 20 if number % 2 else 100))
+    after = resume(CASES[number], before, saved, zero_only=flat_options(1 << 20 if number % 2 else 100))
     assert_same(saved, kept)
-    assert_state(after)
+    assert_full_state_matches(after)
     after.train(5)
 
 
 @ranks(4)
-def test_goes_on_from_any_world_size_at_any_other(ctx: RankContext) -> None:
-    make = partial(CASES[0], zero_only=flat())
+def test_resumes_at_any_world_size(ctx: RankContext) -> None:
+    make = partial(CASES[0], zero_only=flat_options())
     groups = {size: dist.new_group(list(range(size))) for size in (1, 3, 4)}
-    mine = {size: {"process_group": group, **flat(100)} for size, group in groups.items() if ctx.rank < size}
-    before = {size: trained(make, zero_only=options) for size, options in mine.items()}
+    mine = {size: {"process_group": group, **flat_options(100)} for size, group in groups.items() if ctx.rank < size}
+    before = {size: make_trained_twins(make, zero_only=options) for size, options in mine.items()}
     made = {size: twins.zero.full_state_dict() for size, twins in before.items()}
     saved: dict[int, StateDict] = broadcast_object(made, 0)
     for size, options in mine.items():
@@ -168,18 +176,18 @@ def test_goes_on_from_any_world_size_at_any_other(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_goes_on_from_whole_parameters_and_back(ctx: RankContext) -> None:
+def test_resumes_between_whole_params_and_flat_shards(ctx: RankContext) -> None:
     whole = {"config": ZeroConfig(partition=WholeParams())}
     for make in CASES[:2]:
-        for first, second in ((whole, flat()), (flat(), whole)):
-            before = trained(make, zero_only=first)
+        for first, second in ((whole, flat_options()), (flat_options(), whole)):
+            before = make_trained_twins(make, zero_only=first)
             saved: StateDict = broadcast_object(before.zero.full_state_dict(), 0)
             resume(make, before, saved, zero_only=second).train(5)
 
 
 @ranks(1, 2, 3)
-def test_different_step_counts_are_kept_apart(ctx: RankContext) -> None:
-    before = CASES[0](zero_only=flat(1 << 20))
+def test_load_preserves_different_step_counts(ctx: RankContext) -> None:
+    before = CASES[0](zero_only=flat_options(1 << 20))
     for step in range(3):
         for module, optimizer in before.sides:
             set_grads(module.parameters(), step)
@@ -187,14 +195,14 @@ def test_different_step_counts_are_kept_apart(ctx: RankContext) -> None:
                 param.grad = None if step and index in (1, 4) else param.grad
             optimizer.step()
     saved = before.plain.state_dict()
-    after = resume(CASES[0], before, saved, zero_only=flat(1 << 20))
-    assert_state(after)
+    after = resume(CASES[0], before, saved, zero_only=flat_options(1 << 20))
+    assert_full_state_matches(after)
     after.train(5)
 
 
 @ranks(1, 2, 3)
-def test_a_load_joins_what_was_split(ctx: RankContext) -> None:
-    twins = trained(CASES[0], zero_only=flat(1 << 20))
+def test_load_merges_split_flat_params(ctx: RankContext) -> None:
+    twins = make_trained_twins(CASES[0], zero_only=flat_options(1 << 20))
     set_grads(twins.model.parameters(), 2)
     list(twins.model.parameters())[3].grad = None
     twins.zero.step()
@@ -206,19 +214,19 @@ def test_a_load_joins_what_was_split(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_state_that_a_dict_lacks_is_dropped(ctx: RankContext) -> None:
-    twins = trained(CASES[0], zero_only=flat(1 << 20))
+def test_load_drops_state_missing_from_the_dict(ctx: RankContext) -> None:
+    twins = make_trained_twins(CASES[0], zero_only=flat_options(1 << 20))
     for lacking in ([0, 3], range(6)):
         saved = copy.deepcopy(twins.plain.state_dict())
         for index in lacking:
             saved["state"].pop(index, None)
         twins.plain.load_state_dict(copy.deepcopy(saved))
         twins.zero.load_state_dict(saved)
-        assert_state(twins)
+        assert_full_state_matches(twins)
     twins.train(3)
 
 
-def spoiled(saved: StateDict) -> Iterator[tuple[str, StateDict]]:
+def invalid_state_dicts(saved: StateDict) -> Iterator[tuple[str, StateDict]]:
     def but(index: int, **changed: Any) -> StateDict:
         result = copy.deepcopy(saved)
         result["state"][index].update(changed)
@@ -230,50 +238,50 @@ def spoiled(saved: StateDict) -> Iterator[tuple[str, StateDict]]:
 
 
 @ranks(1, 2, 3)
-def test_a_dict_that_does_not_fit_is_refused_everywhere_and_changes_nothing(ctx: RankContext) -> None:
-    twins = trained(CASES[0], zero_only=flat())
-    other = trained(CASES[0], 3, zero_only=flat()).plain.state_dict()
-    for message, wrong in spoiled(other):
+def test_invalid_state_dict_is_rejected_on_all_ranks(ctx: RankContext) -> None:
+    twins = make_trained_twins(CASES[0], zero_only=flat_options())
+    other = make_trained_twins(CASES[0], 3, zero_only=flat_options()).plain.state_dict()
+    for message, wrong in invalid_state_dicts(other):
         with pytest.raises(CheckpointError, match=message):
             twins.zero.load_state_dict(wrong)
         for culprit in range(ctx.world_size):
             mine = ctx.rank == culprit
             with pytest.raises(CheckpointError if mine else RankFailedError, match=message):
                 twins.zero.load_state_dict(wrong if mine else other)
-        assert_state(twins)
+        assert_full_state_matches(twins)
         twins.train(1)
     if ctx.world_size > 1:
         faster = copy.deepcopy(other)
         faster["param_groups"][0]["lr"] = 9.0
         with pytest.raises(RankMismatchError, match=r"load_state_dict.*lr=9\.0"):
             twins.zero.load_state_dict(faster if ctx.rank else other)
-    assert_state(twins)
+    assert_full_state_matches(twins)
     twins.train(1)
 
 
-class Picky(optim.AdamW):
+class FailsInSetState(optim.AdamW):
     """Refuses state when told so, after it has taken it over."""
 
-    refuses = False
+    should_fail = False
 
     def __setstate__(self, state: StateDict) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if self.refuses:
+        if self.should_fail:
             raise LookupError("not to my taste")
 
 
 @ranks(1, 2, 3)
-def test_what_fails_inside_the_optimizer_on_one_rank_is_undone_on_all(ctx: RankContext) -> None:
-    make = partial(Twins, Picky, model=model, zero_only=flat(1 << 20))
-    twins, other = trained(make), trained(make, 3).plain.state_dict()
+def test_failed_load_on_one_rank_is_rolled_back_on_all(ctx: RankContext) -> None:
+    make = partial(Twins, FailsInSetState, model=make_model, zero_only=flat_options(1 << 20))
+    twins, other = make_trained_twins(make), make_trained_twins(make, 3).plain.state_dict()
     for culprit in range(ctx.world_size):
         inner = twins.zero.optim
-        assert isinstance(inner, Picky)
-        inner.refuses = ctx.rank == culprit
-        with pytest.raises(LookupError if inner.refuses else RankFailedError, match="not to my taste"):
+        assert isinstance(inner, FailsInSetState)
+        inner.should_fail = ctx.rank == culprit
+        with pytest.raises(LookupError if inner.should_fail else RankFailedError, match="not to my taste"):
             twins.zero.load_state_dict(other)
-        inner.refuses = False
-        assert_state(twins)
+        inner.should_fail = False
+        assert_full_state_matches(twins)
         twins.train(1)
 
 
@@ -281,12 +289,12 @@ def test_what_fails_inside_the_optimizer_on_one_rank_is_undone_on_all(ctx: RankC
 
 
 @ranks(1, 2, 3, 4)
-def test_groups_may_be_added_in_the_middle_of_training(ctx: RankContext) -> None:
+def test_add_param_group_during_training(ctx: RankContext) -> None:
     def some(module: nn.Module) -> list[nn.Parameter]:
         return list(module.parameters())[:3]
 
     for bucket_bytes in (100, 1 << 20):
-        twins = Twins(optim.AdamW, model=model, handed=some, zero_only=flat(bucket_bytes), lr=0.1)
+        twins = Twins(optim.AdamW, model=make_model, handed=some, zero_only=flat_options(bucket_bytes), lr=0.1)
         twins.train(2)
         before = twins.zero.layout
         for module, optimizer in twins.sides:
@@ -295,16 +303,16 @@ def test_groups_may_be_added_in_the_middle_of_training(ctx: RankContext) -> None
             optimizer.add_param_group({"params": rest[2:], "weight_decay": 0.5})
         assert twins.zero.layout.buckets[: len(before.buckets)] == before.buckets
         twins.train(2)
-        assert_state(twins)
+        assert_full_state_matches(twins)
         twins.zero.load_state_dict(twins.plain.state_dict())
         twins.train(2)
 
 
 @ranks(2, 3)
-def test_a_group_that_cannot_be_added_changes_nothing(ctx: RankContext) -> None:
-    twins = trained(CASES[0], zero_only=flat())
+def test_failed_add_param_group_changes_nothing(ctx: RankContext) -> None:
+    twins = make_trained_twins(CASES[0], zero_only=flat_options())
     layout = twins.zero.layout
-    fresh = randoms((4, 4), (3,))
+    fresh = random_params((4, 4), (3,))
     with pytest.raises(ValueError, match="dtype"):
         twins.zero.add_param_group({"params": [nn.Parameter(torch.ones(2).double())]})
     with pytest.raises(ValueError if ctx.rank else RankFailedError, match="more than one"):
@@ -312,4 +320,4 @@ def test_a_group_that_cannot_be_added_changes_nothing(ctx: RankContext) -> None:
     assert twins.zero.layout == layout
     assert len(twins.zero.param_groups) == len(twins.zero.optim.param_groups) == 1
     twins.train(1)
-    assert_state(twins)
+    assert_full_state_matches(twins)

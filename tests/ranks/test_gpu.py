@@ -36,15 +36,15 @@ CASES: list[tuple[type[Optimizer], dict[str, Any]]] = [
 ]
 
 
-def cuda_model() -> nn.Module:
+def make_cuda_model() -> nn.Module:
     return small_model().cuda()
 
 
 @ranks(1, 2)
 @pytest.mark.parametrize("bucket_view", [False, True])
-def test_parity_and_going_on_after_a_load(ctx: RankContext, bucket_view: bool) -> None:
+def test_parity_before_and_after_load(ctx: RankContext, bucket_view: bool) -> None:
     for factory, options in CASES:
-        twins = Twins(factory, model=cuda_model, zero_only={"parameters_as_bucket_view": bucket_view}, **options)
+        twins = Twins(factory, model=make_cuda_model, zero_only={"parameters_as_bucket_view": bucket_view}, **options)
         twins.train(3)
         state = twins.zero.full_state_dict()
         if state is not None:
@@ -55,13 +55,13 @@ def test_parity_and_going_on_after_a_load(ctx: RankContext, bucket_view: bool) -
 
 @ranks(1)
 @pytest.mark.parametrize("bucket_view", [False, True])
-def test_nccl(ctx: RankContext, bucket_view: bool) -> None:
+def test_drop_in_over_nccl_does_not_sync_with_host(ctx: RankContext, bucket_view: bool) -> None:
     torch.cuda.set_device(0)
     # A group that carries no CPU tensors: its control channel must come from elsewhere.
     nccl = dist.new_group([0], backend="nccl")
     zero_only = {"process_group": nccl, "parameters_as_bucket_view": bucket_view}
     for factory, options in CASES:
-        twins = Twins(factory, model=cuda_model, zero_only=zero_only, **options)
+        twins = Twins(factory, model=make_cuda_model, zero_only=zero_only, **options)
         twins.train(2)
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -74,8 +74,8 @@ def test_nccl(ctx: RankContext, bucket_view: bool) -> None:
 
 @ranks(1, 2)
 @pytest.mark.parametrize("make_hook", [hook_with_zero_step, hook_with_zero_step_interleaved])
-def test_overlap(ctx: RankContext, make_hook: Callable[..., Any]) -> None:
-    ours, theirs = (DistributedDataParallel(cuda_model(), bucket_cap_mb=1e-4) for _ in range(2))
+def test_overlap_with_ddp(ctx: RankContext, make_hook: Callable[..., Any]) -> None:
+    ours, theirs = (DistributedDataParallel(make_cuda_model(), bucket_cap_mb=1e-4) for _ in range(2))
     zero = ZeroRedundancyOptimizer(ours.parameters(), AdamW, overlap_with_ddp=True, lr=0.01)
     plain = AdamW(theirs.parameters(), lr=0.01)
     ours.register_comm_hook(None, make_hook(allreduce_hook, ours, zero))
@@ -93,7 +93,7 @@ def test_overlap(ctx: RankContext, make_hook: Callable[..., Any]) -> None:
 @ranks(1, 2)
 @pytest.mark.parametrize("fused", [False, True])
 def test_all_ranks_skip_when_one_overflows(ctx: RankContext, fused: bool) -> None:
-    model = cuda_model()
+    model = make_cuda_model()
     zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.01, fused=fused)
     scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -133,14 +133,14 @@ def _train(model: nn.Module, optimizer: Optimizer, rank: int, steps: int = 4) ->
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_shard_equals_ddp(ctx: RankContext, config: ZeroConfig) -> None:
     for factory, options in CASES:
-        model, wrapped = cuda_model(), DistributedDataParallel(cuda_model())
+        model, wrapped = make_cuda_model(), DistributedDataParallel(make_cuda_model())
         ours = _train(model, shard(model, factory, config=config, **options), ctx.rank)
         _train(wrapped, factory(wrapped.parameters(), **options), ctx.rank)
         assert_same(ours, dict(wrapped.module.state_dict()))
 
 
 @ranks(2)
-def test_buffers_are_those_of_rank_0_after_a_step(ctx: RankContext) -> None:
+def test_step_broadcasts_buffers_of_rank_0(ctx: RankContext) -> None:
     """Statistics and counts, also for whoever evaluates alone."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 1)).cuda()
@@ -159,10 +159,10 @@ def test_buffers_are_those_of_rank_0_after_a_step(ctx: RankContext) -> None:
 
 @ranks(1)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_shard_over_nccl_waits_for_nothing(ctx: RankContext, config: ZeroConfig) -> None:
+def test_shard_over_nccl_does_not_sync_with_host(ctx: RankContext, config: ZeroConfig) -> None:
     torch.cuda.set_device(0)
     nccl = dist.new_group([0], backend="nccl")
-    model, other = cuda_model(), cuda_model()
+    model, other = make_cuda_model(), make_cuda_model()
     optimizer = shard(model, AdamW, lr=0.01, process_group=nccl, config=config)
     assert optimizer.optim.param_groups[0]["fused"], "the fused implementation is the default on a GPU"
     ours = _train(model, optimizer, ctx.rank)
@@ -176,19 +176,19 @@ def test_shard_over_nccl_waits_for_nothing(ctx: RankContext, config: ZeroConfig)
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _dropin(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
+def _make_drop_in(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(model.named_parameters(), AdamW, **options)
 
 
-def _flat(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
+def _make_flat(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
     return shard(model, AdamW, config=ZeroConfig(partition=FlatShards(bucket_bytes=200)), **options)
 
 
-def _masters(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
+def _make_with_master_weights(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
     return shard(model.bfloat16(), AdamW, config=ZeroConfig(master_dtype=torch.float32), **options)
 
 
-def _steps(model: nn.Module, optimizer: Optimizer, count: int) -> None:
+def _train_steps(model: nn.Module, optimizer: Optimizer, count: int) -> None:
     for number in range(count):
         for place, param in enumerate(model.parameters()):
             torch.autograd.backward((param * (0.5 + 0.25 * ((number + place) % 3))).sum())
@@ -197,15 +197,15 @@ def _steps(model: nn.Module, optimizer: Optimizer, count: int) -> None:
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("make", [_dropin, _flat, _masters])
+@pytest.mark.parametrize("make", [_make_drop_in, _make_flat, _make_with_master_weights])
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_checkpoints(ctx: RankContext, tmp_path: Path, make: Any, behind: bool, fused: bool) -> None:
+def test_checkpoint_round_trip(ctx: RankContext, tmp_path: Path, make: Any, behind: bool, fused: bool) -> None:
     torch.cuda.set_device(0)
-    model, again = cuda_model(), cuda_model()
+    model, again = make_cuda_model(), make_cuda_model()
     optimizer, into = make(model, lr=0.01, fused=fused), make(again, lr=0.01, fused=fused)
-    _steps(model, optimizer, 3)
-    _steps(again, into, 5)
+    _train_steps(model, optimizer, 3)
+    _train_steps(again, into, 5)
     save(tmp_path, behind=behind, step=3, model=model, optimizer=optimizer)
     places = {it.data_ptr() for state in into.optim.state.values() for it in state.values() if it.dim()}
     checkpoint.load(tmp_path, model=again, optimizer=into)
@@ -213,13 +213,13 @@ def test_checkpoints(ctx: RankContext, tmp_path: Path, make: Any, behind: bool, 
     for _ in range(2):
         assert all(map(torch.equal, again.parameters(), model.parameters()))
         assert_same(into.full_state_dict(), optimizer.full_state_dict())
-        _steps(model, optimizer, 2)
-        _steps(again, into, 2)
+        _train_steps(model, optimizer, 2)
+        _train_steps(again, into, 2)
 
 
 @ranks(1, 2)
-def test_master_weights_and_scaler(ctx: RankContext) -> None:
-    model = cuda_model().half()
+def test_master_weights_with_grad_scaler(ctx: RankContext) -> None:
+    model = make_cuda_model().half()
     optimizer = shard(model, AdamW, lr=0.01, config=ZeroConfig(master_dtype=torch.float32))
     scaler = GradScaler("cuda", init_scale=8.0)
     for step in range(3):

@@ -14,7 +14,7 @@ from zeroshard import ConfigError, ZeroRedundancyOptimizer, shard
 from zeroshard.ddp_hooks import hook_with_zero_step
 
 
-def subgroup(*members: int) -> dist.ProcessGroup | None:
+def new_subgroup(*members: int) -> dist.ProcessGroup | None:
     """A group of these ranks, on its members; all ranks must ask for it."""
     group = dist.new_group(list(members))
     return group if isinstance(group, dist.ProcessGroup) else None
@@ -22,8 +22,8 @@ def subgroup(*members: int) -> dist.ProcessGroup | None:
 
 @pytest.mark.parametrize("members", [(0, 1), (1, 2), (0, 2), (2,), (2, 0, 1)], ids=str)
 @ranks(3)
-def test_ranks_of_a_group_that_are_not_the_global_ones(ctx: RankContext, members: tuple[int, ...]) -> None:
-    group = subgroup(*members)
+def test_group_ranks_may_differ_from_global_ranks(ctx: RankContext, members: tuple[int, ...]) -> None:
+    group = new_subgroup(*members)
     if group is None:
         return
     for bucket_view in (False, True):
@@ -42,9 +42,9 @@ def test_ranks_of_a_group_that_are_not_the_global_ones(ctx: RankContext, members
 
 
 @ranks(4)
-def test_two_optimizers_on_two_groups_at_once(ctx: RankContext) -> None:
+def test_two_optimizers_on_different_groups(ctx: RankContext) -> None:
     pairs = [(0, 2), (1, 3)]
-    groups = [subgroup(*pair) for pair in pairs]
+    groups = [new_subgroup(*pair) for pair in pairs]
     number = ctx.rank % 2
     mine = Twins(torch.optim.AdamW, model=lambda: small_model(number), zero_only={"process_group": groups[number]})
     everyone = Twins(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -57,8 +57,8 @@ def test_two_optimizers_on_two_groups_at_once(ctx: RankContext) -> None:
 
 @sampled("members", [(1, 2), (2, 0)], ids=str)
 @ranks(3)
-def test_overlap_on_a_part_of_the_ranks(ctx: RankContext, members: tuple[int, ...]) -> None:
-    group = subgroup(*members)
+def test_overlap_on_a_subgroup(ctx: RankContext, members: tuple[int, ...]) -> None:
+    group = new_subgroup(*members)
     if group is None:
         return
     for setup in setups(group=group, static_graph=False):
@@ -70,8 +70,8 @@ def test_overlap_on_a_part_of_the_ranks(ctx: RankContext, members: tuple[int, ..
 
 
 @ranks(2)
-def test_overlap_wants_the_group_of_ddp(ctx: RankContext) -> None:
-    alone = [subgroup(0), subgroup(1)][ctx.rank]
+def test_overlap_requires_the_process_group_of_ddp(ctx: RankContext) -> None:
+    alone = [new_subgroup(0), new_subgroup(1)][ctx.rank]
     ddp = nn.parallel.DistributedDataParallel(small_model())
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, alone, overlap_with_ddp=True, lr=0.1)
     with pytest.raises(ConfigError, match="give both the same group"):
@@ -79,7 +79,7 @@ def test_overlap_wants_the_group_of_ddp(ctx: RankContext) -> None:
 
 
 @ranks(3)
-def test_a_rank_outside_of_the_group(ctx: RankContext) -> None:
+def test_rank_outside_the_group_is_rejected(ctx: RankContext) -> None:
     group = dist.new_group([0, 2])
     if ctx.rank == 1:
         with pytest.raises(ValueError, match="global rank 1 is not a member"):
@@ -90,13 +90,13 @@ def test_a_rank_outside_of_the_group(ctx: RankContext) -> None:
 
 @pytest.mark.parametrize("given", [torch.ones(2), "gloo", [0, 1], 0], ids=repr)
 @ranks(2, timeout=20)
-def test_what_is_no_process_group(ctx: RankContext, given: Any) -> None:
+def test_invalid_process_group_is_rejected(ctx: RankContext, given: Any) -> None:
     with pytest.raises(ConfigError, match=r"is what torch\.distributed\.new_group"):
         ZeroRedundancyOptimizer(small_model().parameters(), torch.optim.SGD, process_group=given, lr=0.1)
     with pytest.raises(ConfigError, match=r"is what torch\.distributed\.new_group"):
         shard(small_model(), torch.optim.SGD, process_group=given, lr=0.1)
 
 
-def test_without_a_process_group() -> None:
+def test_uninitialized_process_group_raises() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         ZeroRedundancyOptimizer(small_model().parameters(), torch.optim.SGD, lr=0.1)

@@ -39,33 +39,33 @@ from zeroshard import (
 )
 
 
-def assert_alike(ctx: RankContext, model: nn.Module) -> None:
+def assert_params_equal_on_all_ranks(ctx: RankContext, model: nn.Module) -> None:
     """All ranks have the same parameters."""
     models = ctx.gather([param.detach().clone() for param in model.parameters()])
     assert_same(models[ctx.rank], models[0], f"the model of rank {ctx.rank}")
 
 
-def step_with_a_few(ctx: RankContext, twins: Twins) -> None:
+def step_with_one_grad(ctx: RankContext, twins: Twins) -> None:
     """A step that has gradients for one parameter only, and yet must bring along all that others have missed."""
     twins.zero.zero_grad()
     set_grads([next(iter(twins.model.parameters()))], 7)
     twins.zero.step()
-    assert_alike(ctx, twins.model)
+    assert_params_equal_on_all_ranks(ctx, twins.model)
 
 
 # ---- uneven inputs
 
 
-class Rate(float):
+class FloatSubclass(float):
     """A number that, like numpy's, is a float and yet cannot be sent as one."""
 
 
 @ranks(2, 3)
-def test_a_scheduler_under_join(ctx: RankContext) -> None:
+def test_lr_scheduler_under_join(ctx: RankContext) -> None:
     for counts in ([4, 2, 1], [1, 4, 2], [0, 3, 1]):
         ours, theirs = (DistributedDataParallel(small_model()) for _ in range(2))
-        zero = ZeroRedundancyOptimizer(ours.parameters(), SGD, lr=Rate(1.0), momentum=0.9)
-        plain = SGD(theirs.parameters(), lr=Rate(1.0), momentum=0.9)
+        zero = ZeroRedundancyOptimizer(ours.parameters(), SGD, lr=FloatSubclass(1.0), momentum=0.9)
+        plain = SGD(theirs.parameters(), lr=FloatSubclass(1.0), momentum=0.9)
         joining: list[tuple[nn.Module, Optimizer, list[Any]]] = [(ours, zero, [ours, zero]), (theirs, plain, [theirs])]
         for model, optimizer, joinables in joining:
             scheduler = ExponentialLR(optimizer, 0.5)
@@ -83,11 +83,11 @@ def test_a_scheduler_under_join(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_a_scheduler_of_overlapped_steps_under_join(ctx: RankContext) -> None:
+def test_lr_scheduler_with_overlap_under_join(ctx: RankContext) -> None:
     for counts in ([3, 6, 1], [6, 3, 0]):
         setup = Setup()
         ours, theirs = (setup.wrap(small_model()) for _ in range(2))
-        zero = ZeroRedundancyOptimizer(ours.parameters(), SGD, lr=Rate(0.5), overlap_with_ddp=True)
+        zero = ZeroRedundancyOptimizer(ours.parameters(), SGD, lr=FloatSubclass(0.5), overlap_with_ddp=True)
         plain = SGD(theirs.parameters(), lr=0.5)
         setup.connect(ours, zero)
         joining: list[tuple[nn.Module, Optimizer, list[Any]]] = [(ours, zero, [ours, zero]), (theirs, plain, [theirs])]
@@ -104,7 +104,7 @@ def test_a_scheduler_of_overlapped_steps_under_join(ctx: RankContext) -> None:
         zero.consolidate_state_dict()
 
 
-class Scaled(SGD):
+class SGDWithFactor(SGD):
     """Takes an argument in each step."""
 
     def step(self, closure: Any = None, *, factor: float = 1.0) -> Any:
@@ -115,9 +115,9 @@ class Scaled(SGD):
 
 
 @ranks(2, 3)
-def test_arguments_of_a_step_under_join(ctx: RankContext) -> None:
+def test_step_arguments_under_join(ctx: RankContext) -> None:
     for longest in range(ctx.world_size):
-        twins = Twins(Scaled, lr=0.1, momentum=0.9)
+        twins = Twins(SGDWithFactor, lr=0.1, momentum=0.9)
         with Join([twins.zero]):
             for step in range(3 if ctx.rank == longest else 1):
                 set_grads(twins.model.parameters(), step)
@@ -132,7 +132,7 @@ def test_arguments_of_a_step_under_join(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_going_on_after_ranks_made_different_calls(ctx: RankContext) -> None:
+def test_training_continues_after_mismatched_calls(ctx: RankContext) -> None:
     def steps(twins: Twins) -> None:
         twins.zero.step()
 
@@ -153,12 +153,12 @@ def test_going_on_after_ranks_made_different_calls(ctx: RankContext) -> None:
             set_grads(twins.model.parameters(), 0)
             with pytest.raises(RankMismatchError, match=f"rank {odd}: "):
                 (differs if ctx.rank == odd else steps)(twins)
-            step_with_a_few(ctx, twins)
+            step_with_one_grad(ctx, twins)
             twins.zero.consolidate_state_dict()
 
 
 @ranks(2, 3)
-def test_going_on_after_a_parameter_was_put_right(ctx: RankContext) -> None:
+def test_training_continues_after_param_dtype_is_restored(ctx: RankContext) -> None:
     for culprit in range(ctx.world_size):
         twins = Twins(Adam, lr=0.1)
         set_grads(twins.model.parameters(), 0)
@@ -167,11 +167,11 @@ def test_going_on_after_a_parameter_was_put_right(ctx: RankContext) -> None:
         with pytest.raises(BindingError if ctx.rank == culprit else RankFailedError, match="float64"):
             twins.zero.step()
         twins.model.float()
-        step_with_a_few(ctx, twins)
+        step_with_one_grad(ctx, twins)
 
 
 @ranks(2, 3)
-def test_turning_a_parameter_over(ctx: RankContext) -> None:
+def test_transposed_param_data_is_rejected(ctx: RankContext) -> None:
     """It keeps its pointer and not its shape."""
 
     def turn(culprits: Iterable[int]) -> None:
@@ -191,11 +191,11 @@ def test_turning_a_parameter_over(ctx: RankContext) -> None:
             with pytest.raises((BindingError, RankFailedError), match="with shape"):
                 twins.zero.step()
             turn(culprits)
-            step_with_a_few(ctx, twins)
+            step_with_one_grad(ctx, twins)
 
 
 @ranks(2, 3)
-def test_tying_parameters_later(ctx: RankContext) -> None:
+def test_tying_params_after_construction_is_rejected(ctx: RankContext) -> None:
     def tie(model: Any) -> None:
         model[1].weight.data = model[0].weight.data
 
@@ -214,7 +214,7 @@ def test_tying_parameters_later(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_groups_edited_by_hand(ctx: RankContext) -> None:
+def test_edited_param_lists_are_rejected(ctx: RankContext) -> None:
     edits: list[Callable[[list[Any]], Any]] = [
         lambda params: params.pop(),
         lambda params: params.append(nn.Parameter(torch.ones(2))),
@@ -234,11 +234,11 @@ def test_groups_edited_by_hand(ctx: RankContext) -> None:
                 with pytest.raises(BindingError if ctx.rank in culprits else RankFailedError, match="by hand"):
                     call()
             group["params"][:] = before
-            step_with_a_few(ctx, twins)
+            step_with_one_grad(ctx, twins)
 
 
 @ranks(2, 3)
-def test_a_failed_closure_makes_no_step(ctx: RankContext) -> None:
+def test_failed_closure_does_not_count_as_a_step(ctx: RankContext) -> None:
     def closure() -> None:
         raise ArithmeticError
 
@@ -256,7 +256,7 @@ def test_a_failed_closure_makes_no_step(ctx: RankContext) -> None:
 # ---- optimizers that write through `.data`, which no version counter sees
 
 
-class DataDecay(SGD):
+class DecaysAllParams(SGD):
     """Shrinks all parameters, with or without a gradient."""
 
     @torch.no_grad()
@@ -267,7 +267,7 @@ class DataDecay(SGD):
             param.data.mul_(0.9)
 
 
-class Clearing(SGD):
+class ClearsGrads(SGD):
     """Has its gradients made by a closure, and clears them itself."""
 
     @torch.no_grad()
@@ -280,29 +280,29 @@ class Clearing(SGD):
                 param.grad = None
 
 
-def some_grads(params: Iterable[torch.Tensor], step: int) -> None:
+def set_alternating_grads(params: Iterable[torch.Tensor], step: int) -> None:
     chosen = list(params)
     set_grads(chosen, step)
     for param in chosen[step % 2 :: 2]:
         param.grad = None
 
 
-def no_grads(params: Iterable[torch.Tensor], _: int) -> None:
+def clear_grads(params: Iterable[torch.Tensor], _: int) -> None:
     for param in params:
         param.grad = None
 
 
 @ranks(2, 3)
-def test_changes_without_gradients_that_leave_no_trace(ctx: RankContext) -> None:
+def test_data_updates_without_grads_are_broadcast(ctx: RankContext) -> None:
     for bucket_view in (False, True):
-        twins = Twins(DataDecay, lr=0.1, zero_only={"parameters_as_bucket_view": bucket_view})
-        twins.train(3, some_grads)
-        twins.train(1, no_grads)
+        twins = Twins(DecaysAllParams, lr=0.1, zero_only={"parameters_as_bucket_view": bucket_view})
+        twins.train(3, set_alternating_grads)
+        twins.train(1, clear_grads)
 
 
 @ranks(2, 3)
-def test_gradients_that_come_and_go_within_a_step(ctx: RankContext) -> None:
-    twins = Twins(Clearing, lr=0.1)
+def test_grads_created_and_cleared_within_a_step(ctx: RankContext) -> None:
+    twins = Twins(ClearsGrads, lr=0.1)
     for step in range(3):
         for model, optimizer in twins.sides:
             optimizer.step(partial(set_grads, list(model.parameters()), step))
@@ -329,7 +329,7 @@ class GlobalClip(Optimizer):
 
 
 @ranks(2, 3)
-def test_couplings_are_found(ctx: RankContext) -> None:
+def test_optimizers_that_couple_params_are_rejected(ctx: RankContext) -> None:
     options: list[dict[str, Any]] = [{"lr": lr} for lr in (0.0, 1e-8, 1e-3, torch.tensor(0.0), torch.tensor(1e-8))]
     cases: list[tuple[Any, dict[str, Any]]] = [(LBFGS, chosen) for chosen in options]
     cases += [(GlobalClip, chosen) for chosen in (*options, {"max_norm": 5.0}, {"max_norm": 50.0, "lr": 0.0})]
@@ -343,7 +343,7 @@ def test_couplings_are_found(ctx: RankContext) -> None:
     ZeroRedundancyOptimizer(small_model().bfloat16().parameters(), Adam, lr=0.0)
 
 
-class Quantised(nn.Module):
+class ModelWithFrozenIntegers(nn.Module):
     """Its first parameter is frozen, and of integers, which can have no gradients."""
 
     def __init__(self) -> None:
@@ -357,12 +357,12 @@ class Quantised(nn.Module):
 
 
 @ranks(1, 2, 3)
-def test_optimizers_are_known_beside_frozen_integers(ctx: RankContext) -> None:
+def test_optimizer_traits_are_probed_with_frozen_integer_params(ctx: RankContext) -> None:
     with pytest.raises(ConfigError, match="GlobalClip cannot be sharded: its update of one parameter depends on"):
-        shard(Quantised(), GlobalClip)
+        shard(ModelWithFrozenIntegers(), GlobalClip)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        twins = ShardTwins(None, Quantised)
+        twins = ShardTwins(None, ModelWithFrozenIntegers)
     assert twins.zero.balance.memory_imbalance < 1.1
     twins.train(3)
 
@@ -371,7 +371,7 @@ def test_optimizers_are_known_beside_frozen_integers(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_hooks_that_differ_in_their_options(ctx: RankContext) -> None:
+def test_different_hook_options_are_a_mismatch(ctx: RankContext) -> None:
     first = ctx.rank == 0
     for option, setup in (("shard_buckets", Setup(shard_buckets=first)), ("interleaved", Setup(interleaved=first))):
         ddp = setup.wrap(mlp(3))
@@ -383,7 +383,7 @@ def test_hooks_that_differ_in_their_options(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_a_grad_scaler_over_overlapped_steps(ctx: RankContext) -> None:
+def test_grad_scaler_with_overlap_is_rejected(ctx: RankContext) -> None:
     twins = DdpTwins(Setup(), partial(mlp, 2), SGD, lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
     twins.train(2)
@@ -393,7 +393,7 @@ def test_a_grad_scaler_over_overlapped_steps(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_a_learning_rate_that_differs_is_named_in_the_step(ctx: RankContext) -> None:
+def test_step_names_a_differing_learning_rate(ctx: RankContext) -> None:
     twins = Twins(SGD, lr=0.1)
     twins.train(1)
     twins.zero.param_groups[0]["lr"] = 0.5 if ctx.rank == 1 else 0.1
@@ -405,24 +405,24 @@ def test_a_learning_rate_that_differs_is_named_in_the_step(ctx: RankContext) -> 
     assert_same(ctx.gather(twins.model.state_dict()), [twins.model.state_dict()] * ctx.world_size)
 
 
-def scaled(model: nn.Module) -> list[dict[str, Any]]:
+def make_groups_with_custom_options(model: nn.Module) -> list[dict[str, Any]]:
     """Options that are none of the class's own."""
     return [{"params": list(model.parameters()), "lr_scale": 1.0, "limits": [1.0, [2.0]]}]
 
 
-def dropped_in() -> tuple[nn.Module, Optimizer]:
+def make_drop_in() -> tuple[nn.Module, Optimizer]:
     model = mlp()
-    return model, ZeroRedundancyOptimizer(scaled(model), AdamW, lr=torch.tensor(0.1))
+    return model, ZeroRedundancyOptimizer(make_groups_with_custom_options(model), AdamW, lr=torch.tensor(0.1))
 
 
-def with_shard() -> tuple[nn.Module, Optimizer]:
+def make_sharded() -> tuple[nn.Module, Optimizer]:
     model = mlp()
-    return model, shard(model, AdamW, params=scaled(model), lr=torch.tensor(0.1))
+    return model, shard(model, AdamW, params=make_groups_with_custom_options(model), lr=torch.tensor(0.1))
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("make", [dropped_in, with_shard])
-def test_every_kind_of_number_that_differs_is_named_in_the_step(
+@pytest.mark.parametrize("make", [make_drop_in, make_sharded])
+def test_step_names_any_differing_group_option(
     ctx: RankContext, make: Callable[[], tuple[nn.Module, Optimizer]]
 ) -> None:
     cases: list[tuple[str, Any, str]] = [
@@ -443,10 +443,10 @@ def test_every_kind_of_number_that_differs_is_named_in_the_step(
             optimizer.step()
         group[key] = right
         optimizer.step()
-        assert_alike(ctx, model)
+        assert_params_equal_on_all_ranks(ctx, model)
 
 
-class Noting(SGD):
+class RecordsGradNorms(SGD):
     """Writes into a group what it found, where it has found something."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -457,8 +457,8 @@ class Noting(SGD):
 
 
 @ranks(2, 3)
-def test_what_optimizers_note_in_their_groups_may_differ(ctx: RankContext) -> None:
-    twins = Twins(Noting, lr=0.1)
+def test_values_optimizers_write_to_groups_may_differ(ctx: RankContext) -> None:
+    twins = Twins(RecordsGradNorms, lr=0.1)
     twins.zero.param_groups[0]["label"] = f"of rank {ctx.rank}"
     for step in range(3):
         for model, optimizer in twins.sides:
@@ -468,13 +468,13 @@ def test_what_optimizers_note_in_their_groups_may_differ(ctx: RankContext) -> No
 
 
 @ranks(1, 2)
-def test_an_instance_is_no_optimizer_class(ctx: RankContext) -> None:
+def test_optimizer_instance_instead_of_class_is_rejected(ctx: RankContext) -> None:
     params = list(small_model().parameters())
     with pytest.raises(TypeError, match=r"must be a class such as .* not a SGD"):
         ZeroRedundancyOptimizer(params, SGD(params, lr=0.1))  # type: ignore[arg-type]
 
 
-class Counting(SGD):
+class CountsSteps(SGD):
     """Counts steps in an option of its groups, and stumbles once."""
 
     stumbles = False
@@ -494,8 +494,8 @@ class Counting(SGD):
 
 
 @ranks(2, 3)
-def test_what_a_failed_step_counted_is_taken_back_on_all_ranks(ctx: RankContext) -> None:
-    twins = Twins(Counting)
+def test_failed_step_rolls_back_counters_on_all_ranks(ctx: RankContext) -> None:
+    twins = Twins(CountsSteps)
     twins.train(2)
     set_grads(twins.model.parameters(), 2)
     twins.zero.optim.stumbles = ctx.rank == 0  # type: ignore[attr-defined]

@@ -63,7 +63,7 @@ def test_training_equals_the_plain_optimizer(ctx: RankContext) -> None:
 
 
 @ranks(2, 3, 4)
-def test_all_in_one_row_or_none_is_one_group_bit_by_bit(ctx: RankContext) -> None:
+def test_one_shard_group_or_pure_replication_equals_one_group_bitwise(ctx: RankContext) -> None:
     """Then sums are in the order of ranks, as without replicas."""
     for grid in ((1, ctx.world_size), (ctx.world_size, 1)):
         for dtype in (torch.float32, torch.bfloat16):
@@ -71,13 +71,13 @@ def test_all_in_one_row_or_none_is_one_group_bit_by_bit(ctx: RankContext) -> Non
 
 
 @ranks(4)
-def test_other_orders_of_the_sum_differ_by_rounding_only(ctx: RankContext) -> None:
+def test_two_stage_sum_differs_from_flat_sum_by_rounding_only(ctx: RankContext) -> None:
     """(a + b) + (c + d) is not ((a + b) + c) + d: a rounding of float32 (6e-8) in gradients, a bit more after AdamW."""
     for ours, flat in zip(trained(within((2, 2))), trained({}), strict=True):
         torch.testing.assert_close(ours, flat, rtol=1e-5, atol=1e-6)
 
 
-class Whole(nn.Module):
+class IntegerGradModel(nn.Module):
     """Integers in, integers as gradients: every sum of them is exact, and so is their mean over four."""
 
     def __init__(self) -> None:
@@ -88,20 +88,20 @@ class Whole(nn.Module):
         return (x @ self.first.t()).sum() + (x.flip(1) @ self.second.t()).sum()
 
 
-def whole_numbers(number: int) -> Tensor:
+def integer_batch(number: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
     return torch.randint(-50, 50, (3, 6), generator=generator).float()
 
 
 @ranks(2, 4)
 @sampled("config", [ZERO2, ZERO1, ZeroConfig()], ids=["zero2", "zero1", "one-bucket"])
-def test_where_sums_are_exact_all_grids_are_equal_bit_by_bit(ctx: RankContext, config: ZeroConfig) -> None:
+def test_all_grids_are_bitwise_equal_where_sums_are_exact(ctx: RankContext, config: ZeroConfig) -> None:
     results = []
     for where in ({}, *map(within, grids(ctx.world_size)), *map(meshed, grids(ctx.world_size))):
-        model = seeded(Whole, 0)
+        model = seeded(IntegerGradModel, 0)
         optimizer = shard(model, optim.AdamW, config=config, foreach=True, **where, **ADAMW)
         for number in range(3):
-            torch.autograd.backward(model(whole_numbers(number)))
+            torch.autograd.backward(model(integer_batch(number)))
             optimizer.step()
             optimizer.zero_grad()
         results.append(values_of(model))
@@ -110,7 +110,7 @@ def test_where_sums_are_exact_all_grids_are_equal_bit_by_bit(ctx: RankContext, c
 
 
 @ranks(2, 3, 4)
-def test_state_is_held_once_a_row(ctx: RankContext) -> None:
+def test_each_shard_group_holds_the_state_once(ctx: RankContext) -> None:
     for grid in grids(ctx.world_size):
         model = seeded(mlp, 0)
         optimizer = shard(model, optim.AdamW, config=ZERO2, **within(grid), **ADAMW)
@@ -124,11 +124,11 @@ def test_state_is_held_once_a_row(ctx: RankContext) -> None:
         assert held <= 2 * (elements / grid[1] + 16 * len(optimizer.layout.buckets))
 
 
-class Buffered(nn.Module):
+class ModelWithBuffers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers, self.norm = mlp(2), nn.BatchNorm1d(6)
-        self.untrained = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.norm(self.layers(x))
@@ -136,9 +136,9 @@ class Buffered(nn.Module):
 
 
 @ranks(2, 3, 4)
-def test_all_rows_start_as_rank_0_and_have_its_buffers(ctx: RankContext) -> None:
+def test_params_and_buffers_are_broadcast_to_all_shard_groups(ctx: RankContext) -> None:
     for grid in grids(ctx.world_size):
-        model, expected = seeded(Buffered, ctx.rank + 1), seeded(Buffered, 1)
+        model, expected = seeded(ModelWithBuffers, ctx.rank + 1), seeded(ModelWithBuffers, 1)
         handed = list(model.parameters())[:4]
         optimizer = shard(model, optim.AdamW, params=handed, config=ZERO2, **within(grid), **ADAMW)
         assert all_equal([values_of(model), values_of(expected)])
@@ -153,7 +153,7 @@ def test_all_rows_start_as_rank_0_and_have_its_buffers(ctx: RankContext) -> None
 
 @sampled("norm_type", [2.0, 1.0, float("inf")])
 @ranks(2, 3, 4)
-def test_clipping(ctx: RankContext, norm_type: float) -> None:
+def test_clip_grad_norm(ctx: RankContext, norm_type: float) -> None:
     """To rounding: norms are added up shard by shard."""
     for grid in grids(ctx.world_size):
         for config in (ZERO2, ZERO1):
@@ -174,7 +174,7 @@ def test_clipping(ctx: RankContext, norm_type: float) -> None:
 
 
 @ranks(2, 3, 4)
-def test_a_scaler_skips_on_all_ranks_or_on_none(ctx: RankContext) -> None:
+def test_grad_scaler_skips_on_all_ranks_or_none(ctx: RankContext) -> None:
     for grid in grids(ctx.world_size):
         pair = hybrid_pair(grid, optim.SGD, lr=0.125, config=ZERO2)
         scalers = [(side, GradScaler("cpu", init_scale=2.0**10, growth_interval=2)) for side in pair.sides]
@@ -193,7 +193,7 @@ def test_a_scaler_skips_on_all_ranks_or_on_none(ctx: RankContext) -> None:
 
 
 @ranks(2, 3, 4)
-def test_accumulation_and_local_passes(ctx: RankContext) -> None:
+def test_grad_accumulation_with_and_without_no_sync(ctx: RankContext) -> None:
     """To rounding: DDP averages the sum of passes, and ZeRO-2 sums up averages."""
     for grid in grids(ctx.world_size):
         for config in (ZERO2, ZERO1, replace(ZERO2, overlap_param_gather=True)):
@@ -207,53 +207,57 @@ def test_accumulation_and_local_passes(ctx: RankContext) -> None:
             assert_replicas_are_equal(grid, twins.model, twins.zero)
 
 
-def last_of(model: nn.Module) -> list[nn.Parameter]:
+def last_params(model: nn.Module) -> list[nn.Parameter]:
     return list(model.parameters())[-4:]
 
 
-def frozen_last() -> nn.Module:
+def make_mlp_with_frozen_last_params() -> nn.Module:
     model = mlp()
-    for param in last_of(model):
+    for param in last_params(model):
         param.requires_grad_(False)
     return model
 
 
 @ranks(2, 3, 4)
-def test_a_group_that_is_added(ctx: RankContext) -> None:
+def test_add_param_group(ctx: RankContext) -> None:
     for grid in grids(ctx.world_size):
         twins = ShardTwins(
-            ZERO2, frozen_last, handed=lambda model: list(model.parameters())[:-4], where=within(grid), **ADAMW
+            ZERO2,
+            make_mlp_with_frozen_last_params,
+            handed=lambda model: list(model.parameters())[:-4],
+            where=within(grid),
+            **ADAMW,
         )
         twins.train(2)
         for model, optimizer in ((twins.model, twins.zero), (twins.plain_model, twins.plain)):
-            for param in last_of(model):
+            for param in last_params(model):
                 param.requires_grad_(True)
-            optimizer.add_param_group({"params": last_of(model), "lr": 0.2})
+            optimizer.add_param_group({"params": last_params(model), "lr": 0.2})
         twins.wrap_plain()
         twins.train(2)
         assert_replicas_are_equal(grid, twins.model, twins.zero)
 
 
-def narrow_loss(model: nn.Module, number: int) -> Tensor:
+def bf16_loss(model: nn.Module, number: int) -> Tensor:
     output: Tensor = model(batch(number).bfloat16()).float().square().mean()
     return output
 
 
-def narrow() -> nn.Module:
+def make_bf16_mlp() -> nn.Module:
     return mlp().bfloat16()
 
 
 @ranks(2, 3, 4)
-def test_sixteen_bits_are_added_up_in_float32_and_rounded_once(ctx: RankContext) -> None:
+def test_16_bit_grads_are_summed_in_float32_and_rounded_once(ctx: RankContext) -> None:
     for grid in grids(ctx.world_size):
         for config in (ZERO2, ZERO1, ZeroConfig(partition=TINY, deterministic_reduce=True)):
-            pair = hybrid_pair(grid, optim.AdamW, make=narrow, loss=narrow_loss, config=config, **ADAMW)
+            pair = hybrid_pair(grid, optim.AdamW, make=make_bf16_mlp, loss=bf16_loss, config=config, **ADAMW)
             pair.train(3)
             assert_replicas_are_equal(grid, pair.model, pair.zero)
 
 
 @ranks(2, 3, 4)
-def test_gradients_that_travel_as_bfloat16_are_rounded_once(ctx: RankContext) -> None:
+def test_bf16_reduce_dtype_rounds_once(ctx: RankContext) -> None:
     for grid in grids(ctx.world_size):
         for stage in (ZERO2.stage, ZERO1.stage):
             config = ZeroConfig(partition=TINY, stage=stage, reduce_dtype=torch.bfloat16)
@@ -267,20 +271,20 @@ def test_master_weights(ctx: RankContext) -> None:
     three ranks add in the order of ranks."""
     results = []
     for where in ({}, *map(within, grids(ctx.world_size))):
-        model = seeded(narrow, 0)
+        model = seeded(make_bf16_mlp, 0)
         optimizer = shard(model, optim.AdamW, config=replace(ZERO2, master_dtype=torch.float32), **where, **ADAMW)
         for number in range(4):
             inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(number)).bfloat16()
             torch.autograd.backward(model(inputs).float().square().mean())
             optimizer.step()
             optimizer.zero_grad()
-        results.append([*values_of(model), *(it for it in full(optimizer))])
+        results.append([*values_of(model), *(it for it in gather_state_tensors(optimizer))])
     for result in results[1:]:
         assert all_equal([result, results[0]])
     assert all_equal(ctx.gather(results[-1]))
 
 
-def full(optimizer: ShardedOptimizer) -> list[Tensor]:
+def gather_state_tensors(optimizer: ShardedOptimizer) -> list[Tensor]:
     """All state, on all ranks."""
     found: list[Any] = [optimizer.full_state_dict()]
     dist.broadcast_object_list(found)
@@ -288,7 +292,7 @@ def full(optimizer: ShardedOptimizer) -> list[Tensor]:
 
 
 @ranks(2, 4)
-def test_parameters_that_only_some_ranks_use(ctx: RankContext) -> None:
+def test_params_used_on_some_ranks_only(ctx: RankContext) -> None:
     for grid in grids(ctx.world_size):
         for config in (ZERO2, ZERO1, ZeroConfig()):
             twins = ShardTwins(config, Branches, find_unused=True, where=within(grid), lr=0.1)
@@ -297,7 +301,7 @@ def test_parameters_that_only_some_ranks_use(ctx: RankContext) -> None:
 
 
 @ranks(2, 4)
-def test_whole_parameters(ctx: RankContext) -> None:
+def test_whole_params_partition(ctx: RankContext) -> None:
     for grid in grids(ctx.world_size):
         pair = hybrid_pair(grid, optim.AdamW, config=ZeroConfig(partition=WholeParams()), **ADAMW)
         pair.train(3)
@@ -350,7 +354,7 @@ def test_uneven_inputs(ctx: RankContext) -> None:
 
 @both_stages
 @ranks(2, 4)
-def test_sums_of_all_rows_are_made_while_nobody_asks(ctx: RankContext, config: ZeroConfig) -> None:
+def test_two_stage_reduce_finishes_without_a_step(ctx: RankContext, config: ZeroConfig) -> None:
     """In a backward pass and behind it: both sums come without a step that waits for them."""
     for grid in grids(ctx.world_size):
         model, plain = seeded(mlp, 0), seeded(mlp, 0)

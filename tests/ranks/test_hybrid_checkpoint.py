@@ -49,12 +49,12 @@ TINY = FlatShards(bucket_bytes=160)
 CONFIGS = [ZeroConfig(partition=TINY), ZeroConfig(partition=WholeParams())]
 
 
-def made(grid: Grid, seed: int = 0, config: ZeroConfig = CONFIGS[0]) -> tuple[Net, ShardedOptimizer]:
+def make_sharded(grid: Grid, seed: int = 0, config: ZeroConfig = CONFIGS[0]) -> tuple[Net, ShardedOptimizer]:
     model = net(seed)
     return model, shard(model, torch.optim.AdamW, config=config, **within(grid), **ADAMW)
 
 
-def everything(optimizer: ShardedOptimizer, model: nn.Module) -> dict[str, Any]:
+def gather_named_state(optimizer: ShardedOptimizer, model: nn.Module) -> dict[str, Any]:
     """All state by names, on all ranks."""
     found: list[Any] = [optimizer.full_state_dict()]
     dist.broadcast_object_list(found)
@@ -62,7 +62,7 @@ def everything(optimizer: ShardedOptimizer, model: nn.Module) -> dict[str, Any]:
 
 
 @ranks(2, 3, 4)
-def test_one_rank_gets_all_state(ctx: RankContext) -> None:
+def test_full_state_dict_on_any_rank_equals_plain(ctx: RankContext) -> None:
     """Whichever, from its own row: what the plain optimizer has, bit by bit."""
     for grid in grids(ctx.world_size):
         for config in (ZERO2, ZERO1):
@@ -81,7 +81,7 @@ def test_one_rank_gets_all_state(ctx: RankContext) -> None:
 
 
 @ranks(2, 3, 4)
-def test_a_dict_is_loaded_by_all_rows(ctx: RankContext) -> None:
+def test_state_dict_loads_into_all_shard_groups(ctx: RankContext) -> None:
     for grid in grids(ctx.world_size):
         pair = hybrid_pair(grid, torch.optim.AdamW, config=ZERO2)
         pair.train(2)
@@ -97,9 +97,9 @@ def test_a_dict_is_loaded_by_all_rows(ctx: RankContext) -> None:
 
 
 @ranks(2, 4)
-def test_helpers_of_torch(ctx: RankContext) -> None:
+def test_torch_state_dict_helpers(ctx: RankContext) -> None:
     for grid in grids(ctx.world_size):
-        model, optimizer = made(grid)
+        model, optimizer = make_sharded(grid)
         train(model, optimizer, 2)
         everywhere = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
         states: list[Any] = ctx.gather(everywhere["state"])
@@ -108,12 +108,12 @@ def test_helpers_of_torch(ctx: RankContext) -> None:
         offloaded = StateDictOptions(full_state_dict=True, cpu_offload=True)
         on_one = get_optimizer_state_dict(model, optimizer, options=offloaded)
         assert bool(on_one["state"] if on_one else {}) == (ctx.rank == 0)
-        again, into = made(grid, seed=3)
+        again, into = make_sharded(grid, seed=3)
         set_optimizer_state_dict(again, into, everywhere, options=StateDictOptions(full_state_dict=True))
-        assert_same_state(everything(into, again), everything(optimizer, model))
+        assert_same_state(gather_named_state(into, again), gather_named_state(optimizer, model))
 
 
-def size_of(folder: Path) -> int:
+def checkpoint_bytes(folder: Path) -> int:
     """Bytes of all parts."""
     return sum(file.stat().st_size for file in folder.rglob("*.distcp"))
 
@@ -130,7 +130,7 @@ def test_replicas_are_written_once(ctx: RankContext, tmp_path: Path, config: Zer
         optimizer.step()
         checkpoint.save(tmp_path / str(grid), step=1, model=model, optimizer=optimizer)
         dcp_save({"optim": optimizer.sharded_state_dict()}, checkpoint_id=tmp_path / f"dcp-{grid}")
-        sizes[grid] = size_of(tmp_path / str(grid)), size_of(tmp_path / f"dcp-{grid}")
+        sizes[grid] = checkpoint_bytes(tmp_path / str(grid)), checkpoint_bytes(tmp_path / f"dcp-{grid}")
     elements = sum(param.nbytes for param in model.parameters())
     for whole, state in sizes.values():
         assert 3 * elements <= whole <= 3.3 * elements  # parameters and two moments
@@ -139,20 +139,20 @@ def test_replicas_are_written_once(ctx: RankContext, tmp_path: Path, config: Zer
 
 @ranks(4, timeout=120)
 @sampled("config", CONFIGS, ids=["flat", "whole"])
-def test_from_any_grid_to_any_grid(ctx: RankContext, tmp_path: Path, config: ZeroConfig) -> None:
+def test_checkpoint_loads_from_any_grid_to_any_grid(ctx: RankContext, tmp_path: Path, config: ZeroConfig) -> None:
     """Bit by bit, also in what follows: data are equal on all ranks, so that means over four are exact."""
     reference = net()
     train(reference, plain(reference), 5)
     for grid in grids(4):
-        model, optimizer = made(grid, config=config)
+        model, optimizer = make_sharded(grid, config=config)
         train(model, optimizer, 3)
         checkpoint.save(tmp_path / str(grid), step=3, model=model, optimizer=optimizer)
-        expected = everything(optimizer, model)
+        expected = gather_named_state(optimizer, model)
         for other in grids(4):
-            again, into = made(other, seed=5, config=config)
+            again, into = make_sharded(other, seed=5, config=config)
             loaded = checkpoint.load(tmp_path / str(grid), model=again, optimizer=into)
             assert loaded.world_size == 4
-            assert_same_state(everything(into, again), expected)
+            assert_same_state(gather_named_state(into, again), expected)
             assert_replicas_are_equal(other, again, into)
             train(again, into, 2, first=3)
             assert all(map(torch.equal, again.parameters(), reference.parameters()))
@@ -160,10 +160,12 @@ def test_from_any_grid_to_any_grid(ctx: RankContext, tmp_path: Path, config: Zer
 
 @ranks(4, timeout=120)
 @sampled("fewer", [1, 2, 3])
-def test_from_two_rows_to_fewer_ranks_and_back(ctx: RankContext, tmp_path: Path, fewer: int) -> None:
-    model, optimizer = made((2, 2))
+def test_checkpoint_of_two_shard_groups_loads_on_fewer_ranks_and_back(
+    ctx: RankContext, tmp_path: Path, fewer: int
+) -> None:
+    model, optimizer = make_sharded((2, 2))
     train(model, optimizer, 3)
-    expected, weights = everything(optimizer, model), values_of(model)
+    expected, weights = gather_named_state(optimizer, model), values_of(model)
     checkpoint.save(tmp_path / "rows", step=3, model=model, optimizer=optimizer, extra=ctx.rank)
     group = first_ranks(fewer)
     if group is not None:
@@ -177,15 +179,15 @@ def test_from_two_rows_to_fewer_ranks_and_back(ctx: RankContext, tmp_path: Path,
         assert all_equal([values_of(again), weights])
         checkpoint.save(tmp_path / "fewer", step=3, model=again, optimizer=into, process_group=group)
     dist.barrier()
-    back, optimizer = made((2, 2), seed=7)
+    back, optimizer = make_sharded((2, 2), seed=7)
     checkpoint.load(tmp_path / "fewer", model=back, optimizer=optimizer)
-    assert_same_state(everything(optimizer, back), expected)
+    assert_same_state(gather_named_state(optimizer, back), expected)
     assert all_equal([values_of(back), weights])
     assert_replicas_are_equal((2, 2), back, optimizer)
 
 
 @ranks(4)
-def test_in_the_background_and_with_master_weights(ctx: RankContext, tmp_path: Path) -> None:
+def test_async_save_with_master_weights(ctx: RankContext, tmp_path: Path) -> None:
     config = ZeroConfig(partition=TINY, master_dtype=torch.float32)
 
     def narrow(seed: int) -> tuple[nn.Module, ShardedOptimizer]:
@@ -196,31 +198,31 @@ def test_in_the_background_and_with_master_weights(ctx: RankContext, tmp_path: P
     torch.autograd.backward(model(torch.ones(2, 6).bfloat16()).float().sum())
     optimizer.step()
     saving = checkpoint.async_save(tmp_path, step=1, model=model, optimizer=optimizer)
-    expected, weights = everything(optimizer, model), values_of(model)
+    expected, weights = gather_named_state(optimizer, model), values_of(model)
     saving.wait()
     again, into = narrow(1)
     checkpoint.load(tmp_path, model=again, optimizer=into)
-    assert_same_state(everything(into, again), expected)
+    assert_same_state(gather_named_state(into, again), expected)
     assert all_equal([values_of(again), weights])
 
 
 @ranks(2, 4)
-def test_parts_through_dcp(ctx: RankContext, tmp_path: Path) -> None:
+def test_sharded_state_dict_through_dcp(ctx: RankContext, tmp_path: Path) -> None:
     for grid in grids(ctx.world_size):
-        model, optimizer = made(grid)
+        model, optimizer = make_sharded(grid)
         train(model, optimizer, 2)
         dcp_save({"optim": optimizer.sharded_state_dict()}, checkpoint_id=tmp_path / str(grid))
         for other in grids(ctx.world_size):
-            again, into = made(other, seed=3)
+            again, into = make_sharded(other, seed=3)
             room = into.sharded_state_dict()
             dcp_load({"optim": room}, checkpoint_id=tmp_path / str(grid))
             into.load_state_dict(room)
-            assert_same_state(everything(into, again), everything(optimizer, model))
+            assert_same_state(gather_named_state(into, again), gather_named_state(optimizer, model))
             assert_replicas_are_equal(other, again, into)
 
 
 @ranks(4)
-def test_one_row_alone_cannot_save(ctx: RankContext, tmp_path: Path) -> None:
+def test_saving_from_one_shard_group_only_is_rejected(ctx: RankContext, tmp_path: Path) -> None:
     with launched(ctx.rank % 2, 2):
         model = net()
         optimizer = shard(model, torch.optim.AdamW, shard_group_size="node")

@@ -50,68 +50,72 @@ from zeroshard.comm.transport import sum_in_rank_order
 from zeroshard.engine import grad_reducer
 from zeroshard.engine.grad_bucket import BufferPool
 
-Where = dict[str, Any]
+ShardGroupArgs = dict[str, Any]
 
 
-def refused(where: Where, match: str, error: type[Exception] = ConfigError) -> None:
+def assert_rejected(shard_group_args: ShardGroupArgs, match: str, error: type[Exception] = ConfigError) -> None:
     """On this rank; and the model is as it was."""
     model = seeded(mlp, dist.get_rank())
     with left_as_it_was(model), pytest.raises(error, match=match):
-        shard(model, torch.optim.AdamW, **where)
+        shard(model, torch.optim.AdamW, **shard_group_args)
     assert "zero_grad" not in vars(model)
     dist.barrier()  # all ranks came here
 
 
 @ranks(4, timeout=30)
-def test_what_cannot_be_asked_for(ctx: RankContext) -> None:
+def test_invalid_mesh_and_group_size_are_rejected(ctx: RankContext) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    refused({"mesh": mesh, "process_group": dist.group.WORLD}, r"leave out process_group")
-    refused({"mesh": mesh, "shard_group_size": 2}, r"give one of them")
-    refused({"mesh": init_device_mesh("cpu", (2, 2, 1))}, r"one dimension \(shard\) or two .* not 3 .*Slice it")
-    refused({"mesh": [[0, 1], [2, 3]]}, r"must be a torch.distributed.DeviceMesh, not a list")
-    refused({"mesh": DeviceMesh("cpu", [[1, 0], [2, 3]])}, r"must ascend .*\[\[1, 0\], \[2, 3\]\]")
-    refused({"shard_group_size": 3}, r"shard_group_size=3 does not divide the 4 ranks: give one of \[1, 2, 4\]")
+    assert_rejected({"mesh": mesh, "process_group": dist.group.WORLD}, r"leave out process_group")
+    assert_rejected({"mesh": mesh, "shard_group_size": 2}, r"give one of them")
+    assert_rejected({"mesh": init_device_mesh("cpu", (2, 2, 1))}, r"one dimension \(shard\) or two .* not 3 .*Slice it")
+    assert_rejected({"mesh": [[0, 1], [2, 3]]}, r"must be a torch.distributed.DeviceMesh, not a list")
+    assert_rejected({"mesh": DeviceMesh("cpu", [[1, 0], [2, 3]])}, r"must ascend .*\[\[1, 0\], \[2, 3\]\]")
+    assert_rejected({"shard_group_size": 3}, r"shard_group_size=3 does not divide the 4 ranks: give one of \[1, 2, 4\]")
     for value in (0, -1, True, 2.0, "host", "rack", [2]):
-        refused({"shard_group_size": value}, r"must be 'node' or a number of ranks from 1 on, not ")
+        assert_rejected({"shard_group_size": value}, r"must be 'node' or a number of ranks from 1 on, not ")
 
 
 @ranks(4, timeout=30)
-def test_hosts_that_cannot_be_rows(ctx: RankContext) -> None:
+def test_hosts_that_cannot_form_shard_groups_are_rejected(ctx: RankContext) -> None:
     node = {"shard_group_size": "node"}
     with launched(None, None):
-        refused(node, r"LOCAL_RANK=None, LOCAL_WORLD_SIZE=None. Start with torchrun")
+        assert_rejected(node, r"LOCAL_RANK=None, LOCAL_WORLD_SIZE=None. Start with torchrun")
     with launched("first", 2):
-        refused(node, r"LOCAL_RANK='first'")
+        assert_rejected(node, r"LOCAL_RANK='first'")
     with launched(*((ctx.rank, 3) if ctx.rank < 3 else (0, 1))):
-        refused(node, r"all hosts must have as many ranks, but there are 3 from rank 0 on, 1 from rank 3 on")
+        assert_rejected(node, r"all hosts must have as many ranks, but there are 3 from rank 0 on, 1 from rank 3 on")
     with launched(ctx.rank // 2, 2):  # ranks dealt out to hosts in turns
-        refused(node, r"numbered one after the other")
+        assert_rejected(node, r"numbered one after the other")
     with launched(ctx.rank % 2, 2 + ctx.rank // 2):
-        refused(node, r"host of rank 2 has \[3\] ranks by LOCAL_WORLD_SIZE, but 2 of them train here: \[2, 3\]")
+        assert_rejected(node, r"host of rank 2 has \[3\] ranks by LOCAL_WORLD_SIZE, but 2 of them train here: \[2, 3\]")
     with launched(None, None) if ctx.rank == 1 else launched(ctx.rank % 2, 2):
         error = ConfigError if ctx.rank == 1 else RankFailedError
-        refused(node, r"LOCAL_RANK=None", error)
+        assert_rejected(node, r"LOCAL_RANK=None", error)
 
 
 @ranks(4, timeout=30)
-def test_ranks_that_ask_for_different_things(ctx: RankContext) -> None:
+def test_different_shard_group_arguments_are_a_mismatch(ctx: RankContext) -> None:
     odd = ctx.rank == 2
-    refused({"shard_group_size": 1 if odd else 2}, r"rank 2: .*shard_group_size=1", RankMismatchError)
-    refused({} if odd else {"shard_group_size": 2}, r"the ranks are in different calls", RankMismatchError)
-    refused(meshed((2, 2)) if ctx.rank < 4 and not odd else spare_mesh((2, 2)), r"disagree", RankMismatchError)
+    assert_rejected({"shard_group_size": 1 if odd else 2}, r"rank 2: .*shard_group_size=1", RankMismatchError)
+    assert_rejected({} if odd else {"shard_group_size": 2}, r"the ranks are in different calls", RankMismatchError)
+    assert_rejected(
+        meshed((2, 2)) if ctx.rank < 4 and not odd else make_mesh_with_other_dim_names((2, 2)),
+        r"disagree",
+        RankMismatchError,
+    )
     mesh = init_device_mesh("cpu", (2, 2))
-    refused({"shard_group_size": 2} if odd else {"mesh": mesh}, r"disagree", RankMismatchError)
+    assert_rejected({"shard_group_size": 2} if odd else {"mesh": mesh}, r"disagree", RankMismatchError)
     both = {"mesh": mesh, "shard_group_size": 2}
-    refused(both if odd else {"mesh": mesh}, r"give one of them", ConfigError if odd else RankFailedError)
+    assert_rejected(both if odd else {"mesh": mesh}, r"give one of them", ConfigError if odd else RankFailedError)
 
 
-def spare_mesh(grid: Grid) -> Where:
+def make_mesh_with_other_dim_names(grid: Grid) -> ShardGroupArgs:
     """A mesh of the same ranks whose dimensions have other names."""
     return {"mesh": init_device_mesh("cpu", grid, mesh_dim_names=("rows", "columns"))}
 
 
 @ranks(4, timeout=30)
-def test_ranks_that_disagree_in_other_rows_are_told(ctx: RankContext) -> None:
+def test_mismatch_between_shard_groups_is_reported_on_all_ranks(ctx: RankContext) -> None:
     """Facts are compared over all ranks: here rows agree within themselves."""
     model = seeded(mlp, 0)
     with pytest.raises(RankMismatchError, match=r"ranks 2, 3"):
@@ -123,33 +127,35 @@ def test_ranks_that_disagree_in_other_rows_are_told(ctx: RankContext) -> None:
         optimizer.step()
 
 
-def fails(ctx: RankContext) -> bool:
+def is_failing_rank(ctx: RankContext) -> bool:
     return ctx.rank == ctx.world_size - 1
 
 
 @contextmanager
-def raised_on_all(ctx: RankContext) -> Iterator[None]:
-    with pytest.raises(torch.OutOfMemoryError if fails(ctx) else RankFailedError, match="on purpose") as caught:
+def expect_out_of_memory_on_all_ranks(ctx: RankContext) -> Iterator[None]:
+    with pytest.raises(
+        torch.OutOfMemoryError if is_failing_rank(ctx) else RankFailedError, match="on purpose"
+    ) as caught:
         yield
-    if not fails(ctx):
+    if not is_failing_rank(ctx):
         assert f"rank {ctx.world_size - 1} failed" in str(caught.value)
 
 
 @contextmanager
-def out_of_memory(ctx: RankContext) -> Iterator[None]:
+def failing_bucket_allocation(ctx: RankContext) -> Iterator[None]:
     """No memory to pack gradients in, on one rank."""
 
     def no_memory(*_: Any) -> Any:
         raise torch.OutOfMemoryError("no memory, on purpose")
 
     with pytest.MonkeyPatch.context() as patch:
-        if fails(ctx):
+        if is_failing_rank(ctx):
             patch.setattr(BufferPool, "acquire", no_memory)
         yield
 
 
 @contextmanager
-def spoiled_sums(ctx: RankContext, calls: range) -> Iterator[None]:
+def failing_sums(ctx: RankContext, calls: range) -> Iterator[None]:
     """Sums that end halfway, on one rank: those of these numbers, inside its row or across rows."""
     number = count()
 
@@ -160,72 +166,72 @@ def spoiled_sums(ctx: RankContext, calls: range) -> Iterator[None]:
             raise torch.OutOfMemoryError("no memory, on purpose")
 
     with pytest.MonkeyPatch.context() as patch:
-        if fails(ctx):
+        if is_failing_rank(ctx):
             patch.setattr(pairs, "sum_in_rank_order", half)
         yield
 
 
-def real_grids(ctx: RankContext) -> list[Grid]:
+def replicated_grids(ctx: RankContext) -> list[Grid]:
     return [grid for grid in grids(ctx.world_size) if grid[0] > 1]
 
 
-def go_on(ctx: RankContext, twins: ShardTwins, grid: Grid) -> None:
+def continue_training(ctx: RankContext, twins: ShardTwins, grid: Grid) -> None:
     twins.train(2)
     assert_replicas_are_equal(grid, twins.model, twins.zero)
 
 
 @both_stages
 @ranks(2, 4, timeout=40)
-def test_no_memory_to_pack_gradients_in(ctx: RankContext, config: ZeroConfig) -> None:
-    for grid in real_grids(ctx):
+def test_out_of_memory_in_bucket_packing_raises_on_all_ranks(ctx: RankContext, config: ZeroConfig) -> None:
+    for grid in replicated_grids(ctx):
         twins = ShardTwins(config, where=within(grid))
         twins.train(1)
         for pool in twins.zero._grad_reducer._buffer_pools.values():
             pool._idle.clear()
-        with out_of_memory(ctx):
+        with failing_bucket_allocation(ctx):
             twins.sides[0].backward(7)
-        with raised_on_all(ctx):
+        with expect_out_of_memory_on_all_ranks(ctx):
             twins.zero.step()
-        go_on(ctx, twins, grid)
+        continue_training(ctx, twins, grid)
 
 
 @sampled("which", [range(1), range(1, 2), range(4, 5), range(9, 10), range(10)], ids=str)
 @both_stages
 @ranks(2, 4, timeout=60)
-def test_sums_that_cannot_be_made(ctx: RankContext, config: ZeroConfig, which: range) -> None:
+def test_failed_reduce_raises_on_all_ranks(ctx: RankContext, config: ZeroConfig, which: range) -> None:
     """Each of five buckets is summed up twice. Whether that is known before all ranks state that they are well, or
     after."""
-    for grid in real_grids(ctx):
+    for grid in replicated_grids(ctx):
         twins = ShardTwins(config, where=within(grid))
         assert len(twins.zero.layout.buckets) == 5
         for patience in (0.0, 1.0):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(grad_reducer, "WAIT_TIMEOUT_S", patience)
-                with spoiled_sums(ctx, which):
+                with failing_sums(ctx, which):
                     twins.sides[0].backward(7)
-                    with raised_on_all(ctx):
+                    with expect_out_of_memory_on_all_ranks(ctx):
                         twins.zero.step()
-        go_on(ctx, twins, grid)
+        continue_training(ctx, twins, grid)
 
 
 @both_stages
 @ranks(2, 4, timeout=60)
-def test_ranks_that_make_different_numbers_of_passes(ctx: RankContext, config: ZeroConfig) -> None:
-    for grid in real_grids(ctx):
+def test_failed_reduce_with_different_numbers_of_backward_passes(ctx: RankContext, config: ZeroConfig) -> None:
+    for grid in replicated_grids(ctx):
         twins = ShardTwins(config, where=within(grid))
         for failing_passes, other_passes in ((1, 0), (0, 1), (2, 1)):
-            with spoiled_sums(ctx, range(1)):
-                for number in range(failing_passes if fails(ctx) else other_passes):
+            with failing_sums(ctx, range(1)):
+                for number in range(failing_passes if is_failing_rank(ctx) else other_passes):
                     twins.sides[0].backward(number)
-                with raised_on_all(ctx):
+                with expect_out_of_memory_on_all_ranks(ctx):
                     twins.zero.step()
-        go_on(ctx, twins, grid)
+        continue_training(ctx, twins, grid)
 
 
 @ranks(2, 4, timeout=40)
-def test_a_rank_without_a_pass_gives_zeros(ctx: RankContext) -> None:
+def test_rank_without_backward_contributes_zeros(ctx: RankContext) -> None:
     """Nobody waits for it, in whichever row it is."""
-    for grid in real_grids(ctx):
+    for grid in replicated_grids(ctx):
         for config, absent in ((ZERO2, 0), (ZERO1, 0), (ZERO2, ctx.world_size - 1)):
             model, plain = seeded(mlp, 0), seeded(mlp, 0)
             optimizer = shard(model, torch.optim.SGD, lr=0.5, config=config, **within(grid))
@@ -243,11 +249,11 @@ def test_a_rank_without_a_pass_gives_zeros(ctx: RankContext) -> None:
 
 
 @ranks(2, 4, timeout=40)
-def test_clearing_between_passes_on_one_rank_is_refused(ctx: RankContext) -> None:
-    for grid in real_grids(ctx):
+def test_zero_grad_between_passes_on_one_rank_is_rejected(ctx: RankContext) -> None:
+    for grid in replicated_grids(ctx):
         twins = ShardTwins(ZERO2, where=within(grid))
         twins.sides[0].backward(1)
-        if fails(ctx):
+        if is_failing_rank(ctx):
             twins.zero.zero_grad()
         twins.sides[0].backward(2)
         with pytest.raises(
@@ -255,10 +261,10 @@ def test_clearing_between_passes_on_one_rank_is_refused(ctx: RankContext) -> Non
             match=r"different backward passes.*Where one rank leaves a step out, all must",
         ):
             twins.zero.step()
-        go_on(ctx, twins, grid)
+        continue_training(ctx, twins, grid)
 
 
-class Broken(torch.optim.SGD):
+class FailingSGD(torch.optim.SGD):
     """Fails in its step where it is told to."""
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -269,16 +275,16 @@ class Broken(torch.optim.SGD):
 
 @both_stages
 @ranks(2, 4, timeout=60)
-def test_an_update_that_fails_on_one_rank(ctx: RankContext, config: ZeroConfig) -> None:
+def test_failed_update_blocks_steps_until_a_checkpoint_is_loaded(ctx: RankContext, config: ZeroConfig) -> None:
     """All hear of it, also in other rows. No step is made before rows are the same again."""
-    for grid in real_grids(ctx):
-        twins = ShardTwins(config, optimizer_class=Broken, where=within(grid), lr=0.1, momentum=0.9)
+    for grid in replicated_grids(ctx):
+        twins = ShardTwins(config, optimizer_class=FailingSGD, where=within(grid), lr=0.1, momentum=0.9)
         twins.train(2)
         optimizer, values = twins.zero, copy.deepcopy(twins.model.state_dict())
         state = broadcast_object(optimizer.full_state_dict(), 0)
         twins.sides[0].backward(7)
-        optimizer.param_groups[0]["broken"] = fails(ctx)
-        with raised_on_all(ctx):
+        optimizer.param_groups[0]["broken"] = is_failing_rank(ctx)
+        with expect_out_of_memory_on_all_ranks(ctx):
             optimizer.step()
         optimizer.param_groups[0]["broken"] = False
         for call in (optimizer.step, partial(optimizer.clip_grad_norm_, 1.0)):
@@ -289,54 +295,54 @@ def test_an_update_that_fails_on_one_rank(ctx: RankContext, config: ZeroConfig) 
             optimizer.step()
         twins.model.load_state_dict(values)
         optimizer.zero_grad()
-        go_on(ctx, twins, grid)
+        continue_training(ctx, twins, grid)
 
 
-class OwnWay(Broken):
+class FailingSGDWithCustomLoad(FailingSGD):
     """Is loaded beside what there is, which a load that fails later puts back."""
 
     def load_state_dict(self, state_dict: Any) -> None:
         super().load_state_dict(state_dict)
 
 
-class Refusing(nn.Linear):
+class FailsToLoadOnce(nn.Linear):
     """Cannot be loaded, once, where it is told so."""
 
-    refuses = False
+    should_fail = False
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        if self.refuses:
-            self.refuses = False
+        if self.should_fail:
+            self.should_fail = False
             raise ArithmeticError("not loaded, on purpose")
         super()._load_from_state_dict(*args, **kwargs)
 
 
 @ranks(2, 4, timeout=60)
-def test_a_load_that_fails_makes_no_rows_equal(ctx: RankContext, tmp_path: Path) -> None:
+def test_failed_load_does_not_resolve_a_replica_mismatch(ctx: RankContext, tmp_path: Path) -> None:
     """It puts back what each row had, which is not the same in all of them."""
-    for number, grid in enumerate(real_grids(ctx)):
+    for number, grid in enumerate(replicated_grids(ctx)):
         torch.manual_seed(0)
-        model = Refusing(4, 4)
-        optimizer = shard(model, OwnWay, lr=0.1, momentum=0.9, **within(grid))
+        model = FailsToLoadOnce(4, 4)
+        optimizer = shard(model, FailingSGDWithCustomLoad, lr=0.1, momentum=0.9, **within(grid))
         folder = tmp_path / str(number)
-        one_step(model, optimizer)
+        train_one_step(model, optimizer)
         checkpoint.save(folder, step=1, model=model, optimizer=optimizer)
-        optimizer.param_groups[0]["broken"] = fails(ctx)
-        with raised_on_all(ctx):
-            one_step(model, optimizer)
+        optimizer.param_groups[0]["broken"] = is_failing_rank(ctx)
+        with expect_out_of_memory_on_all_ranks(ctx):
+            train_one_step(model, optimizer)
         optimizer.param_groups[0]["broken"] = False
-        model.refuses = fails(ctx)
+        model.should_fail = is_failing_rank(ctx)
         with pytest.raises(CheckpointError, match="not loaded, on purpose"):
             checkpoint.load(folder, model=model, optimizer=optimizer)
         with pytest.raises(ReplicaMismatchError, match=r"step 2 failed on a rank.*Load a checkpoint"):
-            one_step(model, optimizer)
+            train_one_step(model, optimizer)
         optimizer.zero_grad()
         checkpoint.load(folder, model=model, optimizer=optimizer)
-        one_step(model, optimizer)
+        train_one_step(model, optimizer)
         assert_replicas_are_equal(grid, model, optimizer)
 
 
-def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def train_one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     torch.autograd.backward(model(torch.ones(2, 4)).square().sum())
     optimizer.step()
     optimizer.zero_grad()

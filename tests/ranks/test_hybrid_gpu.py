@@ -20,7 +20,7 @@ from zeroshard.config import Reduce
 pytestmark = pytest.mark.gpu
 
 
-def on_gpu() -> nn.Module:
+def make_cuda_mlp() -> nn.Module:
     return mlp().cuda()
 
 
@@ -28,7 +28,7 @@ def on_gpu() -> nn.Module:
 def test_training_over_gloo(ctx: RankContext) -> None:
     for grid in grids(ctx.world_size):
         for config in (ZERO2, ZERO1):
-            model, plain = seeded(on_gpu, 0), seeded(on_gpu, 0)
+            model, plain = seeded(make_cuda_mlp, 0), seeded(make_cuda_mlp, 0)
             ddp = DistributedDataParallel(plain)
             reference = torch.optim.AdamW(plain.parameters(), lr=0.05, fused=True)  # as `shard` takes it on GPUs
             optimizer = shard(model, torch.optim.AdamW, lr=0.05, config=config, **within(grid))
@@ -45,7 +45,7 @@ def test_training_over_gloo(ctx: RankContext) -> None:
 @ranks(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fixed_order", [False, True])
-def test_sums_are_chained_behind_each_other_over_nccl(ctx: RankContext, dtype: torch.dtype, fixed_order: bool) -> None:
+def test_nccl_two_stage_reduce_is_stream_ordered(ctx: RankContext, dtype: torch.dtype, fixed_order: bool) -> None:
     """With one rank there is nothing to add, but streams have to wait for each other, and no host for them."""
     torch.cuda.set_device(0)
     inside, across = (Group(dist.new_group([0], backend="nccl")) for _ in range(2))

@@ -35,7 +35,7 @@ from zeroshard.comm.process_group import Group
 
 
 @ranks(4)
-def test_every_way_to_ask_is_the_same(ctx: RankContext) -> None:
+def test_mesh_group_size_and_node_are_equivalent(ctx: RankContext) -> None:
     for grid in grids(4):
         with launched(ctx.rank % grid[1], grid[1]):
             asked = [meshed(grid), within(grid), {"shard_group_size": "node"}]
@@ -50,14 +50,14 @@ def test_every_way_to_ask_is_the_same(ctx: RankContext) -> None:
 
 
 @ranks(2, 4)
-def test_a_mesh_of_one_dimension_is_one_group(ctx: RankContext) -> None:
+def test_1d_mesh_is_one_shard_group(ctx: RankContext) -> None:
     mesh = init_device_mesh("cpu", (ctx.world_size,))
     assert all_equal([trained({"mesh": mesh}), trained({})])
     assert shard(mlp(), optim.SGD, lr=0.1, mesh=mesh).process_group is mesh.get_group()
 
 
 @ranks(4)
-def test_a_part_of_a_larger_mesh(ctx: RankContext) -> None:
+def test_submesh_of_a_larger_mesh(ctx: RankContext) -> None:
     """Two jobs side by side, each in two rows of one; and in one row of two."""
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pipe", "replicate", "shard"))
     group = mesh["replicate"].get_group()
@@ -69,7 +69,7 @@ def test_a_part_of_a_larger_mesh(ctx: RankContext) -> None:
 
 
 @ranks(4)
-def test_rows_need_not_be_consecutive_ranks(ctx: RankContext) -> None:
+def test_shard_groups_may_have_strided_ranks(ctx: RankContext) -> None:
     strided = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
     model = seeded(mlp, 0)
     optimizer = shard(model, optim.AdamW, config=ZERO2, mesh=strided, **ADAMW)
@@ -86,7 +86,7 @@ def test_rows_need_not_be_consecutive_ranks(ctx: RankContext) -> None:
 
 
 @ranks(5)
-def test_a_mesh_that_leaves_ranks_out(ctx: RankContext) -> None:
+def test_mesh_may_leave_out_ranks(ctx: RankContext) -> None:
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
     group = dist.new_group([0, 1, 2, 3])
     if ctx.rank == 4:
@@ -105,7 +105,7 @@ def test_a_mesh_that_leaves_ranks_out(ctx: RankContext) -> None:
 
 
 @ranks(1)
-def test_every_way_to_ask_works_on_one_rank(ctx: RankContext) -> None:
+def test_mesh_group_size_and_node_work_on_one_rank(ctx: RankContext) -> None:
     expected = trained({})
     with launched(0, 1):
         for where in ({"shard_group_size": "node"}, within((1, 1)), meshed((1, 1))):
@@ -113,14 +113,14 @@ def test_every_way_to_ask_works_on_one_rank(ctx: RankContext) -> None:
 
 
 @ranks(4)
-def test_rows_speak_as_the_group_that_they_are_made_of(ctx: RankContext) -> None:
+def test_shard_groups_inherit_the_backend(ctx: RankContext) -> None:
     group = dist.new_group(backend="cpu:gloo,cuda:fake")
     optimizer = shard(mlp(), optim.SGD, lr=0.1, process_group=group, shard_group_size=2)
     assert dist.get_backend_config(optimizer.process_group) == dist.get_backend_config(group)
 
 
 @ranks(2, 4)
-def test_groups_are_made_once(ctx: RankContext) -> None:
+def test_process_groups_are_cached(ctx: RankContext) -> None:
     for grid in grids(ctx.world_size):
         first = shard(mlp(), optim.SGD, lr=0.1, **within(grid))
         with recorded() as traffic:
@@ -130,7 +130,7 @@ def test_groups_are_made_once(ctx: RankContext) -> None:
 
 
 @ranks(4)
-def test_groups_that_only_some_ranks_know_keep_nobody_waiting(ctx: RankContext) -> None:
+def test_groups_cached_on_some_ranks_only_do_not_deadlock(ctx: RankContext) -> None:
     if ctx.rank < 2:
         rows._get_or_create_subgroup(Group(), [[0, 1]])
     optimizer = shard(mlp(), torch.optim.AdamW, shard_group_size=2)
@@ -138,7 +138,7 @@ def test_groups_that_only_some_ranks_know_keep_nobody_waiting(ctx: RankContext) 
 
 
 @ranks(4)
-def test_dimensions_of_a_mesh_in_the_other_order(ctx: RankContext) -> None:
+def test_swapped_mesh_dimensions_are_rejected(ctx: RankContext) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
     with pytest.raises(ConfigError, match=r"\(replicate, shard\) in this order"):
         shard(mlp(), torch.optim.AdamW, mesh=mesh)

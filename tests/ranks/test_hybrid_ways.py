@@ -45,12 +45,12 @@ from zeroshard.config import Reduce
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def real_grids(ctx: RankContext) -> list[Grid]:
+def replicated_grids(ctx: RankContext) -> list[Grid]:
     """Those with more than one row."""
     return [grid for grid in grids(ctx.world_size) if grid[0] > 1]
 
 
-def ways_in(comm: Comm) -> list[ShardTransport]:
+def make_transports(comm: Comm) -> list[ShardTransport]:
     assert comm.replicas is not None
     plain, fixed = Reduce(), Reduce(fixed_order=True)
     return [
@@ -61,25 +61,25 @@ def ways_in(comm: Comm) -> list[ShardTransport]:
     ]
 
 
-def contributions(ranks: int, numel: int, dtype: torch.dtype, turn: int = 0) -> list[Tensor]:
-    seeds = [torch.Generator().manual_seed(100 * turn + rank) for rank in range(ranks)]
+def make_contributions(ranks: int, numel: int, dtype: torch.dtype, iteration: int = 0) -> list[Tensor]:
+    seeds = [torch.Generator().manual_seed(100 * iteration + rank) for rank in range(ranks)]
     return [torch.randn(numel, generator=seed).to(dtype) for seed in seeds]
 
 
-def shards_of(within: int, length: int, *, equal: bool) -> list[Span]:
-    cuts = [length * number for number in range(within + 1)]
+def make_shards(group_size: int, length: int, *, equal: bool) -> list[Span]:
+    cuts = [length * number for number in range(group_size + 1)]
     if not equal:
         cuts[-1] += 13
     return [Span(*it) for it in pairwise(cuts)]
 
 
 @ranks(2, 3, 4)
-def test_averages_over_all_ranks_come_to_all_owners(ctx: RankContext) -> None:
-    for grid in real_grids(ctx):
-        for way, length, dtype in product(ways_in(make_comm(None, None, grid[1])), (1, 7, 64, 1000), DTYPES):
-            shards = shards_of(grid[1], length, equal=way.needs_equal_shards)
+def test_reduce_delivers_the_average_to_all_owners(ctx: RankContext) -> None:
+    for grid in replicated_grids(ctx):
+        for way, length, dtype in product(make_transports(make_comm(None, None, grid[1])), (1, 7, 64, 1000), DTYPES):
+            shards = make_shards(grid[1], length, equal=way.needs_equal_shards)
             mine = shards[way.group.rank]
-            flats = contributions(ctx.world_size, shards[-1].stop, dtype)
+            flats = make_contributions(ctx.world_size, shards[-1].stop, dtype)
             given = flats[ctx.rank].clone()
             for into in (torch.full((mine.length,), 7.0, dtype=dtype), torch.full((mine.length,), 7.0)):
                 if into.dtype == torch.float32 and dtype == torch.float64:
@@ -99,13 +99,13 @@ def test_averages_over_all_ranks_come_to_all_owners(ctx: RankContext) -> None:
 
 
 @ranks(2, 4)
-def test_several_under_way_at_once(ctx: RankContext) -> None:
+def test_several_reduces_in_flight(ctx: RankContext) -> None:
     """They may be finished later, and in any order."""
-    for grid in real_grids(ctx):
-        for way in ways_in(make_comm(None, None, grid[1])):
-            shards = shards_of(grid[1], 100, equal=True)
+    for grid in replicated_grids(ctx):
+        for way in make_transports(make_comm(None, None, grid[1])):
+            shards = make_shards(grid[1], 100, equal=True)
             mine = shards[way.group.rank]
-            turns = [contributions(ctx.world_size, shards[-1].stop, torch.float32, turn) for turn in range(6)]
+            turns = [make_contributions(ctx.world_size, shards[-1].stop, torch.float32, turn) for turn in range(6)]
             sums = [torch.empty(mine.length) for _ in turns]
             arriving = [
                 way.reduce_scatter(flats[ctx.rank], shards, into, 1 / way.num_ranks)
@@ -121,10 +121,10 @@ def test_several_under_way_at_once(ctx: RankContext) -> None:
 
 
 @ranks(4)
-def test_threads_end_when_there_is_nothing_to_do(ctx: RankContext) -> None:
+def test_idle_worker_threads_exit(ctx: RankContext) -> None:
     comm = make_comm(None, None, 2)
     way = select_transport(comm, torch.device("cpu"), Reduce(), has_equal_shards=True)
-    shards, others = shards_of(2, 50, equal=True), threading.enumerate()
+    shards, others = make_shards(2, 50, equal=True), threading.enumerate()
     for _ in range(3):
         way.reduce_scatter(torch.ones(100), shards, torch.empty(50), 0.25).wait()
     for thread in threading.enumerate():
@@ -134,7 +134,7 @@ def test_threads_end_when_there_is_nothing_to_do(ctx: RankContext) -> None:
 
 
 @ranks(2)
-def test_a_replica_that_is_gone_is_an_error(ctx: RankContext) -> None:
+def test_lost_replica_raises(ctx: RankContext) -> None:
     """Not a wait for ever."""
     way = select_transport(make_comm(None, None, 1), torch.device("cpu"), Reduce(), has_equal_shards=True)
     shards, flat, into = [Span(0, 100000)], torch.ones(100000), torch.empty(100000)
@@ -153,8 +153,8 @@ def test_a_replica_that_is_gone_is_an_error(ctx: RankContext) -> None:
 
 
 @ranks(2, 4)
-def test_the_best_way(ctx: RankContext) -> None:
-    for grid in real_grids(ctx):
+def test_transport_selection(ctx: RankContext) -> None:
+    for grid in replicated_grids(ctx):
         comm = make_comm(None, None, grid[1])
         cpu, cuda = torch.device("cpu"), torch.device("cuda")
         assert type(select_transport(comm, cpu, Reduce(), has_equal_shards=True)) is GlooHybridTransport
@@ -172,12 +172,12 @@ def test_the_best_way(ctx: RankContext) -> None:
 
 @sampled("way", [AllReduceTransport, NcclTransport])
 @ranks(4, timeout=60)
-def test_training_by_ways_of_other_backends(ctx: RankContext, way: type[ShardTransport]) -> None:
+def test_training_with_transports_of_other_backends(ctx: RankContext, way: type[ShardTransport]) -> None:
     """As with gloo and CUDA tensors, and as with NCCL. Rows of one rank are left to NCCL: gloo would mix up sums across
     them with words in the same group."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transport_cache, "select_group_transport", lambda group, _, reduce, **__: way(group, reduce))
-        for grid in [(2, 2)] if way is NcclTransport else real_grids(ctx):
+        for grid in [(2, 2)] if way is NcclTransport else replicated_grids(ctx):
             for config in (ZERO2, ZERO1, replace(ZERO2, deterministic_reduce=True)):
                 twins = ShardTwins(config, where=within(grid))
                 twins.train(3)
@@ -185,7 +185,7 @@ def test_training_by_ways_of_other_backends(ctx: RankContext, way: type[ShardTra
                 assert_replicas_are_equal(grid, twins.model, twins.zero)
 
 
-def test_parts_of_a_sum() -> None:
+def test_split_evenly() -> None:
     for numel, parts in product((0, 1, 15, 16, 17, 100, 4097), range(1, 6)):
         spans = split_evenly(numel, parts)
         assert len(spans) == parts
@@ -196,7 +196,7 @@ def test_parts_of_a_sum() -> None:
 
 
 @contextmanager
-def sent_across(grid: Grid) -> Iterator[dict[str, int]]:
+def record_bytes_between_shard_groups(grid: Grid) -> Iterator[dict[str, int]]:
     """Bytes of messages from this rank to ranks of other rows, and of collectives with such ranks."""
     (mine,) = [row for row in rows_of(grid) if dist.get_rank() in row]
     sent = {"messages": 0, "collectives": 0}
@@ -217,18 +217,18 @@ def sent_across(grid: Grid) -> Iterator[dict[str, int]]:
         yield sent
 
 
-def wide() -> nn.Sequential:
+def make_wide_model() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
 
 
-def crossing(
-    ctx: RankContext, grid: Grid, where: dict[str, Any], config: ZeroConfig
+def measure_bytes_between_shard_groups(
+    ctx: RankContext, grid: Grid, shard_group_args: dict[str, Any], config: ZeroConfig
 ) -> tuple[dict[str, int], ShardedOptimizer]:
     """What all ranks send from row to row in an iteration."""
-    model = seeded(wide, 0)
-    optimizer = shard(model, torch.optim.AdamW, config=config, **where)
+    model = seeded(make_wide_model, 0)
+    optimizer = shard(model, torch.optim.AdamW, config=config, **shard_group_args)
     for _ in range(2):
-        with sent_across(grid) as sent:
+        with record_bytes_between_shard_groups(grid) as sent:
             inputs = torch.randn(2, 128, generator=torch.Generator().manual_seed(ctx.rank))
             torch.autograd.backward(model(inputs).square().mean())
             optimizer.step()
@@ -239,14 +239,14 @@ def crossing(
 
 @sampled("stage", [2, 1], ids=["zero2", "zero1"])
 @ranks(4)
-def test_bytes_between_rows(ctx: RankContext, stage: Literal[1, 2]) -> None:
+def test_shard_groups_reduce_traffic_between_them(ctx: RankContext, stage: Literal[1, 2]) -> None:
     """In one group every slice of gradients has two senders in the other row, and every slice of parameters two
     receivers. In two rows only sums cross, there and back: half of that, and no parameters."""
     grid = (2, 2)
     for dtype in (None, torch.bfloat16):
         config = ZeroConfig(partition=FlatShards(2**16), stage=stage, reduce_dtype=dtype)
-        ours, optimizer = crossing(ctx, grid, within(grid), config)
-        flat, one_group = crossing(ctx, grid, {}, config)
+        ours, optimizer = measure_bytes_between_shard_groups(ctx, grid, within(grid), config)
+        flat, one_group = measure_bytes_between_shard_groups(ctx, grid, {}, config)
         grads = sum(param.nbytes for param in optimizer._engine.params)
         params = sum(bucket.numel * bucket.dtype.itemsize for bucket in one_group.layout.buckets)
         assert ours["messages"] == 2 * grads  # sums travel in float32
@@ -256,9 +256,9 @@ def test_bytes_between_rows(ctx: RankContext, stage: Literal[1, 2]) -> None:
 
 
 @ranks(4)
-def test_nothing_crosses_where_all_share(ctx: RankContext) -> None:
+def test_one_shard_group_has_no_traffic_across(ctx: RankContext) -> None:
     """So that the test above can fail: rows are told from columns."""
-    ours, _ = crossing(ctx, (1, 4), within((1, 4)), ZeroConfig())
+    ours, _ = measure_bytes_between_shard_groups(ctx, (1, 4), within((1, 4)), ZeroConfig())
     assert ours["messages"] == 0
-    along, _ = crossing(ctx, (4, 1), within((1, 4)), ZeroConfig())
+    along, _ = measure_bytes_between_shard_groups(ctx, (4, 1), within((1, 4)), ZeroConfig())
     assert along["messages"] > 0

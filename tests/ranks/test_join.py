@@ -29,12 +29,12 @@ from tests.support.oracles import (
 )
 from zeroshard import ZeroRedundancyOptimizer
 
-Counts = list[int]
+InputCounts = list[int]
 """How many inputs each rank has."""
 SetGrads = Callable[[Iterable[torch.Tensor], int], None]
 
 
-def uneven(size: int) -> Iterator[Counts]:
+def uneven_counts(size: int) -> Iterator[InputCounts]:
     """Rank 0 is the longest, the shortest, without any, the only one with any; then the last one is."""
     yield [size + 1 - rank for rank in range(size)]
     yield [rank + 1 for rank in range(size)]
@@ -43,7 +43,7 @@ def uneven(size: int) -> Iterator[Counts]:
     yield [3] * (size - 1) + [0]
 
 
-class Reducer(Joinable):
+class GradSummer(Joinable):
     """Adds up the gradients of the ranks that still train, on all ranks."""
 
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
@@ -52,9 +52,9 @@ class Reducer(Joinable):
 
     def __call__(self) -> None:
         Join.notify_join_context(self)
-        self.add_up()
+        self.all_reduce_grads()
 
-    def add_up(self) -> None:
+    def all_reduce_grads(self) -> None:
         for param in self._params:
             assert param.grad is not None
             dist.all_reduce(param.grad)
@@ -66,7 +66,7 @@ class Reducer(Joinable):
             def main_hook(self) -> None:
                 for param in reducer._params:
                     param.grad = torch.zeros_like(param)
-                reducer.add_up()
+                reducer.all_reduce_grads()
 
         return Shadow()
 
@@ -79,9 +79,9 @@ class Reducer(Joinable):
         return dist.group.WORLD
 
 
-def whole_grad(param: torch.Tensor, place: int, step: int, rank: int) -> torch.Tensor:
+def integer_grad(param: torch.Tensor, index: int, step: int, rank: int) -> torch.Tensor:
     """Whole numbers: their sum is exact in any order."""
-    return torch.arange(param.numel()).add_(7 * step + 3 * rank + place).remainder_(5).float().view_as(param)
+    return torch.arange(param.numel()).add_(7 * step + 3 * rank + index).remainder_(5).float().view_as(param)
 
 
 OPTIMIZERS: list[tuple[Callable[..., Optimizer], dict[str, Any]]] = [
@@ -102,7 +102,7 @@ class Pair:
         )
         self.plain = factory(self.plain_ddp.parameters(), **defaults)
 
-    def train(self, ctx: RankContext, counts: Counts, *, local_passes: int = 0) -> None:
+    def train(self, ctx: RankContext, counts: InputCounts, *, local_passes: int = 0) -> None:
         with Join([self.plain_ddp]):
             _train(self.plain_ddp, self.plain, counts[ctx.rank], local_passes=local_passes)
         with Join([self.ddp, self.zero]):
@@ -130,15 +130,15 @@ def _train(model: Any, optimizer: Optimizer, steps: int, *, local_passes: int = 
 
 @ranks(1, 2, 3, 4)
 def test_equals_the_plain_optimizer_under_join(ctx: RankContext) -> None:
-    for number, counts in enumerate(uneven(ctx.world_size)):
+    for number, counts in enumerate(uneven_counts(ctx.world_size)):
         for optimizer in OPTIMIZERS:
             Pair(*optimizer, bucket_view=number % 2 == 0).train(ctx, counts)
 
 
 @ranks(2, 3)
-def test_training_goes_on_afterwards(ctx: RankContext) -> None:
+def test_training_continues_after_join(ctx: RankContext) -> None:
     pair = Pair(*OPTIMIZERS[0])
-    first, second, *_ = uneven(ctx.world_size)
+    first, second, *_ = uneven_counts(ctx.world_size)
     pair.train(ctx, first)
     for model, optimizer in ((pair.ddp, pair.zero), (pair.plain_ddp, pair.plain)):
         _train(model, optimizer, 2)
@@ -148,13 +148,13 @@ def test_training_goes_on_afterwards(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_accumulated_gradients(ctx: RankContext) -> None:
-    for counts in uneven(ctx.world_size):
+def test_grad_accumulation_under_join(ctx: RankContext) -> None:
+    for counts in uneven_counts(ctx.world_size):
         Pair(*OPTIMIZERS[0]).train(ctx, counts, local_passes=2)
 
 
 @ranks(2, 3)
-def test_even_inputs_and_a_join_that_is_off(ctx: RankContext) -> None:
+def test_even_inputs_and_disabled_join(ctx: RankContext) -> None:
     pair = Pair(*OPTIMIZERS[0])
     pair.train(ctx, [2] * ctx.world_size)
     with Join([pair.ddp, pair.zero], enable=False):
@@ -164,7 +164,7 @@ def test_even_inputs_and_a_join_that_is_off(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_early_termination_is_raised_on_all(ctx: RankContext) -> None:
+def test_early_termination_raises_on_all_ranks(ctx: RankContext) -> None:
     for with_ddp in (True, False):
         pair = Pair(*OPTIMIZERS[0])
         joinables: list[Any] = [pair.ddp, pair.zero] if with_ddp else [pair.zero]
@@ -174,7 +174,7 @@ def test_early_termination_is_raised_on_all(ctx: RankContext) -> None:
         assert_same(ctx.gather(model.state_dict()), [model.state_dict()] * ctx.world_size)
 
 
-def join_alone(ctx: RankContext, twins: Twins, counts: Counts, grads: SetGrads = set_grads) -> None:
+def join_without_ddp(ctx: RankContext, twins: Twins, counts: InputCounts, grads: SetGrads = set_grads) -> None:
     """Gradients are equal on the ranks that still train; a rank that leaves has others, and makes no step with them."""
     with Join([twins.zero]):
         for step in range(counts[ctx.rank]):
@@ -188,12 +188,12 @@ def join_alone(ctx: RankContext, twins: Twins, counts: Counts, grads: SetGrads =
 
 
 @ranks(1, 2, 3, 4)
-def test_never_with_gradients_of_its_own(ctx: RankContext) -> None:
-    for number, counts in enumerate(uneven(ctx.world_size)):
+def test_joined_rank_never_steps_with_its_own_grads(ctx: RankContext) -> None:
+    for number, counts in enumerate(uneven_counts(ctx.world_size)):
         for factory, defaults in OPTIMIZERS:
             twins = Twins(factory, zero_only={"parameters_as_bucket_view": number % 2 == 0}, **defaults)
             for _ in range(2):
-                join_alone(ctx, twins, counts)
+                join_without_ddp(ctx, twins, counts)
                 set_grads(twins.model.parameters(), 2000 + ctx.rank)
 
 
@@ -211,65 +211,65 @@ def set_sparse_grads(params: Iterable[torch.Tensor], step: int) -> None:
         param.grad = torch.sparse_coo_tensor(torch.tensor([[1, 4, 1, 0]]), values, param.shape)
 
 
-def tables() -> nn.Module:
+def make_embeddings() -> nn.Module:
     torch.manual_seed(0)
     return nn.ModuleList(nn.Embedding(5, 3) for _ in range(3))
 
 
 @ranks(2, 3)
-def test_parameters_without_gradients(ctx: RankContext) -> None:
-    for counts in uneven(ctx.world_size):
-        join_alone(ctx, Twins(torch.optim.AdamW, lr=0.1), counts, set_some_grads)
+def test_params_without_grads_under_join(ctx: RankContext) -> None:
+    for counts in uneven_counts(ctx.world_size):
+        join_without_ddp(ctx, Twins(torch.optim.AdamW, lr=0.1), counts, set_some_grads)
 
 
 @ranks(2, 3)
-def test_sparse_gradients(ctx: RankContext) -> None:
-    for counts in uneven(ctx.world_size):
-        join_alone(ctx, Twins(torch.optim.SGD, model=tables, lr=0.3), counts, set_sparse_grads)
+def test_sparse_grads_under_join(ctx: RankContext) -> None:
+    for counts in uneven_counts(ctx.world_size):
+        join_without_ddp(ctx, Twins(torch.optim.SGD, model=make_embeddings, lr=0.3), counts, set_sparse_grads)
 
 
 @ranks(3)
-def test_a_part_of_the_ranks(ctx: RankContext) -> None:
+def test_join_on_a_subgroup(ctx: RankContext) -> None:
     group = dist.new_group([0, 2])
     if ctx.rank != 1:
-        join_alone(ctx, Twins(torch.optim.AdamW, zero_only={"process_group": group}), [1, 0, 3])
+        join_without_ddp(ctx, Twins(torch.optim.AdamW, zero_only={"process_group": group}), [1, 0, 3])
 
 
-def set_sums(params: Iterable[torch.Tensor], step: int, counts: Counts) -> None:
+def set_summed_grads(params: Iterable[torch.Tensor], step: int, counts: InputCounts) -> None:
     """What `Reducer` makes of the gradients of the ranks that still train."""
     for place, param in enumerate(params):
         param.grad = sum(
-            (whole_grad(param, place, step, rank) for rank, count in enumerate(counts) if step < count),
+            (integer_grad(param, place, step, rank) for rank, count in enumerate(counts) if step < count),
             start=torch.zeros_like(param),
         )
 
 
 @ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("zero_first", [False, True])
-def test_with_gradients_that_another_joinable_sets(ctx: RankContext, zero_first: bool) -> None:
+def test_grads_set_by_another_joinable(ctx: RankContext, zero_first: bool) -> None:
     """With `zero_first` each step takes the gradients that were set after the one before it."""
-    for counts in uneven(ctx.world_size):
+    for counts in uneven_counts(ctx.world_size):
         twins = Twins(torch.optim.SGD, lr=0.1, momentum=0.9)
-        reducer = Reducer(twins.model.parameters())
+        reducer = GradSummer(twins.model.parameters())
         with Join([twins.zero, reducer] if zero_first else [reducer, twins.zero]):
             for step in range(counts[ctx.rank]):
                 if zero_first:
                     twins.zero.step()
                 for place, param in enumerate(twins.model.parameters()):
-                    param.grad = whole_grad(param, place, step, ctx.rank)
+                    param.grad = integer_grad(param, place, step, ctx.rank)
                 reducer()
                 if not zero_first:
                     twins.zero.step()
         for step in range(max(counts)):
             if zero_first:
                 twins.plain.step()
-            set_sums(twins.plain_model.parameters(), step, counts)
+            set_summed_grads(twins.plain_model.parameters(), step, counts)
             if not zero_first:
                 twins.plain.step()
         twins.check()
 
 
-def join_twins(ctx: RankContext, twins: DdpTwins, counts: Counts, loss: Loss) -> None:
+def join_ddp_twins(ctx: RankContext, twins: DdpTwins, counts: InputCounts, loss: Loss) -> None:
     with Join([twins.plain_ddp]):
         for number in range(counts[ctx.rank]):
             torch.autograd.backward(loss(twins.plain_ddp, number))
@@ -283,30 +283,30 @@ def join_twins(ctx: RankContext, twins: DdpTwins, counts: Counts, loss: Loss) ->
     twins.compare()
 
 
-def each_once(ctx: RankContext, **fixed: Any) -> Iterator[tuple[Setup, Counts]]:
+def pair_setups_with_counts(ctx: RankContext, **fixed: Any) -> Iterator[tuple[Setup, InputCounts]]:
     """All counts, all setups, and other pairs of them at each number of ranks."""
     every = list(setups(bucket_view=False, **fixed))
-    for number, counts in enumerate(uneven(ctx.world_size)):
+    for number, counts in enumerate(uneven_counts(ctx.world_size)):
         yield every[(number + ctx.world_size) % len(every)], counts
 
 
 @ranks(1, 2, 3, 4)
 def test_overlap_under_join(ctx: RankContext) -> None:
-    for setup, counts in each_once(ctx, static_graph=False):
+    for setup, counts in pair_setups_with_counts(ctx, static_graph=False):
         twins = DdpTwins(setup, mlp, torch.optim.AdamW, lr=0.01, weight_decay=0.5)
-        join_twins(ctx, twins, [count + 2 * (count > 0) for count in counts], regression)
+        join_ddp_twins(ctx, twins, [count + 2 * (count > 0) for count in counts], regression)
 
 
 @ranks(2, 3)
 def test_overlap_under_join_with_unused_parameters(ctx: RankContext) -> None:
-    for setup, counts in each_once(ctx, static_graph=False, find_unused=True):
+    for setup, counts in pair_setups_with_counts(ctx, static_graph=False, find_unused=True):
         twins = DdpTwins(setup, Branches, torch.optim.AdamW, lr=0.01, weight_decay=0.5)
         # On a rank that never had an input, DDP's map of used parameters is not initialized.
-        join_twins(ctx, twins, [count + 2 for count in counts], through_branches)
+        join_ddp_twins(ctx, twins, [count + 2 for count in counts], through_branches)
 
 
 @ranks(2, 3)
 def test_overlap_under_join_with_a_static_graph(ctx: RankContext) -> None:
-    for setup, counts in each_once(ctx, static_graph=True):
+    for setup, counts in pair_setups_with_counts(ctx, static_graph=True):
         twins = DdpTwins(setup, mlp, torch.optim.AdamW, lr=0.01, weight_decay=0.5)
-        join_twins(ctx, twins, [count + 2 for count in counts], regression)
+        join_ddp_twins(ctx, twins, [count + 2 for count in counts], regression)

@@ -15,42 +15,42 @@ from tests.support.oracles import Twins, assert_same, set_grads, small_model
 from tests.support.tiers import sampled
 from zeroshard import RankFailedError, ZeroRedundancyOptimizer
 
-Train = Callable[[nn.Module, Optimizer, int], None]
-OVERFLOW_AT = 1
+TrainFn = Callable[[nn.Module, Optimizer, int], None]
+OVERFLOW_STEP = 1
 
 
-def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+def compute_loss(model: nn.Module, step: int) -> torch.Tensor:
     loss: torch.Tensor = model(torch.arange(10.0).add_(step).sin_().view(2, 5)).square().mean()
     return loss
 
 
-def with_closure(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
+def train_with_closure(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
     for step in range(steps):
 
         def closure(step: int = step) -> float:
             optimizer.zero_grad()
-            loss = loss_of(model, step)
+            loss = compute_loss(model, step)
             torch.autograd.backward(loss)
             return loss.item()
 
         assert isinstance(optimizer.step(closure), float)
 
 
-def with_scaler(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
+def train_with_grad_scaler(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     for step in range(steps):
         optimizer.zero_grad()
-        weight = torch.inf if step == OVERFLOW_AT else 1.0
-        torch.autograd.backward(scaler.scale(loss_of(model, step) * weight))
+        weight = torch.inf if step == OVERFLOW_STEP else 1.0
+        torch.autograd.backward(scaler.scale(compute_loss(model, step) * weight))
         scaler.step(optimizer)
         scaler.update()
 
 
 @ranks(2, 3, 4)
-@sampled("train", [with_closure, with_scaler])
+@sampled("train", [train_with_closure, train_with_grad_scaler])
 @pytest.mark.parametrize(("factory", "options"), [(SGD, {"momentum": 0.9}), (AdamW, {"fused": True})])
-def test_parity_under_join(
-    ctx: RankContext, train: Train, factory: Callable[..., Optimizer], options: dict[str, Any]
+def test_closure_and_grad_scaler_parity_under_join(
+    ctx: RankContext, train: TrainFn, factory: Callable[..., Optimizer], options: dict[str, Any]
 ) -> None:
     for counts in ([3 + rank for rank in range(4)], [4, 3, 2, 4], [0, 4, 1, 3]):
         ours, theirs = (DistributedDataParallel(small_model()) for _ in range(2))
@@ -64,7 +64,7 @@ def test_parity_under_join(
 
 
 @ranks(2, 3)
-def test_a_closure_that_fails_under_join_is_raised_on_all(ctx: RankContext) -> None:
+def test_failing_closure_under_join_raises_on_all_ranks(ctx: RankContext) -> None:
     twins = Twins(SGD, lr=0.1)
 
     def closure() -> None:

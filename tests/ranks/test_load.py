@@ -23,10 +23,10 @@ from tests.support.oracles import Twins, assert_same, in_groups, set_grads, smal
 from zeroshard import CheckpointError, RankFailedError, RankMismatchError, broadcast_object
 
 StateDict = dict[str, Any]
-named = nn.Module.named_parameters
+named_params = nn.Module.named_parameters
 
 
-def trained(make: Callable[[], Twins], steps: int = 2) -> Twins:
+def make_trained_twins(make: Callable[[], Twins], steps: int = 2) -> Twins:
     twins = make()
     twins.train(steps)
     return twins
@@ -42,15 +42,15 @@ def resume(make: Callable[[], Twins], before: Twins, saved: StateDict) -> Twins:
     return after
 
 
-def assert_loads_as_torch_does(twins: Twins, saved: StateDict) -> None:
+def assert_loads_like_torch(twins: Twins, saved: StateDict) -> None:
     """Both load; then both have the same state, and go on alike."""
     twins.zero.load_state_dict(copy.deepcopy(saved))
     twins.plain.load_state_dict(copy.deepcopy(saved))
-    assert_state(twins)
+    assert_full_state_matches(twins)
     twins.train(2)
 
 
-def assert_state(twins: Twins) -> None:
+def assert_full_state_matches(twins: Twins) -> None:
     found = twins.zero.full_state_dict()
     if found is not None:
         assert_same(found, twins.plain.state_dict(), "the state dict")
@@ -58,7 +58,7 @@ def assert_state(twins: Twins) -> None:
 
 CASES: list[Callable[..., Twins]] = [
     partial(Twins, Adam, lr=0.05, handed=in_groups),
-    partial(Twins, SGD, lr=0.05, momentum=0.9, handed=named),
+    partial(Twins, SGD, lr=0.05, momentum=0.9, handed=named_params),
     partial(Twins, Adagrad, lr=0.05),
     partial(Twins, Adafactor, lr=0.05),
     partial(Twins, AdamW, lr=torch.tensor(0.05), fused=True),
@@ -66,13 +66,13 @@ CASES: list[Callable[..., Twins]] = [
 
 
 @ranks(4)
-def test_goes_on_bit_for_bit_from_any_world_size_at_any_other(ctx: RankContext, tmp_path: Path) -> None:
+def test_resumes_bitwise_at_any_world_size(ctx: RankContext, tmp_path: Path) -> None:
     groups = {size: dist.new_group(list(range(size))) for size in range(1, 5)}
     mine = {size: group for size, group in groups.items() if ctx.rank < size}
     before: dict[int, Twins] = {}
     for size, group in mine.items():
         for number, make in enumerate(CASES[:3]):
-            before[number] = trained(partial(make, zero_only={"process_group": group}))
+            before[number] = make_trained_twins(partial(make, zero_only={"process_group": group}))
             saved = before[number].zero.full_state_dict()
             if saved is not None:
                 torch.save(saved, tmp_path / f"{number} from {size}")
@@ -86,9 +86,9 @@ def test_goes_on_bit_for_bit_from_any_world_size_at_any_other(ctx: RankContext, 
 
 
 @ranks(1, 2, 3)
-def test_goes_on_from_torchs_classes(ctx: RankContext) -> None:
+def test_resumes_from_torch_optimizers(ctx: RankContext) -> None:
     for make in CASES:
-        before = trained(make)
+        before = make_trained_twins(make)
         resume(make, before, before.plain.state_dict()).train(2)
     model = small_model()
     theirs = TorchZero(model.parameters(), Adam, lr=0.05)
@@ -100,11 +100,11 @@ def test_goes_on_from_torchs_classes(ctx: RankContext) -> None:
     dist.broadcast_object_list(saved)
     assert saved[0] is not None
     make = partial(Twins, Adam, lr=0.05)
-    resume(make, trained(make), saved[0]).train(2)
+    resume(make, make_trained_twins(make), saved[0]).train(2)
 
 
 @ranks(2)
-def test_goes_on_with_sparse_momentum(ctx: RankContext) -> None:
+def test_resumes_with_sparse_momentum(ctx: RankContext) -> None:
     def sparse_grads(params: Iterable[torch.Tensor], step: int) -> None:
         set_grads(params := list(params), step)
         for param in params:
@@ -121,7 +121,7 @@ def test_goes_on_with_sparse_momentum(ctx: RankContext) -> None:
     resume(make, before, saved).train(2, sparse_grads)
 
 
-def renumbered(saved: StateDict, ids: list[Any]) -> StateDict:
+def renumber_params(saved: StateDict, ids: list[Any]) -> StateDict:
     """The same dict with other ids for the parameters, and its state in another order."""
     groups = copy.deepcopy(saved["param_groups"])
     for group in groups:
@@ -131,17 +131,17 @@ def renumbered(saved: StateDict, ids: list[Any]) -> StateDict:
 
 
 @ranks(1, 2, 3)
-def test_ids_need_not_count_up_from_zero(ctx: RankContext) -> None:
+def test_param_ids_need_not_be_consecutive(ctx: RankContext) -> None:
     for make in CASES[:2]:
         for ids in ([5, 4, 3, 2, 1, 0], [70, 10, 50, 20, 0, 90], list("fedcba"), [(0, "x"), 1.5, None, "a", 3, -1]):
-            before = trained(make)
-            resume(make, before, renumbered(before.plain.state_dict(), ids)).train(2)
+            before = make_trained_twins(make)
+            resume(make, before, renumber_params(before.plain.state_dict(), ids)).train(2)
 
 
 @ranks(1, 2, 3)
-def test_state_under_an_id_that_no_group_lists_reaches_no_parameter(ctx: RankContext) -> None:
-    before = trained(partial(Twins, Adam))
-    saved = renumbered(before.plain.state_dict(), [70, 10, 50, 20, 80, 90])
+def test_state_of_unlisted_ids_is_not_assigned_to_params(ctx: RankContext) -> None:
+    before = make_trained_twins(partial(Twins, Adam))
+    saved = renumber_params(before.plain.state_dict(), [70, 10, 50, 20, 80, 90])
     strays = {number: saved["state"].pop(number) for number in (10, 20, 70)}
     saved["state"] |= {number: strays[number * 10] for number in (1, 2)} | {0: strays[70]}
     after = Twins(Adam)
@@ -151,24 +151,28 @@ def test_state_under_an_id_that_no_group_lists_reaches_no_parameter(ctx: RankCon
         assert [number for number in found["state"] if number in range(6)] == [2, 4, 5]
 
 
-def other_order(model: nn.Module) -> list[dict[str, Any]]:
+def reversed_named_params(model: nn.Module) -> list[dict[str, Any]]:
     """All parameters in one group, by name, last first."""
     return [{"params": list(model.named_parameters())[::-1], "lr": 0.05}]
 
 
-def wrapped(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def reversed_wrapped_params(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The same, with what DDP and torch.compile make of the names."""
     return [(f"module._orig_mod.{name}", param) for name, param in model.named_parameters()][::-1]
 
 
 @ranks(1, 2, 3)
-def test_parameters_are_matched_by_name_where_both_sides_have_names(ctx: RankContext) -> None:
-    make = partial(Twins, Adam, lr=0.05, handed=named)
-    before = trained(make)
+def test_params_are_matched_by_name_when_both_sides_have_names(ctx: RankContext) -> None:
+    make = partial(Twins, Adam, lr=0.05, handed=named_params)
+    before = make_trained_twins(make)
     saved = before.plain.state_dict()
-    by_name = renumbered(saved, saved["param_groups"][0]["param_names"])
+    by_name = renumber_params(saved, saved["param_groups"][0]["param_names"])
     del by_name["param_groups"][0]["param_names"]
-    for handed, loaded in ((other_order, saved), (wrapped, saved), (other_order, by_name)):
+    for handed, loaded in (
+        (reversed_named_params, saved),
+        (reversed_wrapped_params, saved),
+        (reversed_named_params, by_name),
+    ):
         after = resume(partial(Twins, Adam, lr=0.05, handed=handed), before, loaded)
         names = after.zero.param_groups[0]["param_names"]
         assert names == Twins(Adam, handed=handed).plain.param_groups[0]["param_names"]
@@ -178,9 +182,9 @@ def test_parameters_are_matched_by_name_where_both_sides_have_names(ctx: RankCon
 
 
 @ranks(2)
-def test_names_that_do_not_fit_are_ignored_with_a_warning(ctx: RankContext) -> None:
-    make = partial(Twins, Adam, handed=named)
-    before = trained(make)
+def test_unknown_param_names_are_ignored_with_a_warning(ctx: RankContext) -> None:
+    make = partial(Twins, Adam, handed=named_params)
+    before = make_trained_twins(make)
     saved = before.plain.state_dict()
     saved["param_groups"][0]["param_names"] = list("abcdef")
     with pytest.warns(UserWarning, match="names"):
@@ -191,7 +195,7 @@ def test_names_that_do_not_fit_are_ignored_with_a_warning(ctx: RankContext) -> N
 
 
 @ranks(2)
-def test_a_parameter_that_moved_to_another_group_is_refused(ctx: RankContext) -> None:
+def test_param_moved_to_another_group_is_rejected(ctx: RankContext) -> None:
     def halves(model: nn.Module, cut: int) -> list[dict[str, Any]]:
         pairs = list(model.named_parameters())
         return [{"params": pairs[:cut]}, {"params": pairs[cut:]}]
@@ -199,7 +203,7 @@ def test_a_parameter_that_moved_to_another_group_is_refused(ctx: RankContext) ->
     def swapped(model: nn.Module) -> list[dict[str, Any]]:
         return halves(model, 3)[::-1]
 
-    saved = trained(partial(Twins, Adam, handed=partial(halves, cut=3))).plain.state_dict()
+    saved = make_trained_twins(partial(Twins, Adam, handed=partial(halves, cut=3))).plain.state_dict()
     with pytest.raises(CheckpointError, match=r"parameter \d \(\d\.(weight|bias)\) is in another group"):
         Twins(Adam, handed=swapped).zero.load_state_dict(saved)
 
@@ -207,32 +211,34 @@ def test_a_parameter_that_moved_to_another_group_is_refused(ctx: RankContext) ->
 Point = namedtuple("Point", "where value")
 
 
-class Witness(Keeper):
+class RecordsLoadedTypes(Keeper):
     """Looks at the state that it is given to load, and at the state that it then has."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
-        self.seen: list[type] = []
+        self.seen_types: list[type] = []
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        self._look(state_dict["state"])
+        self._record_types(state_dict["state"])
         super().load_state_dict(state_dict)
 
     def __setstate__(self, state: StateDict) -> None:
         super().__setstate__(state)
-        self._look(self.state)
+        self._record_types(self.state)
 
-    def _look(self, state: dict[Any, Any]) -> None:
+    def _record_types(self, state: dict[Any, Any]) -> None:
         for kept in state.values():
-            self.seen += [type(value) for key, value in kept.items() if key in ("point", "ordered", "text", "list")]
+            self.seen_types += [
+                type(value) for key, value in kept.items() if key in ("point", "ordered", "text", "list")
+            ]
             kept["list"].append("seen")
 
 
 @ranks(1, 2, 3)
-def test_containers_keep_their_types_for_the_optimizer_and_for_what_it_overrides(ctx: RankContext) -> None:
-    twins = trained(partial(Twins, Witness))
+def test_containers_in_loaded_state_keep_their_types(ctx: RankContext) -> None:
+    twins = make_trained_twins(partial(Twins, RecordsLoadedTypes))
     inner = twins.zero.optim
-    assert isinstance(inner, Witness)
+    assert isinstance(inner, RecordsLoadedTypes)
     saved = copy.deepcopy(twins.plain.state_dict())
     for state in saved["state"].values():
         state["point"] = Point("here", torch.ones(1))
@@ -248,21 +254,21 @@ def test_containers_keep_their_types_for_the_optimizer_and_for_what_it_overrides
             assert_same(kept, expected, f"state of parameter {number}")
     assert_same(twins.zero.state["shared"], {"list": [1, torch.ones(2), "seen", "seen"]})
     owned = len(twins.zero.state) - 1
-    assert Counter(inner.seen) == Counter(2 * (owned * [list, OrderedDict, str, Point] + [list]))
+    assert Counter(inner.seen_types) == Counter(2 * (owned * [list, OrderedDict, str, Point] + [list]))
     twins.train(2)
 
 
 @ranks(1, 2)
-def test_loads_what_torch_loads_as_torch_does(ctx: RankContext) -> None:
+def test_loads_edited_state_dicts_like_torch(ctx: RankContext) -> None:
     make = partial(Twins, Adam, lr=0.1, handed=in_groups)
-    before = trained(make).plain.state_dict()
-    for number, change in enumerate(changes()):
+    before = make_trained_twins(make).plain.state_dict()
+    for number, change in enumerate(state_dict_edits()):
         saved = copy.deepcopy(before)
         change(saved)
-        assert_loads_as_torch_does(trained(make, steps=number % 2), saved)
+        assert_loads_like_torch(make_trained_twins(make, steps=number % 2), saved)
 
 
-def changes() -> Iterator[Callable[[StateDict], object]]:
+def state_dict_edits() -> Iterator[Callable[[StateDict], object]]:
     """What may happen to a state dict between two runs."""
     yield lambda _: None
     yield lambda saved: saved["state"].clear()
@@ -281,26 +287,26 @@ def changes() -> Iterator[Callable[[StateDict], object]]:
 
 
 @ranks(1, 2)
-def test_dtypes_of_state_follow_the_parameter_as_in_torch(ctx: RankContext) -> None:
-    saved = trained(partial(Twins, Adam, lr=0.1)).plain.state_dict()
+def test_state_dtypes_follow_the_param_as_in_torch(ctx: RankContext) -> None:
+    saved = make_trained_twins(partial(Twins, Adam, lr=0.1)).plain.state_dict()
     for dtype in (torch.bfloat16, torch.float64, torch.complex64):
         for factory in (Adam, partial(Adam, fused=True), partial(Adam, amsgrad=True), partial(Adam, foreach=False)):
             twins = Twins(factory, lr=0.1, model=partial(small_model().to, dtype))
             for optimizer in (twins.zero, twins.plain):
                 optimizer.load_state_dict(copy.deepcopy(saved))
-            assert_state(twins)
+            assert_full_state_matches(twins)
     capturable = Twins(Adam, capturable=True)
     for optimizer in (capturable.zero, capturable.plain):
-        optimizer.load_state_dict({**saved, "param_groups": optimizer_groups(capturable.plain)})
-    assert_state(capturable)
+        optimizer.load_state_dict({**saved, "param_groups": saved_param_groups(capturable.plain)})
+    assert_full_state_matches(capturable)
 
 
-def optimizer_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+def saved_param_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
     return groups
 
 
-def storages(value: Any) -> set[int]:
+def storage_ptrs(value: Any) -> set[int]:
     """Addresses of the memory of all tensors in `value`."""
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.nbytes]
     assert tensors
@@ -308,15 +314,18 @@ def storages(value: Any) -> set[int]:
 
 
 @ranks(1, 2, 3)
-def test_the_callers_dict_stays_as_it_was_and_is_not_shared(ctx: RankContext) -> None:
-    for make in (partial(Twins, Witness), partial(Twins, Adam, lr=torch.tensor(0.1), fused=True, handed=named)):
-        saved = copy.deepcopy(trained(make).plain.state_dict())
+def test_load_neither_changes_nor_aliases_the_given_dict(ctx: RankContext) -> None:
+    for make in (
+        partial(Twins, RecordsLoadedTypes),
+        partial(Twins, Adam, lr=torch.tensor(0.1), fused=True, handed=named_params),
+    ):
+        saved = copy.deepcopy(make_trained_twins(make).plain.state_dict())
         saved["state"]["shared"] = {"moment": torch.ones(2), "list": [1]}
         kept = copy.deepcopy(saved)
         after = make()
         after.zero.load_state_dict(saved)
         ours = [list(after.zero.state.values()), after.zero.param_groups, after.zero.optim.param_groups]
-        assert not storages(ours) & storages(saved)
+        assert not storage_ptrs(ours) & storage_ptrs(saved)
         for optimizer in (after.zero, after.zero.optim):
             for group in optimizer.param_groups:
                 group["lr"] *= 0.5
@@ -326,7 +335,7 @@ def test_the_callers_dict_stays_as_it_was_and_is_not_shared(ctx: RankContext) ->
         assert_same(saved, kept)
 
 
-def refused() -> Iterator[tuple[str, Callable[[StateDict], Any]]]:
+def invalid_state_dicts() -> Iterator[tuple[str, Callable[[StateDict], Any]]]:
     """What each error says, and the dict that it is about, made of a good one."""
 
     def without(saved: StateDict, key: str) -> StateDict:
@@ -361,12 +370,12 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 @ranks(1, 2, 3)
-def test_a_dict_that_does_not_fit_is_refused_everywhere_and_changes_nothing(ctx: RankContext) -> None:
-    twins = trained(partial(Twins, Adam, lr=0.1, handed=two_groups))
+def test_invalid_state_dict_is_rejected_on_all_ranks(ctx: RankContext) -> None:
+    twins = make_trained_twins(partial(Twins, Adam, lr=0.1, handed=two_groups))
     good = Twins(Adam, lr=0.9, handed=two_groups)
     good.train(3)
     saved = good.plain.state_dict()
-    for message, spoil in refused():
+    for message, spoil in invalid_state_dicts():
         spoiled = spoil(copy.deepcopy(saved))
         for culprit in range(ctx.world_size):
             with pytest.raises(CheckpointError, match=message):
@@ -375,14 +384,14 @@ def test_a_dict_that_does_not_fit_is_refused_everywhere_and_changes_nothing(ctx:
             with pytest.raises(CheckpointError if mine else RankFailedError, match=message) as caught:
                 twins.zero.load_state_dict(spoiled if mine else saved)
             assert mine or f"rank {culprit}" in str(caught.value)
-        assert_state(twins)
+        assert_full_state_matches(twins)
         twins.train(1)
     twins.zero.load_state_dict(saved)  # still possible
 
 
 @ranks(2, 3)
-def test_different_dicts_are_a_mismatch_everywhere_and_change_nothing(ctx: RankContext) -> None:
-    twins = trained(partial(Twins, Adam, lr=0.1))
+def test_different_state_dicts_are_a_mismatch_and_change_nothing(ctx: RankContext) -> None:
+    twins = make_trained_twins(partial(Twins, Adam, lr=0.1))
     saved = copy.deepcopy(twins.plain.state_dict())
     changes: list[tuple[str, Callable[[StateDict], object]]] = [
         ("lr=0.2", lambda saved: saved["param_groups"][0].update(lr=0.2)),
@@ -395,39 +404,39 @@ def test_different_dicts_are_a_mismatch_everywhere_and_change_nothing(ctx: RankC
         change(spoiled)
         with pytest.raises(RankMismatchError, match=f"load_state_dict.*ranks? 0(, 2)?: (?=.*{what}).*rank 1: "):
             twins.zero.load_state_dict(spoiled if ctx.rank == 1 else saved)
-        assert_state(twins)
+        assert_full_state_matches(twins)
         twins.train(1)
 
 
-class Picky(Adam):
+class FailsInSetState(Adam):
     """Refuses state when told so, after it has taken it over."""
 
-    refuses = False
+    should_fail = False
 
     def __setstate__(self, state: StateDict) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.marked = True
-        if self.refuses:
+        if self.should_fail:
             raise LookupError("not to my taste")
 
 
 @ranks(1, 2, 3)
-def test_what_fails_inside_the_optimizer_on_one_rank_is_undone_on_all(ctx: RankContext) -> None:
-    twins = trained(partial(Twins, Picky, lr=0.1))
-    other = trained(partial(Twins, Picky, lr=0.7), steps=3).plain.state_dict()
+def test_failed_load_on_one_rank_is_rolled_back_on_all(ctx: RankContext) -> None:
+    twins = make_trained_twins(partial(Twins, FailsInSetState, lr=0.1))
+    other = make_trained_twins(partial(Twins, FailsInSetState, lr=0.7), steps=3).plain.state_dict()
     for culprit in range(ctx.world_size):
         inner = twins.zero.optim
-        assert isinstance(inner, Picky)
-        inner.refuses = ctx.rank == culprit
-        with pytest.raises(LookupError if inner.refuses else RankFailedError, match="not to my taste"):
+        assert isinstance(inner, FailsInSetState)
+        inner.should_fail = ctx.rank == culprit
+        with pytest.raises(LookupError if inner.should_fail else RankFailedError, match="not to my taste"):
             twins.zero.load_state_dict(other)
-        inner.refuses = False
+        inner.should_fail = False
         assert not hasattr(inner, "marked")
-        assert_state(twins)
+        assert_full_state_matches(twins)
         twins.train(1)
 
 
-class Extra(SGD):
+class ExtendsStateDict(SGD):
     """Adds to its state dict, and wants it back."""
 
     extra = 0
@@ -441,19 +450,19 @@ class Extra(SGD):
 
 
 @ranks(1, 2, 3)
-def test_what_an_optimizer_adds_to_its_dict_is_kept_for_its_loading(ctx: RankContext) -> None:
-    twins = trained(partial(Twins, Extra, lr=0.1, momentum=0.9))
-    assert isinstance(twins.zero.optim, Extra)
+def test_extra_state_dict_entries_reach_the_inner_optimizer(ctx: RankContext) -> None:
+    twins = make_trained_twins(partial(Twins, ExtendsStateDict, lr=0.1, momentum=0.9))
+    assert isinstance(twins.zero.optim, ExtendsStateDict)
     twins.zero.optim.extra = twins.plain.extra = 7  # type: ignore[attr-defined]
-    assert_state(twins)
-    assert_loads_as_torch_does(twins, twins.plain.state_dict())
+    assert_full_state_matches(twins)
+    assert_loads_like_torch(twins, twins.plain.state_dict())
     assert twins.zero.optim.extra == 8
 
 
 @ranks(1, 2)
 def test_load_hooks_fire_once_and_may_replace_the_dict(ctx: RankContext) -> None:
-    twins = trained(partial(Twins, Adam, lr=0.1))
-    other = trained(partial(Twins, Adam, lr=0.5)).plain.state_dict()
+    twins = make_trained_twins(partial(Twins, Adam, lr=0.1))
+    other = make_trained_twins(partial(Twins, Adam, lr=0.5)).plain.state_dict()
     calls: list[str] = []
 
     def before(optimizer: Optimizer, saved: StateDict) -> StateDict:
@@ -473,13 +482,13 @@ def test_load_hooks_fire_once_and_may_replace_the_dict(ctx: RankContext) -> None
         optimizer.load_state_dict(other)
         assert calls == ["first", "before", "after, lr=1.5"]
     assert_same(other, kept)
-    assert_state(twins)
+    assert_full_state_matches(twins)
     twins.train(2)
 
 
 @ranks(1, 2)
-def test_an_old_snapshot_does_not_outlive_a_load(ctx: RankContext) -> None:
-    twins = trained(partial(Twins, Adam))
+def test_load_discards_the_consolidated_state_dict(ctx: RankContext) -> None:
+    twins = make_trained_twins(partial(Twins, Adam))
     saved = twins.plain.state_dict()
     twins.zero.consolidate_state_dict()
     twins.zero.load_state_dict(saved)
@@ -488,7 +497,7 @@ def test_an_old_snapshot_does_not_outlive_a_load(ctx: RankContext) -> None:
 
 
 @ranks(1, 2)
-def test_the_default_device_is_of_no_matter(ctx: RankContext) -> None:
+def test_default_device_has_no_effect(ctx: RankContext) -> None:
     with torch.device("meta"):
         twins = Twins(SGD, lr=0.1, momentum=0.9, model=lambda: small_model().to_empty(device="cpu"))
     twins.model.load_state_dict(small_model().state_dict())

@@ -17,7 +17,7 @@ from tests.support.oracles import ADAMW, ZERO2, mlp, regression, seeded
 from zeroshard import ZeroRedundancyOptimizer, checkpoint, shard
 from zeroshard._logging import log_rank
 
-JOB = """if True:
+SCRIPT = """if True:
     import logging, torch, torch.distributed as dist, zeroshard
     from zeroshard import checkpoint
     SETUP
@@ -36,33 +36,33 @@ JOB = """if True:
 """
 
 
-def printed(folder: Path, *, setup: str = "", fails: bool = False) -> str:
+def run_and_capture_stderr(folder: Path, *, setup: str = "", should_fail: bool = False) -> str:
     """What such a job writes to stderr."""
-    code = JOB.replace("SETUP", setup).replace("FOLDER", repr(str(folder))).replace("FAILS", str(fails))
+    code = SCRIPT.replace("SETUP", setup).replace("FOLDER", repr(str(folder))).replace("FAILS", str(should_fail))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == ""
     return done.stderr
 
 
-def test_only_errors_are_heard_where_nobody_listens(tmp_path: Path) -> None:
+def test_unconfigured_logging_prints_errors_only(tmp_path: Path) -> None:
     """They may be the last thing that a process says. Whoever wants less has a handler."""
     assert (
-        printed(tmp_path / "plain", fails=True)
+        run_and_capture_stderr(tmp_path / "plain", should_fail=True)
         == f"rank 0: the closure failed: {ZeroDivisionError('division by zero')!r}\n"
     )
     muted = 'logging.getLogger("zeroshard").addHandler(logging.NullHandler())'
-    assert printed(tmp_path / "muted", setup=muted, fails=True) == ""
+    assert run_and_capture_stderr(tmp_path / "muted", setup=muted, should_fail=True) == ""
 
 
-def test_who_listens_hears_one_line(tmp_path: Path) -> None:
-    (line,) = printed(tmp_path, setup="logging.basicConfig(level=logging.INFO)").splitlines()
+def test_info_level_prints_one_line(tmp_path: Path) -> None:
+    (line,) = run_and_capture_stderr(tmp_path, setup="logging.basicConfig(level=logging.INFO)").splitlines()
     assert line.startswith(
         "INFO:zeroshard:rank 0: SGD on 20 elements of 2 parameters in 1 buckets, shared by 1 ranks. SGD: every rank "
         "updates a slice of every bucket. "
     )
 
 
-class Kept(logging.Handler):
+class RecordingHandler(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.records: list[logging.LogRecord] = []
@@ -71,13 +71,13 @@ class Kept(logging.Handler):
         self.records.append(record)
 
     @property
-    def texts(self) -> list[str]:
+    def messages(self) -> list[str]:
         return [record.getMessage() for record in self.records]
 
 
 @contextmanager
-def heard(level: int) -> Iterator[Kept]:
-    logger, kept = logging.getLogger("zeroshard"), Kept()
+def capture_logs(level: int) -> Iterator[RecordingHandler]:
+    logger, kept = logging.getLogger("zeroshard"), RecordingHandler()
     before = logger.level
     logger.addHandler(kept)
     logger.setLevel(level)
@@ -89,21 +89,21 @@ def heard(level: int) -> Iterator[Kept]:
 
 
 @ranks(1, 2)
-def test_rank_0_says_once_what_was_made(ctx: RankContext) -> None:
-    with heard(logging.INFO) as kept:
+def test_rank_0_logs_each_optimizer_once(ctx: RankContext) -> None:
+    with capture_logs(logging.INFO) as kept:
         model = seeded(mlp, 0)
         optimizer = shard(model, torch.optim.AdamW, config=ZERO2, **ADAMW)
         torch.autograd.backward(regression(model, 0))
         optimizer.step()
         ZeroRedundancyOptimizer(seeded(mlp, 0).parameters(), torch.optim.SGD, lr=0.1)
     assert [record.levelname for record in kept.records] == (["INFO"] * 2 if ctx.rank == 0 else [])
-    assert all(f"shared by {ctx.world_size} ranks" in text for text in kept.texts)
+    assert all(f"shared by {ctx.world_size} ranks" in text for text in kept.messages)
 
 
 @ranks(1, 2)
-def test_details_name_their_rank(ctx: RankContext, tmp_path: Path) -> None:
+def test_debug_records_name_their_rank(ctx: RankContext, tmp_path: Path) -> None:
     folder = ctx.gather(str(tmp_path))[0]
-    with heard(logging.DEBUG) as kept:
+    with capture_logs(logging.DEBUG) as kept:
         model = seeded(mlp, 0)
         optimizer = shard(model, torch.optim.AdamW, config=ZERO2, **ADAMW)
         torch.autograd.backward(regression(model, 0))
@@ -111,14 +111,14 @@ def test_details_name_their_rank(ctx: RankContext, tmp_path: Path) -> None:
         checkpoint.save(folder, step=3, model=model, optimizer=optimizer)
         checkpoint.load(folder, model=model, optimizer=optimizer)
     assert {vars(record)["rank"] for record in kept.records} == {ctx.rank}
-    assert all(text.startswith(f"rank {ctx.rank}: ") for text in kept.texts)
-    assert sum(" owns " in text for text in kept.texts) == len(optimizer.layout.buckets)
-    assert sum("saved " in text for text in kept.texts) == sum("loaded " in text for text in kept.texts) == 1
-    agreed = [text for text in kept.texts if "all ranks are in step 1" in text]
+    assert all(text.startswith(f"rank {ctx.rank}: ") for text in kept.messages)
+    assert sum(" owns " in text for text in kept.messages) == len(optimizer.layout.buckets)
+    assert sum("saved " in text for text in kept.messages) == sum("loaded " in text for text in kept.messages) == 1
+    agreed = [text for text in kept.messages if "all ranks are in step 1" in text]
     assert len(agreed) == (ctx.world_size > 1)
 
 
-def test_a_record_points_at_who_said_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_record_points_to_the_caller(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "zeroshard"):
         log_rank(logging.DEBUG, 7, "%d of %s", 3, "something")
     (record,) = caplog.records

@@ -17,13 +17,13 @@ from tests.support.tiers import sampled
 from zeroshard import FlatShards, ZeroConfig, ZeroRedundancyOptimizer, shard
 
 Options = dict[str, Any]
-MASTERS = torch.float32
+MASTER_WEIGHTS = torch.float32
 CONFIGS = (
-    ZeroConfig(partition=TINY, master_dtype=MASTERS),
-    ZeroConfig(partition=TINY, master_dtype=MASTERS, stage=1),
-    ZeroConfig(master_dtype=MASTERS, overlap_param_gather=True),
+    ZeroConfig(partition=TINY, master_dtype=MASTER_WEIGHTS),
+    ZeroConfig(partition=TINY, master_dtype=MASTER_WEIGHTS, stage=1),
+    ZeroConfig(master_dtype=MASTER_WEIGHTS, overlap_param_gather=True),
 )
-INNER: list[tuple[type[optim.Optimizer], Options]] = [
+INNER_OPTIMIZERS: list[tuple[type[optim.Optimizer], Options]] = [
     (optim.AdamW, {"lr": 1e-3, "foreach": True}),
     (optim.SGD, {"lr": 1e-3, "foreach": True}),
     (optim.SGD, {"lr": 1e-3, "momentum": 0.9, "foreach": True}),
@@ -31,36 +31,36 @@ INNER: list[tuple[type[optim.Optimizer], Options]] = [
 """Steps so small that most of them would vanish in the rounding."""
 
 
-def half_mlp(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def make_half_mlp(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     torch.manual_seed(0)
     return mlp().to(dtype)
 
 
-class Oracle:
+class MasterWeightsOracle:
     """A float32 model that the plain optimizer updates with averaged gradients, and its rounded image."""
 
     def __init__(self, model: nn.Module, factory: Callable[..., optim.Optimizer], options: Options) -> None:
-        self.image = copy.deepcopy(model)
-        self.masters = [nn.Parameter(p.detach().to(wide(p.dtype))) for p in model.parameters()]
+        self.rounded_model = copy.deepcopy(model)
+        self.masters = [nn.Parameter(p.detach().to(master_dtype_for(p.dtype))) for p in model.parameters()]
         self.plain = factory(self.masters, **copy.deepcopy(options))
 
     def step(self, loss: Callable[[nn.Module], Tensor]) -> None:
-        torch.autograd.backward(loss(self.image))
-        for param, master in zip(self.image.parameters(), self.masters, strict=True):
+        torch.autograd.backward(loss(self.rounded_model))
+        for param, master in zip(self.rounded_model.parameters(), self.masters, strict=True):
             assert param.grad is not None
             master.grad = average(from_all_ranks(param.grad)).to(master.dtype)
             param.grad = None
         self.plain.step()
         with torch.no_grad():
-            for param, master in zip(self.image.parameters(), self.masters, strict=True):
+            for param, master in zip(self.rounded_model.parameters(), self.masters, strict=True):
                 param.copy_(master)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def master_dtype_for(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def loss_at(step: int) -> Callable[[nn.Module], Tensor]:
+def loss_for_step(step: int) -> Callable[[nn.Module], Tensor]:
     def loss(model: nn.Module) -> Tensor:
         dtype = next(model.parameters()).dtype
         output: Tensor = model(batch(step).to(dtype)).float().square().mean()
@@ -75,17 +75,19 @@ class Run:
     def __init__(self, model: nn.Module, config: ZeroConfig, inner: tuple[Any, Options], **more: Any) -> None:
         self.model = model
         self.zero = shard(model, inner[0], config=config, **more, **inner[1])
-        self.oracle = Oracle(model, *inner)
+        self.oracle = MasterWeightsOracle(model, *inner)
         self.steps = 0
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            torch.autograd.backward(loss_at(self.steps)(self.model))
+            torch.autograd.backward(loss_for_step(self.steps)(self.model))
             self.zero.step()
             self.zero.zero_grad()
-            self.oracle.step(loss_at(self.steps))
+            self.oracle.step(loss_for_step(self.steps))
             self.steps += 1
-            assert_same(self.model.state_dict(), self.oracle.image.state_dict(), f"the model after step {self.steps}")
+            assert_same(
+                self.model.state_dict(), self.oracle.rounded_model.state_dict(), f"the model after step {self.steps}"
+            )
 
     def check_state(self) -> None:
         """The consolidated state is that of the float32 optimizer, and has the masters."""
@@ -98,20 +100,20 @@ class Run:
 
 
 @ranks(1, 2, 3, 4)
-def test_the_update_is_rounded_once(ctx: RankContext) -> None:
+def test_update_is_rounded_once(ctx: RankContext) -> None:
     kinds = (torch.bfloat16, torch.float16, torch.bfloat16)
-    for config, inner, dtype in zip(CONFIGS, INNER, kinds, strict=True):
-        run = Run(half_mlp(dtype), config, inner)
+    for config, inner, dtype in zip(CONFIGS, INNER_OPTIMIZERS, kinds, strict=True):
+        run = Run(make_half_mlp(dtype), config, inner)
         run.train(4)
         run.check_state()
 
 
 @ranks(1, 2, 3)
-def test_the_drop_in_has_them_too(ctx: RankContext) -> None:
-    for factory, options in INNER:
-        model, image = half_mlp(), half_mlp()
+def test_drop_in_with_master_weights(ctx: RankContext) -> None:
+    for factory, options in INNER_OPTIMIZERS:
+        model, image = make_half_mlp(), make_half_mlp()
         zero = ZeroRedundancyOptimizer(
-            model.parameters(), factory, config=ZeroConfig(partition=TINY, master_dtype=MASTERS), **options
+            model.parameters(), factory, config=ZeroConfig(partition=TINY, master_dtype=MASTER_WEIGHTS), **options
         )
         masters = [nn.Parameter(param.detach().float()) for param in image.parameters()]
         plain = factory(masters, **options)
@@ -126,8 +128,8 @@ def test_the_drop_in_has_them_too(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_each_rank_has_its_share(ctx: RankContext) -> None:
-    run = Run(nn.Sequential(nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)).bfloat16(), CONFIGS[2], INNER[0])
+def test_master_weights_are_sharded(ctx: RankContext) -> None:
+    run = Run(nn.Sequential(nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)).bfloat16(), CONFIGS[2], INNER_OPTIMIZERS[0])
     run.train(1)
     owned = [value for group in run.zero.optim.param_groups for value in group["params"]]
     state = [value for it in run.zero.optim.state.values() for value in it.values() if value.dim()]
@@ -137,20 +139,20 @@ def test_each_rank_has_its_share(ctx: RankContext) -> None:
     assert max(ctx.gather(sum(value.numel() for value in state))) <= 2 * (everything / ctx.world_size + 1)
 
 
-class Mixed(nn.Module):
+class MixedPrecisionModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.narrow, self.wide = nn.Linear(WIDTH, WIDTH).bfloat16(), nn.Linear(WIDTH, WIDTH)
+        self.bf16_layer, self.float32_layer = nn.Linear(WIDTH, WIDTH).bfloat16(), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.wide(self.narrow(x.bfloat16()).float())
+        output: Tensor = self.float32_layer(self.bf16_layer(x.bfloat16()).float())
         return output
 
 
 @ranks(1, 2, 3)
-def test_only_parameters_of_less_precision_have_masters(ctx: RankContext) -> None:
+def test_only_low_precision_params_have_master_weights(ctx: RankContext) -> None:
     torch.manual_seed(0)
-    run = Run(Mixed(), CONFIGS[0], INNER[0])
+    run = Run(MixedPrecisionModel(), CONFIGS[0], INNER_OPTIMIZERS[0])
     run.train(3)
     found = run.zero.full_state_dict()
     if found is not None:
@@ -160,7 +162,7 @@ def test_only_parameters_of_less_precision_have_masters(ctx: RankContext) -> Non
 # ---- saved and restored
 
 
-def resumed(run: Run, saved: Any, inner: tuple[Any, Options], config: ZeroConfig, *, model_first: bool) -> Run:
+def resume_run(run: Run, saved: Any, inner: tuple[Any, Options], config: ZeroConfig, *, model_first: bool) -> Run:
     """A new run that goes on where another was saved, beside the oracle that was never interrupted."""
     torch.manual_seed(9)
     again = Run(mlp().to(torch.bfloat16), config, inner)
@@ -175,18 +177,18 @@ def resumed(run: Run, saved: Any, inner: tuple[Any, Options], config: ZeroConfig
 
 @ranks(1, 2, 3, 4)
 @sampled("model_first", [True, False])
-def test_goes_on_as_if_never_interrupted(ctx: RankContext, model_first: bool) -> None:
-    for inner, config, other in zip(INNER[:2], CONFIGS, CONFIGS[1:], strict=False):
-        run = Run(half_mlp(), config, inner)
+def test_resumes_bitwise(ctx: RankContext, model_first: bool) -> None:
+    for inner, config, other in zip(INNER_OPTIMIZERS[:2], CONFIGS, CONFIGS[1:], strict=False):
+        run = Run(make_half_mlp(), config, inner)
         run.train(3)
         saved = ctx.gather(run.zero.full_state_dict())[0]
-        again = resumed(run, saved, inner, other, model_first=model_first)
+        again = resume_run(run, saved, inner, other, model_first=model_first)
         again.train(3)
         again.check_state()
 
 
 @ranks(4)
-def test_goes_on_at_another_world_size(ctx: RankContext, tmp_path: Path) -> None:
+def test_resumes_at_another_world_size(ctx: RankContext, tmp_path: Path) -> None:
     """From 4 ranks to 2. Gradients are equal on all ranks, and halves and quarters of them are exact."""
     pair = dist.new_group([0, 1])
 
@@ -197,7 +199,7 @@ def test_goes_on_at_another_world_size(ctx: RankContext, tmp_path: Path) -> None
             zero.zero_grad()
 
     def make(**more: Any) -> tuple[nn.Module, Any]:
-        model = half_mlp()
+        model = make_half_mlp()
         return model, shard(model, optim.AdamW, foreach=True, config=CONFIGS[0], **more)
 
     model, zero = make()
@@ -217,27 +219,31 @@ def test_goes_on_at_another_world_size(ctx: RankContext, tmp_path: Path) -> None
 
 
 @ranks(1, 2, 3)
-def test_parameters_that_are_changed_from_outside_are_taken_over(ctx: RankContext) -> None:
+def test_param_edits_are_copied_to_master_weights(ctx: RankContext) -> None:
     """As if the master had been set to the new value; those that were not changed keep their digits."""
-    run = Run(half_mlp(), CONFIGS[0], INNER[0])
+    run = Run(make_half_mlp(), CONFIGS[0], INNER_OPTIMIZERS[0])
     run.train(3)
     other = [torch.full_like(param, 0.3) for param in run.model.parameters()]
     with torch.no_grad():
         for place in (0, 3):
-            for target in (list(run.model.parameters()), list(run.oracle.image.parameters()), run.oracle.masters):
+            for target in (
+                list(run.model.parameters()),
+                list(run.oracle.rounded_model.parameters()),
+                run.oracle.masters,
+            ):
                 target[place].copy_(other[place])
     run.train(3)
     run.check_state()
 
 
 @ranks(1, 2, 3)
-def test_a_model_that_is_loaded_is_taken_over(ctx: RankContext) -> None:
-    run = Run(half_mlp(), CONFIGS[2], INNER[0])
+def test_loaded_model_is_copied_to_master_weights(ctx: RankContext) -> None:
+    run = Run(make_half_mlp(), CONFIGS[2], INNER_OPTIMIZERS[0])
     run.train(2)
     torch.manual_seed(5)
     other = mlp().bfloat16()
     run.model.load_state_dict(other.state_dict())
-    run.oracle.image.load_state_dict(other.state_dict())
+    run.oracle.rounded_model.load_state_dict(other.state_dict())
     with torch.no_grad():
         for master, param in zip(run.oracle.masters, other.parameters(), strict=True):
             master.copy_(param)
@@ -246,13 +252,13 @@ def test_a_model_that_is_loaded_is_taken_over(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_a_state_without_masters_starts_from_the_parameters(ctx: RankContext) -> None:
+def test_state_without_master_weights_starts_from_params(ctx: RankContext) -> None:
     """That of an optimizer that had none."""
-    run = Run(half_mlp(), CONFIGS[0], INNER[0])
-    run.oracle.step(loss_at(0))
-    run.oracle.step(loss_at(1))
+    run = Run(make_half_mlp(), CONFIGS[0], INNER_OPTIMIZERS[0])
+    run.oracle.step(loss_for_step(0))
+    run.oracle.step(loss_for_step(1))
     run.steps = 2
-    run.model.load_state_dict(run.oracle.image.state_dict())
+    run.model.load_state_dict(run.oracle.rounded_model.state_dict())
     run.zero.load_state_dict(copy.deepcopy(run.oracle.plain.state_dict()))
     with torch.no_grad():
         for master, param in zip(run.oracle.masters, run.model.parameters(), strict=True):
@@ -261,10 +267,10 @@ def test_a_state_without_masters_starts_from_the_parameters(ctx: RankContext) ->
 
 
 @ranks(1, 2)
-def test_parameters_without_gradients_keep_their_masters(ctx: RankContext) -> None:
-    run = Run(half_mlp(), ZeroConfig(partition=FlatShards(), master_dtype=MASTERS), INNER[0])
+def test_params_without_grads_keep_their_master_weights(ctx: RankContext) -> None:
+    run = Run(make_half_mlp(), ZeroConfig(partition=FlatShards(), master_dtype=MASTER_WEIGHTS), INNER_OPTIMIZERS[0])
     run.train(2)
-    frozen = [list(side.parameters())[2] for side in (run.model, run.oracle.image)]
+    frozen = [list(side.parameters())[2] for side in (run.model, run.oracle.rounded_model)]
     before = frozen[0].detach().clone()
     for step in range(2):
         set_grads(run.model.parameters(), step)

@@ -27,7 +27,7 @@ from tests.support.tiers import sampled
 from zeroshard import FlatShards, RankFailedError, WholeParams, ZeroConfig, checkpoint, shard
 
 
-class Averaging(Optimizer):
+class AveragingOptimizer(Optimizer):
     """Evaluates with the mean of all weights so far, and must be told to train, as schedule-free optimizers must."""
 
     fails = False
@@ -68,43 +68,43 @@ class Averaging(Optimizer):
                     state["other"].lerp_(param, 1 / (group["steps"] + 1))
 
 
-def switched(mode: str, *optimizers: Any) -> None:
+def set_mode(mode: str, *optimizers: Any) -> None:
     for optimizer in optimizers:
         getattr(optimizer, mode)()
 
 
 @some_configs
 @ranks(1, 2, 3)
-def test_evaluation_is_with_the_weights_of_the_plain_optimizer(ctx: RankContext, config: ZeroConfig) -> None:
-    twins = ShardTwins(config, optimizer_class=Averaging, lr=0.1)
-    switched("train", twins.zero, twins.plain)
+def test_eval_weights_equal_those_of_the_plain_optimizer(ctx: RankContext, config: ZeroConfig) -> None:
+    twins = ShardTwins(config, optimizer_class=AveragingOptimizer, lr=0.1)
+    set_mode("train", twins.zero, twins.plain)
     for _ in range(2):
         twins.train(2)
         trained = values_of(twins.model)
-        switched("eval", twins.zero, twins.plain)
+        set_mode("eval", twins.zero, twins.plain)
         twins.compare()
         assert not all_equal([trained, values_of(twins.model)])
-        switched("eval", twins.zero, twins.plain)
+        set_mode("eval", twins.zero, twins.plain)
         twins.compare()
-        switched("train", twins.zero, twins.plain)
+        set_mode("train", twins.zero, twins.plain)
         twins.compare()
         assert all_equal([trained, values_of(twins.model)])
 
 
 @sampled("partition", [WholeParams(), TINY, FlatShards()], ids=["whole", "tiny", "flat"])
 @ranks(1, 2, 3)
-def test_without_a_model_too(ctx: RankContext, partition: Any) -> None:
-    twins = Twins(Averaging, zero_only={"config": ZeroConfig(partition=partition)})
-    switched("train", twins.zero, twins.plain)
+def test_drop_in_switches_modes(ctx: RankContext, partition: Any) -> None:
+    twins = Twins(AveragingOptimizer, zero_only={"config": ZeroConfig(partition=partition)})
+    set_mode("train", twins.zero, twins.plain)
     twins.train(3)
     for mode in ("eval", "train"):
-        switched(mode, twins.zero, twins.plain)
+        set_mode(mode, twins.zero, twins.plain)
         twins.check()
     twins.train(2)
 
 
 @ranks(1, 2, 3)
-def test_more_precise_copies_change_modes_too(ctx: RankContext) -> None:
+def test_master_weights_switch_modes(ctx: RankContext) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
         return mlp().bfloat16()
@@ -115,9 +115,9 @@ def test_more_precise_copies_change_modes_too(ctx: RankContext) -> None:
         return out.float().square().mean()
 
     model, precise = make(), make().float()
-    zero = shard(model, Averaging, lr=0.1, config=ZeroConfig(master_dtype=torch.float32))
-    plain = Averaging(list(precise.parameters()), lr=0.1)
-    switched("train", zero, plain)
+    zero = shard(model, AveragingOptimizer, lr=0.1, config=ZeroConfig(master_dtype=torch.float32))
+    plain = AveragingOptimizer(list(precise.parameters()), lr=0.1)
+    set_mode("train", zero, plain)
     for number in range(3):
         torch.autograd.backward(loss(model, number))  # the same on all ranks
         again = make()
@@ -130,13 +130,13 @@ def test_more_precise_copies_change_modes_too(ctx: RankContext) -> None:
             optimizer.step()
             optimizer.zero_grad()
     for mode in ("eval", "train"):
-        switched(mode, zero, plain)
+        set_mode(mode, zero, plain)
         for ours, theirs in zip(model.parameters(), precise.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs.bfloat16())
 
 
 @ranks(1, 2)
-def test_those_without_modes_have_none(ctx: RankContext) -> None:
+def test_optimizers_without_modes_have_no_train_or_eval(ctx: RankContext) -> None:
     zero = shard(mlp(), AdamW, lr=0.1)
     assert not hasattr(zero, "train")
     assert not hasattr(zero, "eval")
@@ -145,14 +145,14 @@ def test_those_without_modes_have_none(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_what_fails_on_one_rank_is_told_to_all_and_ranks_stay_together(ctx: RankContext) -> None:
+def test_failed_mode_switch_raises_on_all_and_ranks_stay_identical(ctx: RankContext) -> None:
     model = small_model()
-    zero = shard(model, Averaging, lr=0.1)
+    zero = shard(model, AveragingOptimizer, lr=0.1)
     zero.train()
     torch.autograd.backward(model(torch.ones(2, 5)).sum())
     zero.step()
     inner = zero.optim
-    assert isinstance(inner, Averaging)
+    assert isinstance(inner, AveragingOptimizer)
     before = values_of(model)
     inner.fails = ctx.rank == 1
     with pytest.raises(LookupError if inner.fails else RankFailedError, match="no mean today"):
@@ -167,11 +167,11 @@ def test_what_fails_on_one_rank_is_told_to_all_and_ranks_stay_together(ctx: Rank
 
 
 @ranks(2)
-def test_a_copy_of_a_parameter_is_not_made_before_its_time(ctx: RankContext, tmp_path: Path) -> None:
+def test_saving_before_the_first_step_creates_no_stale_param_copies(ctx: RankContext, tmp_path: Path) -> None:
     """Saving makes state that the first step would make. A copy of a weight would be an old one once weights load."""
     folder = ctx.gather(tmp_path)[0]
-    twins = ShardTwins(optimizer_class=Averaging, lr=0.1)
-    switched("train", twins.zero, twins.plain)
+    twins = ShardTwins(optimizer_class=AveragingOptimizer, lr=0.1)
+    set_mode("train", twins.zero, twins.plain)
     checkpoint.save(folder, step=0, model=twins.model, optimizer=twins.zero)
     others = [param.detach() + 1 for param in twins.plain_model.parameters()]
     with torch.no_grad():
@@ -179,16 +179,18 @@ def test_a_copy_of_a_parameter_is_not_made_before_its_time(ctx: RankContext, tmp
             for param, other in zip(model.parameters(), others, strict=True):
                 param.copy_(other)
     twins.train(2)
-    switched("eval", twins.zero, twins.plain)
+    set_mode("eval", twins.zero, twins.plain)
     twins.compare()
 
 
 @ranks(1, 2)
-def test_of_several_classes_those_are_told_that_have_modes(ctx: RankContext) -> None:
+def test_only_inner_optimizers_with_modes_are_switched(ctx: RankContext) -> None:
     from zeroshard import ParamRule, matrix_params, remaining_params
 
     model = mlp()
-    zero = shard(model, [ParamRule(matrix_params(), Averaging, lr=0.1), ParamRule(remaining_params, SGD, lr=0.1)])
+    zero = shard(
+        model, [ParamRule(matrix_params(), AveragingOptimizer, lr=0.1), ParamRule(remaining_params, SGD, lr=0.1)]
+    )
     zero.train()
     torch.autograd.backward(regression(model, 0))
     zero.step()

@@ -56,45 +56,49 @@ from zeroshard import (
 from zeroshard.engine.checks import NonFiniteSteps, _are_finite
 
 SKIP = NonFiniteGrads("skip")
-Spoiled = dict[int, tuple[str, int, float]]
+Corruptions = dict[int, tuple[str, int, float]]
 """By step: the parameter, its element and the value that one rank's gradient gets."""
-SOME: Spoiled = {1: ("0.weight", 0, math.nan), 2: ("4.bias", 5, math.inf), 4: ("8.weight", 35, -math.inf)}
+THREE_CORRUPTIONS: Corruptions = {
+    1: ("0.weight", 0, math.nan),
+    2: ("4.bias", 5, math.inf),
+    4: ("8.weight", 35, -math.inf),
+}
 
 pytestmark = pytest.mark.filterwarnings("ignore:step .* gradients of:RuntimeWarning")
 
 
-def finite(model: nn.Module) -> bool:
+def has_finite_grads(model: nn.Module) -> bool:
     return all(bool(param.grad.isfinite().all()) for param in model.parameters() if param.grad is not None)
 
 
-class Plain:
+class SkippingOracle:
     """The oracle: an optimizer that leaves out what is not finite."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self._model, self._optimizer, self.skipped = model, optimizer, 0
 
     def step(self) -> None:
-        if finite(self._model):
+        if has_finite_grads(self._model):
             self._optimizer.step()
         else:
             self.skipped += 1
 
 
-class Spoiling(Pair):
+class CorruptedPair(Pair):
     """Gradients of one rank are spoiled on the way, on both sides."""
 
-    def __init__(self, ctx: RankContext, factory: Any, spoiled: Spoiled, **options: Any) -> None:
+    def __init__(self, ctx: RankContext, factory: Any, corruptions: Corruptions, **options: Any) -> None:
         super().__init__(factory, **options)
-        self._spoils, self._spoiled = ctx.rank == ctx.world_size - 1, spoiled
-        self.oracle = Plain(self.plain_model, self.plain)
+        self._is_corrupting_rank, self._corruptions = ctx.rank == ctx.world_size - 1, corruptions
+        self.oracle = SkippingOracle(self.plain_model, self.plain)
         for side in self.sides:
             for name, param in side.model.named_parameters():
-                param.register_hook(self._hook(name))  # type: ignore[no-untyped-call]
+                param.register_hook(self._make_hook(name))  # type: ignore[no-untyped-call]
 
-    def _hook(self, name: str) -> Callable[[Tensor], Tensor]:
+    def _make_hook(self, name: str) -> Callable[[Tensor], Tensor]:
         def spoil(grad: Tensor) -> Tensor:
-            chosen, element, value = self._spoiled.get(self.steps, ("", 0, 0.0))
-            if not self._spoils or chosen != name:
+            chosen, element, value = self._corruptions.get(self.steps, ("", 0, 0.0))
+            if not self._is_corrupting_rank or chosen != name:
                 return grad
             return grad.flatten().index_fill(0, torch.tensor([element]), value).view(grad.shape)
 
@@ -121,9 +125,9 @@ class Spoiling(Pair):
     ids=["zero2", "zero1", "one-bucket", "overlap"],
 )
 @ranks(1, 2, 3, 4)
-def test_the_same_steps_are_left_out(ctx: RankContext, config: ZeroConfig) -> None:
+def test_skips_the_same_steps_as_the_oracle(ctx: RankContext, config: ZeroConfig) -> None:
     for factory, options in ((AdamW, {"lr": 0.05}), (SGD, {"lr": 0.1, "momentum": 0.9})):
-        pair = Spoiling(ctx, factory, SOME, config=replace(config, nonfinite=SKIP), **options)
+        pair = CorruptedPair(ctx, factory, THREE_CORRUPTIONS, config=replace(config, nonfinite=SKIP), **options)
         schedulers = [ExponentialLR(side.optimizer, 0.5) for side in pair.sides]
         for _ in range(6):
             pair.train(1)
@@ -134,18 +138,18 @@ def test_the_same_steps_are_left_out(ctx: RankContext, config: ZeroConfig) -> No
 
 
 @ranks(2, 3)
-def test_any_element_of_any_slice(ctx: RankContext) -> None:
+def test_any_nonfinite_element_skips_the_step_on_all_ranks(ctx: RankContext) -> None:
     """Only its owner sees it, and all ranks leave the step out."""
     places = [(name, place) for name in ("0.weight", "2.bias", "8.weight") for place in (0, 3, 5)]
     spoiled = {1 + step: (name, place, math.inf) for step, (name, place) in enumerate(places)}
-    pair = Spoiling(ctx, AdamW, spoiled, config=replace(ZERO2, nonfinite=SKIP), lr=0.05)
+    pair = CorruptedPair(ctx, AdamW, spoiled, config=replace(ZERO2, nonfinite=SKIP), lr=0.05)
     pair.train(len(places) + 3)
     pair.check_state()
     assert pair.zero.nonfinite == NonFiniteSteps(9, 9, 0, 10)
 
 
 @ranks(4)
-def test_rows_that_hold_the_same(ctx: RankContext) -> None:
+def test_step_is_skipped_on_all_replicas(ctx: RankContext) -> None:
     config = replace(ZERO2, nonfinite=SKIP)
     pair = hybrid_pair((2, 2), AdamW, config=config, lr=0.05)
     for step in range(5):
@@ -168,12 +172,12 @@ def test_rows_that_hold_the_same(ctx: RankContext) -> None:
 
 
 @ranks(2)
-def test_masters_and_rules(ctx: RankContext) -> None:
+def test_skip_with_master_weights_and_rules(ctx: RankContext) -> None:
     for model, optimizer in (
-        _of(mlp, AdamW, torch.bfloat16, master_dtype=torch.float32, nonfinite=SKIP),
-        _of(Words, rules(), torch.float32, nonfinite=SKIP),
+        _make_sharded(mlp, AdamW, torch.bfloat16, master_dtype=torch.float32, nonfinite=SKIP),
+        _make_sharded(Words, rules(), torch.float32, nonfinite=SKIP),
     ):
-        loss = next_word if isinstance(model, Words) else _in_bfloat16
+        loss = next_word if isinstance(model, Words) else _bf16_loss
         for step in range(4):
             torch.autograd.backward(loss(model, step) * (math.nan if step == 2 and ctx.rank else 1.0))
             before, state = values_of(model), optimizer.full_state_dict()
@@ -186,23 +190,25 @@ def test_masters_and_rules(ctx: RankContext) -> None:
         assert optimizer.nonfinite == NonFiniteSteps(1, 1, 0, 3)
 
 
-def _of(make: Callable[[], nn.Module], chosen: Any, dtype: torch.dtype, **policies: Any) -> tuple[nn.Module, Any]:
+def _make_sharded(
+    make: Callable[[], nn.Module], optimizer: Any, dtype: torch.dtype, **policies: Any
+) -> tuple[nn.Module, Any]:
     model = seeded(make, 0).to(dtype)
-    return model, shard(model, chosen, config=replace(ZERO2, **policies))
+    return model, shard(model, optimizer, config=replace(ZERO2, **policies))
 
 
-def _in_bfloat16(model: nn.Module, number: int) -> Tensor:
+def _bf16_loss(model: nn.Module, number: int) -> Tensor:
     out: Tensor = model(torch.full((2, WIDTH), 0.1 * (number + 1), dtype=torch.bfloat16)).float().square().mean()
     return out
 
 
-def spoil(model: nn.Module, name: str, value: float) -> None:
+def corrupt_grad(model: nn.Module, name: str, value: float) -> None:
     grad = model.get_parameter(name).grad
     assert grad is not None
     grad.view(-1)[-1] = value
 
 
-WAYS: list[dict[str, Any]] = [
+DROP_IN_OPTIONS: list[dict[str, Any]] = [
     {"config": ZeroConfig(nonfinite=SKIP)},
     {"config": ZeroConfig(nonfinite=SKIP), "parameters_as_bucket_view": True},
     {"config": ZeroConfig(nonfinite=SKIP, partition=FlatShards())},
@@ -210,15 +216,15 @@ WAYS: list[dict[str, Any]] = [
 
 
 @ranks(1, 2, 3, 4)
-def test_the_drop_in(ctx: RankContext) -> None:
-    for way in WAYS:
+def test_drop_in_skips_nonfinite_steps(ctx: RankContext) -> None:
+    for way in DROP_IN_OPTIONS:
         twins = Twins(AdamW, zero_only=way, lr=0.05, foreach=True)
-        oracle = Plain(twins.plain_model, twins.plain)
+        oracle = SkippingOracle(twins.plain_model, twins.plain)
         for step in range(5):
             for model, _ in twins.sides:
                 set_grads(model.parameters(), step)
                 if step in (1, 3):
-                    spoil(model, f"{step - 1}.weight", math.inf if step == 1 else math.nan)
+                    corrupt_grad(model, f"{step - 1}.weight", math.inf if step == 1 else math.nan)
             assert twins.zero.step() is None
             oracle.step()
             twins.check()
@@ -228,7 +234,7 @@ def test_the_drop_in(ctx: RankContext) -> None:
         assert ctx.gather(twins.zero.nonfinite) == [NonFiniteSteps(2, 2, 0, 4)] * ctx.world_size
 
 
-def _loss(model: nn.Module, step: int, calls: list[int]) -> Tensor:
+def _run_closure(model: nn.Module, step: int, calls: list[int]) -> Tensor:
     """A closure. The third one is spoiled."""
     calls.append(step)
     model.zero_grad()
@@ -238,9 +244,9 @@ def _loss(model: nn.Module, step: int, calls: list[int]) -> Tensor:
 
 
 @ranks(1, 2)
-def test_closures(ctx: RankContext) -> None:
+def test_skip_with_closure(ctx: RankContext) -> None:
     """Called once, and the loss is what a step that was made returns."""
-    for way in (*WAYS, None):
+    for way in (*DROP_IN_OPTIONS, None):
         model, plain_model = (seeded(mlp, 0) for _ in range(2))
         zero: Any = (
             ZeroRedundancyOptimizer(model.parameters(), AdamW, **way, lr=0.05, foreach=True)
@@ -250,8 +256,8 @@ def test_closures(ctx: RankContext) -> None:
         plain = AdamW(plain_model.parameters(), lr=0.05, foreach=True)
         calls: list[int] = []
         for step in range(4):
-            found = zero.step(partial(_loss, model, step, calls))
-            expected = _loss(plain_model, step, calls)
+            found = zero.step(partial(_run_closure, model, step, calls))
+            expected = _run_closure(plain_model, step, calls)
             if step == 2:
                 assert found is None
             else:
@@ -263,7 +269,7 @@ def test_closures(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_raising(ctx: RankContext) -> None:
+def test_raise_action(ctx: RankContext) -> None:
     for config in (ZERO2, ZERO1):
         model = seeded(mlp, 0)
         zero = shard(model, AdamW, config=replace(config, nonfinite=NonFiniteGrads("raise")), lr=0.05)
@@ -281,7 +287,7 @@ def test_raising(ctx: RankContext) -> None:
 
 
 @ranks(1, 2)
-def test_going_on_makes_the_step_and_counts(ctx: RankContext) -> None:
+def test_warn_action_applies_and_counts_the_step(ctx: RankContext) -> None:
     results = []
     for policy in (NonFiniteGrads("warn"), None):
         model = seeded(mlp, 0)
@@ -300,7 +306,7 @@ def test_going_on_makes_the_step_and_counts(ctx: RankContext) -> None:
 
 
 @ranks(2)
-def test_too_many_in_a_row(ctx: RankContext) -> None:
+def test_max_consecutive_skips_raises(ctx: RankContext) -> None:
     model = seeded(mlp, 0)
     zero = shard(model, SGD, config=replace(ZERO2, nonfinite=NonFiniteGrads("skip", max_consecutive=2)), lr=0.1)
 
@@ -324,7 +330,7 @@ def test_too_many_in_a_row(ctx: RankContext) -> None:
 
 @ranks(1, 3)
 @pytest.mark.filterwarnings("default")
-def test_a_few_are_warned_of_in_the_same_words_on_all_ranks(ctx: RankContext) -> None:
+def test_warnings_are_rate_limited_and_identical_on_all_ranks(ctx: RankContext) -> None:
     model = seeded(mlp, 0)
     zero = shard(model, SGD, config=replace(ZERO2, nonfinite=SKIP), lr=0.1)
     told: list[str] = []
@@ -344,10 +350,10 @@ def test_a_few_are_warned_of_in_the_same_words_on_all_ranks(ctx: RankContext) ->
 
 
 @ranks(1, 2, 3)
-def test_gradients_stay_until_they_are_cleared(ctx: RankContext) -> None:
+def test_skipped_grads_accumulate_until_cleared(ctx: RankContext) -> None:
     """A pass that follows adds to them, as in torch and as after a step that a scaler leaves out."""
     for config in (ZERO2, ZERO1):
-        pair = Spoiling(ctx, SGD, {0: ("0.weight", 1, math.nan)}, config=replace(config, nonfinite=SKIP), lr=0.1)
+        pair = CorruptedPair(ctx, SGD, {0: ("0.weight", 1, math.nan)}, config=replace(config, nonfinite=SKIP), lr=0.1)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "gradients of the last step were not cleared")
             for step in range(3):
@@ -364,7 +370,7 @@ def test_gradients_stay_until_they_are_cleared(ctx: RankContext) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @ranks(1, 2)
-def test_what_a_scaler_leaves_out_is_not_counted(ctx: RankContext, fused: bool) -> None:
+def test_steps_skipped_by_grad_scaler_are_not_counted(ctx: RankContext, fused: bool) -> None:
     model = seeded(mlp, 0)
     zero = shard(model, AdamW, config=replace(ZERO2, nonfinite=SKIP), lr=0.05, fused=fused)
     twin = seeded(mlp, 0)
@@ -386,8 +392,8 @@ def test_what_a_scaler_leaves_out_is_not_counted(ctx: RankContext, fused: bool) 
 
 
 @ranks(1, 2)
-def test_a_scaler_with_the_drop_in(ctx: RankContext) -> None:
-    for way in WAYS:
+def test_drop_in_with_grad_scaler(ctx: RankContext) -> None:
+    for way in DROP_IN_OPTIONS:
         model = seeded(mlp, 0)
         zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, **way, lr=0.05, fused=True)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -395,7 +401,7 @@ def test_a_scaler_with_the_drop_in(ctx: RankContext) -> None:
             set_grads(model.parameters(), step)
             scaler.scale(torch.zeros(()))
             if step == 1:
-                spoil(model, "4.weight", math.inf)
+                corrupt_grad(model, "4.weight", math.inf)
             before = values_of(model)
             scaler.step(zero)
             scaler.update()
@@ -404,7 +410,7 @@ def test_a_scaler_with_the_drop_in(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_uneven_inputs(ctx: RankContext) -> None:
+def test_uneven_inputs_with_shard(ctx: RankContext) -> None:
     """A rank that only shadows the step owns slices of its gradients, and takes part."""
     model = seeded(mlp, 0)
     zero = shard(model, SGD, config=replace(ZERO2, nonfinite=SKIP), lr=0.1)
@@ -421,7 +427,7 @@ def test_uneven_inputs(ctx: RankContext) -> None:
 
 @ranks(2, 3)
 def test_uneven_inputs_under_ddp(ctx: RankContext) -> None:
-    for way in WAYS:
+    for way in DROP_IN_OPTIONS:
         ddp = DistributedDataParallel(seeded(mlp, 0))
         zero = ZeroRedundancyOptimizer(ddp.parameters(), SGD, **way, lr=0.1)
         with Join([ddp, zero]):
@@ -435,9 +441,9 @@ def test_uneven_inputs_under_ddp(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_slices_from_the_ddp_hook(ctx: RankContext) -> None:
+def test_grad_shards_from_ddp_hook(ctx: RankContext) -> None:
     ddp = DistributedDataParallel(seeded(mlp, 0))
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, **WAYS[2], lr=0.05)
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, **DROP_IN_OPTIONS[2], lr=0.05)
     ddp.register_comm_hook(None, zero.ddp_hook())
     for step in range(4):
         torch.autograd.backward(regression(ddp, step) * (math.inf if step == 2 and ctx.rank == 0 else 1.0))
@@ -449,17 +455,17 @@ def test_slices_from_the_ddp_hook(ctx: RankContext) -> None:
 
 
 @ranks(1, 2)
-def test_old_gradients_of_a_parameter_that_has_none_now(ctx: RankContext) -> None:
+def test_stale_grads_of_a_param_without_grad_are_ignored(ctx: RankContext) -> None:
     """Its slice still holds them, and nobody uses it."""
     model = seeded(mlp, 0)
     sharded = shard(model, SGD, config=ZeroConfig(nonfinite=SKIP), lr=0.1)
     other = seeded(mlp, 0)
     for module, zero in (
         (model, sharded),
-        (other, ZeroRedundancyOptimizer(other.parameters(), SGD, **WAYS[2], lr=0.1)),
+        (other, ZeroRedundancyOptimizer(other.parameters(), SGD, **DROP_IN_OPTIONS[2], lr=0.1)),
     ):
         set_grads(module.parameters(), 0)
-        spoil(module, "0.weight", math.nan)
+        corrupt_grad(module, "0.weight", math.nan)
         zero.step()
         zero.zero_grad()
         before = values_of(module)
@@ -470,22 +476,22 @@ def test_old_gradients_of_a_parameter_that_has_none_now(ctx: RankContext) -> Non
         assert changed == [False, False, *[True] * 8]
 
 
-class Odd(nn.Module):
+class UnusualParams(nn.Module):
     """A complex parameter, an empty one, one without a gradient, and rows with sparse ones."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.waves = nn.Parameter(torch.ones(4, dtype=torch.complex64))
-        self.nothing = nn.Parameter(torch.empty(0, 3))
-        self.idle = nn.Parameter(torch.ones(3))
-        self.rest = nn.Parameter(torch.ones(5))
+        self.complex_param = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        self.empty_param = nn.Parameter(torch.empty(0, 3))
+        self.unused_param = nn.Parameter(torch.ones(3))
+        self.dense_param = nn.Parameter(torch.ones(5))
 
 
 @ranks(1, 2)
 def test_complex_and_sparse_gradients(ctx: RankContext) -> None:
     big = torch.finfo(torch.float32).max
     for config in (ZeroConfig(), ZeroConfig(partition=FlatShards())):
-        model = Odd()
+        model = UnusualParams()
         zero: Any = ZeroRedundancyOptimizer(
             model.parameters(), SGD, config=replace(config, nonfinite=SKIP, allow_mixed_dtypes=True), lr=0.0
         )
@@ -495,8 +501,8 @@ def test_complex_and_sparse_gradients(ctx: RankContext) -> None:
             (complex(-math.inf, 0.0), 2),
             (1.0, 2),
         ):
-            model.waves.grad = torch.full((4,), value, dtype=torch.complex64)
-            model.nothing.grad, model.rest.grad = torch.empty(0, 3), torch.ones(5)
+            model.complex_param.grad = torch.full((4,), value, dtype=torch.complex64)
+            model.empty_param.grad, model.dense_param.grad = torch.empty(0, 3), torch.ones(5)
             zero.step()
             assert zero.nonfinite.found == count, value
     rows = nn.Embedding(6, 3, sparse=True)
@@ -510,7 +516,7 @@ def test_complex_and_sparse_gradients(ctx: RankContext) -> None:
     assert rows.weight.isfinite().all()
 
 
-def test_every_dtype_and_shape() -> None:
+def test_are_finite_for_every_dtype_and_shape() -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128):
         for spoiled in (math.nan, math.inf, -math.inf):
             tensors = [torch.ones(shape, dtype=dtype) for shape in ((), (3, 4), (0,), (40_000,))]
@@ -524,9 +530,9 @@ def test_every_dtype_and_shape() -> None:
 
 
 @ranks(2)
-def test_a_checkpoint_after_a_skip(ctx: RankContext, tmp_path: Path) -> None:
+def test_checkpoint_after_skipped_steps(ctx: RankContext, tmp_path: Path) -> None:
     """It is the plain optimizer's, which takes it, and training goes on from it."""
-    pair = Spoiling(ctx, AdamW, SOME, config=replace(ZERO2, nonfinite=SKIP), lr=0.05)
+    pair = CorruptedPair(ctx, AdamW, THREE_CORRUPTIONS, config=replace(ZERO2, nonfinite=SKIP), lr=0.05)
     pair.train(3)
     checkpoint.save(tmp_path, step=3, model=pair.model, optimizer=pair.zero)
     other = seeded(mlp, 1)
@@ -540,19 +546,19 @@ def test_a_checkpoint_after_a_skip(ctx: RankContext, tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_what_fails_on_one_rank_is_raised_on_all(ctx: RankContext) -> None:
+def test_failed_check_on_one_rank_raises_on_all(ctx: RankContext) -> None:
     for facade in ("shard", "drop-in"):
         model = seeded(small_model, 0)
         zero: Any = (
             shard(model, SGD, config=replace(ZERO2, nonfinite=SKIP), lr=0.1)
             if facade == "shard"
-            else ZeroRedundancyOptimizer(model.parameters(), SGD, **WAYS[0], lr=0.1)
+            else ZeroRedundancyOptimizer(model.parameters(), SGD, **DROP_IN_OPTIONS[0], lr=0.1)
         )
         before = values_of(model)
         set_grads(model.parameters(), 0)
         with pytest.MonkeyPatch.context() as patch:
             if ctx.rank:
-                patch.setattr(torch, "aminmax", _fail)
+                patch.setattr(torch, "aminmax", _raise_memory_error)
             with pytest.raises(MemoryError if ctx.rank else RankFailedError, match="nothing left"):
                 zero.step()
         assert all_equal([values_of(model), before])
@@ -561,19 +567,21 @@ def test_what_fails_on_one_rank_is_raised_on_all(ctx: RankContext) -> None:
         assert not all_equal([values_of(model), before])
 
 
-def _fail(*_: Any) -> Any:
+def _raise_memory_error(*_: Any) -> Any:
     raise MemoryError("nothing left")
 
 
 @ranks(2)
-def test_it_is_refused_where_ddp_makes_the_steps(ctx: RankContext) -> None:
+def test_rejected_with_overlap_with_ddp(ctx: RankContext) -> None:
     with pytest.raises(ConfigError, match=r"NonFiniteGrads\(\.\.\.\) cannot be used with overlap_with_ddp=True"):
-        ZeroRedundancyOptimizer(mlp().parameters(), SGD, overlap_with_ddp=True, config=WAYS[0]["config"], lr=0.1)
+        ZeroRedundancyOptimizer(
+            mlp().parameters(), SGD, overlap_with_ddp=True, config=DROP_IN_OPTIONS[0]["config"], lr=0.1
+        )
 
 
 @pytest.mark.gpu
 @ranks(1, 2)
-def test_on_a_gpu(ctx: RankContext) -> None:
+def test_skip_on_gpu(ctx: RankContext) -> None:
     """Also with state in host memory, and in every dtype."""
     for policies in ({}, {"offload": CPUOffload()}, {"stage": 1}):
         for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):

@@ -19,7 +19,7 @@ from tests.support.oracles import Twins, assert_same
 from zeroshard import CheckpointError, RankFailedError, RankMismatchError, broadcast_object
 
 
-def plain_values() -> dict[Any, Any]:
+def make_plain_values() -> dict[Any, Any]:
     return {
         "tensors": [torch.arange(6.0).view(2, 3), torch.tensor(3, dtype=torch.int8), torch.empty(0)],
         "ordered": OrderedDict(b=1, a=(2, None, True)),
@@ -33,9 +33,9 @@ def plain_values() -> dict[Any, Any]:
 
 
 @ranks(1, 2, 3, 4)
-def test_an_object_reaches_every_rank(ctx: RankContext) -> None:
+def test_object_reaches_every_rank(ctx: RankContext) -> None:
     for source in range(ctx.world_size):
-        values: list[Any] = [plain_values(), None, "text", torch.ones(2), [], 10**30]
+        values: list[Any] = [make_plain_values(), None, "text", torch.ones(2), [], 10**30]
         for value in values:
             mine = value if ctx.rank == source else object()
             found = broadcast_object(mine, source)
@@ -44,7 +44,7 @@ def test_an_object_reaches_every_rank(ctx: RankContext) -> None:
 
 
 @ranks(2)
-def test_received_tensors_lie_on_the_given_device(ctx: RankContext) -> None:
+def test_received_tensors_are_on_the_given_device(ctx: RankContext) -> None:
     sent = {"deep": (torch.ones(2, 3), [torch.ones(1)])} if ctx.rank == 0 else None
     found = broadcast_object(sent, 0, device=torch.device("cpu" if ctx.rank == 0 else "meta"))
     tensor, (other,) = found["deep"]
@@ -52,7 +52,7 @@ def test_received_tensors_lie_on_the_given_device(ctx: RankContext) -> None:
 
 
 @ranks(3, 4)
-def test_the_source_is_a_global_rank_also_in_a_smaller_group(ctx: RankContext) -> None:
+def test_source_is_a_global_rank_in_a_subgroup(ctx: RankContext) -> None:
     members = [1, ctx.world_size - 1]
     group = dist.new_group(members)
     if ctx.rank not in members:
@@ -68,7 +68,7 @@ class Opaque:
 
 
 @ranks(1, 2, 3)
-def test_what_could_run_code_is_refused_on_all_ranks(ctx: RankContext) -> None:
+def test_unsafe_objects_are_rejected_on_all_ranks(ctx: RankContext) -> None:
     for source in range(ctx.world_size):
         for value, place in ((Opaque(), "the value"), ({"a": [1, Opaque()]}, r"\['a'\]\[1\]"), (lambda: 1, "function")):
             mine = ctx.rank == source
@@ -86,7 +86,7 @@ def test_different_sources_are_a_mismatch(ctx: RankContext) -> None:
 
 
 @ranks(1, 2)
-def test_an_optimizer_is_not_copied_or_pickled(ctx: RankContext) -> None:
+def test_optimizer_cannot_be_copied_or_pickled(ctx: RankContext) -> None:
     twins = Twins(Adam)
     for attempt in (
         copy.copy,
@@ -101,7 +101,7 @@ def test_an_optimizer_is_not_copied_or_pickled(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_state_shows_what_this_rank_keeps(ctx: RankContext) -> None:
+def test_state_contains_only_params_owned_by_this_rank(ctx: RankContext) -> None:
     for make in (partial(Twins, Adam), partial(Twins, Adagrad), partial(Twins, SGD, lr=0.1, momentum=0.9)):
         twins = make()
         twins.train(2)

@@ -38,7 +38,7 @@ from zeroshard.engine.host_buffers import HostTransfer
 from zeroshard.state.shard_tensor import ShardTensor
 
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-SEVERAL = FlatShards(bucket_bytes=4000)
+ONE_BUCKET_PER_LAYER = FlatShards(bucket_bytes=4000)
 """Buckets of about one layer."""
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (optim.AdamW, {"lr": 0.01}),
@@ -55,29 +55,29 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-HOMES: set[int] = set()
+HOST_STORAGES: set[int] = set()
 """Memory that was given as a home: on a machine without a GPU nothing else tells what is at home."""
 
 
-def _noted(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _record_allocations(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def noting(*args: Any) -> torch.Tensor:
         made = make(*args)
-        HOMES.add(made.untyped_storage().data_ptr())
+        HOST_STORAGES.add(made.untyped_storage().data_ptr())
         return made
 
     return noting
 
 
 @contextmanager
-def everything_is_far(device: str) -> Iterator[None]:
+def force_offload(device: str) -> Iterator[None]:
     """On a machine without a GPU, host memory stands for that of the device: all moves are made, within it."""
     places = (zeroshard.engine.offload, zeroshard.build)
     before = zeroshard.engine.offload.is_offload_device
     small, zeroshard.engine.host_buffers.MIN_OFFLOAD_NUMEL = zeroshard.engine.host_buffers.MIN_OFFLOAD_NUMEL, 2
     room, zeros = HostTransfer.allocate, HostTransfer.zeros
-    HOMES.clear()
+    HOST_STORAGES.clear()
     try:
-        HostTransfer.allocate, HostTransfer.zeros = _noted(room), _noted(zeros)  # type: ignore[method-assign]
+        HostTransfer.allocate, HostTransfer.zeros = _record_allocations(room), _record_allocations(zeros)  # type: ignore[method-assign]
         for place in places if device == "cpu" else ():
             place.is_offload_device = lambda _: True  # type: ignore[attr-defined]
         yield
@@ -88,7 +88,7 @@ def everything_is_far(device: str) -> Iterator[None]:
             place.is_offload_device = before  # type: ignore[attr-defined]
 
 
-def net(device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def make_model(device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(3)
     layers = [nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24, bias=False), nn.Tanh(), nn.Linear(24, 3)]
     return nn.Sequential(*layers).to(device, dtype)
@@ -100,15 +100,15 @@ class Pair:
     def __init__(
         self,
         device: str,
-        kind: str = "AdamW",
+        optimizer_name: str = "AdamW",
         *,
         dtype: torch.dtype = torch.float32,
         masters: bool = False,
-        partition: FlatShards | None = SEVERAL,
+        partition: FlatShards | None = ONE_BUCKET_PER_LAYER,
     ) -> None:
         config = ZeroConfig(partition=partition, master_dtype=torch.float32 if masters else None)
-        self.resident = Run(device, kind, dtype, config)
-        self.offloaded = Run(device, kind, dtype, replace(config, offload=CPUOffload()))
+        self.resident = Run(device, optimizer_name, dtype, config)
+        self.offloaded = Run(device, optimizer_name, dtype, replace(config, offload=CPUOffload()))
 
     def train(self, ctx: RankContext, steps: int) -> None:
         for run in (self.resident, self.offloaded):
@@ -122,13 +122,13 @@ class Pair:
 
 
 class Run:
-    def __init__(self, device: str, kind: str, dtype: torch.dtype, config: ZeroConfig) -> None:
+    def __init__(self, device: str, optimizer_name: str, dtype: torch.dtype, config: ZeroConfig) -> None:
         self.device, self.steps, self.dtype = device, 0, dtype
-        self.model = net(device, dtype)
-        factory, options = OPTIMIZERS[kind]
+        self.model = make_model(device, dtype)
+        factory, options = OPTIMIZERS[optimizer_name]
         self.optimizer: ShardedOptimizer = shard(self.model, factory, config=config, **options)
 
-    def backward(self, ctx: RankContext) -> torch.Tensor:
+    def compute_loss(self, ctx: RankContext) -> torch.Tensor:
         seed = torch.Generator().manual_seed(100 * self.steps + ctx.rank)
         inputs = torch.randn(5, 24, generator=seed).to(self.device, self.dtype)
         loss: torch.Tensor = self.model(inputs).float().square().mean()
@@ -136,7 +136,7 @@ class Run:
 
     def train(self, ctx: RankContext, steps: int) -> None:
         for _ in range(steps):
-            self.backward(ctx).backward()  # type: ignore[no-untyped-call]
+            self.compute_loss(ctx).backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.steps += 1
@@ -150,7 +150,7 @@ def _on_cpu(value: Any) -> Any:
     return getattr(value, "local", value).cpu() if isinstance(value, torch.Tensor) else value
 
 
-def large(optimizer: ZeroRedundancyOptimizer) -> list[torch.Tensor]:
+def large_state_tensors(optimizer: ZeroRedundancyOptimizer) -> list[torch.Tensor]:
     """What ought to rest in host memory."""
     values = [
         value for inner in optimizer.inner_optimizers for state in inner.state.values() for value in state.values()
@@ -158,11 +158,11 @@ def large(optimizer: ZeroRedundancyOptimizer) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor) and value.numel() > 1]
 
 
-def assert_at_home(run: Run) -> None:
-    found = large(run.optimizer)
+def assert_state_on_host(run: Run) -> None:
+    found = large_state_tensors(run.optimizer)
     assert found
     assert {value.device.type for value in found} == {"cpu"}
-    assert {value.untyped_storage().data_ptr() for value in found} <= HOMES
+    assert {value.untyped_storage().data_ptr() for value in found} <= HOST_STORAGES
     if run.device == "cuda":
         assert all(value.is_pinned() for value in found)
 
@@ -170,22 +170,22 @@ def assert_at_home(run: Run) -> None:
 @ranks(1, 2, 3)
 @on_devices
 @sampled("kind", OPTIMIZERS)
-def test_updates_are_those_of_resident_state(ctx: RankContext, device: str, kind: str) -> None:
-    with everything_is_far(device):
+def test_offloaded_updates_equal_resident_updates(ctx: RankContext, device: str, kind: str) -> None:
+    with force_offload(device):
         pair = Pair(device, kind)
         for _ in range(4):
             pair.train(ctx, 1)
-            assert_at_home(pair.offloaded)
+            assert_state_on_host(pair.offloaded)
 
 
 @ranks(1, 2, 3)
 @on_devices
-def test_master_weights_rest_there_too(ctx: RankContext, device: str) -> None:
-    with everything_is_far(device):
+def test_master_weights_are_offloaded(ctx: RankContext, device: str) -> None:
+    with force_offload(device):
         pair = Pair(device, dtype=torch.bfloat16, masters=True)
         for _ in range(4):
             pair.train(ctx, 1)
-            assert_at_home(pair.offloaded)
+            assert_state_on_host(pair.offloaded)
             for bucket in pair.offloaded.optimizer.layout.buckets:
                 memory = pair.offloaded.optimizer._engine.storage
                 assert memory.update_target(bucket.index).untyped_storage().nbytes() == 0
@@ -195,8 +195,8 @@ def test_master_weights_rest_there_too(ctx: RankContext, device: str) -> None:
 
 @ranks(1, 2, 3)
 @on_devices
-def test_edits_of_state_are_those_of_resident_state(ctx: RankContext, device: str) -> None:
-    with everything_is_far(device):
+def test_edits_of_offloaded_state_take_effect(ctx: RankContext, device: str) -> None:
+    with force_offload(device):
         for dtype, masters in ((torch.float32, False), (torch.bfloat16, True)):
             pair = Pair(device, dtype=dtype, masters=masters, partition=FlatShards())
             pair.train(ctx, 2)
@@ -207,13 +207,13 @@ def test_edits_of_state_are_those_of_resident_state(ctx: RankContext, device: st
                 if "step" in run.optimizer.state[first]:
                     run.optimizer.state[first]["step"].zero_()
             pair.train(ctx, 2)
-            assert_at_home(pair.offloaded)
+            assert_state_on_host(pair.offloaded)
 
 
 @ranks(1, 2)
 @on_devices
-def test_what_was_changed_by_hand_is_what_is_updated(ctx: RankContext, device: str) -> None:
-    with everything_is_far(device):
+def test_edits_of_params_take_effect(ctx: RankContext, device: str) -> None:
+    with force_offload(device):
         pair = Pair(device, dtype=torch.bfloat16, masters=True)
         pair.train(ctx, 2)
         for run in (pair.resident, pair.offloaded):
@@ -224,8 +224,8 @@ def test_what_was_changed_by_hand_is_what_is_updated(ctx: RankContext, device: s
 
 @ranks(1, 2)
 @on_devices
-def test_parameters_without_gradients_stay_as_they_are(ctx: RankContext, device: str) -> None:
-    with everything_is_far(device):
+def test_params_without_grads_stay_unchanged(ctx: RankContext, device: str) -> None:
+    with force_offload(device):
         pair = Pair(device)
         pair.train(ctx, 1)
         for run in (pair.resident, pair.offloaded):
@@ -239,7 +239,7 @@ def test_parameters_without_gradients_stay_as_they_are(ctx: RankContext, device:
         pair.train(ctx, 2)
 
 
-class Counting(optim.AdamW):
+class CountsSteps(optim.AdamW):
     """Counts its steps beside its state, and warms up by that count."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
@@ -256,16 +256,16 @@ class Counting(optim.AdamW):
 
 @ranks(1, 2)
 @on_devices
-def test_many_pieces_are_one_step(ctx: RankContext, device: str) -> None:
-    OPTIMIZERS["Counting"] = (Counting, {})
-    with everything_is_far(device):
+def test_bucketwise_updates_count_as_one_step(ctx: RankContext, device: str) -> None:
+    OPTIMIZERS["Counting"] = (CountsSteps, {})
+    with force_offload(device):
         pair = Pair(device, "Counting")
         pair.train(ctx, 3)
         assert [run.optimizer.inner_optimizers[0].count for run in (pair.offloaded, pair.resident)] == [3, 3]  # type: ignore[attr-defined]
         assert [group["steps"] for group in pair.offloaded.optimizer.param_groups] == [3]
 
 
-class CountingInTensors(optim.SGD):
+class CountsStepsInTensors(optim.SGD):
     """Counts its steps in tensors: on itself, in its state, in a group."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
@@ -283,7 +283,7 @@ class CountingInTensors(optim.SGD):
         return None
 
 
-class Replacing(optim.Optimizer):
+class ReplacesStateTensors(optim.Optimizer):
     """Has a new tensor for its state after each step, and lists of tensors, and is slow to read the old one."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
@@ -304,10 +304,10 @@ class Replacing(optim.Optimizer):
 
 @ranks(1, 2)
 @on_devices
-@sampled("factory", [CountingInTensors, Replacing])
-def test_what_optimizers_may_do_with_tensors(ctx: RankContext, device: str, factory: Any) -> None:
+@sampled("factory", [CountsStepsInTensors, ReplacesStateTensors])
+def test_optimizers_may_count_in_tensors_and_replace_state(ctx: RankContext, device: str, factory: Any) -> None:
     OPTIMIZERS[factory.__name__] = (factory, {})
-    with everything_is_far(device), warnings.catch_warnings():
+    with force_offload(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what has state of its own shape is sharded by whole parameters
         pair = Pair(device, factory.__name__, partition=None)
         pair.train(ctx, 3)
@@ -319,13 +319,13 @@ def test_what_optimizers_may_do_with_tensors(ctx: RankContext, device: str, fact
 @ranks(1, 2)
 @on_devices
 @sampled("masters", [False, True])
-def test_quantized_state_loads_beside_masters_that_rest_elsewhere(
+def test_quantized_state_loads_with_offloaded_master_weights(
     ctx: RankContext, device: str, masters: bool, tmp_path: Path
 ) -> None:
     quantized = pytest.importorskip("torchao.optim").AdamW8bit
     OPTIMIZERS["quantized"] = (quantized, {"lr": 0.01, "block_size": 16})
     dtype = torch.bfloat16 if masters else torch.float32
-    with everything_is_far(device), torch.compiler.set_stance("force_eager"):
+    with force_offload(device), torch.compiler.set_stance("force_eager"):
         first, second = (Pair(device, "quantized", dtype=dtype, masters=masters) for _ in range(2))
         first.train(ctx, 2)
         checkpoint.save(tmp_path, step=2, model=first.offloaded.model, optimizer=first.offloaded.optimizer)
@@ -336,8 +336,8 @@ def test_quantized_state_loads_beside_masters_that_rest_elsewhere(
 
 
 @ranks(2)
-def test_a_host_without_memory_loses_no_update(ctx: RankContext) -> None:
-    with everything_is_far("cpu"):
+def test_host_out_of_memory_loses_no_update(ctx: RankContext) -> None:
+    with force_offload("cpu"):
         pair = Pair("cpu", dtype=torch.bfloat16, masters=True)
         run, room, calls = pair.offloaded, HostTransfer.allocate, [0]
 
@@ -347,7 +347,7 @@ def test_a_host_without_memory_loses_no_update(ctx: RankContext) -> None:
                 raise MemoryError("no pinned memory")
             return room(host, *args)
 
-        run.backward(ctx).backward()  # type: ignore[no-untyped-call]
+        run.compute_loss(ctx).backward()  # type: ignore[no-untyped-call]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(HostTransfer, "allocate", scarce)
             with pytest.raises(Exception, match="no pinned memory"):
@@ -360,15 +360,15 @@ def test_a_host_without_memory_loses_no_update(ctx: RankContext) -> None:
                 assert_same(precise.bfloat16(), memory.param_view(piece))
         run.optimizer.zero_grad()
         run.train(ctx, 2)
-        assert_at_home(run)
+        assert_state_on_host(run)
 
 
 @ranks(1, 2)
 @on_devices
 @sampled("masters", [False, True])
-def test_state_goes_and_comes_through_every_door(ctx: RankContext, device: str, masters: bool, tmp_path: Path) -> None:
+def test_state_dict_and_checkpoint_round_trip(ctx: RankContext, device: str, masters: bool, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if masters else torch.float32
-    with everything_is_far(device):
+    with force_offload(device):
         first = Pair(device, dtype=dtype, masters=masters)
         first.train(ctx, 3)
         whole = first.offloaded.optimizer.full_state_dict()
@@ -380,7 +380,7 @@ def test_state_goes_and_comes_through_every_door(ctx: RankContext, device: str, 
         for run in (second.resident, second.offloaded):
             checkpoint.load(folder, model=run.model, optimizer=run.optimizer)
             run.steps = first.resident.steps
-        assert_at_home(second.offloaded)
+        assert_state_on_host(second.offloaded)
         second.check()
         second.train(ctx, 2)
         first.train(ctx, 2)
@@ -389,8 +389,8 @@ def test_state_goes_and_comes_through_every_door(ctx: RankContext, device: str, 
 
 @ranks(1, 2)
 @on_devices
-def test_a_loaded_dict_stays_in_host_memory(ctx: RankContext, device: str) -> None:
-    with everything_is_far(device):
+def test_loaded_state_stays_in_host_memory(ctx: RankContext, device: str) -> None:
+    with force_offload(device):
         first, second = Pair(device), Pair(device)
         first.train(ctx, 3)
         loaded: list[Any] = [first.resident.optimizer.full_state_dict()]
@@ -399,72 +399,72 @@ def test_a_loaded_dict_stays_in_host_memory(ctx: RankContext, device: str) -> No
             run.model.load_state_dict(first.resident.model.state_dict())
             run.optimizer.load_state_dict(loaded[0])
             run.steps = first.resident.steps
-        assert {value.device.type for value in large(second.offloaded.optimizer)} == {"cpu"}
+        assert {value.device.type for value in large_state_tensors(second.offloaded.optimizer)} == {"cpu"}
         second.train(ctx, 2)
-        assert_at_home(second.offloaded)
+        assert_state_on_host(second.offloaded)
 
 
 @ranks(1, 2)
 @on_devices
 def test_state_can_be_saved_before_the_first_step(ctx: RankContext, device: str) -> None:
-    with everything_is_far(device):
+    with force_offload(device):
         pair = Pair(device, dtype=torch.bfloat16, masters=True)
         pair.check()
         part = pair.offloaded.optimizer.sharded_state_dict()["state"]
         found = [it.local for state in part.values() for it in state.values() if isinstance(it, ShardTensor)]
         assert {"exp_avg", "master_weights"} <= {key for state in part.values() for key in state}
         assert {value.device.type for value in found} == {"cpu"}
-        assert {value.untyped_storage().data_ptr() for value in found} <= HOMES
-        assert not large(pair.offloaded.optimizer)  # the dict has it, the optimizer does not keep it
+        assert {value.untyped_storage().data_ptr() for value in found} <= HOST_STORAGES
+        assert not large_state_tensors(pair.offloaded.optimizer)  # the dict has it, the optimizer does not keep it
         pair.train(ctx, 2)
 
 
 @ranks(2)
 @on_devices
-def test_a_step_that_fails_brings_everything_home(ctx: RankContext, device: str) -> None:
-    with everything_is_far(device):
+def test_failed_step_moves_all_state_back_to_host(ctx: RankContext, device: str) -> None:
+    with force_offload(device):
         pair = Pair(device)
         pair.train(ctx, 2)
         run = pair.offloaded
-        run.backward(ctx).backward()  # type: ignore[no-untyped-call]
-        fails = _failing_once(run.optimizer.optim, after=1) if ctx.rank == 1 else None
+        run.compute_loss(ctx).backward()  # type: ignore[no-untyped-call]
+        fails = _register_failing_hook(run.optimizer.optim, after=1) if ctx.rank == 1 else None
         with pytest.raises(Exception, match="no more"):
             run.optimizer.step()
         assert fails is None or fails.called
-        assert_at_home(run)
+        assert_state_on_host(run)
         run.optimizer.zero_grad()
         run.train(ctx, 1)
 
 
-class _Failing:
+class _FailingHook:
     def __init__(self, after: int) -> None:
-        self.left, self.called = after, False
+        self.remaining_calls, self.called = after, False
 
     def __call__(self, *_: Any) -> None:
-        self.left -= 1
-        if self.left < 0 and not self.called:
+        self.remaining_calls -= 1
+        if self.remaining_calls < 0 and not self.called:
             self.called = True
             raise RuntimeError("no more")
 
 
-def _failing_once(optimizer: optim.Optimizer, after: int) -> _Failing:
+def _register_failing_hook(optimizer: optim.Optimizer, after: int) -> _FailingHook:
     """In the middle of a step: some buckets have been updated, others are on their way in."""
-    hook = _Failing(after)
+    hook = _FailingHook(after)
     optimizer.register_step_pre_hook(hook)
     return hook
 
 
 @ranks(1, 2)
 @on_devices
-def test_closures_and_scalers(ctx: RankContext, device: str) -> None:
-    with everything_is_far(device):
+def test_closure_and_grad_scaler(ctx: RankContext, device: str) -> None:
+    with force_offload(device):
         pair = Pair(device)
         losses = []
         for run in (pair.resident, pair.offloaded):
 
             def closure(run: Run = run) -> torch.Tensor:
                 run.optimizer.zero_grad()
-                loss = run.backward(ctx)
+                loss = run.compute_loss(ctx)
                 loss.backward()  # type: ignore[no-untyped-call]
                 return loss
 
@@ -472,7 +472,7 @@ def test_closures_and_scalers(ctx: RankContext, device: str) -> None:
             scaler = GradScaler(device, init_scale=256.0)
             for _ in range(2):
                 run.optimizer.zero_grad()
-                scaler.scale(run.backward(ctx)).backward()  # type: ignore[no-untyped-call]
+                scaler.scale(run.compute_loss(ctx)).backward()  # type: ignore[no-untyped-call]
                 scaler.step(run.optimizer)
                 scaler.update()
         assert_same(losses[1], losses[0])
@@ -480,7 +480,7 @@ def test_closures_and_scalers(ctx: RankContext, device: str) -> None:
 
 
 @ranks(1, 2)
-def test_where_it_has_no_effect_it_says_so(ctx: RankContext) -> None:
+def test_warns_where_offload_has_no_effect(ctx: RankContext) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = Run("cpu", "AdamW", torch.float32, ZeroConfig(offload=CPUOffload()))
@@ -489,4 +489,4 @@ def test_where_it_has_no_effect_it_says_so(ctx: RankContext) -> None:
     ]
     run.train(ctx, 2)
     with pytest.raises(ConfigError, match=r"offload=...\) needs partition=FlatShards\(\)"):
-        ZeroRedundancyOptimizer(net("cpu").parameters(), optim.AdamW, config=ZeroConfig(offload=CPUOffload()))
+        ZeroRedundancyOptimizer(make_model("cpu").parameters(), optim.AdamW, config=ZeroConfig(offload=CPUOffload()))

@@ -22,11 +22,11 @@ from tests.support.optimizers import (
     version_of,
 )
 
-SECONDS = 60.0
-FAST = ["torch.optim.AdamW", "torch.optim.Muon", "torchao.optim.AdamW8bit", "schedulefree.AdamWScheduleFree"]
-FAST += ["pytorch_optimizer.SOAP", "prodigyopt.Prodigy"]
-NUMBERS = [
-    pytest.param(number, id=case.title, marks=() if case.title in FAST else pytest.mark.slow)
+TIMEOUT_S = 60.0
+FAST_CASES = ["torch.optim.AdamW", "torch.optim.Muon", "torchao.optim.AdamW8bit", "schedulefree.AdamWScheduleFree"]
+FAST_CASES += ["pytorch_optimizer.SOAP", "prodigyopt.Prodigy"]
+CASE_PARAMS = [
+    pytest.param(number, id=case.title, marks=() if case.title in FAST_CASES else pytest.mark.slow)
     for number, case in enumerate(CASES)
 ]
 
@@ -37,20 +37,20 @@ def reports() -> dict[str, Report]:
     return {}
 
 
-def body(ctx: RankContext, number: int, folder: Path) -> Report:
+def run_case(ctx: RankContext, number: int, folder: Path) -> Report:
     return try_out(ctx, CASES[number], folder)
 
 
-@pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.parametrize("number", NUMBERS)
-def test_it_does_what_it_does_alone_or_is_refused(
+@pytest.mark.timeout(2 * TIMEOUT_S)
+@pytest.mark.parametrize("number", CASE_PARAMS)
+def test_sharded_optimizer_equals_plain_or_is_rejected(
     rank_pool: RankPool, reports: dict[str, Report], number: int, tmp_path: Path
 ) -> None:
     case = CASES[number]
     if version_of(case.package) is None:
         pytest.skip(f"{case.package} is not installed")
     try:
-        first, *others = rank_pool.run(body, 3, SECONDS, {"number": number, "folder": tmp_path})
+        first, *others = rank_pool.run(run_case, 3, TIMEOUT_S, {"number": number, "folder": tmp_path})
     except RankFailures as failures:
         raise pytest.fail.Exception(str(failures), pytrace=False) from None
     assert others == [first] * 2
@@ -58,7 +58,7 @@ def test_it_does_what_it_does_alone_or_is_refused(
     reports[case.title] = first
 
 
-def test_the_page_says_so(reports: dict[str, Report]) -> None:
+def test_docs_page_is_up_to_date(reports: dict[str, Report]) -> None:
     """Of packages that are installed, in the versions that the page speaks of."""
     complete = [it for it in packages() if all(case.title in reports for case in cases_of(it))]
     made = {package: section(package, reports) for package in complete}

@@ -73,7 +73,7 @@ SOME_OPTIMIZERS: list[tuple[Callable[..., Optimizer], dict[str, Any]]] = [
     (partial(torch.optim.Adam, amsgrad=True), {"lr": 0.01}),
     (Lion, {}),
 ]
-short = partial(mlp, 3)
+short_mlp = partial(mlp, 3)
 BOTH_HOOKS = [Setup(interleaved=False), Setup(interleaved=True, shard_buckets=True)]
 
 
@@ -93,7 +93,7 @@ def test_equals_ddp_with_the_plain_optimizer(ctx: RankContext) -> None:
 def test_any_optimizer_with_any_groups(ctx: RankContext) -> None:
     for setup in BOTH_HOOKS:
         for optimizer_class, defaults in SOME_OPTIMIZERS:
-            twins = DdpTwins(setup, short, optimizer_class, read=two_groups, **defaults)
+            twins = DdpTwins(setup, short_mlp, optimizer_class, read=two_groups, **defaults)
             twins.train(5)
             for ours, theirs in zip(twins.zero.param_groups, twins.plain.param_groups, strict=True):
                 assert [ours[key] for key in theirs if key != "params"] == [
@@ -102,9 +102,9 @@ def test_any_optimizer_with_any_groups(ctx: RankContext) -> None:
 
 
 @ranks(1, 3)
-def test_learning_rate_schedules_are_honoured(ctx: RankContext) -> None:
+def test_lr_schedulers_are_applied(ctx: RankContext) -> None:
     for setup in BOTH_HOOKS:
-        twins = DdpTwins(setup, short, torch.optim.SGD, read=two_groups, lr=0.1, momentum=0.9)
+        twins = DdpTwins(setup, short_mlp, torch.optim.SGD, read=two_groups, lr=0.1, momentum=0.9)
         schedules = [
             OneCycleLR(twins.zero, max_lr=0.2, total_steps=12),
             OneCycleLR(twins.plain, max_lr=0.2, total_steps=12),
@@ -116,22 +116,22 @@ def test_learning_rate_schedules_are_honoured(ctx: RankContext) -> None:
         assert twins.zero.param_groups[0]["momentum"] != 0.9
 
 
-def partly_frozen() -> nn.Module:
+def make_partly_frozen() -> nn.Module:
     model = mlp(4)
     model[2].requires_grad_(False)
     return model
 
 
 @ranks(2, 3)
-def test_frozen_parameters(ctx: RankContext) -> None:
+def test_frozen_params(ctx: RankContext) -> None:
     for setup in BOTH_HOOKS:
-        DdpTwins(setup, partly_frozen, torch.optim.SGD, lr=0.1, weight_decay=0.1).train(5)
+        DdpTwins(setup, make_partly_frozen, torch.optim.SGD, lr=0.1, weight_decay=0.1).train(5)
 
 
 @ranks(1, 2, 3)
-def test_accumulation(ctx: RankContext) -> None:
+def test_grad_accumulation(ctx: RankContext) -> None:
     for setup in setups(static_graph=False, shard_buckets=True):
-        twins = DdpTwins(setup, short, torch.optim.AdamW, lr=0.01)
+        twins = DdpTwins(setup, short_mlp, torch.optim.AdamW, lr=0.01)
         for _ in range(4):
             twins.train(2, local=True)
             twins.train(1)
@@ -153,11 +153,11 @@ def double_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Te
 @pytest.mark.parametrize("hook", [fp16_compress_hook, bf16_hook, double_hook])
 def test_hooks_that_change_or_replace_the_bucket(ctx: RankContext, hook: Any) -> None:
     for setup in setups(hook=hook, static_graph=False, shard_buckets=False):
-        DdpTwins(setup, short, torch.optim.AdamW, lr=0.01).train(4)
+        DdpTwins(setup, short_mlp, torch.optim.AdamW, lr=0.01).train(4)
 
 
 @ranks(1, 2, 3, 4)
-def test_unused_parameters_are_left_alone(ctx: RankContext) -> None:
+def test_unused_params_are_not_updated(ctx: RankContext) -> None:
     for setup in setups(find_unused=True, static_graph=False):
         twins = DdpTwins(setup, Branches, torch.optim.AdamW, lr=0.01, weight_decay=0.5)
         before = twins.ddp.module.never.weight.clone()
@@ -166,38 +166,38 @@ def test_unused_parameters_are_left_alone(ctx: RankContext) -> None:
         assert not torch.equal(twins.ddp.module.sometimes.weight, twins.ddp.module.never.weight)
 
 
-def through_even_pass(model: nn.Module, number: int) -> torch.Tensor:
+def even_pass_loss(model: nn.Module, number: int) -> torch.Tensor:
     loss: torch.Tensor = model(batch(number), 0).square().mean()
     return loss
 
 
 @ranks(1, 2, 3)
-def test_unused_parameters_of_a_static_graph(ctx: RankContext) -> None:
+def test_unused_params_with_static_graph(ctx: RankContext) -> None:
     for find_unused in (False, True):
         for setup in setups(find_unused=find_unused, static_graph=True):
             twins = DdpTwins(setup, Branches, torch.optim.AdamW, lr=0.01, weight_decay=0.5)
-            twins.train(6, through_even_pass)
+            twins.train(6, even_pass_loss)
 
 
-class Mixed(nn.Module):
+class UnusualParams(nn.Module):
     """Strides that are not contiguous, a tied weight, parameters of no elements and of no dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 2)
         self.conv.weight.data = self.conv.weight.data.to(memory_format=torch.channels_last)
-        self.turned = nn.Parameter(torch.randn(5, 4).t())
-        self.gappy = nn.Parameter(torch.randn(4, 10)[:, ::2])
+        self.transposed = nn.Parameter(torch.randn(5, 4).t())
+        self.strided = nn.Parameter(torch.randn(4, 10)[:, ::2])
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.empty = nn.Parameter(torch.empty(0, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.conv(x).mean((2, 3)) @ self.turned @ self.turned.t() @ self.gappy
+        hidden = self.conv(x).mean((2, 3)) @ self.transposed @ self.transposed.t() @ self.strided
         output: torch.Tensor = hidden * self.scale + self.empty.sum()
         return output
 
 
-def of_images(model: nn.Module, number: int) -> torch.Tensor:
+def image_loss(model: nn.Module, number: int) -> torch.Tensor:
     loss: torch.Tensor = model(batch(number).repeat(1, 2).view(4, 3, 2, 2)).square().mean()
     return loss
 
@@ -205,19 +205,19 @@ def of_images(model: nn.Module, number: int) -> torch.Tensor:
 @ranks(1, 2, 3)
 def test_any_shapes_and_strides(ctx: RankContext) -> None:
     for setup in setups(static_graph=False):
-        DdpTwins(setup, Mixed, torch.optim.SGD, lr=0.01, momentum=0.9).train(5, of_images)
+        DdpTwins(setup, UnusualParams, torch.optim.SGD, lr=0.01, momentum=0.9).train(5, image_loss)
 
 
 @ranks(1, 2, 3)
 @pytest.mark.parametrize("hook", [allreduce_hook, fp16_compress_hook, double_hook])
-def test_complex_parameters(ctx: RankContext, hook: Any) -> None:
+def test_complex_params(ctx: RankContext, hook: Any) -> None:
     for setup, dtype in product(
         setups(static_graph=False, shard_buckets=False, hook=hook), (torch.complex64, torch.complex128)
     ):
         DdpTwins(setup, partial(Complex, dtype), torch.optim.AdamW, lr=0.01).train(4, of_complex)
 
 
-class Words(nn.Module):
+class SparseEmbeddingModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.sparse = nn.EmbeddingBag(8, WIDTH, sparse=True)
@@ -228,17 +228,17 @@ class Words(nn.Module):
         return output
 
 
-def of_words(model: nn.Module, number: int) -> torch.Tensor:
+def embedding_loss(model: nn.Module, number: int) -> torch.Tensor:
     words = batch(number).abs().mul(10).long() % 8
     loss: torch.Tensor = model(words).square().mean()
     return loss
 
 
 @ranks(1, 2, 3)
-def test_sparse_gradients(ctx: RankContext) -> None:
+def test_sparse_grads(ctx: RankContext) -> None:
     for setup in setups():
-        twins = DdpTwins(setup, Words, torch.optim.SGD, lr=0.1)
-        twins.train(6, of_words)
+        twins = DdpTwins(setup, SparseEmbeddingModel, torch.optim.SGD, lr=0.1)
+        twins.train(6, embedding_loss)
 
 
 @ranks(1, 2)
@@ -260,7 +260,7 @@ class Checkpointed(nn.Module):
 
 
 @ranks(1, 2, 3, 4)
-def test_a_bucket_belongs_to_its_number_modulo_the_group_size(ctx: RankContext) -> None:
+def test_bucket_owner_is_its_index_modulo_group_size(ctx: RankContext) -> None:
     numbers: dict[int, int] = {}
 
     def recording_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -275,7 +275,7 @@ def test_a_bucket_belongs_to_its_number_modulo_the_group_size(ctx: RankContext) 
 
 
 @ranks(2, 3)
-def test_shared_buckets_are_divided_by_whole_parameters(ctx: RankContext) -> None:
+def test_shard_buckets_splits_buckets_at_param_boundaries(ctx: RankContext) -> None:
     twins = DdpTwins(Setup(shard_buckets=True), partial(mlp, 6), torch.optim.SGD, lr=0.1)
     twins.train(3)
     loads = twins.zero.layout.numel_per_rank(trainable=True)
@@ -286,7 +286,7 @@ def test_shared_buckets_are_divided_by_whole_parameters(ctx: RankContext) -> Non
 
 @ranks(1, 2)
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_when_buckets_are_updated(ctx: RankContext, interleaved: bool) -> None:
+def test_interleaving_decides_when_buckets_are_updated(ctx: RankContext, interleaved: bool) -> None:
     """How many of the buckets before it are already updated when a bucket is handed over."""
     seen: list[int] = []
     handed: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -310,9 +310,9 @@ def test_when_buckets_are_updated(ctx: RankContext, interleaved: bool) -> None:
 
 
 @ranks(1, 2)
-def test_functional_classes_stand_for_their_plain_twins(ctx: RankContext) -> None:
+def test_functional_optimizers_map_to_plain_ones(ctx: RankContext) -> None:
     for plain, functional in functional_optim_map.items():
-        twins = DdpTwins(Setup(), short, plain, overlapped_class=functional, lr=0.01)
+        twins = DdpTwins(Setup(), short_mlp, plain, overlapped_class=functional, lr=0.01)
         assert type(twins.zero.optim) is plain
         twins.train(4)
         with pytest.raises(ValueError, match="overlap_with_ddp"):
@@ -320,7 +320,7 @@ def test_functional_classes_stand_for_their_plain_twins(ctx: RankContext) -> Non
 
 
 @ranks(1, 2)
-def test_what_does_not_go_together(ctx: RankContext) -> None:
+def test_incompatible_options_raise_or_warn(ctx: RankContext) -> None:
     ddp = Setup().wrap(mlp())
     ready = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     for make in (hook_with_zero_step, hook_with_zero_step_interleaved):
@@ -331,7 +331,7 @@ def test_what_does_not_go_together(ctx: RankContext) -> None:
 
 
 @ranks(1, 2)
-def test_step_does_nothing_but_say_so(ctx: RankContext) -> None:
+def test_step_does_nothing_but_warn(ctx: RankContext) -> None:
     twins = DdpTwins(Setup(), mlp, torch.optim.SGD, lr=0.1)
     for _ in range(4):
         twins.train(1)
@@ -343,7 +343,7 @@ def test_step_does_nothing_but_say_so(ctx: RankContext) -> None:
 
 
 @ranks(1, 2)
-def test_what_is_fixed_under_overlap(ctx: RankContext) -> None:
+def test_adding_groups_or_freezing_params_is_rejected(ctx: RankContext) -> None:
     twins = DdpTwins(Setup(), mlp, torch.optim.SGD, lr=0.1)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="cannot be added"):
@@ -358,9 +358,9 @@ def test_what_is_fixed_under_overlap(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_a_parameter_thawed_on_one_rank_is_found_in_backward(ctx: RankContext) -> None:
+def test_unfreezing_on_one_rank_raises_in_backward(ctx: RankContext) -> None:
     for setup in BOTH_HOOKS:
-        twins = DdpTwins(setup, partly_frozen, torch.optim.SGD, lr=0.1)
+        twins = DdpTwins(setup, make_partly_frozen, torch.optim.SGD, lr=0.1)
         twins.train(3)
         thawed = next(param for param in twins.ddp.parameters() if not param.requires_grad)
         thawed.requires_grad_(ctx.rank == 0)
@@ -372,9 +372,9 @@ def test_a_parameter_thawed_on_one_rank_is_found_in_backward(ctx: RankContext) -
 
 
 @ranks(1, 2, 3)
-def test_checkpoints(ctx: RankContext) -> None:
+def test_state_dict_round_trip(ctx: RankContext) -> None:
     for setup in (Setup(), Setup(interleaved=True, shard_buckets=True, static_graph=True)):
-        twins, fresh = (DdpTwins(setup, short, torch.optim.AdamW, read=two_groups, lr=0.01) for _ in range(2))
+        twins, fresh = (DdpTwins(setup, short_mlp, torch.optim.AdamW, read=two_groups, lr=0.01) for _ in range(2))
         for _ in range(setup.warmup):
             for call in (twins.zero.state_dict, twins.zero.consolidate_state_dict, twins.zero.full_state_dict):
                 with pytest.raises(RuntimeError, match=f"after {setup.warmup} of them"):
@@ -394,14 +394,14 @@ def test_checkpoints(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_a_step_that_fails_on_one_rank_is_raised_on_all_out_of_backward(ctx: RankContext) -> None:
+def test_failed_step_raises_from_backward_on_all_ranks(ctx: RankContext) -> None:
     for setup in setups(static_graph=False, shard_buckets=False):
-        twins = DdpTwins(setup, short, torch.optim.SGD, lr=0.1, momentum=0.9)
+        twins = DdpTwins(setup, short_mlp, torch.optim.SGD, lr=0.1, momentum=0.9)
         twins.train(4)
         failing = ctx.world_size - 1
         with pytest.MonkeyPatch.context() as patch:
             if ctx.rank == failing:
-                patch.setattr(twins.zero.optim, "step", fail)
+                patch.setattr(twins.zero.optim, "step", raise_arithmetic_error)
             with pytest.raises((ArithmeticError, RankFailedError), match="out of cheese") as caught:
                 torch.autograd.backward(regression(twins.ddp, 0))
         assert caught.type is (ArithmeticError if ctx.rank == failing else RankFailedError)
@@ -409,24 +409,24 @@ def test_a_step_that_fails_on_one_rank_is_raised_on_all_out_of_backward(ctx: Ran
         twins.train(3)
 
 
-def fail(*args: Any) -> None:
+def raise_arithmetic_error(*args: Any) -> None:
     raise ArithmeticError("out of cheese")
 
 
 @ranks(1, 2, 3)
-def test_an_optimizer_of_some_of_the_parameters(ctx: RankContext) -> None:
+def test_optimizer_over_some_params_only(ctx: RankContext) -> None:
     for setup in BOTH_HOOKS:
         for layer in ("0", "4", "8"):
-            read = partial(parameters_of, layer)
+            read = partial(layer_parameters, layer)
             DdpTwins(setup, mlp, torch.optim.AdamW, read=read, lr=0.01).train(4)
 
 
-def parameters_of(layer: str, model: nn.Module) -> Iterable[nn.Parameter]:
+def layer_parameters(layer: str, model: nn.Module) -> Iterable[nn.Parameter]:
     return model.get_submodule(layer).parameters()
 
 
 @ranks(1, 2)
-def test_parameters_that_ddp_does_not_reduce(ctx: RankContext) -> None:
+def test_params_not_reduced_by_ddp_are_rejected(ctx: RankContext) -> None:
     ddp, foreign = Setup().wrap(mlp()), nn.Parameter(torch.zeros(3))
     zero = ZeroRedundancyOptimizer([*ddp.parameters(), foreign], torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
     Setup().connect(ddp, zero)

@@ -20,9 +20,9 @@ from tests.recorded.modes import MODES, Training, compute_loss
 from tests.support import RankContext, ranks
 
 STEPS = 4
-KEPT_BY_DDP = ("overlap hook", "overlap hook, interleaved")
+KEPT_ALIVE_BY_DDP = ("overlap hook", "overlap hook, interleaved")
 """The hook makes all steps, so a script need not keep the optimizer."""
-at_two_ranks = pytest.mark.parametrize("name", [name for name in MODES if 2 in MODES[name].world_sizes])
+two_rank_modes = pytest.mark.parametrize("name", [name for name in MODES if 2 in MODES[name].world_sizes])
 
 
 @contextmanager
@@ -35,20 +35,20 @@ def no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def watch(training: Training) -> list[weakref.ref[Any]]:
+def make_weak_refs(training: Training) -> list[weakref.ref[Any]]:
     """The optimizer and all tensors of its state."""
     state = [value for entry in training.optimizer.state.values() for value in entry.values()]
     return [weakref.ref(it) for it in [training.optimizer, *state] if not isinstance(it, (int, float))]
 
 
-def drop_optimizer(name: str) -> None:
+def check_optimizer_is_freed(name: str) -> None:
     with no_garbage_collection(), MODES[name].training() as training:
         training.train(STEPS)
         training.values()
-        watched, model, net = watch(training), training.model, training.net
+        watched, model, net = make_weak_refs(training), training.model, training.net
         del training
         assert len(watched) > 1
-        if name in KEPT_BY_DDP:
+        if name in KEPT_ALIVE_BY_DDP:
             assert all(it() is not None for it in watched)
             del net
         assert [it() for it in watched] == [None] * len(watched)
@@ -57,19 +57,19 @@ def drop_optimizer(name: str) -> None:
 
 
 @ranks(2)
-@at_two_ranks
-def test_dropping_the_last_reference_frees_it_at_once(ctx: RankContext, name: str) -> None:
+@two_rank_modes
+def test_dropping_the_last_reference_frees_the_optimizer(ctx: RankContext, name: str) -> None:
     """And not when the garbage collector runs, which is at another time on each rank."""
-    drop_optimizer(name)
+    check_optimizer_is_freed(name)
 
 
 @pytest.mark.slow
 @ranks(4)
-def test_dropping_the_last_reference_to_a_hybrid_one_frees_it_at_once(ctx: RankContext) -> None:
-    drop_optimizer("hybrid")
+def test_dropping_the_last_reference_frees_a_hybrid_optimizer(ctx: RankContext) -> None:
+    check_optimizer_is_freed("hybrid")
 
 
-class WithoutOurs(pickle.Unpickler):
+class NoZeroshardUnpickler(pickle.Unpickler):
     """Refuses classes and functions of ours."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -77,7 +77,7 @@ class WithoutOurs(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def assert_nothing_of_ours(value: object) -> None:
+def assert_no_zeroshard_objects(value: object) -> None:
     """In all that can be reached from it through instances."""
     seen, waiting = {id(value)}, [value]
     while waiting:
@@ -93,17 +93,17 @@ def assert_nothing_of_ours(value: object) -> None:
 def check_copies(model: nn.Module) -> None:
     copied = copy.deepcopy(model)  # before anything else waits for parameters in flight
     expected = {key: value.clone() for key, value in model.state_dict().items()}
-    restored = WithoutOurs(io.BytesIO(pickle.dumps(model))).load()
-    WithoutOurs(io.BytesIO(pickle.dumps(copied))).load()
+    restored = NoZeroshardUnpickler(io.BytesIO(pickle.dumps(model))).load()
+    NoZeroshardUnpickler(io.BytesIO(pickle.dumps(copied))).load()
     for it in (copied, restored):
-        assert_nothing_of_ours(it)
+        assert_no_zeroshard_objects(it)
         assert all(torch.equal(value, expected[key]) for key, value in it.state_dict().items())
         torch.autograd.backward(compute_loss(it, 0))
         it.zero_grad()
         assert all(param.grad is None for param in it.parameters())
 
 
-def copy_model(name: str) -> None:
+def check_model_copies(name: str) -> None:
     """With parameters in flight, with gradients in flight, and after a second optimizer has superseded the first."""
     with MODES[name].training() as training:
         training.train(STEPS)
@@ -112,7 +112,7 @@ def copy_model(name: str) -> None:
         check_copies(training.model)
         if training.net is training.model:
             with pytest.raises(AssertionError):
-                assert_nothing_of_ours(training.model)
+                assert_no_zeroshard_objects(training.model)
             training.optimizer.zero_grad()
             again = MODES[name].build(training.model)
             with pytest.raises(RuntimeError, match="another optimizer was made by shard"):
@@ -122,12 +122,12 @@ def copy_model(name: str) -> None:
 
 
 @ranks(2)
-@at_two_ranks
-def test_copies_of_a_model_contain_nothing_of_ours(ctx: RankContext, name: str) -> None:
-    copy_model(name)
+@two_rank_modes
+def test_model_copies_contain_no_zeroshard_objects(ctx: RankContext, name: str) -> None:
+    check_model_copies(name)
 
 
 @pytest.mark.slow
 @ranks(4)
-def test_copies_of_a_hybrid_model_contain_nothing_of_ours(ctx: RankContext) -> None:
-    copy_model("hybrid")
+def test_hybrid_model_copies_contain_no_zeroshard_objects(ctx: RankContext) -> None:
+    check_model_copies("hybrid")

@@ -17,10 +17,10 @@ from zeroshard.comm.gloo import GlooTransport
 from zeroshard.comm.process_group import Group
 from zeroshard.config import Reduce
 
-LENGTH = 1000
+SHARD_NUMEL = 1000
 
 
-def in_short_pieces() -> GlooTransport:
+def make_small_chunk_transport() -> GlooTransport:
     """A way in which a slice takes many rows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gloo, "CHUNK_ROW_BYTES", 128)
@@ -28,28 +28,28 @@ def in_short_pieces() -> GlooTransport:
         return GlooTransport(Group(), Reduce())
 
 
-def shards_for(ranks: int, length: int = LENGTH) -> list[Span]:
+def make_shards(world_size: int, numel: int = SHARD_NUMEL) -> list[Span]:
     """The last is shorter."""
-    return [Span(rank * length, (rank + 1) * length - 7 * (rank == ranks - 1)) for rank in range(ranks)]
+    return [Span(rank * numel, (rank + 1) * numel - 7 * (rank == world_size - 1)) for rank in range(world_size)]
 
 
-def flats_of(ranks: int, turn: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    numel = shards_for(ranks)[-1].stop
-    seeds = [torch.Generator().manual_seed(10 * turn + rank) for rank in range(ranks)]
+def make_flat_grads(world_size: int, step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    numel = make_shards(world_size)[-1].stop
+    seeds = [torch.Generator().manual_seed(10 * step + rank) for rank in range(world_size)]
     return [torch.randn(numel, generator=seed).to(dtype) for seed in seeds]
 
 
-def receivers() -> list[threading.Thread]:
+def list_reduce_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "zeroshard-receiver"]
 
 
 @ranks(2, 3, 4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_many_pieces_make_the_same_sum(ctx: RankContext, dtype: torch.dtype) -> None:
+def test_chunked_reduces_in_flight_give_exact_averages(ctx: RankContext, dtype: torch.dtype) -> None:
     """Of several slices under way at once, each in more rows than are received at once."""
-    made, shards = in_short_pieces(), shards_for(ctx.world_size)
+    made, shards = make_small_chunk_transport(), make_shards(ctx.world_size)
     mine = shards[ctx.rank]
-    turns = [flats_of(ctx.world_size, turn, dtype) for turn in range(3)]
+    turns = [make_flat_grads(ctx.world_size, turn, dtype) for turn in range(3)]
     sums = [torch.empty(mine.length, dtype=dtype) for _ in turns]
     share = 1 / ctx.world_size
     arriving = [
@@ -62,10 +62,10 @@ def test_many_pieces_make_the_same_sum(ctx: RankContext, dtype: torch.dtype) -> 
 
 
 @ranks(2, 4)
-def test_what_is_received_takes_little_memory(ctx: RankContext) -> None:
-    made, shards = in_short_pieces(), shards_for(ctx.world_size)
+def test_receive_buffers_stay_small(ctx: RankContext) -> None:
+    made, shards = make_small_chunk_transport(), make_shards(ctx.world_size)
     for turn in range(3):
-        flat, into = flats_of(ctx.world_size, turn)[ctx.rank], torch.empty(shards[ctx.rank].length)
+        flat, into = make_flat_grads(ctx.world_size, turn)[ctx.rank], torch.empty(shards[ctx.rank].length)
         made.reduce_scatter(flat, shards, into, 1.0).wait()
     rooms = made._reduce_thread._free_buffers
     assert 0 < len(rooms) <= gloo.MAX_ROWS_IN_FLIGHT
@@ -73,9 +73,9 @@ def test_what_is_received_takes_little_memory(ctx: RankContext) -> None:
 
 
 @ranks(2)
-def test_a_rank_that_lags_is_told_from_one_that_sent(ctx: RankContext) -> None:
-    made, shards = GlooTransport(Group(), Reduce()), shards_for(2)
-    flats, into = flats_of(2, 0), torch.empty(shards[ctx.rank].length)
+def test_reduce_is_not_ready_before_slow_rank_sends(ctx: RankContext) -> None:
+    made, shards = GlooTransport(Group(), Reduce()), make_shards(2)
+    flats, into = make_flat_grads(2, 0), torch.empty(shards[ctx.rank].length)
     if ctx.rank == 1:
         dist.barrier()  # the other has sent, and waited in vain
     arriving = made.reduce_scatter(flats[ctx.rank], shards, into, 0.5)
@@ -87,27 +87,27 @@ def test_a_rank_that_lags_is_told_from_one_that_sent(ctx: RankContext) -> None:
 
 
 @ranks(2)
-def test_the_thread_lives_as_long_as_there_is_something_to_receive(ctx: RankContext) -> None:
-    made, shards = GlooTransport(Group(), Reduce()), shards_for(2)
+def test_reduce_thread_ends_when_nothing_is_pending(ctx: RankContext) -> None:
+    made, shards = GlooTransport(Group(), Reduce()), make_shards(2)
     for turn in range(3):
-        flat, into = flats_of(2, turn)[ctx.rank], torch.empty(shards[ctx.rank].length)
+        flat, into = make_flat_grads(2, turn)[ctx.rank], torch.empty(shards[ctx.rank].length)
         if ctx.rank == 1:
             dist.barrier()
         arriving = made.reduce_scatter(flat, shards, into, 0.5)
         if ctx.rank == 0:
-            assert len(receivers()) == 1
+            assert len(list_reduce_threads()) == 1
             dist.barrier()
         arriving.wait()
-        for thread in receivers():
+        for thread in list_reduce_threads():
             thread.join(30)
-        assert not receivers()
+        assert not list_reduce_threads()
 
 
 @ranks(2)
-def test_a_failure_is_raised_by_every_wait(ctx: RankContext) -> None:
+def test_connection_failure_is_raised_by_every_wait(ctx: RankContext) -> None:
     """Also of those that had begun before, and of those that begin later; none waits for ever."""
-    made, shards = in_short_pieces(), shards_for(2)
-    flat, into = flats_of(2, 0)[ctx.rank], torch.empty(shards[ctx.rank].length)
+    made, shards = make_small_chunk_transport(), make_shards(2)
+    flat, into = make_flat_grads(2, 0)[ctx.rank], torch.empty(shards[ctx.rank].length)
     made.reduce_scatter(flat, shards, into, 0.5).wait()
     dist.barrier()
     if ctx.rank == 1:
@@ -123,10 +123,10 @@ def test_a_failure_is_raised_by_every_wait(ctx: RankContext) -> None:
 
 @ranks(2)
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float64, torch.float32)])
-def test_several_dtypes_under_way_at_once(ctx: RankContext, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    made, shards = in_short_pieces(), shards_for(2)
+def test_reduces_of_several_dtypes_in_flight(ctx: RankContext, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    made, shards = make_small_chunk_transport(), make_shards(2)
     mine = shards[ctx.rank]
-    turns = [flats_of(2, turn, dtype) for turn, dtype in enumerate(dtypes * 2)]
+    turns = [make_flat_grads(2, turn, dtype) for turn, dtype in enumerate(dtypes * 2)]
     sums = [torch.empty(mine.length, dtype=flats[0].dtype) for flats in turns]
     arriving = [
         made.reduce_scatter(flats[ctx.rank], shards, into, 0.5) for flats, into in zip(turns, sums, strict=True)

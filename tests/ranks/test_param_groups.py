@@ -14,12 +14,15 @@ from tests.support.monitoring import recorded
 from tests.support.oracles import ShardTwins, Twins, assert_same, left_as_it_was, set_grads, some_configs
 from zeroshard import RankFailedError, RankMismatchError, ZeroConfig, ZeroRedundancyOptimizer, shard
 
-VIEWS: tuple[dict[str, Any], ...] = ({"parameters_as_bucket_view": False}, {"parameters_as_bucket_view": True})
-ADAM: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.01}
-Group = dict[str, Any]
+BUCKET_VIEW_OPTIONS: tuple[dict[str, Any], ...] = (
+    {"parameters_as_bucket_view": False},
+    {"parameters_as_bucket_view": True},
+)
+ADAMW_OPTIONS: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.01}
+ParamGroup = dict[str, Any]
 
 
-def many_layers() -> nn.Sequential:
+def make_deep_model() -> nn.Sequential:
     """One of them is frozen."""
     torch.manual_seed(0)
     layers = [nn.Linear(3 + place % 4, 2 + place % 3) for place in range(12)]
@@ -27,31 +30,33 @@ def many_layers() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def first_layer(model: nn.Module) -> list[nn.Parameter]:
+def first_layer_params(model: nn.Module) -> list[nn.Parameter]:
     return list(model.get_submodule("0").parameters())
 
 
-def later_groups(model: nn.Module) -> list[Group]:
+def remaining_groups(model: nn.Module) -> list[ParamGroup]:
     """A group a layer, with options of its own, and an empty one."""
     layers = list(model.children())[1:]
-    groups: list[Group] = [{"params": layer.parameters(), "lr": 0.02 * n} for n, layer in enumerate(layers, 1)]
+    groups: list[ParamGroup] = [{"params": layer.parameters(), "lr": 0.02 * n} for n, layer in enumerate(layers, 1)]
     return [*groups, {"params": []}]
 
 
-def one_by_one(zero: ZeroRedundancyOptimizer, groups: list[Group]) -> None:
+def add_one_by_one(zero: ZeroRedundancyOptimizer, groups: list[ParamGroup]) -> None:
     for group in groups:
         zero.add_param_group(group)
 
 
 @ranks(1, 2, 3)
-def test_adding_groups_at_once_equals_adding_them_one_by_one(ctx: RankContext) -> None:
-    for zero_only in VIEWS:
+def test_add_param_groups_equals_adding_one_by_one(ctx: RankContext) -> None:
+    for zero_only in BUCKET_VIEW_OPTIONS:
         sides = []
-        for add in (one_by_one, ZeroRedundancyOptimizer.add_param_groups):
-            twins = Twins(optim.AdamW, model=many_layers, handed=first_layer, zero_only=zero_only, **ADAM)
+        for add in (add_one_by_one, ZeroRedundancyOptimizer.add_param_groups):
+            twins = Twins(
+                optim.AdamW, model=make_deep_model, handed=first_layer_params, zero_only=zero_only, **ADAMW_OPTIONS
+            )
             twins.train(2)
-            add(twins.zero, later_groups(twins.model))
-            for group in later_groups(twins.plain_model):
+            add(twins.zero, remaining_groups(twins.model))
+            for group in remaining_groups(twins.plain_model):
                 twins.plain.add_param_group(group)
             twins.train(3)
             sides.append(twins)
@@ -62,7 +67,7 @@ def test_adding_groups_at_once_equals_adding_them_one_by_one(ctx: RankContext) -
 
 @some_configs
 @ranks(1, 2, 3)
-def test_groups_of_a_sharded_model_are_added_at_once(ctx: RankContext, config: ZeroConfig) -> None:
+def test_add_param_groups_to_sharded_model_equals_plain_optimizer(ctx: RankContext, config: ZeroConfig) -> None:
     def some(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         return list(model.named_parameters())[-2:]
 
@@ -73,7 +78,7 @@ def test_groups_of_a_sharded_model_are_added_at_once(ctx: RankContext, config: Z
         for param in params:
             param.grad = None
         names = {id(param): name for name, param in twins.plain_model.named_parameters()}
-        groups: list[Group] = [{"params": [param], "lr": 0.01 * n} for n, param in enumerate(params, 1)]
+        groups: list[ParamGroup] = [{"params": [param], "lr": 0.01 * n} for n, param in enumerate(params, 1)]
         if side.optimizer is twins.zero:
             twins.zero.add_param_groups(iter(groups))
         else:
@@ -84,7 +89,7 @@ def test_groups_of_a_sharded_model_are_added_at_once(ctx: RankContext, config: Z
     twins.train(3)
 
 
-def failing_groups() -> Iterator[Group]:
+def failing_groups() -> Iterator[ParamGroup]:
     yield {"params": [nn.Parameter(torch.ones(2))]}
     raise OSError("no further group")
 
@@ -94,54 +99,60 @@ def failing_params() -> Iterator[nn.Parameter]:
     raise OSError("no further parameter")
 
 
-Spoil = Callable[[nn.Module, list[Group]], Any]
-SPOILED: list[tuple[type[Exception], str, Spoil]] = [
+MakeInvalidGroups = Callable[[nn.Module, list[ParamGroup]], Any]
+INVALID_GROUPS: list[tuple[type[Exception], str, MakeInvalidGroups]] = [
     (ValueError, "'params'", lambda _, groups: [groups[0], {"lr": 0.1}, *groups[1:]]),
-    (ValueError, "more than one", lambda model, groups: [*groups[:2], {"params": first_layer(model)}, *groups[2:]]),
-    (ValueError, "share memory", lambda _, groups: [*groups, {"params": [nn.Parameter(first_tensor(groups).data)]}]),
+    (
+        ValueError,
+        "more than one",
+        lambda model, groups: [*groups[:2], {"params": first_layer_params(model)}, *groups[2:]],
+    ),
+    (ValueError, "share memory", lambda _, groups: [*groups, {"params": [nn.Parameter(first_param(groups).data)]}]),
     (OSError, "no further group", lambda *_: failing_groups()),
     (OSError, "no further parameter", lambda _, groups: [*groups[:2], {"params": failing_params()}]),
     (TypeError, "list of param groups", lambda _, groups: groups[0]),
 ]
 
 
-def first_tensor(groups: list[Group]) -> torch.Tensor:
+def first_param(groups: list[ParamGroup]) -> torch.Tensor:
     groups[0]["params"] = list(groups[0]["params"])
     tensor: torch.Tensor = groups[0]["params"][0]
     return tensor
 
 
 @ranks(2, 3)
-def test_a_bad_group_among_good_ones_changes_nothing(ctx: RankContext) -> None:
+def test_invalid_group_leaves_optimizer_unchanged(ctx: RankContext) -> None:
     """Whether all ranks have it, or one."""
-    for zero_only in VIEWS:
-        twins = Twins(optim.AdamW, model=many_layers, handed=first_layer, zero_only=zero_only, **ADAM)
+    for zero_only in BUCKET_VIEW_OPTIONS:
+        twins = Twins(
+            optim.AdamW, model=make_deep_model, handed=first_layer_params, zero_only=zero_only, **ADAMW_OPTIONS
+        )
         twins.train(1)
         added = nn.ModuleList(list(twins.model.children())[1:])
         before = [dict(group) for group in twins.zero.param_groups]
         digest = twins.zero.layout.digest
-        for error, message, spoil in SPOILED:
+        for error, message, spoil in INVALID_GROUPS:
             for culprits in (range(ctx.world_size), [ctx.world_size - 1]):
-                groups = later_groups(twins.model)
+                groups = remaining_groups(twins.model)
                 mine = ctx.rank in culprits
                 with left_as_it_was(added), pytest.raises(error if mine else RankFailedError, match=message):
                     twins.zero.add_param_groups(spoil(twins.model, groups) if mine else groups)
                 assert_same(twins.zero.param_groups, before)
                 assert (len(twins.zero.optim.param_groups), twins.zero.layout.digest) == (1, digest)
         twins.train(1)
-        twins.zero.add_param_groups(later_groups(twins.model))
-        for group in later_groups(twins.plain_model):
+        twins.zero.add_param_groups(remaining_groups(twins.model))
+        for group in remaining_groups(twins.plain_model):
             twins.plain.add_param_group(group)
         twins.train(2)
 
 
 @ranks(2, 3)
-def test_a_bad_group_of_a_sharded_model_changes_nothing(ctx: RankContext) -> None:
+def test_invalid_group_leaves_sharded_model_unchanged(ctx: RankContext) -> None:
     for culprits in (range(ctx.world_size), [ctx.world_size - 1]):
-        for error, message, spoil in SPOILED:
-            model = many_layers()
-            zero = shard(model, optim.AdamW, params=dict(model[0].named_parameters()).items(), **ADAM)
-            *groups, _ = later_groups(model)  # torch refuses an empty group beside groups with names
+        for error, message, spoil in INVALID_GROUPS:
+            model = make_deep_model()
+            zero = shard(model, optim.AdamW, params=dict(model[0].named_parameters()).items(), **ADAMW_OPTIONS)
+            *groups, _ = remaining_groups(model)  # torch refuses an empty group beside groups with names
             mine = ctx.rank in culprits
             added = nn.ModuleList(list(model)[1:])
             with left_as_it_was(added), pytest.raises(error if mine else RankFailedError, match=message):
@@ -150,35 +161,35 @@ def test_a_bad_group_of_a_sharded_model_changes_nothing(ctx: RankContext) -> Non
 
 
 @ranks(2, 3)
-def test_ranks_that_add_other_groups_are_told(ctx: RankContext) -> None:
-    twins = Twins(optim.AdamW, model=many_layers, handed=first_layer, **ADAM)
-    groups = later_groups(twins.model)
+def test_ranks_adding_different_groups_are_reported(ctx: RankContext) -> None:
+    twins = Twins(optim.AdamW, model=make_deep_model, handed=first_layer_params, **ADAMW_OPTIONS)
+    groups = remaining_groups(twins.model)
     groups[2]["lr"] = 0.06 if ctx.rank == 0 else 0.5
     with pytest.raises(RankMismatchError, match=r"add_param_groups.*rank 0: [^;]*group 3 has lr=0\.06"):
         twins.zero.add_param_groups(groups)
-    group = later_groups(twins.model)[0]
+    group = remaining_groups(twins.model)[0]
     with pytest.raises(RankMismatchError, match="different calls"):
         twins.zero.add_param_group(group) if ctx.rank == 0 else twins.zero.add_param_groups([group])
     with pytest.raises(RankMismatchError, match="parameters in 1 group"):
-        twins.zero.add_param_groups([] if ctx.rank == 0 else later_groups(twins.model))
+        twins.zero.add_param_groups([] if ctx.rank == 0 else remaining_groups(twins.model))
     assert len(twins.zero.param_groups) == 1
     twins.zero.add_param_groups([])
     twins.train(1)
 
 
 @ranks(2, 3)
-def test_options_of_earlier_groups_are_compared_too(ctx: RankContext) -> None:
+def test_options_of_existing_groups_are_compared_across_ranks(ctx: RankContext) -> None:
     for option, value, found in (("lr", 0.5, r"lr=0\.5"), ("mode", "other", "mode='other'")):
-        twins = Twins(WithMode, model=many_layers, handed=first_layer, lr=0.1)
-        twins.zero.add_param_groups(later_groups(twins.model)[:3])
+        twins = Twins(SGDWithMode, model=make_deep_model, handed=first_layer_params, lr=0.1)
+        twins.zero.add_param_groups(remaining_groups(twins.model)[:3])
         if ctx.rank == 1:
             twins.zero.param_groups[2][option] = value
         with pytest.raises(RankMismatchError, match=rf"rank 1: group 2 has {found}"):
-            twins.zero.add_param_groups(later_groups(twins.model)[3:])
+            twins.zero.add_param_groups(remaining_groups(twins.model)[3:])
         assert len(twins.zero.param_groups) == 4
 
 
-class WithMode(optim.SGD):
+class SGDWithMode(optim.SGD):
     """An option that is a word."""
 
     def __init__(self, params: Any, lr: float) -> None:
@@ -192,12 +203,12 @@ class WithMode(optim.SGD):
 
 
 @ranks(2, 3)
-def test_any_number_of_groups_is_one_small_collective(ctx: RankContext) -> None:
-    for zero_only in VIEWS:
-        model = many_layers()
-        zero = ZeroRedundancyOptimizer(first_layer(model), optim.SGD, lr=0.1, **zero_only)
+def test_adding_any_number_of_groups_takes_one_collective(ctx: RankContext) -> None:
+    for zero_only in BUCKET_VIEW_OPTIONS:
+        model = make_deep_model()
+        zero = ZeroRedundancyOptimizer(first_layer_params(model), optim.SGD, lr=0.1, **zero_only)
         with recorded() as traffic:
-            zero.add_param_groups(later_groups(model))
+            zero.add_param_groups(remaining_groups(model))
         assert [name for name, _ in traffic] == ["all_reduce"]
         with recorded() as same_traffic:
             zero.add_param_groups([])
@@ -205,12 +216,12 @@ def test_any_number_of_groups_is_one_small_collective(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_a_step_sends_one_message_a_rank_however_groups_were_added(ctx: RankContext) -> None:
-    for zero_only in VIEWS:
-        for add in (one_by_one, ZeroRedundancyOptimizer.add_param_groups):
-            twins = Twins(optim.SGD, model=many_layers, handed=first_layer, zero_only=zero_only, lr=0.1)
-            add(twins.zero, later_groups(twins.model))
-            for group in later_groups(twins.plain_model):
+def test_step_sends_one_broadcast_per_rank_however_groups_were_added(ctx: RankContext) -> None:
+    for zero_only in BUCKET_VIEW_OPTIONS:
+        for add in (add_one_by_one, ZeroRedundancyOptimizer.add_param_groups):
+            twins = Twins(optim.SGD, model=make_deep_model, handed=first_layer_params, zero_only=zero_only, lr=0.1)
+            add(twins.zero, remaining_groups(twins.model))
+            for group in remaining_groups(twins.plain_model):
                 twins.plain.add_param_group(group)
             with recorded() as traffic:
                 twins.train(1)
@@ -218,11 +229,11 @@ def test_a_step_sends_one_message_a_rank_however_groups_were_added(ctx: RankCont
 
 
 @ranks(2, 3)
-def test_a_remote_update_of_packed_runs_counts_as_a_change_in_place(ctx: RankContext) -> None:
+def test_remote_update_bumps_param_versions(ctx: RankContext) -> None:
     """A graph from before the step must not go unnoticed."""
-    model = many_layers()
-    zero = ZeroRedundancyOptimizer(first_layer(model), optim.SGD, parameters_as_bucket_view=True, lr=0.1)
-    one_by_one(zero, [{"params": layer.parameters()} for layer in list(model)[1:]])
+    model = make_deep_model()
+    zero = ZeroRedundancyOptimizer(first_layer_params(model), optim.SGD, parameters_as_bucket_view=True, lr=0.1)
+    add_one_by_one(zero, [{"params": layer.parameters()} for layer in list(model)[1:]])
     graphs = [param.square().sum() for param in model.requires_grad_().parameters()]
     set_grads(model.parameters(), 0)
     zero.step()
@@ -232,13 +243,15 @@ def test_a_remote_update_of_packed_runs_counts_as_a_change_in_place(ctx: RankCon
 
 
 @ranks(2, 3)
-def test_memory_exchanged_before_a_group_is_added(ctx: RankContext) -> None:
+def test_param_data_replaced_before_adding_a_group(ctx: RankContext) -> None:
     """A parameter outside of its buffer comes back into it, whatever happens in between."""
-    for zero_only in VIEWS:
-        twins = Twins(optim.SGD, model=many_layers, handed=first_layer, zero_only=zero_only, lr=0.1, momentum=0.9)
+    for zero_only in BUCKET_VIEW_OPTIONS:
+        twins = Twins(
+            optim.SGD, model=make_deep_model, handed=first_layer_params, zero_only=zero_only, lr=0.1, momentum=0.9
+        )
         twins.train(1)
         for model, optimizer in twins.sides:
-            for param in first_layer(model):
+            for param in first_layer_params(model):
                 param.data = param.data * 0.5
             optimizer.add_param_group({"params": model[1].parameters()})
         twins.train(2)

@@ -112,7 +112,7 @@ CASES: dict[type[Optimizer], list[Options]] = {
 
 SHAPES: list[tuple[int, ...]] = [(4, 3), (7,), (), (2, 3, 2), (5, 5)]
 MATRICES: list[tuple[int, ...]] = [(4, 3), (2, 6), (1, 7), (5, 5)]
-SHAPES_OF: dict[type[Optimizer], list[tuple[int, ...]]] = {optim.Muon: MATRICES, optim.SparseAdam: MATRICES}
+SHAPES_BY_CLASS: dict[type[Optimizer], list[tuple[int, ...]]] = {optim.Muon: MATRICES, optim.SparseAdam: MATRICES}
 
 
 def make_params(shapes: list[tuple[int, ...]] = SHAPES) -> nn.ParameterList:
@@ -120,7 +120,7 @@ def make_params(shapes: list[tuple[int, ...]] = SHAPES) -> nn.ParameterList:
     return nn.ParameterList([torch.randn(shape) for shape in shapes])
 
 
-def in_groups(module: nn.Module) -> list[Options]:
+def make_groups(module: nn.Module) -> list[Options]:
     """Three groups, two of them too small for every rank to own something in them."""
     first, second, *others = module.parameters()
     return [{"params": [first], "lr": 0.03}, {"params": others}, {"params": second}]
@@ -136,7 +136,7 @@ def set_sparse_grads(params: Iterable[Tensor], step: int) -> None:
         param.grad = param.grad.to_sparse(1)
 
 
-def test_every_class_is_here() -> None:
+def test_all_torch_optimizers_are_covered() -> None:
     known = {getattr(optim, name) for name in optim.__all__}
     classes = {cls for cls in known if isinstance(cls, type) and issubclass(cls, Optimizer)}
     assert classes - set(CASES) == {Optimizer, optim.LBFGS}
@@ -144,38 +144,38 @@ def test_every_class_is_here() -> None:
 
 @pytest.mark.parametrize("cls", CASES, ids=lambda cls: cls.__name__)
 @ranks(1, 2, 3, 4)
-def test_equals_the_unsharded_optimizer(ctx: RankContext, cls: type[Optimizer]) -> None:
+def test_matches_unsharded_optimizer(ctx: RankContext, cls: type[Optimizer]) -> None:
     grads = set_sparse_grads if cls is optim.SparseAdam else set_grads
-    model = partial(make_params, SHAPES_OF.get(cls, SHAPES))
+    model = partial(make_params, SHAPES_BY_CLASS.get(cls, SHAPES))
     for options in CASES[cls]:
-        for bucket_view, handed in ((False, nn.Module.parameters), (True, in_groups)):
+        for bucket_view, handed in ((False, nn.Module.parameters), (True, make_groups)):
             zero_only = {"parameters_as_bucket_view": bucket_view}
             Twins(cls, model=model, handed=handed, zero_only=zero_only, **options).train(3, grads)
 
 
 @ranks(1, 2, 3, 4)
-def test_equals_it_in_the_other_settings(ctx: RankContext) -> None:
+def test_matches_unsharded_optimizer_with_swapped_settings(ctx: RankContext) -> None:
     for cls in (optim.SGD, optim.AdamW, optim.Rprop, optim.Adafactor):
-        for bucket_view, handed in ((True, nn.Module.parameters), (False, in_groups)):
+        for bucket_view, handed in ((True, nn.Module.parameters), (False, make_groups)):
             zero_only = {"parameters_as_bucket_view": bucket_view}
             Twins(cls, model=make_params, handed=handed, zero_only=zero_only).train(3)
 
 
 @ranks(1, 2, 3, 4)
-def test_equals_torchs_own_class(ctx: RankContext) -> None:
+def test_matches_torch_zero_redundancy_optimizer(ctx: RankContext) -> None:
     for bucket_view in (False, True):
         models = make_params(), make_params()
-        ours = ZeroRedundancyOptimizer(in_groups(models[0]), optim.AdamW, None, bucket_view, lr=0.1)
-        theirs = TorchZero(in_groups(models[1]), optim.AdamW, None, bucket_view, lr=0.1)
+        ours = ZeroRedundancyOptimizer(make_groups(models[0]), optim.AdamW, None, bucket_view, lr=0.1)
+        theirs = TorchZero(make_groups(models[1]), optim.AdamW, None, bucket_view, lr=0.1)
         for step in range(3):
             for model, optimizer in zip(models, (ours, theirs), strict=True):
                 set_grads(model.parameters(), step)
                 optimizer.step()  # type: ignore[attr-defined]
             assert_same(models[0].state_dict(), models[1].state_dict())
-        assert_same(_owned(models[0], ours.optim), _owned(models[1], theirs.optim))
+        assert_same(_state_of_owned_params(models[0], ours.optim), _state_of_owned_params(models[1], theirs.optim))
 
 
-def _owned(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def _state_of_owned_params(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The parameters that this rank updates, and their state."""
     return {name: optimizer.state[param] for name, param in model.named_parameters() if param in optimizer.state}
 
@@ -183,7 +183,7 @@ def _owned(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 # ---- what cannot be right, and how that is found out
 
 
-class Plain(Optimizer):
+class PlainSGD(Optimizer):
     """Gradient descent as people write it themselves."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
@@ -192,18 +192,18 @@ class Plain(Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            self.update(group, [param for param in group["params"] if param.grad is not None])
+            self.update_group(group, [param for param in group["params"] if param.grad is not None])
 
-    def update(self, group: Options, params: list[Tensor]) -> None:
+    def update_group(self, group: Options, params: list[Tensor]) -> None:
         for param in params:
-            param.sub_(self.direction(param) * group["lr"])
+            param.sub_(self.compute_direction(param) * group["lr"])
 
-    def direction(self, param: Tensor) -> Tensor:
+    def compute_direction(self, param: Tensor) -> Tensor:
         assert param.grad is not None
         return param.grad
 
 
-class Clipping(Plain):
+class Clipping(PlainSGD):
     """Couples all parameters by the norm of their gradients."""
 
     @torch.no_grad()
@@ -212,20 +212,20 @@ class Clipping(Plain):
         super().step()
 
 
-class SelfTuning(Plain):
+class SelfTuning(PlainSGD):
     """Couples the parameters of a group by a number that it learns from their gradients."""
 
-    def update(self, group: Options, params: list[Tensor]) -> None:
-        super().update(group, params)
-        group["lr"] *= 0.9 + 0.1 * sum(float(self.direction(param).abs().sum()) for param in params)
+    def update_group(self, group: Options, params: list[Tensor]) -> None:
+        super().update_group(group, params)
+        group["lr"] *= 0.9 + 0.1 * sum(float(self.compute_direction(param).abs().sum()) for param in params)
 
 
-class Noisy(Plain):
-    def direction(self, param: Tensor) -> Tensor:
-        return super().direction(param) + torch.randn_like(param) * random.random()
+class NoisySGD(PlainSGD):
+    def compute_direction(self, param: Tensor) -> Tensor:
+        return super().compute_direction(param) + torch.randn_like(param) * random.random()
 
 
-class Demanding(Plain):
+class RequiresStepArgument(PlainSGD):
     """Cannot be stepped without an argument that no one can guess."""
 
     def step(self, *, scale: float) -> None:  # type: ignore[override]
@@ -234,7 +234,7 @@ class Demanding(Plain):
         super().step()
 
 
-class Derived(optim.SGD):
+class StepsThroughBaseClass(optim.SGD):
     """Steps through its base class."""
 
     def step(self, closure: Any = None) -> Any:
@@ -242,7 +242,7 @@ class Derived(optim.SGD):
 
 
 @ranks(1, 2, 3, 4)
-def test_refuses_what_cannot_be_sharded(ctx: RankContext) -> None:
+def test_rejects_optimizers_that_cannot_be_sharded(ctx: RankContext) -> None:
     refused: list[tuple[Callable[..., Optimizer], str, Options]] = [
         (optim.LBFGS, "LBFGS cannot be sharded: its update of one parameter depends on the others", {}),
         (Clipping, "Clipping cannot be sharded: its update of one", {}),
@@ -266,9 +266,9 @@ def test_refuses_what_cannot_be_sharded(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3, 4)
-def test_takes_an_optimizer_that_draws_random_numbers(ctx: RankContext) -> None:
+def test_random_optimizer_gives_equal_params_on_all_ranks(ctx: RankContext) -> None:
     model = make_params()
-    zero = ZeroRedundancyOptimizer(model.parameters(), Noisy)
+    zero = ZeroRedundancyOptimizer(model.parameters(), NoisySGD)
     set_grads(model.parameters(), 0)
     torch.manual_seed(ctx.rank)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -279,9 +279,9 @@ def test_takes_an_optimizer_that_draws_random_numbers(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3, 4)
-def test_takes_an_optimizer_that_the_self_test_cannot_step(ctx: RankContext) -> None:
+def test_accepts_optimizer_that_the_probe_cannot_step(ctx: RankContext) -> None:
     for bucket_view in (False, True):
-        twins = Twins(Demanding, zero_only={"parameters_as_bucket_view": bucket_view})
+        twins = Twins(RequiresStepArgument, zero_only={"parameters_as_bucket_view": bucket_view})
         for step in range(2):
             for model, optimizer in twins.sides:
                 set_grads(model.parameters(), step)
@@ -290,7 +290,7 @@ def test_takes_an_optimizer_that_the_self_test_cannot_step(ctx: RankContext) -> 
 
 
 @ranks(2)
-def test_the_self_test_leaves_no_trace(ctx: RankContext) -> None:
+def test_probe_has_no_side_effects(ctx: RankContext) -> None:
     calls: list[str] = []
     register_optimizer_step_pre_hook(lambda *_: calls.append("before"))
     register_optimizer_step_post_hook(lambda *_: calls.append("after"))
@@ -298,7 +298,7 @@ def test_the_self_test_leaves_no_trace(ctx: RankContext) -> None:
     lr, params = torch.tensor(0.1), list(make_params(MATRICES))
     optim.SGD(params)  # from here on the class has hooks of its own
     filters, numbers, words = list(warnings.filters), torch.get_rng_state(), random.getstate()
-    for factory in (Noisy, partial(optim.Adam, lr=lr, amsgrad=True), optim.SparseAdam, Derived):
+    for factory in (NoisySGD, partial(optim.Adam, lr=lr, amsgrad=True), optim.SparseAdam, StepsThroughBaseClass):
         ZeroRedundancyOptimizer(params, factory)
     assert not calls
     assert list(warnings.filters) == filters

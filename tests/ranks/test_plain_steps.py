@@ -17,39 +17,39 @@ from tests.support import RankContext, ranks
 from tests.support.oracles import assert_same, mlp, regression, seeded, set_grads
 from zeroshard import FlatShards, ZeroConfig, ZeroRedundancyOptimizer, shard
 
-UPDATED = "step\\(\\) of a plain SGD has updated parameters of a {}"
-SGD: dict[str, Any] = {"optimizer_class": optim.SGD, "lr": 0.1}
+UPDATED_BY_PLAIN_STEP = "step\\(\\) of a plain SGD has updated parameters of a {}"
+SGD_OPTIONS: dict[str, Any] = {"optimizer_class": optim.SGD, "lr": 0.1}
 
 
-def drop_in(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(model.parameters(), **SGD, **options)
+def make_drop_in(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), **SGD_OPTIONS, **options)
 
 
 @contextmanager
-def no_warning() -> Iterator[None]:
+def assert_no_plain_step_warning() -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
     assert not [str(it.message) for it in caught if "of a plain" in str(it.message)]
 
 
-def flat_drop_in(model: nn.Module) -> ZeroRedundancyOptimizer:
-    return drop_in(model, config=ZeroConfig(partition=FlatShards()))
+def make_flat_drop_in(model: nn.Module) -> ZeroRedundancyOptimizer:
+    return make_drop_in(model, config=ZeroConfig(partition=FlatShards()))
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("make", [drop_in, flat_drop_in])
+@pytest.mark.parametrize("make", [make_drop_in, make_flat_drop_in])
 @pytest.mark.parametrize("first", ["plain", "zero"])
-def test_left_over_beside_the_drop_in(ctx: RankContext, make: Callable[[nn.Module], Any], first: str) -> None:
+def test_plain_step_beside_drop_in_warns_once(ctx: RankContext, make: Callable[[nn.Module], Any], first: str) -> None:
     model = seeded(mlp)
     plain, zero = optim.SGD(model.parameters(), lr=0.1), make(model)
     steps = [plain.step, zero.step] if first == "plain" else [zero.step, plain.step]
-    with pytest.warns(UserWarning, match=UPDATED.format("ZeroRedundancyOptimizer")) as caught:
-        take_turns(model, steps)
+    with pytest.warns(UserWarning, match=UPDATED_BY_PLAIN_STEP.format("ZeroRedundancyOptimizer")) as caught:
+        step_in_turn(model, steps)
     assert [it.filename for it in caught] == [__file__]
 
 
-def take_turns(model: nn.Module, steps: list[Callable[[], Any]]) -> None:
+def step_in_turn(model: nn.Module, steps: list[Callable[[], Any]]) -> None:
     for number in range(4):
         set_grads(model.parameters(), number)
         for step in steps:
@@ -57,26 +57,26 @@ def take_turns(model: nn.Module, steps: list[Callable[[], Any]]) -> None:
 
 
 @ranks(1, 2)
-def test_left_over_beside_shard(ctx: RankContext) -> None:
+def test_plain_step_after_sharded_step_warns_once(ctx: RankContext) -> None:
     model = seeded(mlp)
     plain = optim.SGD(model.parameters(), lr=0.1)
-    sharded = shard(model, **SGD, config=ZeroConfig(stage=1))
+    sharded = shard(model, **SGD_OPTIONS, config=ZeroConfig(stage=1))
     torch.autograd.backward(regression(model, 0))
     sharded.step()
-    with pytest.warns(UserWarning, match=UPDATED.format("ShardedOptimizer")):
+    with pytest.warns(UserWarning, match=UPDATED_BY_PLAIN_STEP.format("ShardedOptimizer")):
         plain.step()
-    with no_warning():
+    with assert_no_plain_step_warning():
         torch.autograd.backward(regression(model, 1))
         plain.step()
 
 
 @ranks(1, 2)
-def test_gradients_that_are_with_their_owners(ctx: RankContext) -> None:
+def test_plain_step_on_sharded_grads_raises(ctx: RankContext) -> None:
     """A plain step in the place of the sharded one finds placeholders instead of gradients."""
     model = seeded(mlp)
     plain = optim.SGD(model.parameters(), lr=0.1)
-    sharded = shard(model, **SGD, config=ZeroConfig(stage=2))
-    with no_warning():
+    sharded = shard(model, **SGD_OPTIONS, config=ZeroConfig(stage=2))
+    with assert_no_plain_step_warning():
         plain.step()  # before any backward pass
         torch.autograd.backward(regression(model, 0))
         sharded.step()
@@ -84,32 +84,32 @@ def test_gradients_that_are_with_their_owners(ctx: RankContext) -> None:
             plain.step()
 
 
-class Wrapper(optim.Optimizer):
+class AccumulatingWrapper(optim.Optimizer):
     """Steps another optimizer every other time, as those that accumulate gradients do."""
 
-    def __init__(self, inside: optim.Optimizer) -> None:
-        super().__init__(inside.param_groups, {})
-        self.inside, self.calls = inside, 0
+    def __init__(self, inner: optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.calls = inner, 0
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.calls += 1
         if self.calls % 2 == 0:
-            self.inside.step(closure)
+            self.inner.step(closure)
 
 
-class Nested(optim.Optimizer):
+class NestedSGD(optim.Optimizer):
     """Made of another one."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
-        self.inside = optim.SGD(self.param_groups, lr=lr)
+        self.inner = optim.SGD(self.param_groups, lr=lr)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.inside.param_groups = self.param_groups
-        self.inside.step(closure)
+        self.inner.param_groups = self.param_groups
+        self.inner.step(closure)
 
 
-def two_of_them(model: nn.Module, make: Any) -> None:
+def two_models(model: nn.Module, make: Any) -> None:
     first, second = make(model), make(seeded(mlp))
     for number in range(2):
         set_grads(model.parameters(), number)
@@ -117,19 +117,19 @@ def two_of_them(model: nn.Module, make: Any) -> None:
         second.step()
 
 
-def two_for_one_model(model: nn.Module, make: Any) -> None:
+def two_drop_ins_on_one_model(model: nn.Module, make: Any) -> None:
     del make
-    (first, second) = (drop_in(model) for _ in range(2))
+    (first, second) = (make_drop_in(model) for _ in range(2))
     for number in range(2):
         set_grads(model.parameters(), number)
         first.step()
         second.step()
 
 
-def superseded(model: nn.Module, make: Any) -> None:
+def superseded_optimizer(model: nn.Module, make: Any) -> None:
     """Also where the former one is still there, and the latter is gone."""
     former = make(model)
-    latter = shard(model, **SGD)
+    latter = shard(model, **SGD_OPTIONS)
     torch.autograd.backward(regression(model, 0))
     latter.step()
     del latter
@@ -149,7 +149,7 @@ def schedulers(model: nn.Module, make: Any) -> None:
         of_inner.step()
 
 
-def averages(model: nn.Module, make: Any) -> None:
+def averaged_model(model: nn.Module, make: Any) -> None:
     optimizer, average = make(model), AveragedModel(model)
     of_average = optim.SGD(average.parameters(), lr=0.1)
     for each in (model, average):
@@ -159,7 +159,7 @@ def averages(model: nn.Module, make: Any) -> None:
     of_average.step()
 
 
-def other_parameters(model: nn.Module, make: Any) -> None:
+def plain_optimizer_on_other_params(model: nn.Module, make: Any) -> None:
     sharded, other = make(model), nn.Parameter(torch.zeros(3))
     other.grad = torch.ones(3)
     plain = optim.SGD([other], lr=0.1)
@@ -169,22 +169,22 @@ def other_parameters(model: nn.Module, make: Any) -> None:
     assert_same(other.detach(), torch.full((3,), -0.1))
 
 
-def wrapped(model: nn.Module, make: Any) -> None:
-    optimizer = Wrapper(make(model))
+def wrapped_optimizer(model: nn.Module, make: Any) -> None:
+    optimizer = AccumulatingWrapper(make(model))
     for number in range(4):
         set_grads(model.parameters(), number)
         optimizer.step()
 
 
-def nested(model: nn.Module, make: Any) -> None:
+def nested_optimizer(model: nn.Module, make: Any) -> None:
     del make
-    zero = ZeroRedundancyOptimizer(model.parameters(), Nested, lr=0.1)
+    zero = ZeroRedundancyOptimizer(model.parameters(), NestedSGD, lr=0.1)
     for number in range(2):
         set_grads(model.parameters(), number)
         zero.step()
 
 
-def one_after_the_other(model: nn.Module, make: Any) -> None:
+def plain_optimizer_afterwards(model: nn.Module, make: Any) -> None:
     """A plain optimizer goes on where the drop-in, or one that is gone, has ended."""
     before = make(model)
     set_grads(model.parameters(), 0)
@@ -198,13 +198,13 @@ def one_after_the_other(model: nn.Module, make: Any) -> None:
         plain.step()
 
 
-def without_gradients(model: nn.Module, make: Any) -> None:
+def plain_step_without_grads(model: nn.Module, make: Any) -> None:
     sharded = make(model)
     optim.SGD(model.parameters(), lr=0.1).step()
     del sharded
 
 
-def state_made_by_torch(model: nn.Module, make: Any) -> None:
+def state_initialized_by_torch(model: nn.Module, make: Any) -> None:
     """By a step with zeros."""
     sharded = make(model)
     plain = optim.AdamW(model.parameters())
@@ -212,28 +212,37 @@ def state_made_by_torch(model: nn.Module, make: Any) -> None:
     del sharded
 
 
-CORRECT: list[Callable[[nn.Module, Any], None]] = [
-    *(two_of_them, two_for_one_model, superseded, schedulers, averages, other_parameters, wrapped, nested),
-    *(one_after_the_other, without_gradients, state_made_by_torch),
+CORRECT_PROGRAMS: list[Callable[[nn.Module, Any], None]] = [
+    *(
+        two_models,
+        two_drop_ins_on_one_model,
+        superseded_optimizer,
+        schedulers,
+        averaged_model,
+        plain_optimizer_on_other_params,
+        wrapped_optimizer,
+        nested_optimizer,
+    ),
+    *(plain_optimizer_afterwards, plain_step_without_grads, state_initialized_by_torch),
 ]
 
 
-def keep_full(model: nn.Module) -> Any:
-    return shard(model, **SGD, config=ZeroConfig(stage=1))
+def make_zero1(model: nn.Module) -> Any:
+    return shard(model, **SGD_OPTIONS, config=ZeroConfig(stage=1))
 
 
 @ranks(1, 2)
 def test_correct_programs_get_no_warning(ctx: RankContext) -> None:
-    for make in (drop_in, flat_drop_in, keep_full, lambda model: shard(model, **SGD)):
-        for train in CORRECT:
-            with no_warning():
+    for make in (make_drop_in, make_flat_drop_in, make_zero1, lambda model: shard(model, **SGD_OPTIONS)):
+        for train in CORRECT_PROGRAMS:
+            with assert_no_plain_step_warning():
                 train(seeded(mlp), make)
 
 
 @ranks(1, 2)
-def test_other_optimizers_compile_as_before(ctx: RankContext) -> None:
+def test_global_step_hook_breaks_no_compiled_graph(ctx: RankContext) -> None:
     """Hooks that all optimizers have in common must not break a graph."""
-    zero = drop_in(seeded(mlp))
+    zero = make_drop_in(seeded(mlp))
     models = [seeded(mlp) for _ in range(2)]
     for model in models:
         set_grads(model.parameters(), 0)

@@ -33,13 +33,13 @@ from zeroshard.engine.grad_bucket import local_grad
 from zeroshard.planner import Network, Plan, plan
 from zeroshard.state.tensor_utils import inner_tensors, is_wrapper_subclass, map_tensors
 
-SMALL = FlatShards(bucket_bytes=1 << 16)
+SMALL_BUCKETS = FlatShards(bucket_bytes=1 << 16)
 MASTERS = torch.float32
 
 
-def net(dtype: torch.dtype = torch.float32, words: int = 300) -> nn.Sequential:
+def make_net(dtype: torch.dtype = torch.float32, vocab_size: int = 300) -> nn.Sequential:
     return nn.Sequential(
-        nn.Embedding(words, 40), nn.Linear(40, 133), nn.LayerNorm(133), nn.BatchNorm1d(133), nn.Linear(133, 7)
+        nn.Embedding(vocab_size, 40), nn.Linear(40, 133), nn.LayerNorm(133), nn.BatchNorm1d(133), nn.Linear(133, 7)
     ).to(dtype)
 
 
@@ -53,37 +53,37 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def state_bytes(states: Any) -> int:
     found: list[int] = []
 
-    def note(tensor: torch.Tensor) -> None:
+    def add_nbytes(tensor: torch.Tensor) -> None:
         parts = inner_tensors(tensor).values() if is_wrapper_subclass(tensor) else [tensor]
         found.extend(part.nbytes for part in parts)
 
-    map_tensors(states, note)
+    map_tensors(states, add_nbytes)
     return sum(found)
 
 
-class Found(NamedTuple):
+class MeasuredBytes(NamedTuple):
     """Bytes on a rank."""
 
     state: int
     gradients: int
-    masters: int
-    copies: int = 0
+    master_weights: int
+    snapshots: int = 0
 
 
-def most(found: Found) -> Found:
+def max_over_ranks(measured: MeasuredBytes) -> MeasuredBytes:
     """That of the rank with most."""
-    everyone: list[Found] = [found] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
+    everyone: list[MeasuredBytes] = [measured] * dist.get_world_size()
+    dist.all_gather_object(everyone, measured)
     return max(everyone, key=lambda it: (sum(it[:3]), it))
 
 
-def planned(model: nn.Module, classes: Any, config: ZeroConfig, **options: Any) -> Plan:
+def make_plan(model: nn.Module, classes: Any, config: ZeroConfig, **options: Any) -> Plan:
     return plan(model, classes, ranks=[dist.get_world_size()], config=config, device="cpu", **options)
 
 
-def check(model: nn.Module, classes: Any, config: ZeroConfig, **options: Any) -> ShardedOptimizer:
+def check_plan(model: nn.Module, classes: Any, config: ZeroConfig, **options: Any) -> ShardedOptimizer:
     """Each part on the rank that has most, within 1 %; parameters, slices and masters to the byte."""
-    before = planned(model, classes, config, **options)
+    before = make_plan(model, classes, config, **options)
     stage = 2 if config.stage != 1 else 1
     usage = before.estimate_for(f"zeroshard {stage}", dist.get_world_size()).memory
     optimizer = shard(model, classes, config=config, **options)
@@ -96,16 +96,16 @@ def check(model: nn.Module, classes: Any, config: ZeroConfig, **options: Any) ->
     )
     state = sum(state_bytes(it.state) for it in optimizer.inner_optimizers)
     copies = optimizer.peer_snapshots.bytes_sent if optimizer.peer_snapshots else 0
-    found = most(Found(state, gradient_bytes(optimizer, stage), masters, copies))
-    assert (usage.gradients, usage.masters) == (found.gradients, found.masters)
+    found = max_over_ranks(MeasuredBytes(state, gradient_bytes(optimizer, stage), masters, copies))
+    assert (usage.gradients, usage.masters) == (found.gradients, found.master_weights)
     assert usage.state == pytest.approx(found.state, rel=0.01)
     assert before.estimate_for(f"zeroshard {stage}", dist.get_world_size()).peer_checkpoint_bytes == pytest.approx(
-        found.copies, rel=0.01
+        found.snapshots, rel=0.01
     )
     return optimizer
 
 
-ROWS: dict[str, tuple[torch.dtype, ZeroConfig]] = {
+HYBRID_CASES: dict[str, tuple[torch.dtype, ZeroConfig]] = {
     "float32": (torch.float32, ZeroConfig()),
     "16 bits": (torch.bfloat16, ZeroConfig()),
     "masters": (torch.bfloat16, ZeroConfig(master_dtype=MASTERS)),
@@ -115,21 +115,23 @@ ROWS: dict[str, tuple[torch.dtype, ZeroConfig]] = {
 
 
 @ranks(2, 3, 4)
-@sampled("case", ROWS)
-def test_rows_of_ranks(ctx: RankContext, case: str) -> None:
-    dtype, config = ROWS[case]
+@sampled("case", HYBRID_CASES)
+def test_hybrid_memory_and_traffic_match_the_plan(ctx: RankContext, case: str) -> None:
+    dtype, config = HYBRID_CASES[case]
     for row in (it for it in (1, 2, 3) if ctx.world_size % it == 0):
-        model = net(dtype)
+        model = make_net(dtype)
         model[4].requires_grad_(False)
-        estimate = planned(model, AdamW, config, shard_group_size=row).estimate_for(method(config), ctx.world_size)
-        optimizer = check(model, AdamW, config, shard_group_size=row)
+        estimate = make_plan(model, AdamW, config, shard_group_size=row).estimate_for(
+            method_name(config), ctx.world_size
+        )
+        optimizer = check_plan(model, AdamW, config, shard_group_size=row)
         sent = torch.tensor(float(sum(it or 0 for it in optimizer.report().comm_volume)))
         dist.all_reduce(sent)
         # On the average of all ranks. Parts of a sum start at multiples, so that these are not to the byte.
         assert estimate.traffic.sent == pytest.approx(float(sent) / ctx.world_size, rel=0.01)
 
 
-def method(config: ZeroConfig) -> str:
+def method_name(config: ZeroConfig) -> str:
     return "zeroshard 2" if config.stage != 1 else "zeroshard 1"
 
 
@@ -152,66 +154,71 @@ def gradient_bytes(optimizer: ShardedOptimizer, stage: int) -> int:
         (RMSprop, {"centered": True}),
     ],
 )
-def test_parts_are_what_is_there(ctx: RankContext, optimizer_class: Any, options: dict[str, Any]) -> None:
-    check(net(), optimizer_class, ZeroConfig(), **options)
-    check(net(), optimizer_class, ZeroConfig(partition=SMALL, stage=1), **options)
+def test_memory_matches_the_plan(ctx: RankContext, optimizer_class: Any, options: dict[str, Any]) -> None:
+    check_plan(make_net(), optimizer_class, ZeroConfig(), **options)
+    check_plan(make_net(), optimizer_class, ZeroConfig(partition=SMALL_BUCKETS, stage=1), **options)
 
 
 @ranks(1, 2, 3, 4)
-def test_with_masters_and_frozen_parameters(ctx: RankContext) -> None:
-    for config in (ZeroConfig(master_dtype=MASTERS), ZeroConfig(master_dtype=MASTERS, partition=SMALL, stage=1)):
-        check(net(torch.bfloat16), AdamW, config)
-        model = net(torch.bfloat16)
+def test_memory_with_master_weights_and_frozen_params_matches_the_plan(ctx: RankContext) -> None:
+    for config in (
+        ZeroConfig(master_dtype=MASTERS),
+        ZeroConfig(master_dtype=MASTERS, partition=SMALL_BUCKETS, stage=1),
+    ):
+        check_plan(make_net(torch.bfloat16), AdamW, config)
+        model = make_net(torch.bfloat16)
         model[1].requires_grad_(False)
-        check(model, AdamW, config)
+        check_plan(model, AdamW, config)
 
 
 @ranks(2, 4)
-def test_classes_that_look_at_whole_parameters(ctx: RankContext) -> None:
+def test_memory_of_whole_param_optimizers_matches_the_plan(ctx: RankContext) -> None:
     rules = [ParamRule(matrix_params(exclude=["0"]), Muon, lr=0.02), ParamRule(remaining_params, AdamW, lr=1e-3)]
-    check(net(), rules, ZeroConfig())
+    check_plan(make_net(), rules, ZeroConfig())
     with pytest.warns(UserWarning, match="looks at whole parameters"):
-        check(net(), Adafactor, ZeroConfig())
-    check(net(), AdamW, ZeroConfig(partition=WholeParams()))
+        check_plan(make_net(), Adafactor, ZeroConfig())
+    check_plan(make_net(), AdamW, ZeroConfig(partition=WholeParams()))
 
 
 @ranks(2, 3)
-def test_second_copies(ctx: RankContext) -> None:
+def test_peer_checkpoint_memory_matches_the_plan(ctx: RankContext) -> None:
     """Whose messages also say what is in them, which counts in small models only."""
     copied = PeerCheckpoint(every=1)
-    check_copies(check(net(words=30_000), AdamW, ZeroConfig(peer_checkpoint=copied)))
-    check(net(torch.bfloat16, words=30_000), AdamW, ZeroConfig(peer_checkpoint=copied, master_dtype=MASTERS))
+    check_snapshots(check_plan(make_net(vocab_size=30_000), AdamW, ZeroConfig(peer_checkpoint=copied)))
+    check_plan(
+        make_net(torch.bfloat16, vocab_size=30_000), AdamW, ZeroConfig(peer_checkpoint=copied, master_dtype=MASTERS)
+    )
     crowded = PeerCheckpoint(every=1, failure_domain_size=2)  # of three ranks, the last keeps for two
-    check_copies(check(net(words=30_000), AdamW, ZeroConfig(peer_checkpoint=crowded)))
+    check_snapshots(check_plan(make_net(vocab_size=30_000), AdamW, ZeroConfig(peer_checkpoint=crowded)))
 
 
-def check_copies(optimizer: ShardedOptimizer) -> None:
+def check_snapshots(optimizer: ShardedOptimizer) -> None:
     """What they take when none is under way is half of what is planned for when one is."""
     assert optimizer._peer_checkpointer is not None
     optimizer._peer_checkpointer.wait()
     assert optimizer.peer_snapshots is not None
-    before = planned(optimizer._model, AdamW, optimizer._config).estimate_for("zeroshard 2", dist.get_world_size())
-    held = most(Found(optimizer.peer_snapshots.nbytes, 0, 0)).state
+    before = make_plan(optimizer._model, AdamW, optimizer._config).estimate_for("zeroshard 2", dist.get_world_size())
+    held = max_over_ranks(MeasuredBytes(optimizer.peer_snapshots.nbytes, 0, 0)).state
     assert before.memory.host == pytest.approx(2 * held, rel=0.01)
 
 
 @ranks(1)
-def test_quantized_state(ctx: RankContext) -> None:
+def test_quantized_state_matches_the_plan(ctx: RankContext) -> None:
     """Which cannot be measured on tensors without memory."""
     torchao = pytest.importorskip("torchao.optim")
     model = nn.Sequential(nn.Embedding(300, 512), nn.Linear(512, 512), nn.Linear(512, 8))
     with torch.compiler.set_stance("force_eager"):
-        check(model, torchao.AdamW8bit, ZeroConfig())
+        check_plan(model, torchao.AdamW8bit, ZeroConfig())
 
 
 @ranks(1, 2, 3, 4)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_peers_are_what_is_there(ctx: RankContext) -> None:
+def test_ddp_and_torch_zero_baselines_match_measured_memory(ctx: RankContext) -> None:
     """DDP with the plain optimizer, and the state of the fullest rank with torch's ZeRO and with the drop-in."""
     from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
-    model = net()
-    found = planned(model, AdamW, ZeroConfig())
+    model = make_net()
+    found = make_plan(model, AdamW, ZeroConfig())
     wrapped = DistributedDataParallel(model)
     plain = AdamW(model.parameters())
     train(wrapped, plain)
@@ -222,18 +229,18 @@ def test_peers_are_what_is_there(ctx: RankContext) -> None:
     for optimizer_class in (TorchZero, ZeroRedundancyOptimizer):
         sharded = optimizer_class(model.parameters(), AdamW)
         train(wrapped, sharded)
-        state = most(Found(state_bytes(sharded.optim.state), 0, 0)).state
+        state = max_over_ranks(MeasuredBytes(state_bytes(sharded.optim.state), 0, 0)).state
         assert found.estimate_for("torch ZeRO", ctx.world_size).memory.state == state
 
 
 @ranks(1, 2, 3, 4)
-def test_fsdp2_is_what_is_there(ctx: RankContext) -> None:
+def test_fsdp2_baseline_matches_measured_memory(ctx: RankContext) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 133), nn.Linear(133, 133), nn.Linear(133, 7))
-    usage = planned(model, AdamW, ZeroConfig()).estimate_for("FSDP2", ctx.world_size).memory
+    usage = make_plan(model, AdamW, ZeroConfig()).estimate_for("FSDP2", ctx.world_size).memory
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
@@ -241,14 +248,16 @@ def test_fsdp2_is_what_is_there(ctx: RankContext) -> None:
     model(torch.ones(2, 40)).square().mean().backward()
     optimizer.step()
     local = [it.to_local() for it in model.parameters() if isinstance(it, DTensor)]
-    assert usage.parameters == most(Found(0, 0, sum(it.nbytes for it in local))).masters
+    assert usage.parameters == max_over_ranks(MeasuredBytes(0, 0, sum(it.nbytes for it in local))).master_weights
     moments = [value for state in optimizer.state.values() for value in state.values()]
     inside = [it.to_local() if isinstance(it, DTensor) else it for it in moments]
-    assert usage.state == pytest.approx(most(Found(sum(it.nbytes for it in inside), 0, 0)).state, rel=0.01)
+    assert usage.state == pytest.approx(
+        max_over_ranks(MeasuredBytes(sum(it.nbytes for it in inside), 0, 0)).state, rel=0.01
+    )
 
 
-def test_a_second_copy_is_as_large_where_state_rests_in_host_memory() -> None:
-    model = net(torch.bfloat16)
+def test_peer_snapshot_size_is_the_same_with_offload() -> None:
+    model = make_net(torch.bfloat16)
     copied = ZeroConfig(peer_checkpoint=PeerCheckpoint(), master_dtype=MASTERS)
     here, away = (
         plan(model, AdamW, ranks=[4], config=it).estimate_for("zeroshard 2", 4)
@@ -258,13 +267,13 @@ def test_a_second_copy_is_as_large_where_state_rests_in_host_memory() -> None:
     assert away.memory.host == here.memory.host + here.memory.state + here.memory.masters
 
 
-def test_parameters_without_elements() -> None:
+def test_empty_params_can_be_planned() -> None:
     model = nn.ParameterList([torch.zeros(64, 64), torch.zeros(0, dtype=torch.float64)])
     for row in (None, 2):
         assert plan(model, AdamW, ranks=[4], shard_group_size=row).estimate_for("zeroshard 2", 4).memory.peak > 0
 
 
-def test_a_bandwidth_inside_of_rows() -> None:
+def test_bandwidth_within_shard_groups() -> None:
     """It is that of everybody, where all ranks are in one row; and of nobody without rows."""
     fast, slow = Network(50e9, 0, within=500e9), Network(50e9, 0)
     model = nn.Linear(1000, 1000)
@@ -279,12 +288,12 @@ def test_a_bandwidth_inside_of_rows() -> None:
         assert quick or one.method.startswith("zeroshard") or ratio == 1
 
 
-def test_options_that_belong_elsewhere() -> None:
+def test_config_options_passed_to_the_optimizer_are_rejected() -> None:
     with pytest.raises(ConfigError, match="overlap_param_gather=True is not an option of an optimizer class"):
         plan(nn.Linear(2, 2), AdamW, overlap_param_gather=True)
 
 
 @pytest.mark.parametrize("given", [{"bandwidth": 0}, {"bandwidth": math.nan}, {"within": 0}, {"latency": -1e-6}])
-def test_a_network_that_cannot_be(given: dict[str, float]) -> None:
+def test_invalid_network_is_rejected(given: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="bandwidths above 0 and a latency"):
         Network(**given)

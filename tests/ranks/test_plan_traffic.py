@@ -36,29 +36,29 @@ class Net(nn.Module):
         return torch.as_tensor(self.head(hidden))
 
 
-def under_ddp(model: Net) -> tuple[nn.Module, Optimizer]:
+def setup_ddp(model: Net) -> tuple[nn.Module, Optimizer]:
     return DistributedDataParallel(model), AdamW(model.parameters())
 
 
-def with_torch_zero(model: Net) -> tuple[nn.Module, Optimizer]:
+def setup_torch_zero(model: Net) -> tuple[nn.Module, Optimizer]:
     return DistributedDataParallel(model), TorchZero(model.parameters(), AdamW)
 
 
-def under_fsdp2(model: Net) -> tuple[nn.Module, Optimizer]:
+def setup_fsdp2(model: Net) -> tuple[nn.Module, Optimizer]:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     return model, AdamW(model.parameters())
 
 
-class Sent(NamedTuple):
+class SentTraffic(NamedTuple):
     """In bytes, on average of all ranks."""
 
     nbytes: int
     messages: int
 
 
-def seen(events: Any, world_size: int) -> Sent:
+def measure_traffic(events: Any, world_size: int) -> SentTraffic:
     """Of float32. What a rank sends of `whole` elements to gather or to scatter them is a part of (N - 1) / N."""
     wholes: list[int] = []
     scatters = any(event.name == "c10d::_reduce_scatter_base_" for event in events)
@@ -72,16 +72,16 @@ def seen(events: Any, world_size: int) -> Sent:
             wholes += [math.prod(shapes[0])]
         elif event.name == "gloo:all_reduce" and not scatters:  # gloo scatters by a sum of everything
             wholes += [math.prod(shapes[0])] * 2  # sums to their owners, and back
-    return Sent(sum(4 * whole * (world_size - 1) // world_size for whole in wholes), len(wholes))
+    return SentTraffic(sum(4 * whole * (world_size - 1) // world_size for whole in wholes), len(wholes))
 
 
 @ranks(2, 3)
 @pytest.mark.parametrize(
     ("name", "arranged"),
-    [("DDP", under_ddp), ("torch ZeRO", with_torch_zero), ("FSDP2", under_fsdp2)],
+    [("DDP", setup_ddp), ("torch ZeRO", setup_torch_zero), ("FSDP2", setup_fsdp2)],
     ids=["ddp", "zero", "fsdp2"],
 )
-def test_bytes_and_messages_of_peers(
+def test_baseline_traffic_matches_the_plan(
     ctx: RankContext, name: str, arranged: Callable[[Net], tuple[nn.Module, Optimizer]]
 ) -> None:
     expected = plan(Net(), AdamW, ranks=[ctx.world_size], device="cpu").estimate_for(name, ctx.world_size).traffic
@@ -97,6 +97,6 @@ def test_bytes_and_messages_of_peers(
         train()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
         train()
-    found = seen(profiled.events(), ctx.world_size)
+    found = measure_traffic(profiled.events(), ctx.world_size)
     assert found.messages == expected.messages
     assert found.nbytes == pytest.approx(expected.sent, rel=1e-3)  # each message rounds down by itself

@@ -19,7 +19,7 @@ from zeroshard.engine import probe
 
 
 @ranks(2, 3)
-def test_a_hit_on_one_rank_and_a_miss_on_another(ctx: RankContext) -> None:
+def test_cache_hit_on_one_rank_and_miss_on_another_send_the_same_messages(ctx: RankContext) -> None:
     """The same messages and the same numbers."""
     probe.clear_probe_cache()
     verbs = []
@@ -44,7 +44,7 @@ class AveragingSGD(SGD):
         return super().step(closure)
 
 
-FROM_ONE_TO_TWO = """
+SINGLE_RANK_THEN_TWO_RANKS_SCRIPT = """
 import os
 from datetime import timedelta
 import torch.distributed as dist
@@ -71,15 +71,15 @@ dist.destroy_process_group()
 
 
 @pytest.mark.timeout(180)
-def test_what_was_found_in_a_group_of_one_is_not_used_in_a_larger_one(tmp_path: Path) -> None:
+def test_single_rank_probe_result_is_not_reused_in_larger_group(tmp_path: Path) -> None:
     """Rank 0 was in such a group before. Were it used, rank 1 would wait for the messages of rank 0's probes."""
     script = tmp_path / "script.py"
-    script.write_text(FROM_ONE_TO_TWO)
+    script.write_text(SINGLE_RANK_THEN_TWO_RANKS_SCRIPT)
     assert torchrun(script, 2, tmp_path).splitlines() == ["built"] * 2
 
 
 @ranks(2, timeout=20)
-def test_an_optimizer_that_communicates_is_probed_by_all_ranks(ctx: RankContext) -> None:
+def test_optimizer_with_collectives_is_probed_on_all_ranks(ctx: RankContext) -> None:
     for _ in range(2):
         shard(mlp(), AveragingSGD, lr=0.1)
         if ctx.rank == 1:

@@ -10,23 +10,23 @@ from tests.programs.script import write_script
 from tests.programs.strategies import random_program
 from tests.support import RankPool
 
-FAST, SLOW = range(28), range(1000, 1150)
+FAST_SEEDS, SLOW_SEEDS = range(28), range(1000, 1150)
 """Seeds. `make programs` runs thousands of others."""
 
 
-def check(pool: RankPool, program: Program) -> None:
+def check_program(pool: RankPool, program: Program) -> None:
     verdict = run_program(pool, program)
     if verdict.is_failure:
         pytest.fail(f"{verdict.kind}\n{verdict.detail}\n\n{write_script(program)}", pytrace=False)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_some_programs_of_each_mode(rank_pool: RankPool, mode: str) -> None:
-    for seed in FAST[:: len(MODES)]:
-        check(rank_pool, random_program(seed, 2, [mode]))
+def test_random_programs_of_each_mode_match_ddp(rank_pool: RankPool, mode: str) -> None:
+    for seed in FAST_SEEDS[:: len(MODES)]:
+        check_program(rank_pool, random_program(seed, 2, [mode]))
 
 
-def test_unused_experts_between_passes_that_add_to_clipped_gradients(rank_pool: RankPool) -> None:
+def test_ddp_hook_with_unused_experts_and_passes_after_clipping(rank_pool: RankPool) -> None:
     """A bucket may be sent before DDP hands over one of its gradients, and writes it once more: no edit of the user."""
     clipped_pass = (Backward(), Clip("inf"))
     program = Program(
@@ -36,12 +36,12 @@ def test_unused_experts_between_passes_that_add_to_clipped_gradients(rank_pool: 
         optimizer=Optimizer("SGD", (("lr", 0.01),)),
         loop=(Backward((0, 2, 1)), Clip("inf"), *clipped_pass, *clipped_pass, Step(), ZeroGrad()),
     )
-    check(rank_pool, program)
+    check_program(rank_pool, program)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_many_programs(rank_pool: RankPool, ranks: int) -> None:
-    for seed in SLOW:
-        check(rank_pool, random_program(seed, ranks))
+def test_many_random_programs_match_ddp(rank_pool: RankPool, ranks: int) -> None:
+    for seed in SLOW_SEEDS:
+        check_program(rank_pool, random_program(seed, ranks))

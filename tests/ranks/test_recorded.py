@@ -40,20 +40,22 @@ def repeat_run(ctx: RankContext, name: str) -> None:
     with MODES[name].training() as training:
         training.train()
         found = {key: values.write_out(value) for key, value in training.values().items()}
-    compare(ctx, found, recorded["runs"][name], 0.0 if is_recorded else MODES[name].tolerance, recorded["environment"])
+    assert_matches_recording(
+        ctx, found, recorded["runs"][name], 0.0 if is_recorded else MODES[name].tolerance, recorded["environment"]
+    )
 
 
-def compare(
+def assert_matches_recording(
     ctx: RankContext,
     found: dict[str, str],
     expected: dict[str, str],
     tolerance: float = 0.0,
-    recorded_in: dict[str, str] | None = None,
+    recorded_environment: dict[str, str] | None = None,
 ) -> None:
     if ctx.rank:  # has the parameters alone
         expected = {key: expected[key] for key in found}
     differences = values.list_differences(found, expected, tolerance)
-    if recorded_in is not None and recorded_in["torch"] != torch.__version__:
+    if recorded_environment is not None and recorded_environment["torch"] != torch.__version__:
         # Versions of torch differ in which options an optimizer has.
         options = "optimizer.param_groups["
         differences = [it for it in differences if not (it.startswith(options) and it.endswith((" new", " missing")))]
@@ -62,19 +64,19 @@ def compare(
 
 @ranks(2)
 @pytest.mark.parametrize("name", [name for name in MODES if 2 in MODES[name].world_sizes])
-def test_a_run_at_two_ranks(ctx: RankContext, name: str) -> None:
+def test_recorded_run_repeats_on_two_ranks(ctx: RankContext, name: str) -> None:
     repeat_run(ctx, name)
 
 
 @ranks(4)
-def test_a_hybrid_run(ctx: RankContext) -> None:
+def test_recorded_hybrid_run_repeats(ctx: RankContext) -> None:
     repeat_run(ctx, "hybrid")
 
 
 @pytest.mark.slow
 @ranks(1, 3, 4)
 @pytest.mark.parametrize("name", [name for name in MODES if 2 in MODES[name].world_sizes])
-def test_a_run_at_other_world_sizes(ctx: RankContext, name: str) -> None:
+def test_recorded_run_repeats_at_other_world_sizes(ctx: RankContext, name: str) -> None:
     repeat_run(ctx, name)
 
 
@@ -82,7 +84,7 @@ def read_environment(ctx: RankContext) -> dict[str, str]:
     return environment()
 
 
-def test_how_runs_are_compared(rank_pool: RankPool) -> None:
+def test_warns_if_recorded_runs_are_compared_with_tolerance(rank_pool: RankPool) -> None:
     """Say so where it is not bit for bit."""
     recorded, (found,) = values.read(values.runs_file(2))["environment"], rank_pool.run(read_environment, 1)
     if recorded != found:
@@ -99,7 +101,7 @@ def folder(tmp_path: Path, name: str) -> Path:
     return tmp_path
 
 
-def forget(model: nn.Module) -> None:
+def overwrite_values(model: nn.Module) -> None:
     """Values that loading must replace."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -114,21 +116,21 @@ def change_options(training: Training) -> None:
 def load_checkpoint(ctx: RankContext, name: str, folder: Path) -> None:
     if name == "quantized state":
         pytest.importorskip("torchao.optim")
-    with loads_as(name, ctx.world_size).training(forget) as training, warnings.catch_warnings():
+    with loads_as(name, ctx.world_size).training(overwrite_values) as training, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # random states of other ranks stay unused
         change_options(training)
         loaded = checkpoint.load(folder, **training.parts())
-        compare(ctx, training.digests(), values.read(values.checkpoint_file(name, "json")))
+        assert_matches_recording(ctx, training.digests(), values.read(values.checkpoint_file(name, "json")))
         count = saved_by(name)
         assert (loaded.step, loaded.world_size) == (SAVED_AT, count)
         assert loaded.extra_by_rank == {rank: extra(rank) for rank in range(count)}
         if ctx.world_size == count:
             assert loaded.extra == extra(ctx.rank)
             assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(ctx.rank).get_state())
-        take_a_step(ctx, training)
+        step_and_check_params_move(ctx, training)
 
 
-def take_a_step(ctx: RankContext, training: Training) -> None:
+def step_and_check_params_move(ctx: RankContext, training: Training) -> None:
     """All parameters with gradients move, to the same finite values on all ranks."""
     before = {name: param.detach().clone() for name, param in training.model.named_parameters()}
     training.step(SAVED_AT)
@@ -140,29 +142,29 @@ def take_a_step(ctx: RankContext, training: Training) -> None:
 
 @ranks(2)
 @pytest.mark.parametrize("name", SAVED)
-def test_a_checkpoint_at_two_ranks(ctx: RankContext, name: str, folder: Path) -> None:
+def test_recorded_checkpoint_loads_on_two_ranks(ctx: RankContext, name: str, folder: Path) -> None:
     load_checkpoint(ctx, name, folder)
 
 
 @pytest.mark.slow
 @ranks(1, 3, 4)
 @pytest.mark.parametrize("name", SAVED)
-def test_a_checkpoint_at_other_world_sizes(ctx: RankContext, name: str, folder: Path) -> None:
+def test_recorded_checkpoint_loads_at_other_world_sizes(ctx: RankContext, name: str, folder: Path) -> None:
     load_checkpoint(ctx, name, folder)
 
 
 @ranks(1, 2, 3)
-def test_a_state_dict_of_the_drop_in(ctx: RankContext) -> None:
+def test_recorded_drop_in_state_dict_loads(ctx: RankContext) -> None:
     saved = torch.load(values.checkpoint_file(DROP_IN, "pt"), weights_only=True)
     expected = values.read(values.checkpoint_file(DROP_IN, "json"))
-    with MODES[DROP_IN].training(forget) as training:
+    with MODES[DROP_IN].training(overwrite_values) as training:
         change_options(training)
         training.model.load_state_dict(saved["model"])
         training.optimizer.load_state_dict(saved["optimizer"])
-        compare(ctx, {key: values.digest(value) for key, value in training.values().items()}, expected)
-        take_a_step(ctx, training)
+        assert_matches_recording(ctx, {key: values.digest(value) for key, value in training.values().items()}, expected)
+        step_and_check_params_move(ctx, training)
     plain = torch.optim.AdamW(two_groups(training.model), **ADAMW)
     plain.load_state_dict(saved["optimizer"])
     found = values.flatten(plain.state_dict(), "optimizer")
     wanted = {key: value for key, value in expected.items() if key.startswith("optimizer.")}
-    compare(RankContext(0, 1), {key: values.digest(value) for key, value in found.items()}, wanted)
+    assert_matches_recording(RankContext(0, 1), {key: values.digest(value) for key, value in found.items()}, wanted)

@@ -16,14 +16,16 @@ from zeroshard import ZeroConfig, shard
 STAGES: tuple[Literal[1, 2], ...] = (2, 1)
 
 
-def sharded(dtype: torch.dtype | None, stage: Literal[1, 2] = 2, *, in_order: bool = False) -> tuple[nn.Module, Any]:
+def make_sharded(
+    dtype: torch.dtype | None, stage: Literal[1, 2] = 2, *, in_order: bool = False
+) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = mlp()
     config = ZeroConfig(partition=TINY, reduce_dtype=dtype, deterministic_reduce=in_order, stage=stage)
     return model, shard(model, optim.SGD, lr=1.0, foreach=True, config=config)
 
 
-def averaged_by_hand(model: nn.Module, step: int, dtype: torch.dtype | None) -> list[Tensor]:
+def average_grads_manually(model: nn.Module, step: int, dtype: torch.dtype | None) -> list[Tensor]:
     """The averages of all gradients, each rank's rounded to `dtype` first; the sums are made in float32."""
     plain = mlp()
     plain.load_state_dict(model.state_dict())
@@ -37,11 +39,11 @@ def averaged_by_hand(model: nn.Module, step: int, dtype: torch.dtype | None) -> 
 
 @ranks(2, 3, 4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
-def test_contributions_are_rounded_and_sums_are_not(ctx: RankContext, dtype: torch.dtype | None) -> None:
+def test_reduce_dtype_rounds_contributions_but_not_sums(ctx: RankContext, dtype: torch.dtype | None) -> None:
     for stage in STAGES:
-        model, zero = sharded(dtype, stage)
+        model, zero = make_sharded(dtype, stage)
         for step in range(2):
-            averages = averaged_by_hand(model, step, dtype)
+            averages = average_grads_manually(model, step, dtype)
             expected = [param.detach().sub(update) for param, update in zip(model.parameters(), averages, strict=True)]
             torch.autograd.backward(regression(model, step))
             zero.step()
@@ -50,9 +52,9 @@ def test_contributions_are_rounded_and_sums_are_not(ctx: RankContext, dtype: tor
 
 
 @ranks(1)
-def test_alone_nothing_is_rounded(ctx: RankContext) -> None:
-    model, zero = sharded(torch.bfloat16)
-    averages = averaged_by_hand(model, 0, None)
+def test_single_rank_does_not_round(ctx: RankContext) -> None:
+    model, zero = make_sharded(torch.bfloat16)
+    averages = average_grads_manually(model, 0, None)
     expected = [param.detach().sub(update) for param, update in zip(model.parameters(), averages, strict=True)]
     torch.autograd.backward(regression(model, 0))
     zero.step()
@@ -60,10 +62,10 @@ def test_alone_nothing_is_rounded(ctx: RankContext) -> None:
 
 
 @ranks(2, 3, 4)
-def test_half_the_precision_is_half_the_bytes(ctx: RankContext) -> None:
+def test_bf16_reduce_halves_gradient_traffic(ctx: RankContext) -> None:
     sent = {}
     for dtype in (None, torch.bfloat16):
-        model, zero = sharded(dtype)
+        model, zero = make_sharded(dtype)
         with recorded() as traffic:
             torch.autograd.backward(regression(model, 0))
             zero.step()
@@ -74,11 +76,11 @@ def test_half_the_precision_is_half_the_bytes(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3, 4)
-def test_a_fixed_order_gives_the_same_numbers(ctx: RankContext) -> None:
+def test_deterministic_reduce_gives_the_same_values(ctx: RankContext) -> None:
     for dtype in (None, torch.bfloat16):
         results = []
         for in_order in (False, True, True):
-            model, zero = sharded(dtype, in_order=in_order)
+            model, zero = make_sharded(dtype, in_order=in_order)
             for step in range(3):
                 torch.autograd.backward(regression(model, step))
                 zero.step()
@@ -89,7 +91,7 @@ def test_a_fixed_order_gives_the_same_numbers(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_parameters_that_are_small_already_stay_as_they_are(ctx: RankContext) -> None:
+def test_reduce_dtype_never_widens_or_converts_narrow_params(ctx: RankContext) -> None:
     """bfloat16 parameters do not travel as float16, and float64 ones go down to what is asked for."""
 
     def narrow_loss(model: nn.Module, number: int) -> Tensor:
@@ -112,11 +114,11 @@ def test_parameters_that_are_small_already_stay_as_they_are(ctx: RankContext) ->
 
 
 @ranks(2, 3)
-def test_accumulating_passes_are_each_averaged(ctx: RankContext) -> None:
+def test_accumulated_passes_sum_in_full_precision(ctx: RankContext) -> None:
     """Under ZeRO-2 every pass travels; the sum of the averages is kept in full precision."""
-    model, zero = sharded(torch.bfloat16)
-    totals = averaged_by_hand(model, 0, torch.bfloat16)
-    for total, more in zip(totals, averaged_by_hand(model, 1, torch.bfloat16), strict=True):
+    model, zero = make_sharded(torch.bfloat16)
+    totals = average_grads_manually(model, 0, torch.bfloat16)
+    for total, more in zip(totals, average_grads_manually(model, 1, torch.bfloat16), strict=True):
         total.add_(more)
     expected = [param.detach().sub(total) for param, total in zip(model.parameters(), totals, strict=True)]
     for step in range(2):

@@ -13,7 +13,7 @@ import zeroshard
 from tests.support import RankContext, ranks
 from tests.support.oracles import assert_same
 
-FOREIGN = """
+TORCH_ZERO_SCRIPT = """
 import torch
 import torch.distributed
 from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import (
@@ -78,21 +78,21 @@ def unsharded():
 """
 
 
-def foreign(part: str) -> Any:
+def run_script_function(name: str) -> Any:
     """What a part of a script makes that is imported now."""
     script = ModuleType("foreign")
-    exec(compile(FOREIGN, "foreign.py", "exec"), vars(script))
-    return vars(script)[part]()
+    exec(compile(TORCH_ZERO_SCRIPT, "foreign.py", "exec"), vars(script))
+    return vars(script)[name]()
 
 
 @ranks(1, 2, 3, 4)
-def test_a_foreign_script_makes_the_same_with_ours(ctx: RankContext) -> None:
+def test_unmodified_torch_zero_script_gives_the_same_results(ctx: RankContext) -> None:
     """Torch's class, without ours in its place, is the oracle."""
     torchs: Any = zero_redundancy_optimizer.ZeroRedundancyOptimizer
-    kind, model, state = foreign("plainly")
+    kind, model, state = run_script_function("plainly")
     with zeroshard.replace_torch():
-        found = foreign("plainly")
-    back = foreign("plainly")
+        found = run_script_function("plainly")
+    back = run_script_function("plainly")
     assert (found[0], kind, back[0]) == (zeroshard.ZeroRedundancyOptimizer, torchs, torchs)
     for ours in (found, back):
         assert_same(ours[1], model, "the model")
@@ -100,20 +100,20 @@ def test_a_foreign_script_makes_the_same_with_ours(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3, 4)
-def test_its_hooks_are_ours(ctx: RankContext) -> None:
+def test_replaced_ddp_hooks_match_unsharded_optimizer(ctx: RankContext) -> None:
     """Torch's own refuse gloo, so that the unsharded optimizer is the oracle."""
-    expected = foreign("unsharded")
+    expected = run_script_function("unsharded")
     with zeroshard.replace_torch():
-        found = foreign("with_hooks")
+        found = run_script_function("with_hooks")
     for kind, model in found:
         assert kind is zeroshard.ZeroRedundancyOptimizer
         assert_same(model, expected, "the model")
     with pytest.raises(RuntimeError, match="Gloo"):
-        foreign("with_hooks")
+        run_script_function("with_hooks")
 
 
 @ranks(2)
-def test_an_optimizer_that_was_made_before_goes_on(ctx: RankContext) -> None:
+def test_torch_optimizer_built_before_replace_torch_keeps_working(ctx: RankContext) -> None:
     torchs: Any = zero_redundancy_optimizer.ZeroRedundancyOptimizer
     params = [torch.nn.Parameter(torch.full((3,), 1.0 + number)) for number in range(2)]
     optimizer = torchs(params, torch.optim.SGD, lr=0.5, momentum=0.9)

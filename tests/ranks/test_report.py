@@ -34,13 +34,13 @@ from zeroshard._types import Rank
 from zeroshard.report import Report
 
 
-def iterate(model: nn.Module, optimizer: Any, number: int) -> None:
+def train_step(model: nn.Module, optimizer: Any, number: int) -> None:
     torch.autograd.backward(regression(model, number))
     optimizer.step()
     optimizer.zero_grad()
 
 
-def memory_of(report: Report, what: str) -> int:
+def memory_nbytes(report: Report, what: str) -> int:
     return sum(it.nbytes for it in report.memory if it.category == what)
 
 
@@ -50,15 +50,15 @@ def state_bytes(optimizer: Any) -> int:
     return sum(it.nbytes for entry in entries for it in entry.values() if isinstance(it, torch.Tensor))
 
 
-def check(report: Report, optimizer: Any) -> None:
+def check_report(report: Report, optimizer: Any) -> None:
     """What must hold of every report."""
     layout, rank = optimizer.layout, optimizer.rank
     assert [it.elements for it in report.ranks] == list(optimizer.balance.elements)
     owned = [len(layout.params_owned_by(Rank(it.rank))) for it in report.ranks]
     assert [it.parameters for it in report.ranks] == owned
     assert sum(it.cost_fraction for it in report.ranks) == pytest.approx(1.0)
-    assert report.state_bytes[rank] == memory_of(report, "state") == state_bytes(optimizer)
-    assert memory_of(report, "parameters") >= sum(param.nbytes for param in optimizer._engine.params)
+    assert report.state_bytes[rank] == memory_nbytes(report, "state") == state_bytes(optimizer)
+    assert memory_nbytes(report, "parameters") >= sum(param.nbytes for param in optimizer._engine.params)
     for share, bucket in zip(report.buckets, layout.buckets, strict=True):
         assert share.padding == bucket.numel - sum(layout.params[index].numel for index in bucket.params)
         assert len(share.parameters) == len(bucket.rooms)
@@ -69,7 +69,7 @@ def check(report: Report, optimizer: Any) -> None:
     assert f"rank {report.rank}" in lines[0]
 
 
-def ways(world_size: int) -> Iterator[tuple[nn.Module, Any]]:
+def make_optimizers(world_size: int) -> Iterator[tuple[nn.Module, Any]]:
     """Models and optimizers of all kinds."""
     rules = [
         ParamRule(matrix_params(), torch.optim.Muon, lr=0.1),
@@ -94,17 +94,17 @@ def ways(world_size: int) -> Iterator[tuple[nn.Module, Any]]:
 
 
 @ranks(1, 2, 3, 4)
-def test_what_it_says_is_what_is_there(ctx: RankContext) -> None:
-    for model, optimizer in ways(ctx.world_size):
+def test_report_matches_the_optimizer(ctx: RankContext) -> None:
+    for model, optimizer in make_optimizers(ctx.world_size):
         first = optimizer.report()
-        check(first, optimizer)
+        check_report(first, optimizer)
         assert "none yet" in str(first)
         torch.autograd.backward(regression(model, 0))
-        check(optimizer.report(), optimizer)  # gradients are under way, others on none
+        check_report(optimizer.report(), optimizer)  # gradients are under way, others on none
         for number in range(2):
-            iterate(model, optimizer, number)
+            train_step(model, optimizer, number)
         report = optimizer.report()
-        check(report, optimizer)
+        check_report(report, optimizer)
         assert report.counters.steps == optimizer._engine.steps == 2
         assert first.counters.steps == 0, "a report does not change"
         assert 0 < report.times.step <= report.times.iteration
@@ -113,24 +113,24 @@ def test_what_it_says_is_what_is_there(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 4)
-def test_state_of_other_ranks_is_what_they_have(ctx: RankContext) -> None:
+def test_reported_state_bytes_of_other_ranks_are_correct(ctx: RankContext) -> None:
     """Where all have the same kinds of parameters."""
     model = seeded(mlp, 0)
     optimizer = shard(model, torch.optim.SGD, momentum=0.9, lr=0.1, config=ZERO2)
-    iterate(model, optimizer, 0)
+    train_step(model, optimizer, 0)
     report = optimizer.report()
     assert list(report.state_bytes) == ctx.gather(state_bytes(optimizer))
     assert sum(report.state_bytes) == sum(param.nbytes for param in model.parameters())  # type: ignore[arg-type]
 
 
 @ranks(3)
-def test_ranks_that_own_nothing(ctx: RankContext) -> None:
+def test_report_of_ranks_that_own_nothing(ctx: RankContext) -> None:
     model = nn.Linear(2, 1, bias=False)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
     torch.autograd.backward(model(torch.ones(1, 2)).sum())
     optimizer.step()
     report = optimizer.report()
-    check(report, optimizer)
+    check_report(report, optimizer)
     owner = optimizer.layout.owner_of(0)
     assert [it.elements for it in report.ranks] == [2 * (rank == owner) for rank in range(3)]
     known = 20 if ctx.rank == owner else None
@@ -139,12 +139,12 @@ def test_ranks_that_own_nothing(ctx: RankContext) -> None:
 
 
 @ranks(2, 3, 4)
-def test_bytes_on_the_wire_are_those_that_are_sent(ctx: RankContext) -> None:
+def test_reported_traffic_matches_bytes_sent(ctx: RankContext) -> None:
     rows = [(1, ctx.world_size)] + ([(2, ctx.world_size // 2), (ctx.world_size, 1)] if ctx.world_size % 2 == 0 else [])
     for grid in rows:
         model = seeded(mlp, 0)
         optimizer = shard(model, torch.optim.AdamW, config=ZERO2, **within(grid), **ADAMW)
-        iterate(model, optimizer, 0)
+        train_step(model, optimizer, 0)
         with recorded() as traffic:
             torch.autograd.backward(regression(model, 1))
             optimizer.clip_grad_value_(1e9)  # what threads send is on its way by then
@@ -159,48 +159,48 @@ def test_bytes_on_the_wire_are_those_that_are_sent(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_memory_is_counted_by_what_it_is_for(ctx: RankContext) -> None:
+def test_memory_is_reported_by_purpose(ctx: RankContext) -> None:
     model = seeded(mlp, 0).bfloat16()
     config = replace(ZERO2, master_dtype=torch.float32)
     optimizer = shard(model, torch.optim.AdamW, config=config, **ADAMW)
     before = optimizer.report()
-    assert (memory_of(before, "gradients"), memory_of(before, "state")) == (0, 0)
+    assert (memory_nbytes(before, "gradients"), memory_nbytes(before, "state")) == (0, 0)
     torch.autograd.backward(model(torch.ones(2, 6).bfloat16()).sum())
     optimizer.step()
     report = optimizer.report()
     lengths = [bucket.shards[ctx.rank].length for bucket in optimizer.layout.buckets]
-    assert memory_of(report, "master weights") == memory_of(report, "gradients") == 4 * sum(lengths)
-    assert memory_of(report, "parameters") == 2 * sum(bucket.numel for bucket in optimizer.layout.buckets)
-    assert memory_of(report, "staging") > 0
+    assert memory_nbytes(report, "master weights") == memory_nbytes(report, "gradients") == 4 * sum(lengths)
+    assert memory_nbytes(report, "parameters") == 2 * sum(bucket.numel for bucket in optimizer.layout.buckets)
+    assert memory_nbytes(report, "staging") > 0
     with optimizer.no_sync():
         torch.autograd.backward(model(torch.ones(2, 6).bfloat16()).sum())
     whole = sum(param.nbytes for param in model.parameters())
-    assert memory_of(optimizer.report(), "gradients") == 4 * sum(lengths) + whole
+    assert memory_nbytes(optimizer.report(), "gradients") == 4 * sum(lengths) + whole
     optimizer.zero_grad()
 
 
 @ranks(2)
-def test_a_report_before_and_after_ddps_buckets_are_known(ctx: RankContext) -> None:
+def test_report_before_and_after_ddp_buckets_are_known(ctx: RankContext) -> None:
     model = DistributedDataParallel(seeded(mlp, 0))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, overlap_with_ddp=True, **ADAMW)
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     model.register_comm_hook(None, ddp_hooks.hook_with_zero_step(allreduce_hook, model, optimizer))
     early = optimizer.report()
-    check(early, optimizer)
+    check_report(early, optimizer)
     assert not early.is_layout_final
     assert "not known yet" in str(early)
     for number in range(4):
         torch.autograd.backward(regression(model, number))
     report = optimizer.report()
-    check(report, optimizer)
+    check_report(report, optimizer)
     assert report.is_layout_final
     assert report.counters.steps == 2
     assert report.times.phases
 
 
 @ranks(2)
-def test_what_was_counted(ctx: RankContext) -> None:
+def test_report_counters(ctx: RankContext) -> None:
     config = replace(
         ZERO2,
         consistency_check=ConsistencyCheck(every=2),
@@ -220,30 +220,30 @@ def test_what_was_counted(ctx: RankContext) -> None:
     counters = optimizer.report().counters
     assert counters[:5] == (3, 1, 1, 2, 3)
     assert counters.peer_snapshot_bytes > 0
-    assert memory_of(optimizer.report(), "second copies") > 0
+    assert memory_nbytes(optimizer.report(), "second copies") > 0
     text = str(optimizer.report())
     assert "1 with gradients that were not finite, of which 1 were left out" in text
     assert "peer checkpoint: of step 3" in text
 
 
 @ranks(1)
-def test_offload_without_a_gpu_is_told(ctx: RankContext) -> None:
+def test_offload_without_gpu_warns(ctx: RankContext) -> None:
     model = seeded(mlp, 0)
     with pytest.warns(UserWarning, match="no effect"):
         optimizer = shard(model, torch.optim.AdamW, config=ZeroConfig(offload=CPUOffload()), **ADAMW)
-    check(optimizer.report(), optimizer)
+    check_report(optimizer.report(), optimizer)
 
 
 @pytest.mark.gpu
 @ranks(1)
-def test_offloaded_state_is_counted_where_it_rests(ctx: RankContext) -> None:
+def test_offloaded_state_is_reported_as_host_memory(ctx: RankContext) -> None:
     model = nn.Linear(256, 256).cuda()
     config = ZeroConfig(offload=CPUOffload(), master_dtype=torch.float64)
     optimizer = shard(model, torch.optim.AdamW, config=config, **ADAMW)
     torch.autograd.backward(model(torch.ones(2, 256, device="cuda")).sum())
     optimizer.step()
     report = optimizer.report()
-    check(report, optimizer)
+    check_report(report, optimizer)
     elements = sum(param.numel() for param in model.parameters())
     host = {it.category: it.nbytes for it in report.memory if it.device == "cpu"}
     assert host["master weights"] >= 8 * elements
@@ -252,7 +252,7 @@ def test_offloaded_state_is_counted_where_it_rests(ctx: RankContext) -> None:
 
 
 @ranks(2)
-def test_a_report_is_local(ctx: RankContext) -> None:
+def test_report_sends_nothing(ctx: RankContext) -> None:
     model = seeded(mlp, 0)
     optimizer = shard(model, torch.optim.AdamW, config=ZERO2, **ADAMW)
     if ctx.rank == 1:
@@ -260,11 +260,11 @@ def test_a_report_is_local(ctx: RankContext) -> None:
             str(optimizer.report())
             optimizer.report().as_dict()
         assert traffic == []
-    iterate(model, optimizer, 0)
+    train_step(model, optimizer, 0)
 
 
 @ranks(2)
-def test_one_rank_alone_may_ask_before_the_first_step(ctx: RankContext) -> None:
+def test_report_on_one_rank_before_first_step(ctx: RankContext) -> None:
     """Nothing that ranks must do in the same order may be done for it."""
     rules = [
         ParamRule(matrix_params(), torch.optim.Muon, lr=0.01),
@@ -278,7 +278,7 @@ def test_one_rank_alone_may_ask_before_the_first_step(ctx: RankContext) -> None:
         if ctx.rank == 0:
             optimizers[-1].report()
     for model, optimizer in [*zip(models, optimizers, strict=True)][::-1]:
-        iterate(model, optimizer, 0)
+        train_step(model, optimizer, 0)
     assert_same_on_all_ranks(models)
 
 

@@ -50,7 +50,7 @@ from zeroshard._types import Rank
 
 
 @ranks(1, 2, 3, 4)
-def test_training_equals_ddp_with_an_optimizer_for_each_rule(ctx: RankContext) -> None:
+def test_training_matches_ddp_with_one_optimizer_per_rule(ctx: RankContext) -> None:
     for config in CONFIGS[:: 2 if ctx.world_size in (1, 4) else 1]:
         pair = RulesPair(config=config)
         pair.train(3)
@@ -58,7 +58,7 @@ def test_training_equals_ddp_with_an_optimizer_for_each_rule(ctx: RankContext) -
 
 
 @ranks(2, 3)
-def test_a_class_that_looks_at_matrices_has_them_whole_and_the_other_has_slices(ctx: RankContext) -> None:
+def test_muon_owns_whole_matrices_and_adamw_flat_shards(ctx: RankContext) -> None:
     zero = RulesPair().zero
     whole = [bucket.has_whole_params for bucket in zero.layout.buckets]
     assert sorted(whole) == [False, True]
@@ -73,7 +73,7 @@ def test_a_class_that_looks_at_matrices_has_them_whole_and_the_other_has_slices(
     assert len(adamw.param_groups[0]["params"]) == 1, "its parameters are one run of memory"
 
 
-def largest(side: PairSide) -> None:
+def clip_by_inf_norm(side: PairSide) -> None:
     """Its value does not depend on the order in which things are added up."""
     if isinstance(side.optimizer, ShardedOptimizer):
         norm = side.optimizer.clip_grad_norm_(0.01, math.inf)
@@ -83,31 +83,31 @@ def largest(side: PairSide) -> None:
 
 
 @ranks(1, 2, 3, 4)
-def test_gradients_are_clipped_over_all_classes(ctx: RankContext) -> None:
+def test_clipping_covers_all_optimizers(ctx: RankContext) -> None:
     for config in CONFIGS[1:3]:
-        RulesPair(config=config).train(2, largest)
+        RulesPair(config=config).train(2, clip_by_inf_norm)
 
 
 @ranks(2)
-def test_the_norm_is_that_of_all_gradients(ctx: RankContext) -> None:
+def test_grad_norm_covers_all_optimizers(ctx: RankContext) -> None:
     pair = RulesPair()
     pair.backward()
     expected = clip_grad_norm_(pair.plain_model.parameters(), 1e9)
     torch.testing.assert_close(pair.zero.clip_grad_norm_(1e9), expected, rtol=1e-6, atol=0)
 
 
-def halving(optimizer: Any) -> LRScheduler:
+def halving_scheduler(optimizer: Any) -> LRScheduler:
     return LambdaLR(optimizer, lambda epoch: 0.5**epoch)
 
 
-def one_cycle(optimizer: Any) -> LRScheduler:
+def one_cycle_scheduler(optimizer: Any) -> LRScheduler:
     peaks = [10 * group["lr"] for group in optimizer.param_groups]
     return OneCycleLR(optimizer, peaks, total_steps=8, cycle_momentum=False)
 
 
 @ranks(1, 3)
-@pytest.mark.parametrize("make", [halving, one_cycle])
-def test_one_scheduler_for_all_groups(ctx: RankContext, make: Callable[[Any], LRScheduler]) -> None:
+@pytest.mark.parametrize("make", [halving_scheduler, one_cycle_scheduler])
+def test_scheduler_covers_groups_of_all_optimizers(ctx: RankContext, make: Callable[[Any], LRScheduler]) -> None:
     pair = RulesPair(config=CONFIGS[1])
     schedulers = [make(it) for it in (pair.zero, *pair.plain.members)]
     for _ in range(4):
@@ -120,7 +120,7 @@ def test_one_scheduler_for_all_groups(ctx: RankContext, make: Callable[[Any], LR
 
 
 @ranks(1, 2, 3)
-def test_a_scaler(ctx: RankContext) -> None:
+def test_grad_scaler(ctx: RankContext) -> None:
     settings: dict[str, Any] = {"device": "cpu", "init_scale": 1024.0, "growth_interval": 2}
     for config in CONFIGS[1:2]:
         pair, scalers = RulesPair(config=config), (GradScaler(**settings), TorchScaler(**settings))
@@ -129,7 +129,7 @@ def test_a_scaler(ctx: RankContext) -> None:
                 torch.autograd.backward(scaler.scale(factor * next_word(side.net, pair.steps)))
                 for optimizer in side.optimizer.members if isinstance(side.optimizer, Several) else [side.optimizer]:
                     scaler.unscale_(optimizer)
-                largest_if_finite(side)
+                clip_by_inf_norm_unchecked(side)
                 for optimizer in side.optimizer.members if isinstance(side.optimizer, Several) else [side.optimizer]:
                     scaler.step(optimizer)
                 scaler.update()
@@ -139,46 +139,46 @@ def test_a_scaler(ctx: RankContext) -> None:
         assert scalers[0].get_scale() == scalers[1].get_scale() == 1024.0
 
 
-def largest_if_finite(side: PairSide) -> None:
+def clip_by_inf_norm_unchecked(side: PairSide) -> None:
     if isinstance(side.optimizer, ShardedOptimizer):
         side.optimizer.clip_grad_norm_(0.01, math.inf)
     else:
         clip_grad_norm_(side.model.parameters(), 0.01, math.inf)
 
 
-class Masters:
+class MasterWeightsOracle:
     """Plain optimizers over float32 copies, whose rounded image the model is."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.image, self.precise = model, copy.deepcopy(model).float()
-        self.plain = muon_and_adamw(self.precise)
+        self.model, self.master_model = model, copy.deepcopy(model).float()
+        self.optimizer = muon_and_adamw(self.master_model)
 
-    def iterate(self, number: int) -> None:
-        torch.autograd.backward(next_word(self.image, number))
-        for param, master in zip(self.image.parameters(), self.precise.parameters(), strict=True):
+    def train_step(self, number: int) -> None:
+        torch.autograd.backward(next_word(self.model, number))
+        for param, master in zip(self.model.parameters(), self.master_model.parameters(), strict=True):
             assert param.grad is not None
             master.grad = average(from_all_ranks(param.grad))
             param.grad = None
-        self.plain.step()
+        self.optimizer.step()
         with torch.no_grad():
-            for param, master in zip(self.image.parameters(), self.precise.parameters(), strict=True):
+            for param, master in zip(self.model.parameters(), self.master_model.parameters(), strict=True):
                 param.copy_(master)
 
 
 @ranks(1, 2, 3, 4)
-def test_master_weights(ctx: RankContext) -> None:
-    model, oracle = seeded(Words).bfloat16(), Masters(seeded(Words).bfloat16())
+def test_master_weights_match_fp32_oracle(ctx: RankContext) -> None:
+    model, oracle = seeded(Words).bfloat16(), MasterWeightsOracle(seeded(Words).bfloat16())
     zero = shard(model, rules(), config=ZeroConfig(partition=TINY, master_dtype=torch.float32))
     for number in range(4):
         torch.autograd.backward(next_word(model, number))
         zero.step()
         zero.zero_grad()
-        oracle.iterate(number)
-        assert_same(model.state_dict(), oracle.image.state_dict(), f"the model after step {number}")
+        oracle.train_step(number)
+        assert_same(model.state_dict(), oracle.model.state_dict(), f"the model after step {number}")
 
 
 @ranks(1, 2, 3)
-def test_gradients_of_several_passes(ctx: RankContext) -> None:
+def test_gradient_accumulation(ctx: RankContext) -> None:
     for config in CONFIGS[1:4]:
         pair = RulesPair(config=config)
         for _ in range(2):
@@ -194,7 +194,7 @@ def test_gradients_of_several_passes(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_a_closure_is_called_once_for_all_classes(ctx: RankContext) -> None:
+def test_closure_is_called_once_for_all_optimizers(ctx: RankContext) -> None:
     pair = RulesPair(config=CONFIGS[1])
     losses: list[float] = []
     for _ in range(3):
@@ -214,7 +214,7 @@ def test_a_closure_is_called_once_for_all_classes(ctx: RankContext) -> None:
     assert losses[::2] == losses[1::2]
 
 
-def some_blocks(model: nn.Module, number: int) -> Tensor:
+def loss_with_skipped_blocks(model: nn.Module, number: int) -> Tensor:
     """One block that only odd ranks use, one that none uses in even passes."""
     words = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     assert isinstance(words, Words)
@@ -224,14 +224,14 @@ def some_blocks(model: nn.Module, number: int) -> Tensor:
 
 
 @ranks(1, 2, 3, 4)
-def test_parameters_without_gradients(ctx: RankContext) -> None:
+def test_params_without_gradients(ctx: RankContext) -> None:
     for config in (CONFIGS[1], CONFIGS[4]):
-        pair = RulesPair(config=config, loss=some_blocks, find_unused=True)
+        pair = RulesPair(config=config, loss=loss_with_skipped_blocks, find_unused=True)
         pair.train(4)
         pair.check_state()
 
 
-def partly_frozen() -> nn.Module:
+def make_partly_frozen() -> nn.Module:
     model = Words()
     model.blocks[1].requires_grad_(False)
     model.embed.requires_grad_(False)
@@ -239,9 +239,9 @@ def partly_frozen() -> nn.Module:
 
 
 @ranks(1, 2, 3)
-def test_frozen_parameters_that_are_thawed(ctx: RankContext) -> None:
+def test_unfreeze_params(ctx: RankContext) -> None:
     for config in (CONFIGS[1], CONFIGS[4]):
-        pair = RulesPair(make=partly_frozen, config=config)
+        pair = RulesPair(make=make_partly_frozen, config=config)
         pair.train(2)
         for model in (pair.model, pair.plain_model):
             model.requires_grad_(True)
@@ -250,7 +250,7 @@ def test_frozen_parameters_that_are_thawed(ctx: RankContext) -> None:
         pair.check_state()
 
 
-def three(model: nn.Module) -> Several:
+def make_three_plain_optimizers(model: nn.Module) -> Several:
     named = list(model.named_parameters())
     biases = [(name, param) for name, param in named if name.endswith(".bias")]
     rest = [(name, param) for name, param in named if not hidden(name, param) and not name.endswith(".bias")]
@@ -261,7 +261,7 @@ def three(model: nn.Module) -> Several:
     )
 
 
-THREE = [
+THREE_RULES = [
     rules()[0],
     ParamRule(lambda name, _: name.endswith(".bias"), SGD, lr=0.1, momentum=0.9),
     ParamRule(remaining_params, AdamW, **RULES_ADAMW),
@@ -269,37 +269,37 @@ THREE = [
 
 
 @ranks(1, 2, 4)
-def test_three_classes(ctx: RankContext) -> None:
+def test_three_optimizer_classes(ctx: RankContext) -> None:
     for config in (CONFIGS[1], CONFIGS[4]):
-        pair = RulesPair(THREE, three, config=config)
+        pair = RulesPair(THREE_RULES, make_three_plain_optimizers, config=config)
         assert [group["optimizer"] for group in pair.zero.param_groups] == ["Muon", "SGD", "AdamW"]
         pair.train(3)
         pair.check_state()
 
 
-def first_block(name: str, _: Tensor) -> bool:
+def is_first_block(name: str, _: Tensor) -> bool:
     return name.startswith("blocks.0.")
 
 
-def one_class_twice(model: nn.Module) -> Several:
+def make_two_plain_adamws(model: nn.Module) -> Several:
     named = list(model.named_parameters())
-    first = [(name, param) for name, param in named if first_block(name, param)]
-    rest = [(name, param) for name, param in named if not first_block(name, param)]
+    first = [(name, param) for name, param in named if is_first_block(name, param)]
+    rest = [(name, param) for name, param in named if not is_first_block(name, param)]
     return Several(AdamW(first, lr=0.1, amsgrad=True), AdamW(rest, **RULES_ADAMW))
 
 
 @ranks(1, 3)
-def test_one_class_with_other_options(ctx: RankContext) -> None:
-    given = [ParamRule(first_block, AdamW, lr=0.1, amsgrad=True), ParamRule(remaining_params, AdamW, **RULES_ADAMW)]
+def test_same_class_with_different_options(ctx: RankContext) -> None:
+    given = [ParamRule(is_first_block, AdamW, lr=0.1, amsgrad=True), ParamRule(remaining_params, AdamW, **RULES_ADAMW)]
     for config in (CONFIGS[1], CONFIGS[4]):
-        pair = RulesPair(given, one_class_twice, config=config)
+        pair = RulesPair(given, make_two_plain_adamws, config=config)
         assert [group["optimizer"] for group in pair.zero.param_groups] == ["AdamW", "AdamW 2"]
         pair.train(3)
         pair.check_state()
 
 
 @ranks(2, 3)
-def test_partitions_of_single_rules(ctx: RankContext) -> None:
+def test_partition_per_rule_does_not_change_results(ctx: RankContext) -> None:
     """Who owns what is the user's choice, and changes no bit."""
     muon, adamw = rules()
     dear = WholeParams(cost=lambda spec: 1.0 if spec.shape[0] == 8 else 0.001)
@@ -322,25 +322,27 @@ def test_partitions_of_single_rules(ctx: RankContext) -> None:
     assert all(bucket.has_whole_params for bucket in whole.buckets)
 
 
-class Unlucky(Muon):
+class FailingMuon(Muon):
     """Fails where it is told to, once."""
 
-    unlucky = False
+    should_fail = False
 
     def step(self, closure: Any = None) -> Any:
-        if Unlucky.unlucky:
-            Unlucky.unlucky = False
+        if FailingMuon.should_fail:
+            FailingMuon.should_fail = False
             raise ArithmeticError("a matrix that cannot be inverted")
         return super().step(closure)  # type: ignore[no-untyped-call]
 
 
 @ranks(1, 2, 3)
-def test_a_class_that_fails_on_one_rank_fails_on_all_and_the_next_step_is_fine(ctx: RankContext) -> None:
+def test_optimizer_failure_on_one_rank_is_raised_on_all_ranks(ctx: RankContext) -> None:
     model = seeded(Words)
-    zero = shard(model, [ParamRule(matrix_params(("embed", "head")), Unlucky, **MUON), rules()[1]], config=CONFIGS[1])
+    zero = shard(
+        model, [ParamRule(matrix_params(("embed", "head")), FailingMuon, **MUON), rules()[1]], config=CONFIGS[1]
+    )
     for number in range(4):
         torch.autograd.backward(next_word(model, number))
-        Unlucky.unlucky = number == 1 and ctx.rank == ctx.world_size - 1
+        FailingMuon.should_fail = number == 1 and ctx.rank == ctx.world_size - 1
         if number == 1:
             with pytest.raises(Exception, match="a matrix that cannot be inverted"):
                 zero.step()
@@ -355,7 +357,7 @@ def test_a_class_that_fails_on_one_rank_fails_on_all_and_the_next_step_is_fine(c
 
 
 @ranks(2, 3)
-def test_uneven_inputs(ctx: RankContext) -> None:
+def test_join_with_uneven_inputs(ctx: RankContext) -> None:
     """Ranks without inputs own matrices, too: what the others would make of them is a mean over all ranks."""
     model, plain_model = seeded(Words), seeded(Words)
     zero, plain = shard(model, rules(), config=CONFIGS[1]), muon_and_adamw(plain_model)

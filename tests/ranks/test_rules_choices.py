@@ -59,22 +59,26 @@ class Shared(SGD):
         return super().step(closure)
 
 
-REST = ParamRule(remaining_params, AdamW)
-REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+REMAINING_RULE = ParamRule(remaining_params, AdamW)
+REJECTED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
-        {"optimizer_class": [ParamRule(hidden, Shared, lr=0.1), REST]},
+        {"optimizer_class": [ParamRule(hidden, Shared, lr=0.1), REMAINING_RULE]},
         ConfigError,
         "Shared cannot be one of several classes",
     ),
-    ({"optimizer_class": [ParamRule(hidden, torch.optim.LBFGS), REST]}, ConfigError, "LBFGS cannot be sharded"),
-    ({"optimizer_class": [ParamRule(hidden, Muon)]}, ConfigError, "no rule takes 12 of the parameters: embed.weight"),
-    ({"optimizer_class": [ParamRule(hidden, Muon, momentun=0.9), REST]}, TypeError, "momentun"),
     (
-        {"optimizer_class": [ParamRule(hidden, Muon, partition=TINY), REST]},
+        {"optimizer_class": [ParamRule(hidden, torch.optim.LBFGS), REMAINING_RULE]},
+        ConfigError,
+        "LBFGS cannot be sharded",
+    ),
+    ({"optimizer_class": [ParamRule(hidden, Muon)]}, ConfigError, "no rule takes 12 of the parameters: embed.weight"),
+    ({"optimizer_class": [ParamRule(hidden, Muon, momentun=0.9), REMAINING_RULE]}, TypeError, "momentun"),
+    (
+        {"optimizer_class": [ParamRule(hidden, Muon, partition=TINY), REMAINING_RULE]},
         ConfigError,
         "FlatShards() cannot be used with Muon",
     ),
-    ({"optimizer_class": [ParamRule(lambda *_: 1 / 0, Muon), REST]}, ZeroDivisionError, "division"),  # type: ignore[arg-type]
+    ({"optimizer_class": [ParamRule(lambda *_: 1 / 0, Muon), REMAINING_RULE]}, ZeroDivisionError, "division"),  # type: ignore[arg-type]
     (
         {"optimizer_class": rules(), "lr": 0.1},
         ConfigError,
@@ -87,17 +91,17 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         "a list for shard() holds ParamRule(...)s only, not (<fun",
     ),
     ({"optimizer_class": []}, TypeError, "A list of ParamRule(...)s, and not an empty one, is for zeroshard.shard"),
-    ({"optimizer_class": REST}, TypeError, "not a ParamRule. A list of ParamRule(...)s"),
+    ({"optimizer_class": REMAINING_RULE}, TypeError, "not a ParamRule. A list of ParamRule(...)s"),
     (
         {
-            "optimizer_class": [ParamRule(hidden, AdamW, partition=FlatShards(400)), REST],
+            "optimizer_class": [ParamRule(hidden, AdamW, partition=FlatShards(400)), REMAINING_RULE],
             "config": ZeroConfig(partition=FlatShards(200)),
         },
         ConfigError,
         "all rules share buckets, which have one size: give one bucket_bytes, not [200, 400]",
     ),
     (
-        {"optimizer_class": [ParamRule(hidden, Muon, partition=WholeParams(cost=lambda _: -1)), REST]},
+        {"optimizer_class": [ParamRule(hidden, Muon, partition=WholeParams(cost=lambda _: -1)), REMAINING_RULE]},
         ConfigError,
         "is -1: it must be a number of 0 or more",
     ),
@@ -105,8 +109,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @ranks(1, 2)
-def test_what_cannot_be_is_refused(ctx: RankContext) -> None:
-    for given, error, problem in REFUSED:
+def test_invalid_rules_are_rejected(ctx: RankContext) -> None:
+    for given, error, problem in REJECTED:
         model = seeded(Words)
         before = copy.deepcopy(model.state_dict())
         with pytest.raises(error, match=re.escape(problem)):
@@ -120,8 +124,8 @@ def test_what_cannot_be_is_refused(ctx: RankContext) -> None:
 
 
 @ranks(3)
-def test_what_one_rank_alone_gets_wrong_is_raised_on_all(ctx: RankContext) -> None:
-    for given, error, problem in REFUSED:
+def test_invalid_rules_on_one_rank_are_raised_on_all(ctx: RankContext) -> None:
+    for given, error, problem in REJECTED:
         last = ctx.rank == ctx.world_size - 1
         with pytest.raises(error if last else RankFailedError, match=re.escape(problem)):
             shard(seeded(Words), **(given if last else {"optimizer_class": rules()}))
@@ -129,7 +133,7 @@ def test_what_one_rank_alone_gets_wrong_is_raised_on_all(ctx: RankContext) -> No
 
 
 @ranks(2, 3)
-def test_ranks_with_different_rules_are_told(ctx: RankContext) -> None:
+def test_different_rules_across_ranks_are_reported(ctx: RankContext) -> None:
     muon, adamw = rules()
     first = ctx.rank == 0
     for mine, theirs, problem in (
@@ -154,7 +158,7 @@ def test_ranks_with_different_rules_are_told(ctx: RankContext) -> None:
 
 
 @ranks(1, 2)
-def test_what_users_look_at(ctx: RankContext) -> None:
+def test_public_attributes_and_repr(ctx: RankContext) -> None:
     zero = shard(seeded(Words), rules())
     shown = repr(zero)
     assert "ShardedOptimizer (" in shown
@@ -175,7 +179,7 @@ def test_what_users_look_at(ctx: RankContext) -> None:
 
 
 @ranks(1, 2)
-def test_a_single_rule_is_the_class_alone(ctx: RankContext) -> None:
+def test_single_rule_equals_plain_class(ctx: RankContext) -> None:
     ruled, plain = seeded(Words), seeded(Words)
     for model, zero in (
         (ruled, shard(ruled, [ParamRule(remaining_params, AdamW, **RULES_ADAMW)])),
@@ -189,26 +193,26 @@ def test_a_single_rule_is_the_class_alone(ctx: RankContext) -> None:
     assert all(map(torch.equal, ruled.parameters(), plain.parameters()))
 
 
-class Tied(Words):
+class TiedNet(Words):
     def __init__(self) -> None:
         super().__init__()
         self.head.weight = self.embed.weight
 
 
 @ranks(2)
-def test_a_tied_weight_is_in_one_group(ctx: RankContext) -> None:
+def test_tied_weight_is_in_one_group(ctx: RankContext) -> None:
     """Excluded under its second name, too."""
     given = [
         ParamRule(matrix_params(exclude=("head",)), Muon, **MUON),
         ParamRule(remaining_params, AdamW, **RULES_ADAMW),
     ]
-    pair = RulesPair(given, make=Tied)
+    pair = RulesPair(given, make=TiedNet)
     pair.train(3)
     pair.check_state()
 
 
 @ranks(2)
-def test_a_compiled_model_and_one_in_another(ctx: RankContext) -> None:
+def test_rule_patterns_ignore_orig_mod_prefix(ctx: RankContext) -> None:
     inside = nn.Sequential()
     inside.add_module("_orig_mod", seeded(Words))
     zero = shard(
@@ -222,14 +226,14 @@ def test_a_compiled_model_and_one_in_another(ctx: RankContext) -> None:
 # ---- one class that looks at whole matrices
 
 
-def stairs() -> nn.Module:
+def make_matrix_layers() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
 
 
 @pytest.mark.filterwarnings("ignore:.*Muon looks at whole parameters")
 @ranks(1, 2, 3, 4)
-def test_muon_alone_equals_ddp(ctx: RankContext) -> None:
-    pair = Pair(Muon, make=stairs, **MUON)
+def test_muon_alone_matches_ddp(ctx: RankContext) -> None:
+    pair = Pair(Muon, make=make_matrix_layers, **MUON)
     assert all(bucket.has_whole_params for bucket in pair.zero.layout.buckets)
     pair.train(3)
     pair.check_state()
@@ -237,13 +241,13 @@ def test_muon_alone_equals_ddp(ctx: RankContext) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*Muon looks at whole parameters")
 @ranks(2, 3)
-def test_whole_matrices_travel_while_backward_runs(ctx: RankContext) -> None:
+def test_whole_matrices_are_reduced_during_backward(ctx: RankContext) -> None:
     """The matrices of the last layers are on their way before the first layer's gradient is there."""
     sent: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grad_reducer, "WAIT_TIMEOUT_S", 30.0)
         patch.setattr(partition, "default_bucket_bytes", lambda *_: 300)  # two matrices
-        model = seeded(stairs)
+        model = seeded(make_matrix_layers)
         zero = shard(model, Muon, **MUON)
         assert [sorted(bucket.params) for bucket in zero.layout.buckets] == [[4, 5], [2, 3], [0, 1]]
         for number in range(2):
@@ -270,7 +274,7 @@ def test_whole_matrices_travel_while_backward_runs(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_measured_costs_are_equal_on_all_ranks_and_can_be_used(ctx: RankContext) -> None:
+def test_profiled_costs_are_equal_on_all_ranks_and_usable(ctx: RankContext) -> None:
     model = seeded(Words)
     before = copy.deepcopy(model.state_dict())
     state = torch.get_rng_state()
@@ -286,17 +290,17 @@ def test_measured_costs_are_equal_on_all_ranks_and_can_be_used(ctx: RankContext)
     assert 1 <= pair.zero.balance.compute_imbalance < 6
 
 
-def negative(_: str, param: Tensor) -> bool:
+def selects_nothing(_: str, param: Tensor) -> bool:
     return param.dim() == 7
 
 
 @ranks(2, 3)
-def test_what_cannot_be_measured_is_raised_on_all(ctx: RankContext) -> None:
+def test_profiling_errors_are_raised_on_all_ranks(ctx: RankContext) -> None:
     model = seeded(Words)
     with pytest.raises(ConfigError, match="chooses no parameter of the model"):
-        profile_step_cost(model, Muon, selector=negative)
+        profile_step_cost(model, Muon, selector=selects_nothing)
     for rank in (0, ctx.world_size - 1):
-        wrong: dict[str, Any] = {"selector": negative} if ctx.rank == rank else {}
+        wrong: dict[str, Any] = {"selector": selects_nothing} if ctx.rank == rank else {}
         with pytest.raises(ConfigError if ctx.rank == rank else RankFailedError, match="chooses no parameter"):
             profile_step_cost(model, Muon, **wrong)
     with pytest.raises(TypeError if ctx.rank == 0 else RankFailedError, match="momentun"):
@@ -309,7 +313,7 @@ def test_what_cannot_be_measured_is_raised_on_all(ctx: RankContext) -> None:
 
 
 @ranks(3)
-def test_measuring_in_a_part_of_the_world(ctx: RankContext) -> None:
+def test_profiling_in_a_subgroup(ctx: RankContext) -> None:
     group = dist.new_group([1, 2])
     if ctx.rank > 0:
         cost = zeroshard.rules.profile_step_cost(seeded(Words), Muon, process_group=group)

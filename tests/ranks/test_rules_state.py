@@ -40,15 +40,15 @@ from zeroshard import CheckpointError, ParamRule, RankFailedError, checkpoint, r
 State = dict[str, Any]
 
 
-def on_all_ranks(value: Any) -> Any:
+def broadcast_from_rank0(value: Any) -> Any:
     held = [value]
     dist.broadcast_object_list(held, src=0)
     return held[0]
 
 
-def train_alike(model: nn.Module, optimizer: Any, steps: int, *, first: int = 0) -> None:
+def train_on_same_data(model: nn.Module, optimizer: Any, steps: int, *, first_step: int = 0) -> None:
     """On the same data on all ranks: means over a power of two of them are exact."""
-    for number in range(first, first + steps):
+    for number in range(first_step, first_step + steps):
         words = torch.randperm(11, generator=torch.Generator().manual_seed(number))[:7]
         torch.autograd.backward(nn.functional.cross_entropy(model(words), words.roll(1)))
         optimizer.step()
@@ -56,10 +56,10 @@ def train_alike(model: nn.Module, optimizer: Any, steps: int, *, first: int = 0)
 
 
 @ranks(1, 2, 3)
-def test_one_dict_goes_into_the_plain_classes_and_back(ctx: RankContext) -> None:
+def test_state_dict_round_trips_through_plain_optimizers(ctx: RankContext) -> None:
     pair = RulesPair(config=CONFIGS[1])
     pair.train(2)
-    whole = on_all_ranks(pair.zero.full_state_dict())
+    whole = broadcast_from_rank0(pair.zero.full_state_dict())
     for member, part in zip(pair.plain.members, parted(whole), strict=True):
         member.load_state_dict(part)
     pair.train(1)
@@ -73,16 +73,16 @@ def test_one_dict_goes_into_the_plain_classes_and_back(ctx: RankContext) -> None
 
 
 @ranks(4)
-def test_a_dict_of_any_number_of_ranks_loads_at_any_other(ctx: RankContext) -> None:
+def test_state_dict_loads_at_another_world_size(ctx: RankContext) -> None:
     reference = seeded(Words)
-    train_alike(reference, muon_and_adamw(reference), 4)
+    train_on_same_data(reference, muon_and_adamw(reference), 4)
     for saving, loading in ((1, 4), (4, 2), (2, 1)):
         group = first_ranks(saving)
         saved: list[Any] = [None, None]
         if group is not None:
             model = seeded(Words)
             zero = shard(model, rules(), process_group=group, config=CONFIGS[1])
-            train_alike(model, zero, 2)
+            train_on_same_data(model, zero, 2)
             saved = [zero.full_state_dict(), model.state_dict()]
         dist.broadcast_object_list(saved, src=0)
         group = first_ranks(loading)
@@ -91,19 +91,19 @@ def test_a_dict_of_any_number_of_ranks_loads_at_any_other(ctx: RankContext) -> N
             zero = shard(model, rules(), process_group=group)
             zero.load_state_dict(saved[0])
             model.load_state_dict(saved[1])
-            train_alike(model, zero, 2, first=2)
+            train_on_same_data(model, zero, 2, first_step=2)
             assert_same(model.state_dict(), reference.state_dict(), f"{saving} to {loading}")
         dist.barrier()
 
 
 @ranks(2)
-def test_a_dict_of_other_classes_is_refused(ctx: RankContext) -> None:
+def test_state_dict_of_other_optimizer_classes_is_rejected(ctx: RankContext) -> None:
     """The same groups, and state of the same names and shapes."""
     given = [ParamRule(hidden, SGD, lr=0.1, momentum=0.9), ParamRule(remaining_params, AdamW, **RULES_ADAMW)]
     model = seeded(Words)
     zero = shard(model, given, config=CONFIGS[1])
-    train_alike(model, zero, 1)
-    saved = on_all_ranks(zero.full_state_dict())
+    train_on_same_data(model, zero, 1)
+    saved = broadcast_from_rank0(zero.full_state_dict())
     pair = RulesPair(config=CONFIGS[1])
     pair.train(1)
     with pytest.raises(CheckpointError, match="group 0 of the loaded state dict is of SGD, but Muon updates it here"):
@@ -115,10 +115,10 @@ def test_a_dict_of_other_classes_is_refused(ctx: RankContext) -> None:
 
 
 @ranks(2)
-def test_a_load_that_the_second_class_refuses_leaves_the_first_as_it_was(ctx: RankContext) -> None:
+def test_load_failure_in_second_optimizer_rolls_back_the_first(ctx: RankContext) -> None:
     pair = RulesPair(config=CONFIGS[1])
     pair.train(2)
-    saved = on_all_ranks(pair.zero.full_state_dict())
+    saved = broadcast_from_rank0(pair.zero.full_state_dict())
     pair.train(1)
 
     def refuse(*_: Any) -> None:
@@ -133,26 +133,26 @@ def test_a_load_that_the_second_class_refuses_leaves_the_first_as_it_was(ctx: Ra
 
 
 @ranks(1, 2, 3)
-def test_torchs_helpers(ctx: RankContext, tmp_path: Path) -> None:
+def test_torch_state_dict_helpers_and_dcp_round_trip(ctx: RankContext, tmp_path: Path) -> None:
     """`get_optimizer_state_dict` by names, DCP, and `set_optimizer_state_dict`; before the first step, too."""
     pair = RulesPair(config=CONFIGS[1])
     early: State = get_optimizer_state_dict(pair.model, pair.zero)
     assert {*chain(*ctx.gather(list(early["state"]["blocks.0.1.weight"])))} == {"momentum_buffer"}
     pair.train(2)
     dcp_save({"optim": get_optimizer_state_dict(pair.model, pair.zero)}, checkpoint_id=tmp_path)
-    expected = on_all_ranks(pair.zero.full_state_dict())
+    expected = broadcast_from_rank0(pair.zero.full_state_dict())
     other = seeded(Words, 5)
     into = shard(other, rules(), config=CONFIGS[4])
     target = {"optim": get_optimizer_state_dict(other, into)}
     dcp_load(target, checkpoint_id=tmp_path)
     set_optimizer_state_dict(other, into, target["optim"])
-    found = on_all_ranks(into.full_state_dict())
+    found = broadcast_from_rank0(into.full_state_dict())
     assert_same([it["state"] for it in parted(found)], [it["state"] for it in parted(expected)], "the state")
     assert found["param_groups"] == expected["param_groups"]
 
 
 @ranks(1, 2)
-def test_torchs_helpers_bring_it_into_the_two_plain_optimizers(ctx: RankContext) -> None:
+def test_torch_state_dict_helpers_load_into_plain_optimizers(ctx: RankContext) -> None:
     pair = RulesPair(config=CONFIGS[1])
     pair.train(2)
     whole = StateDictOptions(full_state_dict=True)
@@ -162,12 +162,12 @@ def test_torchs_helpers_bring_it_into_the_two_plain_optimizers(ctx: RankContext)
     plain: list[Optimizer] = [Muon([named[n] for n in pair.zero.param_groups[0]["param_names"]], **MUON)]
     plain.append(AdamW([named[n] for n in pair.zero.param_groups[1]["param_names"]], **RULES_ADAMW))
     set_optimizer_state_dict(model, plain, found, options=whole)
-    expected = on_all_ranks(pair.zero.full_state_dict())["state"]
+    expected = broadcast_from_rank0(pair.zero.full_state_dict())["state"]
     assert_same([state for it in plain for state in it.state_dict()["state"].values()], list(expected.values()))
 
 
 @ranks(1)
-def test_a_checkpoint_of_one_rule_loads_into_two_of_the_same_class(ctx: RankContext, tmp_path: Path) -> None:
+def test_checkpoint_of_one_rule_loads_into_two_rules_of_the_same_class(ctx: RankContext, tmp_path: Path) -> None:
     pair = RulesPair()
     pair.train(2)
     checkpoint.save(tmp_path, step=2, model=pair.model, optimizer=pair.zero)
@@ -189,7 +189,7 @@ def test_a_checkpoint_of_one_rule_loads_into_two_of_the_same_class(ctx: RankCont
 
 
 @ranks(2, 3)
-def test_each_rank_hands_out_its_own_part(ctx: RankContext) -> None:
+def test_sharded_state_dict_holds_only_owned_state(ctx: RankContext) -> None:
     pair = RulesPair(config=CONFIGS[1])
     pair.train(1)
     part = pair.zero.sharded_state_dict()
@@ -202,36 +202,36 @@ def test_each_rank_hands_out_its_own_part(ctx: RankContext) -> None:
 
 
 @ranks(4)
-def test_a_checkpoint_goes_on_at_another_number_of_ranks(ctx: RankContext, tmp_path: Path) -> None:
+def test_checkpoint_resumes_at_another_world_size(ctx: RankContext, tmp_path: Path) -> None:
     reference = seeded(Words)
-    train_alike(reference, muon_and_adamw(reference), 5)
+    train_on_same_data(reference, muon_and_adamw(reference), 5)
     for saving, loading in ((1, 4), (4, 2), (2, 1)):
         folder = tmp_path / f"from-{saving}"
         group = first_ranks(saving)
         if group is not None:
             model = seeded(Words)
             zero = shard(model, rules(), process_group=group, config=CONFIGS[1])
-            train_alike(model, zero, 2)
+            train_on_same_data(model, zero, 2)
             checkpoint.save(folder, step=2, model=model, optimizer=zero, process_group=group)
         dist.barrier()
         group = first_ranks(loading)
         if group is not None:
             model = seeded(Words, 9)
             zero = shard(model, rules(), process_group=group)
-            train_alike(model, zero, 1)
+            train_on_same_data(model, zero, 1)
             checkpoint.load(folder, model=model, optimizer=zero, process_group=group)
-            train_alike(model, zero, 3, first=2)
+            train_on_same_data(model, zero, 3, first_step=2)
             assert_same(model.state_dict(), reference.state_dict(), f"{saving} to {loading}")
         dist.barrier()
 
 
 @ranks(2)
-def test_a_checkpoint_into_plain_classes(ctx: RankContext, tmp_path: Path) -> None:
+def test_checkpoint_loads_into_plain_optimizers(ctx: RankContext, tmp_path: Path) -> None:
     model = seeded(Words)
     zero = shard(model, rules())
-    train_alike(model, zero, 2)
+    train_on_same_data(model, zero, 2)
     checkpoint.save(tmp_path, step=2, model=model, optimizer=zero)
-    whole = on_all_ranks(zero.full_state_dict())
+    whole = broadcast_from_rank0(zero.full_state_dict())
     reference = seeded(Words, 5)
     plain = muon_and_adamw(reference)
     for member in plain.members:
@@ -240,15 +240,15 @@ def test_a_checkpoint_into_plain_classes(ctx: RankContext, tmp_path: Path) -> No
     assert_same([it.state_dict()["state"] for it in plain.members], [it["state"] for it in parted(whole)], "the state")
 
 
-def swapped() -> list[ParamRule]:
+def make_other_rules() -> list[ParamRule]:
     return [ParamRule(hidden, AdamW, **RULES_ADAMW), ParamRule(remaining_params, SGD, lr=0.1, momentum=0.9)]
 
 
 @ranks(1, 2, 3)
-def test_a_checkpoint_of_other_rules_is_refused_and_nothing_changes(ctx: RankContext, tmp_path: Path) -> None:
+def test_checkpoint_of_other_rules_is_rejected_without_changes(ctx: RankContext, tmp_path: Path) -> None:
     model = seeded(Words, 5)
-    other = shard(model, swapped())
-    train_alike(model, other, 1)
+    other = shard(model, make_other_rules())
+    train_on_same_data(model, other, 1)
     checkpoint.save(tmp_path, step=1, model=model, optimizer=other)
     pair = RulesPair(config=CONFIGS[1])
     pair.train(1)
@@ -259,12 +259,12 @@ def test_a_checkpoint_of_other_rules_is_refused_and_nothing_changes(ctx: RankCon
 
 
 @ranks(2)
-def test_a_class_with_state_of_the_same_names_is_refused_by_its_name(ctx: RankContext, tmp_path: Path) -> None:
+def test_checkpoint_of_class_with_same_state_keys_is_rejected_by_class_name(ctx: RankContext, tmp_path: Path) -> None:
     model = seeded(Words, 5)
     other = shard(
         model, [ParamRule(hidden, SGD, lr=0.1, momentum=0.9), ParamRule(remaining_params, AdamW, **RULES_ADAMW)]
     )
-    train_alike(model, other, 1)
+    train_on_same_data(model, other, 1)
     checkpoint.save(tmp_path, step=1, model=model, optimizer=other)
     pair = RulesPair()
     pair.train(1)
@@ -276,7 +276,7 @@ def test_a_class_with_state_of_the_same_names_is_refused_by_its_name(ctx: RankCo
 # ---- groups that come later
 
 
-class Growing(nn.Module):
+class GrowingNet(nn.Module):
     """`Words`, with a block that is not there at first."""
 
     def __init__(self) -> None:
@@ -293,31 +293,31 @@ class Growing(nn.Module):
         return x if self.late is None else x + self.late(x)
 
 
-def plain_of(model: nn.Module) -> Any:
+def make_plain_optimizers(model: nn.Module) -> Any:
     return muon_and_adamw(model.words)  # type: ignore[arg-type]
 
 
-GROWING = [ParamRule(lambda name, param: ".blocks." in name and param.dim() == 2, Muon, **MUON), rules()[1]]
+GROWING_RULES = [ParamRule(lambda name, param: ".blocks." in name and param.dim() == 2, Muon, **MUON), rules()[1]]
 
 
 @ranks(1, 2, 3)
-def test_groups_that_are_added_name_their_class(ctx: RankContext) -> None:
+def test_added_groups_name_their_optimizer(ctx: RankContext) -> None:
     for config, at_once in product((CONFIGS[0], CONFIGS[1]), (False, True)):
-        pair = RulesPair(GROWING, plain_of, make=Growing, config=config)
+        pair = RulesPair(GROWING_RULES, make_plain_optimizers, make=GrowingNet, config=config)
         pair.train(2)
         for model in (pair.model, pair.plain_model):
             model.grow()  # type: ignore[operator]
         pair.wrap_plain()
-        add_late(pair, at_once=at_once)
+        add_block_groups(pair, at_once=at_once)
         assert [group["optimizer"] for group in pair.zero.param_groups] == ["Muon", "AdamW", "Muon", "AdamW"]
         assert pair.zero.param_groups[2]["param_names"] == ["late.0.weight", "late.2.weight"]
         pair.train(3)
-        saved = on_all_ranks(pair.zero.full_state_dict())
+        saved = broadcast_from_rank0(pair.zero.full_state_dict())
         pair.zero.load_state_dict(saved)
         pair.train(1)
 
 
-def add_late(pair: RulesPair, *, at_once: bool = False) -> None:
+def add_block_groups(pair: RulesPair, *, at_once: bool = False) -> None:
     muon, adamw = pair.plain.members
     kept: list[dict[str, Any]] = []
     add = kept.append if at_once else pair.zero.add_param_group
@@ -337,8 +337,8 @@ def add_late(pair: RulesPair, *, at_once: bool = False) -> None:
 
 
 @ranks(1, 2, 3)
-def test_a_group_that_cannot_be_added_changes_nothing(ctx: RankContext) -> None:
-    pair = RulesPair(GROWING, plain_of, make=Growing, config=CONFIGS[1])
+def test_rejected_group_changes_nothing(ctx: RankContext) -> None:
+    pair = RulesPair(GROWING_RULES, make_plain_optimizers, make=GrowingNet, config=CONFIGS[1])
     pair.train(1)
     for model in (pair.model, pair.plain_model):
         model.grow()  # type: ignore[operator]
@@ -356,5 +356,5 @@ def test_a_group_that_cannot_be_added_changes_nothing(ctx: RankContext) -> None:
         assert pair.zero.layout.digest == digest
         assert len(pair.zero.param_groups) == 2
         assert [len(it.param_groups) for it in pair.zero.inner_optimizers] == [1, 1]
-    add_late(pair)
+    add_block_groups(pair)
     pair.train(2)

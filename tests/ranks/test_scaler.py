@@ -26,21 +26,21 @@ from zeroshard import (
 )
 
 Options = dict[str, Any]
-SETTINGS: Options = {"device": "cpu", "init_scale": 1024.0, "growth_interval": 2}
+SCALER_OPTIONS: Options = {"device": "cpu", "init_scale": 1024.0, "growth_interval": 2}
 CONFIGS = (ZeroConfig(partition=TINY), ZeroConfig(stage=1), ZeroConfig(overlap_param_gather=True))
-INNER: list[tuple[type[optim.Optimizer], Options]] = [
+INNER_OPTIMIZERS: list[tuple[type[optim.Optimizer], Options]] = [
     (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     (optim.AdamW, {"lr": 0.05}),
     (optim.AdamW, {"lr": 0.05, "fused": True}),
 ]
 
 
-class Scaled(Pair):
+class ScaledPair(Pair):
     """Both sides with a scaler each."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.scalers = [GradScaler(**SETTINGS), TorchScaler(**SETTINGS)]
+        self.scalers = [GradScaler(**SCALER_OPTIONS), TorchScaler(**SCALER_OPTIONS)]
 
     def train_scaled(self, steps: int = 1, *, factor: float = 1.0, clip: bool = False) -> None:
         """`factor`: what this rank's loss is multiplied with, beside the scale."""
@@ -49,7 +49,7 @@ class Scaled(Pair):
                 torch.autograd.backward(scaler.scale(factor * self.loss(side.net, self.steps)))
                 if clip:
                     scaler.unscale_(side.optimizer)
-                    _clip(side.model, side.optimizer)
+                    _clip_by_inf_norm(side.model, side.optimizer)
                 scaler.step(side.optimizer)
                 scaler.update()
                 side.model.zero_grad()
@@ -66,7 +66,7 @@ class Scaled(Pair):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def _clip(model: nn.Module, optimizer: Any) -> None:
+def _clip_by_inf_norm(model: nn.Module, optimizer: Any) -> None:
     """The largest element: its value does not depend on the order in which things are added up."""
     if isinstance(optimizer, ShardedOptimizer):
         optimizer.clip_grad_norm_(0.01, math.inf)
@@ -74,25 +74,25 @@ def _clip(model: nn.Module, optimizer: Any) -> None:
         clip_grad_norm_(model.parameters(), 0.01, math.inf)
 
 
-def same(config: ZeroConfig, inner: tuple[type[optim.Optimizer], Options]) -> Scaled:
+def make_scaled_pair(config: ZeroConfig, inner: tuple[type[optim.Optimizer], Options]) -> ScaledPair:
     factory, options = inner
-    return Scaled(factory, config=config, **options)
+    return ScaledPair(factory, config=config, **options)
 
 
 @ranks(1, 2, 3, 4)
-def test_goes_as_with_ddp(ctx: RankContext) -> None:
-    for config, inner in zip(CONFIGS, INNER, strict=True):
+def test_scaled_training_matches_ddp(ctx: RankContext) -> None:
+    for config, inner in zip(CONFIGS, INNER_OPTIMIZERS, strict=True):
         for clip in (False, True):
-            scaled = same(config, inner)
+            scaled = make_scaled_pair(config, inner)
             scaled.train_scaled(3, clip=clip)
             assert scaled.scalers[0].get_scale() == 2048.0
 
 
 @ranks(1, 2, 3, 4)
 @sampled("clip", [False, True])
-def test_all_skip_when_one_rank_overflows(ctx: RankContext, clip: bool) -> None:
-    for config, inner in zip(CONFIGS, INNER, strict=True):
-        scaled = same(config, inner)
+def test_all_ranks_skip_if_one_rank_overflows(ctx: RankContext, clip: bool) -> None:
+    for config, inner in zip(CONFIGS, INNER_OPTIMIZERS, strict=True):
+        scaled = make_scaled_pair(config, inner)
         scaled.train_scaled(1, clip=clip)
         before = [param.detach().clone() for param in scaled.model.parameters()]
         last = ctx.rank == ctx.world_size - 1
@@ -104,11 +104,11 @@ def test_all_skip_when_one_rank_overflows(ctx: RankContext, clip: bool) -> None:
 
 
 @ranks(2, 3)
-def test_one_element_in_one_slice_stops_all(ctx: RankContext) -> None:
+def test_inf_in_one_shard_skips_step_on_all_ranks(ctx: RankContext) -> None:
     """Only its owner sees it."""
-    for inner in INNER[::2]:
+    for inner in INNER_OPTIMIZERS[::2]:
         for place in (0, 20, WIDTH * WIDTH - 1):
-            scaled = same(CONFIGS[0], inner)
+            scaled = make_scaled_pair(CONFIGS[0], inner)
             for side in scaled.sides:
                 weight = next(side.model.parameters())
                 spoil = torch.zeros(WIDTH * WIDTH).index_fill(0, torch.tensor([place]), math.inf).view(WIDTH, WIDTH)
@@ -121,14 +121,14 @@ def test_one_element_in_one_slice_stops_all(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_a_kernel_that_unscales_by_itself(ctx: RankContext) -> None:
+def test_fused_kernel_that_unscales_grads(ctx: RankContext) -> None:
     """Fused kernels take the scale; their steps are those of unscaled gradients, as scales are powers of 2."""
     for config in CONFIGS:
         torch.manual_seed(0)
         scaled, plain = mlp(), mlp()
         plain.load_state_dict(scaled.state_dict())
         optimizers = [shard(model, optim.AdamW, lr=0.05, fused=True, config=config) for model in (scaled, plain)]
-        scaler = GradScaler(**SETTINGS)
+        scaler = GradScaler(**SCALER_OPTIONS)
         for step in range(3):
             torch.autograd.backward(scaler.scale(regression(scaled, step)))
             scaler.step(optimizers[0])
@@ -141,7 +141,7 @@ def test_a_kernel_that_unscales_by_itself(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_float16_with_master_weights(ctx: RankContext) -> None:
+def test_fp16_overflow_leaves_master_weights_unchanged(ctx: RankContext) -> None:
     """What overflows in float16 is seen; the masters stay as they are."""
     model = mlp().half()
     zero = shard(model, optim.AdamW, lr=0.05, config=ZeroConfig(partition=TINY, master_dtype=torch.float32))
@@ -168,11 +168,11 @@ def test_float16_with_master_weights(ctx: RankContext) -> None:
 
 @ranks(1, 2, 3)
 @sampled("unscale", [False, True])
-def test_torchs_own_scaler_is_refused(ctx: RankContext, unscale: bool) -> None:
+def test_torch_scaler_is_rejected(ctx: RankContext, unscale: bool) -> None:
     for config in CONFIGS:
         model = mlp()
         zero = shard(model, optim.SGD, lr=0.1, config=config)
-        scaler = TorchScaler(**SETTINGS)
+        scaler = TorchScaler(**SCALER_OPTIONS)
         torch.autograd.backward(scaler.scale(regression(model, 0)))
         if unscale:
             scaler.unscale_(zero)
@@ -183,10 +183,10 @@ def test_torchs_own_scaler_is_refused(ctx: RankContext, unscale: bool) -> None:
 
 
 @ranks(2, 3, timeout=60)
-def test_torchs_own_scaler_on_one_rank_is_told_on_all(ctx: RankContext) -> None:
+def test_torch_scaler_on_one_rank_is_reported_on_all(ctx: RankContext) -> None:
     model = mlp()
     zero = shard(model, optim.SGD, lr=0.1)
-    scaler = (TorchScaler if ctx.rank == 1 else GradScaler)(**SETTINGS)
+    scaler = (TorchScaler if ctx.rank == 1 else GradScaler)(**SCALER_OPTIONS)
     torch.autograd.backward(scaler.scale(regression(model, 0)))
     with pytest.raises(RankMismatchError, match=r"different calls.*a step that torch's GradScaler drives"):
         scaler.step(zero)
@@ -196,11 +196,11 @@ def test_torchs_own_scaler_on_one_rank_is_told_on_all(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_a_step_without_the_scaler_in_between(ctx: RankContext) -> None:
+def test_torch_scaler_is_rejected_after_unscaled_step(ctx: RankContext) -> None:
     """What one step of the scaler left behind does not make torch's pass for ours."""
     model = mlp()
     zero = shard(model, optim.SGD, lr=0.1)
-    ours, theirs = GradScaler(**SETTINGS), TorchScaler(**SETTINGS)
+    ours, theirs = GradScaler(**SCALER_OPTIONS), TorchScaler(**SCALER_OPTIONS)
     torch.autograd.backward(ours.scale(regression(model, 0)))
     ours.unscale_(zero)
     zero.step()
@@ -215,12 +215,12 @@ def seeded_mlp() -> nn.Module:
     return mlp()
 
 
-def under_ddp(twins: Twins) -> list[tuple[nn.Module, Any]]:
+def wrap_in_ddp(twins: Twins) -> list[tuple[nn.Module, Any]]:
     return [(DistributedDataParallel(model), optimizer) for model, optimizer in twins.sides]
 
 
 def train_under_ddp(twins: Twins, scalers: list[Any], factor: Callable[[int], float]) -> None:
-    sides = under_ddp(twins)
+    sides = wrap_in_ddp(twins)
     for step in range(5):
         for (net, optimizer), scaler in zip(sides, scalers, strict=True):
             torch.autograd.backward(scaler.scale(factor(step) * regression(net, step)))
@@ -232,25 +232,25 @@ def train_under_ddp(twins: Twins, scalers: list[Any], factor: Callable[[int], fl
 
 
 @ranks(1, 2, 3, 4)
-def test_any_scaler_will_do_for_the_flat_drop_in_under_ddp(ctx: RankContext) -> None:
+def test_flat_drop_in_under_ddp_works_with_either_scaler(ctx: RankContext) -> None:
     def factor(step: int) -> float:
         return math.inf if step == 2 and ctx.rank == 0 else 1.0
 
     for make in (TorchScaler, GradScaler):
-        for factory, options in INNER[:2]:
+        for factory, options in INNER_OPTIMIZERS[:2]:
             zero_only = {"config": ZeroConfig(partition=TINY)}
             twins = Twins(factory, model=seeded_mlp, zero_only=zero_only, foreach=True, **options)
-            train_under_ddp(twins, [make(**SETTINGS), TorchScaler(**SETTINGS)], factor)
+            train_under_ddp(twins, [make(**SCALER_OPTIONS), TorchScaler(**SCALER_OPTIONS)], factor)
 
 
 @ranks(1, 2, 3)
-def test_gradients_from_the_ddp_hook_are_spread_too(ctx: RankContext) -> None:
+def test_grads_from_ddp_hook_are_treated_as_sharded(ctx: RankContext) -> None:
     torch.manual_seed(0)
     net = DistributedDataParallel(mlp())
     zero = ZeroRedundancyOptimizer(net.parameters(), optim.SGD, lr=0.1, config=ZeroConfig(partition=TINY))
     net.register_comm_hook(None, zero.ddp_hook())
-    pair = Scaled(optim.SGD, lr=0.1)
-    scaler = GradScaler(**SETTINGS)
+    pair = ScaledPair(optim.SGD, lr=0.1)
+    scaler = GradScaler(**SCALER_OPTIONS)
     for step in range(3):
         factor = math.inf if step == 1 and ctx.rank == ctx.world_size - 1 else 1.0
         torch.autograd.backward(scaler.scale(factor * regression(net, step)))
@@ -259,7 +259,7 @@ def test_gradients_from_the_ddp_hook_are_spread_too(ctx: RankContext) -> None:
         zero.zero_grad()
         pair.train_scaled(1, factor=factor)
         assert_same(net.module.state_dict(), pair.model.state_dict())
-    theirs = TorchScaler(**SETTINGS)
+    theirs = TorchScaler(**SCALER_OPTIONS)
     torch.autograd.backward(theirs.scale(regression(net, 3)))
     with pytest.raises(RuntimeError, match=r"use zeroshard\.GradScaler"):
         theirs.step(zero)

@@ -38,190 +38,203 @@ from zeroshard.comm.collectives import BackgroundComm
 from zeroshard.peer_checkpoint.restore import restore_from_peers
 from zeroshard.peer_checkpoint.snapshot import PeerSnapshots
 
-EVERY = 3
-COPIED = ZeroConfig(partition=FlatShards(bucket_bytes=160), peer_checkpoint=PeerCheckpoint(every=EVERY))
-Way = Callable[[nn.Module, dist.ProcessGroup | None], ZeroRedundancyOptimizer]
+SNAPSHOT_EVERY = 3
+PEER_CHECKPOINT_CONFIG = ZeroConfig(
+    partition=FlatShards(bucket_bytes=160), peer_checkpoint=PeerCheckpoint(every=SNAPSHOT_EVERY)
+)
+MakeOptimizer = Callable[[nn.Module, dist.ProcessGroup | None], ZeroRedundancyOptimizer]
 
 
-def sharded(config: ZeroConfig) -> Way:
+def make_adamw(config: ZeroConfig) -> MakeOptimizer:
     return lambda model, group: shard(model, torch.optim.AdamW, process_group=group, config=config, **ADAMW)
 
 
-def in_groups(model: nn.Module, group: dist.ProcessGroup | None) -> ZeroRedundancyOptimizer:
+def with_frozen_group(model: nn.Module, group: dist.ProcessGroup | None) -> ZeroRedundancyOptimizer:
     """One of them is frozen."""
     first, *rest = model.parameters()
     first.requires_grad_(False)
     groups = [{"params": rest, "lr": 0.03}, {"params": [first], "weight_decay": 0.2}]
-    return shard(model, torch.optim.AdamW, params=groups, process_group=group, config=COPIED, **ADAMW)
+    return shard(model, torch.optim.AdamW, params=groups, process_group=group, config=PEER_CHECKPOINT_CONFIG, **ADAMW)
 
 
-def by_rules(model: nn.Module, group: dist.ProcessGroup | None) -> ZeroRedundancyOptimizer:
+def with_rules(model: nn.Module, group: dist.ProcessGroup | None) -> ZeroRedundancyOptimizer:
     rules = [
         ParamRule(matrix_params(exclude=("kernel",)), torch.optim.Muon, lr=0.02),
         ParamRule(remaining_params, torch.optim.AdamW, lr=0.05),
     ]
-    return shard(model, rules, process_group=group, config=COPIED)
+    return shard(model, rules, process_group=group, config=PEER_CHECKPOINT_CONFIG)
 
 
 def with_momentum(model: nn.Module, group: dist.ProcessGroup | None) -> ZeroRedundancyOptimizer:
-    return shard(model, torch.optim.SGD, process_group=group, config=COPIED, lr=0.005, momentum=0.9)
+    return shard(model, torch.optim.SGD, process_group=group, config=PEER_CHECKPOINT_CONFIG, lr=0.005, momentum=0.9)
 
 
-def dropin(model: nn.Module, group: dist.ProcessGroup | None) -> ZeroRedundancyOptimizer:
-    config = ZeroConfig(peer_checkpoint=PeerCheckpoint(every=EVERY))
+def drop_in(model: nn.Module, group: dist.ProcessGroup | None) -> ZeroRedundancyOptimizer:
+    config = ZeroConfig(peer_checkpoint=PeerCheckpoint(every=SNAPSHOT_EVERY))
     named = model.named_parameters()
     return ZeroRedundancyOptimizer(named, torch.optim.AdamW, process_group=group, config=config, **ADAMW)
 
 
-WAYS: dict[str, Way] = {
-    "flat": sharded(COPIED),
-    "one-bucket": sharded(ZeroConfig(peer_checkpoint=PeerCheckpoint(every=EVERY))),
-    "whole": sharded(replace(COPIED, partition=WholeParams())),
-    "overlap": sharded(replace(COPIED, overlap_param_gather=True)),
-    "groups": in_groups,
-    "rules": by_rules,
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "flat": make_adamw(PEER_CHECKPOINT_CONFIG),
+    "one-bucket": make_adamw(ZeroConfig(peer_checkpoint=PeerCheckpoint(every=SNAPSHOT_EVERY))),
+    "whole": make_adamw(replace(PEER_CHECKPOINT_CONFIG, partition=WholeParams())),
+    "overlap": make_adamw(replace(PEER_CHECKPOINT_CONFIG, overlap_param_gather=True)),
+    "groups": with_frozen_group,
+    "rules": with_rules,
     "momentum": with_momentum,
-    "dropin": dropin,
+    "dropin": drop_in,
 }
 
 
-def without(lost: int) -> dist.ProcessGroup | None:
+def group_without(lost: int) -> dist.ProcessGroup | None:
     """The other ranks. Called on all."""
     group: dist.ProcessGroup | None = dist.new_group([it for it in range(dist.get_world_size()) if it != lost])
     return group
 
 
-def settled(optimizer: ZeroRedundancyOptimizer) -> PeerSnapshots:
+def wait_for_snapshots(optimizer: ZeroRedundancyOptimizer) -> PeerSnapshots:
     """What is held when nothing is on its way."""
     assert optimizer._peer_checkpointer is not None
     optimizer._peer_checkpointer.wait()
     return optimizer._peer_checkpointer.snapshots
 
 
-def from_first(value: Any) -> Any:
+def broadcast_from_rank0(value: Any) -> Any:
     found = [value]
     dist.broadcast_object_list(found)
     return found[0]
 
 
-def saved(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Any:
+def full_state(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Any:
     """All there is, on all ranks."""
-    return from_first((deepcopy(model.state_dict()), optimizer.full_state_dict()))
+    return broadcast_from_rank0((deepcopy(model.state_dict()), optimizer.full_state_dict()))
 
 
-def everything(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Any:
+def comparable_state(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Any:
     """The drop-in does not know the model, and so not its buffers."""
     values = model.state_dict() if isinstance(optimizer, ShardedOptimizer) else dict(model.named_parameters())
     return values, optimizer.full_state_dict()
 
 
 @ranks(2, 3, 4)
-@sampled("way", WAYS)
-def test_without_one_rank_training_goes_on_as_from_a_checkpoint(ctx: RankContext, way: str) -> None:
-    lose_a_rank(ctx, WAYS[way], lost=len(way) % ctx.world_size)  # now this one, now that
+@sampled("way", OPTIMIZERS)
+def test_restore_without_lost_rank_equals_checkpoint(ctx: RankContext, way: str) -> None:
+    lose_rank_and_compare(ctx, OPTIMIZERS[way], lost=len(way) % ctx.world_size)  # now this one, now that
 
 
 @ranks(2, 3)
 @pytest.mark.gpu
 @sampled("offload", [None, CPUOffload()])
 @sampled("overlap", [False, True])
-def test_what_is_on_a_gpu(ctx: RankContext, offload: CPUOffload | None, overlap: bool) -> None:
-    config = replace(COPIED, offload=offload, overlap_param_gather=overlap)
-    lose_a_rank(ctx, sharded(config), lost=ctx.world_size - 1, device="cuda")
+def test_restore_on_gpu_without_lost_rank(ctx: RankContext, offload: CPUOffload | None, overlap: bool) -> None:
+    config = replace(PEER_CHECKPOINT_CONFIG, offload=offload, overlap_param_gather=overlap)
+    lose_rank_and_compare(ctx, make_adamw(config), lost=ctx.world_size - 1, device="cuda")
 
 
-def lose_a_rank(ctx: RankContext, way: Way, *, lost: int, device: str = "cpu") -> None:
-    group, model = without(lost), net().to(device)
-    optimizer = way(model, None)
-    train(model, optimizer, 2 * EVERY)
-    weights, state = saved(model, optimizer)
-    train(model, optimizer, 2, first=2 * EVERY)
-    held = settled(optimizer)
+def lose_rank_and_compare(ctx: RankContext, make: MakeOptimizer, *, lost: int, device: str = "cpu") -> None:
+    group, model = group_without(lost), net().to(device)
+    optimizer = make(model, None)
+    train(model, optimizer, 2 * SNAPSHOT_EVERY)
+    weights, state = full_state(model, optimizer)
+    train(model, optimizer, 2, first=2 * SNAPSHOT_EVERY)
+    held = wait_for_snapshots(optimizer)
     if ctx.rank == lost:
         return
-    optimizer = way(model, group)
-    assert restore_from_peers(optimizer, held) == 2 * EVERY
+    optimizer = make(model, group)
+    assert restore_from_peers(optimizer, held) == 2 * SNAPSHOT_EVERY
     oracle = net(seed=5).to(device)
-    expected = way(oracle, group)
+    expected = make(oracle, group)
     oracle.load_state_dict(weights)
     expected.load_state_dict(state)
-    for first in (2 * EVERY, 2 * EVERY + 2):
-        assert_same(everything(model, optimizer), everything(oracle, expected))
+    for first in (2 * SNAPSHOT_EVERY, 2 * SNAPSHOT_EVERY + 2):
+        assert_same(comparable_state(model, optimizer), comparable_state(oracle, expected))
         train(model, optimizer, 2, first=first)
         train(oracle, expected, 2, first=first)
 
 
 @ranks(2, 3, 4)
 @sampled("lost", [0, 1])
-def test_with_a_new_process_in_its_place(ctx: RankContext, lost: int) -> None:
+def test_restore_with_replacement_rank(ctx: RankContext, lost: int) -> None:
     """It has another model, and nothing in its hands."""
     model = net()
-    optimizer = WAYS["flat"](model, None)
-    train(model, optimizer, EVERY + 1)
-    held: PeerSnapshots | None = settled(optimizer)
-    train(model, optimizer, 1, first=EVERY + 1)
+    optimizer = OPTIMIZERS["flat"](model, None)
+    train(model, optimizer, SNAPSHOT_EVERY + 1)
+    held: PeerSnapshots | None = wait_for_snapshots(optimizer)
+    train(model, optimizer, 1, first=SNAPSHOT_EVERY + 1)
     if ctx.rank == lost:
         model, held = net(seed=7), None
-    optimizer = WAYS["flat"](model, None)
-    assert restore_from_peers(optimizer, held) == EVERY
-    train(model, optimizer, 4, first=EVERY)
+    optimizer = OPTIMIZERS["flat"](model, None)
+    assert restore_from_peers(optimizer, held) == SNAPSHOT_EVERY
+    train(model, optimizer, 4, first=SNAPSHOT_EVERY)
     expected = net()
-    oracle = WAYS["flat"](expected, None)
-    train(expected, oracle, EVERY + 4)
-    assert_same(everything(model, optimizer), everything(expected, oracle))
+    oracle = OPTIMIZERS["flat"](expected, None)
+    train(expected, oracle, SNAPSHOT_EVERY + 4)
+    assert_same(comparable_state(model, optimizer), comparable_state(expected, oracle))
 
 
 @ranks(2, 4)
-def test_from_one_arrangement_to_another(ctx: RankContext) -> None:
+def test_restore_into_other_partitions_and_shard_groups(ctx: RankContext) -> None:
     """Whole or cut, in one bucket or many, in rows or not: what was copied fits all of them."""
-    whole, long = replace(COPIED, partition=WholeParams()), replace(COPIED, partition=FlatShards())
+    whole, long = (
+        replace(PEER_CHECKPOINT_CONFIG, partition=WholeParams()),
+        replace(PEER_CHECKPOINT_CONFIG, partition=FlatShards()),
+    )
     half = ctx.world_size // 2
-    arrangements = [(COPIED, None), (whole, half), (long, None), (whole, None), (COPIED, half), (long, 1), (whole, 1)]
+    arrangements = [
+        (PEER_CHECKPOINT_CONFIG, None),
+        (whole, half),
+        (long, None),
+        (whole, None),
+        (PEER_CHECKPOINT_CONFIG, half),
+        (long, 1),
+        (whole, 1),
+    ]
     model = net()
     held, states = None, []
     for number, (config, within) in enumerate(arrangements):
         optimizer = shard(model, torch.optim.AdamW, config=config, shard_group_size=within, **ADAMW)
         if held is not None:
-            assert restore_from_peers(optimizer, held) == EVERY * number
-            states.append(deepcopy(everything(model, optimizer)))
-        train(model, optimizer, EVERY, first=EVERY * number)
-        held = settled(optimizer)
+            assert restore_from_peers(optimizer, held) == SNAPSHOT_EVERY * number
+            states.append(deepcopy(comparable_state(model, optimizer)))
+        train(model, optimizer, SNAPSHOT_EVERY, first=SNAPSHOT_EVERY * number)
+        held = wait_for_snapshots(optimizer)
     expected = net()
-    oracle = shard(expected, torch.optim.AdamW, config=COPIED, **ADAMW)
+    oracle = shard(expected, torch.optim.AdamW, config=PEER_CHECKPOINT_CONFIG, **ADAMW)
     for number, found in enumerate(states):
-        train(expected, oracle, EVERY, first=EVERY * number)
-        assert_same(found, everything(expected, oracle))
+        train(expected, oracle, SNAPSHOT_EVERY, first=SNAPSHOT_EVERY * number)
+        assert_same(found, comparable_state(expected, oracle))
 
 
-MASTERS = replace(COPIED, master_dtype=torch.float32)
+MASTER_WEIGHTS_CONFIG = replace(PEER_CHECKPOINT_CONFIG, master_dtype=torch.float32)
 
 
 @ranks(2, 3)
-def test_master_weights(ctx: RankContext) -> None:
+def test_restore_master_weights_exactly(ctx: RankContext) -> None:
     """What is kept is what is updated: not a bit is lost with the rounding. Without masters it is rounded."""
-    group, model = without(0), net().to(torch.bfloat16)
-    optimizer = sharded(MASTERS)(model, None)
-    train_in_bf16(model, optimizer, EVERY)
-    weights, state = saved(model, optimizer)
+    group, model = group_without(0), net().to(torch.bfloat16)
+    optimizer = make_adamw(MASTER_WEIGHTS_CONFIG)(model, None)
+    train_in_bf16(model, optimizer, SNAPSHOT_EVERY)
+    weights, state = full_state(model, optimizer)
     train_in_bf16(model, optimizer, 1)
-    held = settled(optimizer)
+    held = wait_for_snapshots(optimizer)
     if ctx.rank == 0:
         return
-    optimizer = sharded(MASTERS)(model, group)
+    optimizer = make_adamw(MASTER_WEIGHTS_CONFIG)(model, group)
     restore_from_peers(optimizer, held)
     oracle = net(seed=4).to(torch.bfloat16)
-    expected = sharded(MASTERS)(oracle, group)
+    expected = make_adamw(MASTER_WEIGHTS_CONFIG)(oracle, group)
     oracle.load_state_dict(weights)
     expected.load_state_dict(state)
-    assert_same(everything(model, optimizer), everything(oracle, expected))
+    assert_same(comparable_state(model, optimizer), comparable_state(oracle, expected))
     train_in_bf16(model, optimizer, 2)
     train_in_bf16(oracle, expected, 2)
-    assert_same(everything(model, optimizer), everything(oracle, expected))
-    plain = sharded(COPIED)(model, group)
+    assert_same(comparable_state(model, optimizer), comparable_state(oracle, expected))
+    plain = make_adamw(PEER_CHECKPOINT_CONFIG)(model, group)
     restore_from_peers(plain, held)
     assert_same(dict(model.state_dict()), dict(weights))
-    again = sharded(MASTERS)(model, group)
-    restore_from_peers(again, settled(plain))
+    again = make_adamw(MASTER_WEIGHTS_CONFIG)(model, group)
+    restore_from_peers(again, wait_for_snapshots(plain))
     assert_same(dict(model.state_dict()), dict(weights))
 
 
@@ -234,78 +247,84 @@ def train_in_bf16(model: nn.Module, optimizer: ZeroRedundancyOptimizer, steps: i
         optimizer.zero_grad()
 
 
-def other_net() -> nn.Module:
+def make_other_net() -> nn.Module:
     model = net(seed=1)
     model.leave = nn.Linear(6, 3, bias=False)
     return model
 
 
 @ranks(4)
-def test_two_partners_at_once_are_too_many(ctx: RankContext) -> None:
+def test_loss_of_rank_and_its_peer_is_rejected(ctx: RankContext) -> None:
     group, model = dist.new_group([0, 3]), net()
-    optimizer = WAYS["flat"](model, None)
-    train(model, optimizer, EVERY)
-    held = settled(optimizer)
+    optimizer = OPTIMIZERS["flat"](model, None)
+    train(model, optimizer, SNAPSHOT_EVERY)
+    held = wait_for_snapshots(optimizer)
     if ctx.rank in (1, 2):
         return
-    optimizer = WAYS["flat"](model, group)
-    before = deepcopy(everything(model, optimizer))
+    optimizer = OPTIMIZERS["flat"](model, group)
+    before = deepcopy(comparable_state(model, optimizer))
     with pytest.raises(CheckpointError, match=r"copy of step 3, .* 4 ranks .* nobody here holds the share of rank 1:"):
         restore_from_peers(optimizer, held)
-    assert_same(everything(model, optimizer), before)
+    assert_same(comparable_state(model, optimizer), before)
 
 
 @ranks(3)
-def test_apart_says_who_fails_together(ctx: RankContext) -> None:
+def test_failure_domain_can_be_lost_at_once(ctx: RankContext) -> None:
     """Ranks 0 and 1 are lost at once, and rank 2 has both of their copies."""
     model = net()
-    config = replace(COPIED, peer_checkpoint=PeerCheckpoint(every=EVERY, failure_domain_size=2))
+    config = replace(
+        PEER_CHECKPOINT_CONFIG, peer_checkpoint=PeerCheckpoint(every=SNAPSHOT_EVERY, failure_domain_size=2)
+    )
     optimizer = shard(model, torch.optim.AdamW, config=config, **ADAMW)
-    train(model, optimizer, EVERY)
-    expected = everything(model, optimizer)
-    held: PeerSnapshots | None = settled(optimizer)
+    train(model, optimizer, SNAPSHOT_EVERY)
+    expected = comparable_state(model, optimizer)
+    held: PeerSnapshots | None = wait_for_snapshots(optimizer)
     train(model, optimizer, 2)
     if ctx.rank < 2:
         model, held = net(seed=7), None
     optimizer = shard(model, torch.optim.AdamW, config=config, **ADAMW)
-    assert restore_from_peers(optimizer, held) == EVERY
-    assert_same(everything(model, optimizer)[1], expected[1])
+    assert restore_from_peers(optimizer, held) == SNAPSHOT_EVERY
+    assert_same(comparable_state(model, optimizer)[1], expected[1])
 
 
 @ranks(2)
-def test_what_cannot_be_restored_is_told_on_all_ranks(ctx: RankContext) -> None:
+def test_restore_errors_are_raised_on_all_ranks(ctx: RankContext) -> None:
     model = net()
-    optimizer = WAYS["flat"](model, None)
-    train(model, optimizer, EVERY - 1)
+    optimizer = OPTIMIZERS["flat"](model, None)
+    train(model, optimizer, SNAPSHOT_EVERY - 1)
     with pytest.raises(CheckpointError, match="no rank holds a copy"):
-        restore_from_peers(optimizer, settled(optimizer))
-    train(model, optimizer, 1, first=EVERY - 1)
-    held = settled(optimizer)
-    other = other_net()
+        restore_from_peers(optimizer, wait_for_snapshots(optimizer))
+    train(model, optimizer, 1, first=SNAPSHOT_EVERY - 1)
+    held = wait_for_snapshots(optimizer)
+    other = make_other_net()
     with pytest.raises(CheckpointError, match=r"of another model.*They have parameter 6 \(leave.bias\).*Nothing was"):
-        restore_from_peers(WAYS["flat"](other, None), held)
+        restore_from_peers(OPTIMIZERS["flat"](other, None), held)
     wrong: Any = held if ctx.rank else model
     with pytest.raises(RankFailedError if ctx.rank else TypeError, match="takes what a former optimizer has"):
         restore_from_peers(optimizer, wrong)
     with pytest.raises(TypeError, match="takes a sharded optimizer, not a Net"):
         restore_from_peers(model, held)  # type: ignore[arg-type]
-    assert restore_from_peers(optimizer, held) == EVERY
+    assert restore_from_peers(optimizer, held) == SNAPSHOT_EVERY
 
 
-class Unsendable(torch.optim.SGD):
+class UnserializableStateSGD(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         result = super().step(closure)
         if dist.get_rank() == 0:
             for state in self.state.values():
-                state["what"] = Unsendable
+                state["what"] = UnserializableStateSGD
         return result
 
 
 @ranks(2)
-def test_state_that_cannot_be_sent_is_told_at_once(ctx: RankContext) -> None:
+def test_unserializable_state_fails_the_step(ctx: RankContext) -> None:
     model = net()
     optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), Unsendable, config=ZeroConfig(peer_checkpoint=PeerCheckpoint(1)), lr=0.1, momentum=0.9
+        model.parameters(),
+        UnserializableStateSGD,
+        config=ZeroConfig(peer_checkpoint=PeerCheckpoint(1)),
+        lr=0.1,
+        momentum=0.9,
     )
     kind, text = (CheckpointError, "cannot be sent safely") if ctx.rank == 0 else (RankFailedError, "rank 0 failed")
     with pytest.raises(kind, match=text):
@@ -313,7 +332,7 @@ def test_state_that_cannot_be_sent_is_told_at_once(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 4)
-def test_what_it_costs(ctx: RankContext) -> None:
+def test_snapshot_memory_and_traffic(ctx: RankContext) -> None:
     """AdamW in float32: 12 bytes a parameter and share, for one's own and for the one that is kept."""
     numel = 256 * 256
     with warnings.catch_warnings(record=True) as caught:
@@ -328,7 +347,7 @@ def test_what_it_costs(ctx: RankContext) -> None:
         torch.autograd.backward(model(torch.ones(2, 256)).sum())
         optimizer.step()
         optimizer.zero_grad()
-    settled(optimizer)
+    wait_for_snapshots(optimizer)
     share, small = 12 * numel // ctx.world_size, 16384
     assert held.step == 2
     assert 0 <= held.nbytes - share * min(2, ctx.world_size) < small
@@ -336,7 +355,7 @@ def test_what_it_costs(ctx: RankContext) -> None:
 
 
 @ranks(1)
-def test_a_hook_that_steps_makes_no_copies(ctx: RankContext) -> None:
+def test_peer_checkpoint_is_rejected_with_overlap_with_ddp(ctx: RankContext) -> None:
     assert ctx.world_size == 1
     config = ZeroConfig(peer_checkpoint=PeerCheckpoint())
     with pytest.raises(ConfigError, match=r"PeerCheckpoint\(\.\.\.\) needs step\(\) to be called"):
@@ -344,31 +363,29 @@ def test_a_hook_that_steps_makes_no_copies(ctx: RankContext) -> None:
 
 
 @ranks(2)
-def test_steps_that_a_scaler_skips_make_no_copies(ctx: RankContext) -> None:
+def test_skipped_scaler_step_takes_no_snapshot(ctx: RankContext) -> None:
     model = net()
-    optimizer = WAYS["flat"](model, None)
-    train(model, optimizer, EVERY)
-    held = settled(optimizer)
+    optimizer = OPTIMIZERS["flat"](model, None)
+    train(model, optimizer, SNAPSHOT_EVERY)
+    held = wait_for_snapshots(optimizer)
     first = held.list_snapshots()[0].shards[ctx.rank]
     scaler = GradScaler("cpu")
     loss = model(torch.full((4, 5), torch.inf)).sum()
     torch.autograd.backward(scaler.scale(loss))
     scaler.step(optimizer)
     scaler.update()
-    settled(optimizer)
+    wait_for_snapshots(optimizer)
     assert held.list_snapshots()[0].shards[ctx.rank] is first
 
 
 @ranks(3)
-def test_a_rank_that_is_lost_while_others_restore_leaves_a_whole(
-    ctx: RankContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_lost_during_restore_leaves_complete_snapshot(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank has heard that all have the new copy, the others have not: whatever each holds, it is enough."""
     model = net()
-    optimizer = WAYS["flat"](model, None)
-    train(model, optimizer, EVERY)
-    held, expected = settled(optimizer), everything(model, optimizer)
-    another = WAYS["flat"](model, None)
+    optimizer = OPTIMIZERS["flat"](model, None)
+    train(model, optimizer, SNAPSHOT_EVERY)
+    held, expected = wait_for_snapshots(optimizer), comparable_state(model, optimizer)
+    another = OPTIMIZERS["flat"](model, None)
 
     def unheard(*_: Any, well: bool) -> bool:
         raise RankFailedError(f"another rank was lost by now ({well})")
@@ -379,38 +396,38 @@ def test_a_rank_that_is_lost_while_others_restore_leaves_a_whole(
         else:
             patch.setattr(BackgroundComm, "all_succeeded", lambda *_, well: well)
         try:
-            assert restore_from_peers(another, held) == EVERY
+            assert restore_from_peers(another, held) == SNAPSHOT_EVERY
             assert ctx.rank == 1
         except RankFailedError:
             assert ctx.rank != 1
     assert another.peer_snapshots is held, "or it would be gone with the optimizer"
     train(model, another, 1)
-    last = WAYS["flat"](model, None)
-    assert restore_from_peers(last, held) == EVERY
-    assert_same(everything(model, last), expected)
+    last = OPTIMIZERS["flat"](model, None)
+    assert restore_from_peers(last, held) == SNAPSHOT_EVERY
+    assert_same(comparable_state(model, last), expected)
 
 
 @ranks(2)
-def test_what_is_loaded_is_copied_and_what_was_before_is_not(ctx: RankContext) -> None:
+def test_load_state_dict_invalidates_older_snapshots(ctx: RankContext) -> None:
     model = net()
-    optimizer = WAYS["flat"](model, None)
-    train(model, optimizer, EVERY - 1)
-    state = from_first(optimizer.full_state_dict())
+    optimizer = OPTIMIZERS["flat"](model, None)
+    train(model, optimizer, SNAPSHOT_EVERY - 1)
+    state = broadcast_from_rank0(optimizer.full_state_dict())
     train(model, optimizer, 1)
-    assert settled(optimizer).step == EVERY
+    assert wait_for_snapshots(optimizer).step == SNAPSHOT_EVERY
     optimizer.load_state_dict(state)
     assert optimizer.peer_snapshots is not None
     assert optimizer.peer_snapshots.step is None, "a loss would bring back what was given up"
     train(model, optimizer, 1)
-    assert settled(optimizer).step == EVERY + 1
+    assert wait_for_snapshots(optimizer).step == SNAPSHOT_EVERY + 1
 
 
 @ranks(2, 3)
-def test_a_scheduler_is_made_anew(ctx: RankContext) -> None:
+def test_scheduler_is_rebuilt_after_restore(ctx: RankContext) -> None:
     """As docs/keeping-going.md says."""
 
     def begun(model: nn.Module) -> tuple[ZeroRedundancyOptimizer, Any]:
-        optimizer = WAYS["flat"](model, None)
+        optimizer = OPTIMIZERS["flat"](model, None)
         return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
 
     def trained(model: nn.Module, optimizer: ZeroRedundancyOptimizer, scheduler: Any, first: int, last: int) -> None:
@@ -419,11 +436,11 @@ def test_a_scheduler_is_made_anew(ctx: RankContext) -> None:
             scheduler.step()
 
     model, plain = net(), net()
-    trained(plain, *begun(plain), 0, EVERY + 3)
+    trained(plain, *begun(plain), 0, SNAPSHOT_EVERY + 3)
     optimizer, scheduler = begun(model)
-    trained(model, optimizer, scheduler, 0, EVERY + 1)
-    held = settled(optimizer)
-    another = WAYS["flat"](model, None)
+    trained(model, optimizer, scheduler, 0, SNAPSHOT_EVERY + 1)
+    held = wait_for_snapshots(optimizer)
+    another = OPTIMIZERS["flat"](model, None)
     step = restore_from_peers(another, held)
     for group in another.param_groups:
         group["lr"] = ADAMW["lr"]
@@ -433,5 +450,5 @@ def test_a_scheduler_is_made_anew(ctx: RankContext) -> None:
         warnings.simplefilter("ignore")  # torch wonders that no step was made
         for _ in range(step):
             scheduler.step()
-    trained(model, another, scheduler, step, EVERY + 3)
+    trained(model, another, scheduler, step, SNAPSHOT_EVERY + 3)
     assert_same(dict(model.state_dict()), dict(plain.state_dict()))

@@ -30,10 +30,10 @@ from tests.support.tiers import sampled
 from zeroshard import ShardedOptimizer, ZeroConfig, shard
 from zeroshard.engine.grad_bucket import ShardedGrad
 
-every_clearing = sampled("by_model", [False, True], ids=["optimizer", "model"])
+model_or_optimizer_zero_grad = sampled("by_model", [False, True], ids=["optimizer", "model"])
 
 
-def sum_of_averages(ddp: nn.Module, passes: list[Callable[[nn.Module], torch.Tensor]]) -> None:
+def accumulate_averages(ddp: nn.Module, passes: list[Callable[[nn.Module], torch.Tensor]]) -> None:
     """Backward passes through DDP, each averaged on its own: DDP would average what is there already once more."""
     total: list[torch.Tensor | None] = [None for _ in ddp.parameters()]
     for loss in passes:
@@ -46,7 +46,7 @@ def sum_of_averages(ddp: nn.Module, passes: list[Callable[[nn.Module], torch.Ten
 
 
 @ranks(1, 2, 3, 4)
-def test_passes_add_up_in_the_shard_by_default(ctx: RankContext) -> None:
+def test_zero2_accumulates_passes_in_the_shard(ctx: RankContext) -> None:
     for config in (ZERO2, ZeroConfig()):
         twins = ShardTwins(config)
         for step in range(3):
@@ -54,14 +54,14 @@ def test_passes_add_up_in_the_shard_by_default(ctx: RankContext) -> None:
             for number in numbers:
                 twins.sides[0].backward(number)
                 assert all(isinstance(param.grad, ShardedGrad) for param in twins.model.parameters())
-            sum_of_averages(twins.ddp, [lambda model, n=n: regression(model, n) for n in numbers])  # type: ignore[misc]
+            accumulate_averages(twins.ddp, [lambda model, n=n: regression(model, n) for n in numbers])  # type: ignore[misc]
             for side in twins.sides:
                 side.update()
             twins.compare()
 
 
 @ranks(1, 2, 3)
-def test_zero1_sends_what_has_added_up_on_each_rank(ctx: RankContext) -> None:
+def test_zero1_reduces_locally_accumulated_grads(ctx: RankContext) -> None:
     twins = ShardTwins(ZERO1)
 
     def iterate(side: Side, number: int) -> None:
@@ -75,7 +75,7 @@ def test_zero1_sends_what_has_added_up_on_each_rank(ctx: RankContext) -> None:
 
 @some_configs
 @ranks(1, 2, 3)
-def test_local_passes_and_one_that_sends(ctx: RankContext, config: ZeroConfig) -> None:
+def test_no_sync_passes_then_synced_pass(ctx: RankContext, config: ZeroConfig) -> None:
     def iterate(side: Side, number: int) -> None:
         side.backward_locally(number + 50)
         side.backward_locally(number + 70)
@@ -86,7 +86,7 @@ def test_local_passes_and_one_that_sends(ctx: RankContext, config: ZeroConfig) -
 
 @both_stages
 @ranks(2, 3)
-def test_local_passes_and_then_a_step(ctx: RankContext, config: ZeroConfig) -> None:
+def test_step_reduces_grads_of_no_sync_passes(ctx: RankContext, config: ZeroConfig) -> None:
     """DDP would step with other gradients on each rank, so what is averaged by hand is the oracle."""
     twins = ShardTwins(config)
 
@@ -104,7 +104,7 @@ def test_local_passes_and_then_a_step(ctx: RankContext, config: ZeroConfig) -> N
 
 @both_stages
 @ranks(1, 2, 3)
-def test_nothing_is_sent_in_local_passes(ctx: RankContext, config: ZeroConfig) -> None:
+def test_no_sync_passes_send_nothing(ctx: RankContext, config: ZeroConfig) -> None:
     model, alone = seeded(mlp, 0), seeded(mlp, 0)
     zero = shard(model, torch.optim.SGD, lr=0.1, config=config)
     with recorded() as traffic, zero.no_sync():
@@ -122,7 +122,7 @@ def test_nothing_is_sent_in_local_passes(ctx: RankContext, config: ZeroConfig) -
 
 
 @ranks(2)
-def test_no_sync_may_be_nested_and_left_by_an_error(ctx: RankContext) -> None:
+def test_no_sync_can_be_nested_and_left_by_an_error(ctx: RankContext) -> None:
     model = seeded(mlp, 0)
     zero = shard(model, torch.optim.SGD, lr=0.1, config=ZERO2)
     with zero.no_sync():
@@ -136,7 +136,7 @@ def test_no_sync_may_be_nested_and_left_by_an_error(ctx: RankContext) -> None:
 
 @both_stages
 @ranks(1, 2)
-def test_what_a_parameter_s_grad_is(ctx: RankContext, config: ZeroConfig) -> None:
+def test_param_grad_is_placeholder_in_zero2_and_local_sum_in_zero1(ctx: RankContext, config: ZeroConfig) -> None:
     """ZeRO-2: a placeholder. ZeRO-1: the sum over this rank's own passes, also after a step, until it is cleared."""
     model, alone = seeded(mlp, 0), seeded(mlp, 0)
     zero = shard(model, torch.optim.SGD, lr=0.1, config=config)
@@ -160,10 +160,10 @@ def test_what_a_parameter_s_grad_is(ctx: RankContext, config: ZeroConfig) -> Non
     assert all(param.grad is None for param in model.parameters())
 
 
-@every_clearing
+@model_or_optimizer_zero_grad
 @both_stages
 @ranks(1, 2)
-def test_clearing_to_zeros(ctx: RankContext, config: ZeroConfig, by_model: bool) -> None:
+def test_zero_grad_to_zeros(ctx: RankContext, config: ZeroConfig, by_model: bool) -> None:
     """Zeros are gradients: momenta and weight decay go on, with and without a backward pass."""
     twins = ShardTwins(config)
 
@@ -176,12 +176,10 @@ def test_clearing_to_zeros(ctx: RankContext, config: ZeroConfig, by_model: bool)
     twins.run(5, iterate)
 
 
-@every_clearing
+@model_or_optimizer_zero_grad
 @both_stages
 @ranks(1, 2)
-def test_gradients_that_are_cleared_before_a_step_are_gone(
-    ctx: RankContext, config: ZeroConfig, by_model: bool
-) -> None:
+def test_grads_cleared_before_step_are_discarded(ctx: RankContext, config: ZeroConfig, by_model: bool) -> None:
     def iterate(side: Side, number: int) -> None:
         side.backward(number + 50)
         side.backward_locally(number + 70)
@@ -193,7 +191,7 @@ def test_gradients_that_are_cleared_before_a_step_are_gone(
 
 @both_stages
 @ranks(1, 2)
-def test_a_step_without_gradients_changes_nothing(ctx: RankContext, config: ZeroConfig) -> None:
+def test_step_without_grads_changes_nothing(ctx: RankContext, config: ZeroConfig) -> None:
     twins = ShardTwins(config)
     twins.train(1)
     before = values_of(twins.model)
@@ -204,7 +202,7 @@ def test_a_step_without_gradients_changes_nothing(ctx: RankContext, config: Zero
 
 @both_stages
 @ranks(1, 2)
-def test_gradients_that_are_not_cleared(ctx: RankContext, config: ZeroConfig) -> None:
+def test_uncleared_grads_accumulate_across_steps(ctx: RankContext, config: ZeroConfig) -> None:
     """The next pass adds to them, as in torch: with SGD and whole passes that is a sum over all passes so far."""
     twins = ShardTwins(config, optimizer_class=torch.optim.SGD, lr=0.01)
     passes: list[Callable[[nn.Module], torch.Tensor]] = []
@@ -213,7 +211,7 @@ def test_gradients_that_are_not_cleared(ctx: RankContext, config: ZeroConfig) ->
         earlier = [None if param.grad is None else param.grad.clone() for param in twins.ddp.parameters()]
         twins.sides[0].backward(number)
         passes = [lambda model, n=number: regression(model, n)]  # type: ignore[misc]
-        sum_of_averages(twins.ddp, passes)
+        accumulate_averages(twins.ddp, passes)
         for param, grad in zip(twins.ddp.parameters(), earlier, strict=True):
             assert param.grad is not None
             param.grad = param.grad if grad is None else grad + param.grad
@@ -224,7 +222,7 @@ def test_gradients_that_are_not_cleared(ctx: RankContext, config: ZeroConfig) ->
 
 
 @ranks(1, 2)
-def test_a_missing_zero_grad_is_told_of_once(ctx: RankContext) -> None:
+def test_missing_zero_grad_warns_once(ctx: RankContext) -> None:
     model = seeded(mlp, 0)
     zero = shard(model, torch.optim.SGD, lr=0.1, config=ZERO2)
     torch.autograd.backward(regression(model, 0))
@@ -243,7 +241,7 @@ def test_a_missing_zero_grad_is_told_of_once(ctx: RankContext) -> None:
         torch.autograd.backward(regression(model, 4))
 
 
-def set_by_hand(model: nn.Module, number: int, rank: int) -> None:
+def set_grads_manually(model: nn.Module, number: int, rank: int) -> None:
     """Whole numbers: their sums are exact."""
     for place, param in enumerate(model.parameters()):
         values = torch.arange(param.numel()).add(5 * rank + 3 * number + place).remainder(7)
@@ -252,12 +250,12 @@ def set_by_hand(model: nn.Module, number: int, rank: int) -> None:
 
 @both_stages
 @ranks(1, 2, 4)
-def test_gradients_set_by_hand(ctx: RankContext, config: ZeroConfig) -> None:
+def test_manually_set_grads_are_averaged(ctx: RankContext, config: ZeroConfig) -> None:
     """They are averaged in the step, though no backward pass has told of them."""
     twins = ShardTwins(config)
 
     def iterate(side: Side, number: int) -> None:
-        set_by_hand(side.model, number, ctx.rank)
+        set_grads_manually(side.model, number, ctx.rank)
         if side.model is twins.ddp:
             for param in side.model.parameters():
                 dist.all_reduce(param.grad)
@@ -270,38 +268,38 @@ def test_gradients_set_by_hand(ctx: RankContext, config: ZeroConfig) -> None:
 
 @both_stages
 @ranks(1, 2)
-def test_gradients_set_by_hand_replace_those_of_the_last_step(ctx: RankContext, config: ZeroConfig) -> None:
+def test_manually_set_grads_replace_those_of_last_step(ctx: RankContext, config: ZeroConfig) -> None:
     """Nobody needs to clear what is replaced anyway."""
     twins = ShardTwins(config, optimizer_class=torch.optim.SGD, lr=0.01)
 
     def iterate(side: Side, number: int) -> None:
-        set_by_hand(side.model, number, rank=0)
+        set_grads_manually(side.model, number, rank=0)
         side.optimizer.step()
 
     twins.run(3, iterate)
 
 
-def passes_of(rank: int, step: int) -> int:
+def num_passes(rank: int, step: int) -> int:
     """Rank 0 makes none in the first step, one in the second, ..."""
     return (rank + step) % 3
 
 
 @some_configs
 @ranks(2, 3, timeout=20)
-def test_ranks_that_make_different_numbers_of_passes(ctx: RankContext, config: ZeroConfig) -> None:
+def test_different_numbers_of_passes_per_rank(ctx: RankContext, config: ZeroConfig) -> None:
     """A pass that a rank did not make counts as one without gradients."""
     twins = ShardTwins(config, optimizer_class=torch.optim.SGD, lr=0.1)
     for step in range(4):
-        for number in range(passes_of(ctx.rank, step)):
+        for number in range(num_passes(ctx.rank, step)):
             twins.sides[0].backward(100 * step + number)
-        _average_by_hand(ctx, twins, [100 * step + number for number in range(passes_of(ctx.rank, step))])
+        _average_manually(ctx, twins, [100 * step + number for number in range(num_passes(ctx.rank, step))])
         for side in twins.sides:
             side.update()
         # A sum over passes of averages, or the average of sums: they round differently.
         twins.compare(exactly=False)
 
 
-def _average_by_hand(ctx: RankContext, twins: ShardTwins, numbers: list[int]) -> None:
+def _average_manually(ctx: RankContext, twins: ShardTwins, numbers: list[int]) -> None:
     for number in numbers:
         twins.sides[1].backward_locally(number)
     for param in twins.ddp.parameters():
@@ -311,7 +309,7 @@ def _average_by_hand(ctx: RankContext, twins: ShardTwins, numbers: list[int]) ->
 
 @both_stages
 @ranks(2, 3, timeout=20)
-def test_a_rank_that_clears_gradients_which_others_did_not_make(ctx: RankContext, config: ZeroConfig) -> None:
+def test_rank_clears_grads_other_ranks_never_computed(ctx: RankContext, config: ZeroConfig) -> None:
     """Rank 0 makes a pass, finds it useless, clears it and makes another; the others made none of them."""
     model = seeded(mlp, 0)
     zero = shard(model, torch.optim.SGD, lr=0.1, config=config)
@@ -326,7 +324,7 @@ def test_a_rank_that_clears_gradients_which_others_did_not_make(ctx: RankContext
 
 @both_stages
 @ranks(2)
-def test_passes_after_gradients_were_looked_at(ctx: RankContext, config: ZeroConfig) -> None:
+def test_passes_after_clipping(ctx: RankContext, config: ZeroConfig) -> None:
     """Clipping brings all gradients to their owners; what comes later goes along with the step."""
     model, other = seeded(mlp, 0), seeded(mlp, 0)
     sides: list[tuple[nn.Module, ShardedOptimizer]] = [
@@ -347,7 +345,7 @@ def test_passes_after_gradients_were_looked_at(ctx: RankContext, config: ZeroCon
 
 @ranks(2, 3)
 @both_stages
-def test_gradients_zeroed_while_they_are_added_up(ctx: RankContext, config: ZeroConfig) -> None:
+def test_zero_grad_to_zeros_during_accumulation(ctx: RankContext, config: ZeroConfig) -> None:
     """`zero_grad(set_to_none=False)` right after backward: what still comes counts for nothing."""
     twins = ShardTwins(config)
 

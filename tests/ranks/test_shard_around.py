@@ -32,7 +32,7 @@ CONFIGS = (
 )
 
 
-def in_groups(model: nn.Module) -> list[Options]:
+def make_groups(model: nn.Module) -> list[Options]:
     """Three groups with options of their own; buckets hold parameters of several."""
     weights = [param for param in model.parameters() if param.dim() > 1]
     biases = [param for param in model.parameters() if param.dim() == 1]
@@ -47,9 +47,9 @@ def in_groups(model: nn.Module) -> list[Options]:
 
 
 @ranks(1, 2, 3, 4)
-def test_groups_with_options_of_their_own(ctx: RankContext) -> None:
+def test_param_groups_with_different_options(ctx: RankContext) -> None:
     for factory, config in zip((optim.AdamW, optim.SGD, optim.Adagrad), CONFIGS, strict=True):
-        pair = Pair(factory, handed=in_groups, config=config, lr=0.05)
+        pair = Pair(factory, handed=make_groups, config=config, lr=0.05)
         pair.train(3)
         pair.check_state()
 
@@ -65,7 +65,7 @@ def without_params(group: Options) -> Options:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def follow(pair: Pair, schedulers: list[Any], steps: int) -> set[str]:
+def train_with_schedulers(pair: Pair, schedulers: list[Any], steps: int) -> set[str]:
     """Train both with their schedulers; what options they went through."""
     seen = set()
     for _ in range(steps):
@@ -83,17 +83,17 @@ def test_schedulers(ctx: RankContext) -> None:
     warnings.simplefilter("error", UserWarning)  # "lr_scheduler.step() before optimizer.step()"
     for make, config in zip(SCHEDULERS, CONFIGS, strict=True):
         pair = Pair(optim.SGD, config=config, lr=0.1, momentum=0.9)
-        assert len(follow(pair, [make(side.optimizer) for side in pair.sides], 4)) >= 3
+        assert len(train_with_schedulers(pair, [make(side.optimizer) for side in pair.sides], 4)) >= 3
     adam = Pair(optim.AdamW, config=CONFIGS[0])
-    assert len(follow(adam, [SCHEDULERS[0](side.optimizer) for side in adam.sides], 3)) == 3
+    assert len(train_with_schedulers(adam, [SCHEDULERS[0](side.optimizer) for side in adam.sides], 3)) == 3
 
 
 @ranks(1, 2, 3)
-def test_scheduler_and_state_go_on_together(ctx: RankContext) -> None:
+def test_resume_scheduler_and_optimizer_state(ctx: RankContext) -> None:
     for make in SCHEDULERS[:2]:
         pair = Pair(optim.AdamW, config=CONFIGS[0], lr=0.1)
         schedulers = [make(side.optimizer) for side in pair.sides]
-        follow(pair, schedulers, 2)
+        train_with_schedulers(pair, schedulers, 2)
         saved: Any = ctx.gather(pair.zero.full_state_dict())[0]
         again = Pair(optim.AdamW, config=CONFIGS[2], lr=0.1)
         ours = make(again.zero)
@@ -101,7 +101,7 @@ def test_scheduler_and_state_go_on_together(ctx: RankContext) -> None:
         again.zero.load_state_dict(saved)
         ours.load_state_dict(schedulers[0].state_dict())
         again.plain_model, again.ddp, again.plain, again.steps = pair.plain_model, pair.ddp, pair.plain, pair.steps
-        follow(again, [ours, schedulers[1]], 3)
+        train_with_schedulers(again, [ours, schedulers[1]], 3)
         again.check_state()
 
 
@@ -141,7 +141,7 @@ def test_hooks_fire_once(ctx: RankContext) -> None:
 # ---- more parameters
 
 
-class Late(nn.Module):
+class TwoHalves(nn.Module):
     """A second half that may be trained later."""
 
     def __init__(self) -> None:
@@ -153,40 +153,40 @@ class Late(nn.Module):
         return output
 
 
-def first_half(model: nn.Module) -> list[Tensor]:
+def first_half_params(model: nn.Module) -> list[Tensor]:
     return list(model.get_submodule("first").parameters())
 
 
-def second_half(model: nn.Module) -> Options:
+def second_half_group(model: nn.Module) -> Options:
     return {"params": list(model.get_submodule("second").parameters()), "lr": 0.3}
 
 
 @ranks(1, 2, 3, 4)
-def test_groups_added_in_the_middle(ctx: RankContext) -> None:
+def test_add_param_group_during_training(ctx: RankContext) -> None:
     for config in CONFIGS[:2]:
-        pair = Pair(optim.AdamW, make=Late, handed=first_half, config=config)
+        pair = Pair(optim.AdamW, make=TwoHalves, handed=first_half_params, config=config)
         pair.train(2)
         with torch.no_grad():
-            for param in second_half(pair.model)["params"]:
+            for param in second_half_group(pair.model)["params"]:
                 param.add_(ctx.rank)  # adding them makes them those of rank 0
         for side in pair.sides:
-            side.optimizer.add_param_group(second_half(side.model))
+            side.optimizer.add_param_group(second_half_group(side.model))
         pair.check()
         pair.train(2)
         pair.check_state()
 
 
 @ranks(1, 2, 3, 4)
-def test_a_group_added_between_backward_and_step(ctx: RankContext) -> None:
+def test_add_param_group_between_backward_and_step(ctx: RankContext) -> None:
     """Gradients that are on their way arrive; the new group has none yet."""
-    pair = Pair(optim.AdamW, make=Late, handed=first_half, config=CONFIGS[0])
+    pair = Pair(optim.AdamW, make=TwoHalves, handed=first_half_params, config=CONFIGS[0])
     for _ in range(2):
         pair.train(1)
     pair.backward()
     for side in pair.sides:
-        for param in second_half(side.model)["params"]:
+        for param in second_half_group(side.model)["params"]:
             param.grad = None
-        side.optimizer.add_param_group(second_half(side.model))
+        side.optimizer.add_param_group(second_half_group(side.model))
         side.optimizer.step()
         side.model.zero_grad()
     pair.check()
@@ -195,30 +195,30 @@ def test_a_group_added_between_backward_and_step(ctx: RankContext) -> None:
 
 
 @ranks(2, 3, timeout=20)
-def test_a_group_added_while_ranks_are_uneven(ctx: RankContext) -> None:
+def test_add_param_group_after_backward_on_one_rank_only(ctx: RankContext) -> None:
     """Only rank 0 made a backward pass: the others count as zeros, and nobody waits for ever."""
-    model = Late()
-    zero = shard(model, optim.SGD, lr=1.0, foreach=True, params=first_half(model), config=CONFIGS[0])
+    model = TwoHalves()
+    zero = shard(model, optim.SGD, lr=1.0, foreach=True, params=first_half_params(model), config=CONFIGS[0])
     expected = copy.deepcopy(model)
     for net in (model, expected) if ctx.rank == 0 else ():
         torch.autograd.backward(net(batch(0)).square().mean())
-    zero.add_param_group(second_half(model))
+    zero.add_param_group(second_half_group(model))
     zero.step()
     with torch.no_grad():
-        for param in first_half(expected):
+        for param in first_half_params(expected):
             grad = torch.zeros_like(param) if param.grad is None else param.grad
             dist.broadcast(grad, 0)
             param.sub_(grad * (1 / ctx.world_size))
-    assert_same([p.detach() for p in first_half(model)], [p.detach() for p in first_half(expected)])
+    assert_same([p.detach() for p in first_half_params(model)], [p.detach() for p in first_half_params(expected)])
 
 
 @ranks(1, 2, 3)
-def test_a_part_of_a_model_with_overlap(ctx: RankContext) -> None:
+def test_subset_of_params_with_overlapped_param_gather(ctx: RankContext) -> None:
     """Parameters that the optimizer does not have are in nobody's way."""
-    pair = Pair(optim.AdamW, make=Late, handed=first_half, config=CONFIGS[2])
+    pair = Pair(optim.AdamW, make=TwoHalves, handed=first_half_params, config=CONFIGS[2])
     pair.train(2)
     for side in pair.sides:
-        side.optimizer.add_param_group(second_half(side.model))
+        side.optimizer.add_param_group(second_half_group(side.model))
     pair.train(2)
 
 
@@ -226,8 +226,8 @@ def test_a_part_of_a_model_with_overlap(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3, 4)
-def test_state_goes_to_and_comes_from_the_plain_optimizer(ctx: RankContext) -> None:
-    ways: list[Handed] = [nn.Module.named_parameters, in_groups]
+def test_state_dict_is_interchangeable_with_plain_optimizer(ctx: RankContext) -> None:
+    ways: list[Handed] = [nn.Module.named_parameters, make_groups]
     for handed, config in zip(ways, CONFIGS, strict=False):
         pair = Pair(optim.AdamW, handed=handed, config=config, lr=0.05, amsgrad=True)
         pair.train(2)
@@ -242,7 +242,7 @@ def test_state_goes_to_and_comes_from_the_plain_optimizer(ctx: RankContext) -> N
 
 
 @ranks(4)
-def test_state_goes_on_at_another_world_size(ctx: RankContext, tmp_path: Path) -> None:
+def test_state_dict_resumes_at_another_world_size(ctx: RankContext, tmp_path: Path) -> None:
     """Saved at 3 and 4 ranks, loaded at 2 and 4; the gradients are the same on all ranks, so the results are, too."""
 
     def train(model: nn.Module, optimizer: Any, first: int) -> None:
@@ -305,7 +305,7 @@ def test_more_ranks_than_elements(ctx: RankContext) -> None:
             pair.check_state()
 
 
-class Mixed(nn.Module):
+class MixedDtypeNet(nn.Module):
     """Layers of three dtypes."""
 
     def __init__(self) -> None:
@@ -320,16 +320,16 @@ class Mixed(nn.Module):
 
 
 @ranks(1, 2, 3, 4)
-def test_several_dtypes_in_one_model(ctx: RankContext) -> None:
+def test_mixed_dtype_model(ctx: RankContext) -> None:
     """Sums of bfloat16 gradients are made in float32 and rounded once, as the oracle makes them."""
     for config in CONFIGS:
-        pair = Pair(optim.AdamW, make=Mixed, config=config, lr=0.05)
+        pair = Pair(optim.AdamW, make=MixedDtypeNet, config=config, lr=0.05)
         pair.train(3)
         pair.check_state()
 
 
 @ranks(1, 2, 3)
-def test_a_bfloat16_model(ctx: RankContext) -> None:
+def test_bf16_model(ctx: RankContext) -> None:
     def loss(model: nn.Module, number: int) -> Tensor:
         output: Tensor = model(batch(number).bfloat16()).float().square().mean()
         return output
@@ -347,7 +347,7 @@ def test_a_bfloat16_model(ctx: RankContext) -> None:
 
 
 @ranks(1, 2)
-def test_no_fused_kernel_that_writes_garbage_is_taken(ctx: RankContext) -> None:
+def test_broken_fused_sgd_kernel_is_not_used(ctx: RankContext) -> None:
     """torch's fused SGD does, on the CPU, into parameters of half precision."""
     model = nn.Linear(WIDTH, WIDTH).bfloat16()
     before = [param.detach().clone() for param in model.parameters()]
@@ -362,17 +362,17 @@ def test_no_fused_kernel_that_writes_garbage_is_taken(ctx: RankContext) -> None:
 # ---- optimizers that look at whole parameters
 
 
-def muon(params: Any, **options: Any) -> optim.Optimizer:
+def make_muon(params: Any, **options: Any) -> optim.Optimizer:
     return optim.Muon(params, **options)
 
 
 @ranks(1, 2, 3, 4)
 @sampled("config", [None, ZeroConfig(stage=1), ZeroConfig(overlap_param_gather=True)])
-def test_optimizers_that_cannot_be_cut(ctx: RankContext, config: ZeroConfig | None) -> None:
+def test_optimizers_that_need_whole_params(ctx: RankContext, config: ZeroConfig | None) -> None:
     def square() -> nn.Module:
         return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
 
-    for factory, make in ((muon, square), (optim.Adafactor, mlp)):
+    for factory, make in ((make_muon, square), (optim.Adafactor, mlp)):
         with pytest.warns(UserWarning, match="looks at whole parameters"):
             pair = Pair(factory, make=make, config=config, lr=0.05)
         pair.train(3)
@@ -383,7 +383,7 @@ def test_optimizers_that_cannot_be_cut(ctx: RankContext, config: ZeroConfig | No
 
 
 @ranks(2, 3)
-def test_each_rank_has_its_share_of_the_state(ctx: RankContext) -> None:
+def test_each_rank_holds_its_shard_of_the_state(ctx: RankContext) -> None:
     pair = Pair(optim.AdamW, make=lambda: mlp(8))
     pair.train(1)
     mine = sum(value.numel() for state in pair.zero.state.values() for value in state.values() if value.dim())
@@ -393,7 +393,7 @@ def test_each_rank_has_its_share_of_the_state(ctx: RankContext) -> None:
 
 
 @ranks(1)
-def test_a_model_does_not_remember_optimizers_that_are_gone(ctx: RankContext) -> None:
+def test_model_drops_references_to_dead_optimizers(ctx: RankContext) -> None:
     model = mlp()
     for _ in range(5):
         optimizer = shard(model, optim.SGD, lr=0.1)
@@ -408,7 +408,7 @@ def test_a_model_does_not_remember_optimizers_that_are_gone(ctx: RankContext) ->
 
 @ranks(2, 4)
 @sampled("chosen", ["all", "plain"])
-def test_tensor_parallel_parameters_are_refused(ctx: RankContext, chosen: str) -> None:
+def test_tensor_parallel_params_are_rejected(ctx: RankContext, chosen: str) -> None:
     """Also those that the optimizer would not get: their gradients would be averaged by nobody."""
     mesh = init_device_mesh("cpu", (ctx.world_size // 2, 2), mesh_dim_names=("replicate", "tensor"))
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
@@ -419,7 +419,7 @@ def test_tensor_parallel_parameters_are_refused(ctx: RankContext, chosen: str) -
     assert "zero_grad" not in vars(model)
 
 
-def hooks_on(model: nn.Module) -> int:
+def count_hooks(model: nn.Module) -> int:
     """Those of parameters, and those before forward passes."""
     of_params: Any = [param._post_accumulate_grad_hooks or () for param in model.parameters()]
     return sum(map(len, [*of_params, *(module._forward_pre_hooks for module in model.modules())]))
@@ -427,14 +427,14 @@ def hooks_on(model: nn.Module) -> int:
 
 @some_configs
 @ranks(1, 2)
-def test_optimizers_one_after_the_other_leave_no_hooks(ctx: RankContext, config: ZeroConfig) -> None:
+def test_successive_optimizers_leave_no_hooks(ctx: RankContext, config: ZeroConfig) -> None:
     model = nn.Sequential(mlp(), nn.BatchNorm1d(6))
     counts = []
     for number in range(4):
         zero = shard(model, torch.optim.AdamW, config=config)
         torch.autograd.backward(model(torch.ones(4, 6) + number).sum())
         zero.step()
-        counts.append(hooks_on(model))
+        counts.append(count_hooks(model))
         del zero
         gc.collect()
     assert counts[1:] == counts[:-1]

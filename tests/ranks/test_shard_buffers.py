@@ -38,7 +38,7 @@ from tests.support.oracles import (
 from zeroshard import ConfigError, NonFiniteGrads, RankFailedError, RankMismatchError, ZeroConfig, shard
 
 
-class Normed(nn.Module):
+class NetWithBuffers(nn.Module):
     """BatchNorm, a buffer of another dtype, one that each pass replaces, and one that is none."""
 
     count: torch.Tensor
@@ -61,7 +61,7 @@ class Normed(nn.Module):
         return result
 
 
-def compare_buffers(twins: ShardTwins) -> None:
+def assert_buffers_match_ddp(twins: ShardTwins) -> None:
     """After a step: DDP will bring those of rank 0 to all, in the next forward pass."""
     for (name, ours), theirs in zip(twins.model.named_buffers(), twins.plain_model.buffers(), strict=True):
         first = theirs.clone()
@@ -69,12 +69,12 @@ def compare_buffers(twins: ShardTwins) -> None:
         assert_equal_sums(ours, first, name)
 
 
-def normed() -> nn.Module:
+def make_batchnorm_net() -> nn.Module:
     """Buffers that only training changes."""
     return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
-def forward_inputs(model: nn.Module) -> list[list[torch.Tensor]]:
+def record_buffers_in_forward(model: nn.Module) -> list[list[torch.Tensor]]:
     """Buffers as each forward pass of a layer in the model finds them."""
     found: list[list[torch.Tensor]] = []
     model.linear.register_forward_pre_hook(  # type: ignore[union-attr]
@@ -85,23 +85,23 @@ def forward_inputs(model: nn.Module) -> list[list[torch.Tensor]]:
 
 @some_configs
 @ranks(1, 2, 3)
-def test_buffers_are_those_of_ddp(ctx: RankContext, config: ZeroConfig) -> None:
-    twins = ShardTwins(config, Normed)
-    found = forward_inputs(twins.model)
+def test_buffers_match_ddp(ctx: RankContext, config: ZeroConfig) -> None:
+    twins = ShardTwins(config, NetWithBuffers)
+    found = record_buffers_in_forward(twins.model)
 
     def iterate(side: Side, number: int) -> None:
         side.iterate(number)
 
     for _ in range(3):
         twins.run(1, iterate)
-        compare_buffers(twins)
+        assert_buffers_match_ddp(twins)
     assert len(found) == 3
     for seen in found:
         assert all_equal(ctx.gather(seen))
     assert all_equal(ctx.gather([buffer.clone() for buffer in twins.plain_model.buffers()])) == (ctx.world_size == 1)
 
 
-def between_two_passes(model: nn.Module, number: int) -> torch.Tensor:
+def two_pass_loss(model: nn.Module, number: int) -> torch.Tensor:
     """A loss of two forward passes, as a contrastive one."""
     result: torch.Tensor = (model(batch(2 * number)) - model(batch(2 * number + 1))).square().mean()
     return result
@@ -110,19 +110,19 @@ def between_two_passes(model: nn.Module, number: int) -> torch.Tensor:
 @pytest.mark.skipif(TORCH < (2, 12), reason="DDP of torch 2.11 raises there")
 @some_configs
 @ranks(1, 2, 3)
-def test_two_forward_passes_before_one_backward(ctx: RankContext, config: ZeroConfig) -> None:
+def test_buffers_with_two_forwards_before_one_backward(ctx: RankContext, config: ZeroConfig) -> None:
     """Also with statistics that are frozen, which the backward pass reads."""
     for trains in (True, False):
-        twins = ShardTwins(config, Normed)
+        twins = ShardTwins(config, NetWithBuffers)
         for model in (twins.model, twins.plain_model):
             model.norm.train(trains)  # type: ignore[union-attr]
-        twins.train(3, between_two_passes)
-        compare_buffers(twins)
+        twins.train(3, two_pass_loss)
+        assert_buffers_match_ddp(twins)
 
 
 @ranks(2, 3)
-def test_evaluation_sees_the_buffers_of_rank_0(ctx: RankContext) -> None:
-    twins = ShardTwins(ZERO2, Normed)
+def test_evaluation_uses_buffers_of_rank_0(ctx: RankContext) -> None:
+    twins = ShardTwins(ZERO2, NetWithBuffers)
     twins.train(2)
     with torch.no_grad():
         for model in (twins.model, twins.ddp):
@@ -135,11 +135,11 @@ def test_evaluation_sees_the_buffers_of_rank_0(ctx: RankContext) -> None:
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
 @some_configs
 @ranks(1, 2, 3)
-def test_a_rank_may_evaluate_alone(
+def test_one_rank_can_evaluate_alone(
     ctx: RankContext, config: ZeroConfig, without: Callable[[], AbstractContextManager[object]]
 ) -> None:
     """While the others wait for it, also where parameters are still under way."""
-    twins = ShardTwins(config, normed)
+    twins = ShardTwins(config, make_batchnorm_net)
     for rank in (0, ctx.world_size - 1):
         twins.train(1)
         for side in twins.sides:
@@ -151,12 +151,12 @@ def test_a_rank_may_evaluate_alone(
             twins.model.train()
         dist.barrier()
     twins.train(1)
-    compare_buffers(twins)
+    assert_buffers_match_ddp(twins)
 
 
 @ranks(2, 3)
-def test_what_passes_without_gradients_change_is_each_ranks_own_until_asked_for(ctx: RankContext) -> None:
-    model, alone = seeded(Normed, ctx.rank), seeded(Normed, 0)
+def test_no_grad_buffer_updates_stay_local_until_broadcast_buffers(ctx: RankContext) -> None:
+    model, alone = seeded(NetWithBuffers, ctx.rank), seeded(NetWithBuffers, 0)
     zero = shard(model, torch.optim.AdamW, config=replace(ZERO2, broadcast_buffers=False), **ADAMW)
     with torch.no_grad(), recorded() as traffic:
         for number in range(2):
@@ -170,8 +170,8 @@ def test_what_passes_without_gradients_change_is_each_ranks_own_until_asked_for(
 
 
 @ranks(2, 3)
-def test_buffers_that_one_rank_asks_for_are_a_mistake_that_all_hear_of(ctx: RankContext) -> None:
-    model = Normed()
+def test_broadcast_buffers_on_one_rank_only_is_reported_on_all(ctx: RankContext) -> None:
+    model = NetWithBuffers()
     zero = shard(model, torch.optim.SGD, config=ZERO2, lr=0.1)
     with pytest.raises(RankMismatchError, match=r"different calls.*broadcast_buffers"):
         zero.broadcast_buffers() if ctx.rank == 0 else zero.full_state_dict(to=0)
@@ -179,15 +179,15 @@ def test_buffers_that_one_rank_asks_for_are_a_mistake_that_all_hear_of(ctx: Rank
 
 
 @ranks(2)
-def test_an_optimizer_that_was_replaced_brings_none(ctx: RankContext) -> None:
-    model = Normed()
+def test_superseded_optimizer_cannot_broadcast_buffers(ctx: RankContext) -> None:
+    model = NetWithBuffers()
     former = shard(model, torch.optim.SGD, config=ZERO2, lr=0.1)
     shard(model, torch.optim.SGD, config=ZERO2, lr=0.1).broadcast_buffers()
     with pytest.raises(RuntimeError, match="sync that one"):
         former.broadcast_buffers()
 
 
-class Caching(nn.Module):
+class CachingNet(nn.Module):
     """As long as the longest input that this rank has seen."""
 
     cache: torch.Tensor | None
@@ -204,8 +204,8 @@ class Caching(nn.Module):
 
 
 @ranks(1, 2, 3)
-def test_what_becomes_a_buffer_later_is_each_ranks_own(ctx: RankContext) -> None:
-    model = Caching()
+def test_buffers_assigned_later_stay_local(ctx: RankContext) -> None:
+    model = CachingNet()
     zero = shard(model, torch.optim.SGD, config=ZERO2, lr=0.1)
     for _ in range(2):
         model(torch.ones(1 + ctx.rank, WIDTH)).sum().backward()
@@ -217,15 +217,15 @@ def test_what_becomes_a_buffer_later_is_each_ranks_own(ctx: RankContext) -> None
 
 @pytest.mark.parametrize("within", [1, 2])
 @ranks(2, 4)
-def test_rows_have_those_of_rank_0(ctx: RankContext, within: int) -> None:
-    twins = ShardTwins(ZERO2, Normed, where={"shard_group_size": within})
+def test_all_shard_groups_get_buffers_of_rank_0(ctx: RankContext, within: int) -> None:
+    twins = ShardTwins(ZERO2, NetWithBuffers, where={"shard_group_size": within})
     twins.train(2)
-    compare_buffers(twins)
+    assert_buffers_match_ddp(twins)
 
 
 @ranks(2)
-def test_a_step_that_is_skipped_brings_them(ctx: RankContext) -> None:
-    model = seeded(Normed, 0)
+def test_skipped_step_broadcasts_buffers(ctx: RankContext) -> None:
+    model = seeded(NetWithBuffers, 0)
     zero = shard(model, torch.optim.SGD, config=replace(ZERO2, nonfinite=NonFiniteGrads("skip")), lr=0.1)
     torch.autograd.backward(regression(model, 0) * (torch.inf if ctx.rank else 1.0))
     with pytest.warns(RuntimeWarning, match="not finite"):
@@ -234,8 +234,8 @@ def test_a_step_that_is_skipped_brings_them(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_a_step_brings_them_wherever_it_is_made(ctx: RankContext) -> None:
-    model = seeded(Normed, ctx.rank)
+def test_step_inside_no_sync_broadcasts_buffers(ctx: RankContext) -> None:
+    model = seeded(NetWithBuffers, ctx.rank)
     zero = shard(model, torch.optim.SGD, config=ZERO2, lr=0.1)
     with zero.no_sync():
         torch.autograd.backward(regression(model, 0))
@@ -248,9 +248,9 @@ def test_a_step_brings_them_wherever_it_is_made(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_the_switch(ctx: RankContext) -> None:
+def test_broadcast_buffers_option_can_be_disabled(ctx: RankContext) -> None:
     """Off: equal at the start, and each rank's own from then on."""
-    model, alone = seeded(Normed, ctx.rank), seeded(Normed, 0)
+    model, alone = seeded(NetWithBuffers, ctx.rank), seeded(NetWithBuffers, 0)
     zero = shard(model, torch.optim.AdamW, config=replace(ZERO2, broadcast_buffers=False), **ADAMW)
     with recorded() as traffic:
         for number in range(3):
@@ -263,9 +263,9 @@ def test_the_switch(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_local_passes_after_a_step_send_nothing(ctx: RankContext) -> None:
+def test_no_sync_passes_broadcast_no_buffers(ctx: RankContext) -> None:
     """So one rank may make some alone, and all of them agree on what the next pass sends."""
-    model, alone = seeded(Normed, ctx.rank), seeded(Normed, 0)
+    model, alone = seeded(NetWithBuffers, ctx.rank), seeded(NetWithBuffers, 0)
     zero = shard(model, torch.optim.AdamW, config=ZERO2, **ADAMW)
     with recorded() as traffic, zero.no_sync():
         for number in range(ctx.rank):
@@ -278,7 +278,7 @@ def test_local_passes_after_a_step_send_nothing(ctx: RankContext) -> None:
     assert all_equal(ctx.gather([buffer.clone() for buffer in model.buffers()]))
 
 
-class Centred(nn.Module):
+class CenteredNet(nn.Module):
     """Its output depends on buffers that every pass in training mode changes."""
 
     centre: torch.Tensor
@@ -295,7 +295,7 @@ class Centred(nn.Module):
         return result
 
 
-SCHEDULES = {
+ACCUMULATION_SCHEDULES = {
     "each pass": ["sync step"] * 4,
     "over 2": ["local sync step"] * 3,
     "over 3": ["local local sync step"] * 3,
@@ -306,17 +306,17 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ACCUMULATION_SCHEDULES)
 @ranks(2, 3)
-def test_accumulation_uses_the_buffers_of_ddp(ctx: RankContext, name: str) -> None:
+def test_buffers_match_ddp_with_accumulation(ctx: RankContext, name: str) -> None:
     """What a pass makes of its input and `centre` is equal bit by bit. Only rounding separates what depends on
     parameters, since DDP adds up in another order. The last rank evaluates alone."""
-    twins = ShardTwins(ZERO1, Centred, torch.optim.SGD, lr=0.1)
+    twins = ShardTwins(ZERO1, CenteredNet, torch.optim.SGD, lr=0.1)
     inputs: list[list[list[torch.Tensor]]] = [[], []]
     for number, model in enumerate((twins.model, twins.plain_model)):
         record_inputs(model, inputs[number])
     passes = 0
-    for cycle in SCHEDULES[name]:
+    for cycle in ACCUMULATION_SCHEDULES[name]:
         for what in cycle.split():
             passes += 1
             for side, model in zip(twins.sides, (twins.model, twins.plain_model), strict=True):
@@ -334,18 +334,18 @@ def test_accumulation_uses_the_buffers_of_ddp(ctx: RankContext, name: str) -> No
         torch.testing.assert_close(buffers, their_buffers)
 
 
-def record_inputs(model: nn.Module, found: list[list[torch.Tensor]]) -> None:
+def record_inputs(model: nn.Module, recorded_inputs: list[list[torch.Tensor]]) -> None:
     """Those of the first layer, with all buffers, in each training pass."""
 
     def record(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         if model.training:  # else after a step: DDP has other buffers on each rank then
-            found.append([*inputs, *map(torch.clone, model.buffers())])
+            recorded_inputs.append([*inputs, *map(torch.clone, model.buffers())])
 
     model.linear.register_forward_pre_hook(record)  # type: ignore[union-attr]
 
 
-def evaluate_alone(model: nn.Module, here: bool) -> None:
-    if here:
+def evaluate_alone(model: nn.Module, on_this_rank: bool) -> None:
+    if on_this_rank:
         model.eval()
         with torch.no_grad(), recorded() as traffic:
             model(batch(99))
@@ -354,7 +354,7 @@ def evaluate_alone(model: nn.Module, here: bool) -> None:
 
 
 @ranks(2)
-def test_one_message_for_each_dtype(ctx: RankContext) -> None:
+def test_buffers_take_one_broadcast_per_dtype(ctx: RankContext) -> None:
     deep = nn.Sequential(*(nn.BatchNorm1d(WIDTH) for _ in range(8)))
     zero = shard(deep, torch.optim.SGD, lr=0.1, config=ZERO2)
     deep(batch(0))
@@ -365,7 +365,7 @@ def test_one_message_for_each_dtype(ctx: RankContext) -> None:
 
 
 @ranks(2)
-def test_a_model_without_buffers_sends_nothing(ctx: RankContext) -> None:
+def test_forward_without_buffers_sends_nothing(ctx: RankContext) -> None:
     """So a rank may evaluate alone."""
     model = seeded(mlp, 0)
     zero = shard(model, torch.optim.SGD, lr=0.1, config=ZERO2)
@@ -376,12 +376,12 @@ def test_a_model_without_buffers_sends_nothing(ctx: RankContext) -> None:
     Side(model, zero, zero.no_sync).iterate(0)
 
 
-class Lone(nn.Module):
+class BuffersInSubmodule(nn.Module):
     """Only the inner model has buffers, and only it is called."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Normed()
+        self.inner = NetWithBuffers()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.inner(x)
@@ -389,9 +389,9 @@ class Lone(nn.Module):
 
 
 @ranks(2)
-def test_a_part_of_the_model_on_its_own_sends_nothing(ctx: RankContext) -> None:
+def test_submodule_forward_sends_nothing(ctx: RankContext) -> None:
     """As `ddp.module` does: a way to evaluate on one rank."""
-    model = seeded(Lone, 0)
+    model = seeded(BuffersInSubmodule, 0)
     zero = shard(model, torch.optim.SGD, lr=0.1, config=ZERO2)
     with recorded() as traffic:
         if ctx.rank == 0:
@@ -400,7 +400,7 @@ def test_a_part_of_the_model_on_its_own_sends_nothing(ctx: RankContext) -> None:
     del zero  # which had to live until here
 
 
-def compiled(way: str) -> Callable[[nn.Module], nn.Module]:
+def make_compile_fn(way: str) -> Callable[[nn.Module], nn.Module]:
     def apply(model: nn.Module) -> nn.Module:
         if way == "function":
             return torch.compile(model, backend="eager")  # type: ignore[return-value]
@@ -411,23 +411,23 @@ def compiled(way: str) -> Callable[[nn.Module], nn.Module]:
 
 
 @ranks(2, timeout=60)
-def test_compiled_models(ctx: RankContext) -> None:
+def test_compiled_models_match_ddp(ctx: RankContext) -> None:
     for way in ("module", "function"):
         torch._dynamo.reset()
-        twins = ShardTwins(ZERO2, Normed)
-        callee = compiled(way)(twins.model)
+        twins = ShardTwins(ZERO2, NetWithBuffers)
+        callee = make_compile_fn(way)(twins.model)
         ours = Side(callee, twins.zero, twins.zero.no_sync)
         for number in range(2):
             ours.backward(number, regression)
             twins.sides[1].backward(number, regression)
             for side in twins.sides:
                 side.update()
-            compare_buffers(twins)
+            assert_buffers_match_ddp(twins)
         twins.compare()
 
 
 @ranks(2, 3)
-def test_what_the_model_has_beside_must_be_equal_on_all_ranks(ctx: RankContext) -> None:
+def test_buffers_and_other_params_must_have_equal_shapes_on_all_ranks(ctx: RankContext) -> None:
     """Found before anything is sent, and nothing is left behind."""
 
     def attempt(model: nn.Module, what: str) -> None:
@@ -435,13 +435,13 @@ def test_what_the_model_has_beside_must_be_equal_on_all_ranks(ctx: RankContext) 
             shard(model, torch.optim.SGD, params=list(model.linear.parameters()), lr=0.1)  # type: ignore[union-attr]
 
     last = ctx.rank == ctx.world_size - 1
-    odd = Normed()
+    odd = NetWithBuffers()
     odd.mean = torch.zeros(WIDTH + last)
     attempt(odd, "buffer mean")
-    odd = Normed()
+    odd = NetWithBuffers()
     odd.last = nn.Linear(WIDTH, WIDTH + last)
     attempt(odd, "last.weight")
-    shard(Normed(), torch.optim.SGD, lr=0.1)
+    shard(NetWithBuffers(), torch.optim.SGD, lr=0.1)
 
 
 def with_buffer(value: torch.Tensor) -> nn.Module:
@@ -450,15 +450,15 @@ def with_buffer(value: torch.Tensor) -> nn.Module:
     return model
 
 
-def with_foreign(value: torch.Tensor) -> nn.Module:
+def with_frozen_param(value: torch.Tensor) -> nn.Module:
     model = nn.Linear(4, 4)
     model.scale = nn.Parameter(value, requires_grad=False)
     return model
 
 
-CANNOT_TRAVEL: list[tuple[Any, torch.Tensor, str]] = [
+NOT_BROADCASTABLE: list[tuple[Any, torch.Tensor, str]] = [
     (with_buffer, torch.ones(1).expand(4), r"buffer scale has elements that share memory .* strides \(0,\).*clone\(\)"),
-    (with_foreign, torch.ones(4, 1).expand(4, 2), r"scale has elements that share memory .* clone\(\)"),
+    (with_frozen_param, torch.ones(4, 1).expand(4, 2), r"scale has elements that share memory .* clone\(\)"),
     (with_buffer, torch.eye(3).to_sparse(), r"buffer scale .* torch.sparse_coo\. .* to_dense\(\)"),
     (with_buffer, torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8), r"buffer scale .* is quantized"),
     (with_buffer, torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"buffer scale .* a nested tensor"),
@@ -467,10 +467,10 @@ CANNOT_TRAVEL: list[tuple[Any, torch.Tensor, str]] = [
 
 
 @ranks(2, 3, timeout=20)
-def test_what_cannot_be_broadcast_is_refused_by_name_on_all_ranks(ctx: RankContext) -> None:
+def test_tensors_that_cannot_be_broadcast_are_rejected_on_all_ranks(ctx: RankContext) -> None:
     """Also where one rank alone has it. Nothing is left behind."""
     for odd in (range(ctx.world_size), [0], [ctx.world_size - 1]):
-        for make, value, what in CANNOT_TRAVEL:
+        for make, value, what in NOT_BROADCASTABLE:
             model = make(value if ctx.rank in odd else torch.ones(4))
             own = [model.weight, model.bias]
             error = ConfigError if ctx.rank in odd else RankFailedError

@@ -23,18 +23,18 @@ from zeroshard.comm.transport import sum_in_rank_order
 from zeroshard.engine import grad_reducer
 from zeroshard.engine.grad_bucket import BufferPool, GradBucket
 
-FAILING = 1
+FAILING_RANK = 1
 """The rank that fails, or the only one."""
 
-ONE_EACH = ZeroConfig(partition=FlatShards(bucket_bytes=1))
+BUCKET_PER_PARAM = ZeroConfig(partition=FlatShards(bucket_bytes=1))
 """A bucket for each parameter, whose gradient is sent as it lies."""
 
 
-def fails(ctx: RankContext) -> bool:
-    return ctx.rank == FAILING % ctx.world_size
+def is_failing_rank(ctx: RankContext) -> bool:
+    return ctx.rank == FAILING_RANK % ctx.world_size
 
 
-def forget_buffers(twins: ShardTwins) -> None:
+def drop_pooled_buffers(twins: ShardTwins) -> None:
     for pool in twins.zero._grad_reducer._buffer_pools.values():
         pool._idle.clear()
 
@@ -50,64 +50,66 @@ def out_of_memory(ctx: RankContext, calls: range = range(1000)) -> Iterator[None
         return take(self, numel)
 
     with pytest.MonkeyPatch.context() as patch:
-        if fails(ctx):
+        if is_failing_rank(ctx):
             patch.setattr(BufferPool, "acquire", no_memory)
         yield
 
 
 @contextmanager
-def spoiled_sums(ctx: RankContext, calls: range) -> Iterator[None]:
+def failing_sums(ctx: RankContext, calls: range) -> Iterator[None]:
     """Sums of slices that end halfway, on one rank: those of these numbers."""
     number = count()
 
-    def half(slices: list[torch.Tensor], into: torch.Tensor, share: float) -> None:
+    def add_then_fail(slices: list[torch.Tensor], into: torch.Tensor, share: float) -> None:
         sum_in_rank_order(slices, into, share)
         if next(number) in calls:
             into.fill_(torch.nan)
             raise RuntimeError("DefaultCPUAllocator: no memory, on purpose")  # as torch says it
 
     with pytest.MonkeyPatch.context() as patch:
-        if fails(ctx):
-            patch.setattr(pairs, "sum_in_rank_order", half)
+        if is_failing_rank(ctx):
+            patch.setattr(pairs, "sum_in_rank_order", add_then_fail)
         yield
 
 
 @contextmanager
-def raised_on_all(ctx: RankContext, match: str = "on purpose", error: type[Exception] = RuntimeError) -> Iterator[None]:
+def assert_raised_on_all(
+    ctx: RankContext, match: str = "on purpose", error: type[Exception] = RuntimeError
+) -> Iterator[None]:
     """Its own error on the rank that failed, and what it says on the others."""
-    with pytest.raises(error if fails(ctx) else RankFailedError, match=match) as caught:
+    with pytest.raises(error if is_failing_rank(ctx) else RankFailedError, match=match) as caught:
         yield
-    if not fails(ctx):
-        assert f"cleared now: rank {FAILING} failed" in str(caught.value)
+    if not is_failing_rank(ctx):
+        assert f"cleared now: rank {FAILING_RANK} failed" in str(caught.value)
 
 
-def misshapen(where: int, when: list[bool]) -> Callable[[], nn.Module]:
+def with_wrong_grad_shape(param_index: int, enabled: list[bool]) -> Callable[[], nn.Module]:
     """A model one of whose gradients gets another shape from a hook of the user's."""
 
-    def spoil(param: torch.Tensor) -> None:
-        if when[0]:
+    def replace_grad(param: torch.Tensor) -> None:
+        if enabled[0]:
             assert param.grad is not None
             param.grad.data = torch.ones(5)
 
-    def made() -> nn.Module:
+    def make() -> nn.Module:
         model = mlp()
-        list(model.parameters())[where].register_post_accumulate_grad_hook(spoil)  # type: ignore[no-untyped-call]
+        list(model.parameters())[param_index].register_post_accumulate_grad_hook(replace_grad)  # type: ignore[no-untyped-call]
         return model
 
-    return made
+    return make
 
 
 @sampled("where", [0, 1, 4, -1])
-@sampled("config", [ZERO2, ZERO1, ZeroConfig(), ONE_EACH], ids=["zero2", "zero1", "one", "each"])
+@sampled("config", [ZERO2, ZERO1, ZeroConfig(), BUCKET_PER_PARAM], ids=["zero2", "zero1", "one", "each"])
 @ranks(1, 2, 3, timeout=20)
-def test_a_gradient_of_another_shape(ctx: RankContext, config: ZeroConfig, where: int) -> None:
+def test_wrong_gradient_shape_is_raised_on_all(ctx: RankContext, config: ZeroConfig, where: int) -> None:
     when = [False]
-    twins = ShardTwins(config, misshapen(where, when), plain_model=mlp)
+    twins = ShardTwins(config, with_wrong_grad_shape(where, when), plain_model=mlp)
     twins.train(1)
-    when[0] = fails(ctx)
+    when[0] = is_failing_rank(ctx)
     twins.sides[0].backward(7)
     when[0] = False
-    with raised_on_all(ctx, match="size|shape"):
+    with assert_raised_on_all(ctx, match="size|shape"):
         twins.zero.step()
     twins.train(2)
 
@@ -115,48 +117,48 @@ def test_a_gradient_of_another_shape(ctx: RankContext, config: ZeroConfig, where
 @some_configs
 @sampled("first", [0, 1])
 @ranks(1, 2, 3, timeout=20)
-def test_no_memory_to_pack_gradients_in(ctx: RankContext, config: ZeroConfig, first: int) -> None:
+def test_out_of_memory_while_packing_grads(ctx: RankContext, config: ZeroConfig, first: int) -> None:
     twins = ShardTwins(config)
     if first:
         twins.train(first)
-    forget_buffers(twins)
+    drop_pooled_buffers(twins)
     with pytest.MonkeyPatch.context() as patch:
         if ctx.world_size == 1:
-            patch.setattr(grad_reducer.GradReducer, "_accumulate_on_single_rank", _no_memory)
+            patch.setattr(grad_reducer.GradReducer, "_accumulate_on_single_rank", _raise_out_of_memory)
         with out_of_memory(ctx):
             twins.sides[0].backward(7)
-    with raised_on_all(ctx):
+    with assert_raised_on_all(ctx):
         twins.zero.step()
     assert all(param.grad is None for param in twins.model.parameters())
     twins.train(2)
 
 
-def _no_memory(*_: Any) -> None:
+def _raise_out_of_memory(*_: Any) -> None:
     raise torch.OutOfMemoryError("no memory, on purpose")
 
 
 @ranks(2, 3, timeout=20)
-def test_gradients_that_cannot_be_copied_at_once(ctx: RankContext) -> None:
+def test_failure_to_copy_large_grads_into_bucket(ctx: RankContext) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grad_reducer, "EAGER_COPY_MIN_BYTES", 0)
         twins = ShardTwins(ZERO2)
-        if fails(ctx):
-            patch.setattr(GradBucket, "copy_in", _no_memory)
+        if is_failing_rank(ctx):
+            patch.setattr(GradBucket, "copy_in", _raise_out_of_memory)
         twins.sides[0].backward(7)
-    with raised_on_all(ctx):
+    with assert_raised_on_all(ctx):
         twins.zero.step()
     twins.train(2)
 
 
 @both_stages
 @ranks(2, 3, timeout=20)
-def test_no_memory_in_the_step_itself(ctx: RankContext, config: ZeroConfig) -> None:
+def test_out_of_memory_in_step(ctx: RankContext, config: ZeroConfig) -> None:
     """Gradients of local passes are sent there, when all ranks have stated that they are well."""
     twins = ShardTwins(config)
     twins.train(1)
     twins.sides[0].backward_locally(7)
-    forget_buffers(twins)
-    with out_of_memory(ctx, range(1, 2)), raised_on_all(ctx):
+    drop_pooled_buffers(twins)
+    with out_of_memory(ctx, range(1, 2)), assert_raised_on_all(ctx):
         twins.zero.step()
     twins.train(2)
 
@@ -164,7 +166,7 @@ def test_no_memory_in_the_step_itself(ctx: RankContext, config: ZeroConfig) -> N
 @sampled("which", [range(1), range(2, 3), range(4, 5), range(5)], ids=["first", "third", "last", "all"])
 @both_stages
 @ranks(2, 3, timeout=20)
-def test_slices_that_cannot_be_added_up(ctx: RankContext, config: ZeroConfig, which: range) -> None:
+def test_failure_to_sum_grad_shards(ctx: RankContext, config: ZeroConfig, which: range) -> None:
     """Whether that is known before all ranks state that they are well, or after."""
     twins = ShardTwins(config)
     assert len(twins.zero.layout.buckets) == 5
@@ -172,69 +174,69 @@ def test_slices_that_cannot_be_added_up(ctx: RankContext, config: ZeroConfig, wh
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(grad_reducer, "WAIT_TIMEOUT_S", patience)
             twins.train(1)
-            with spoiled_sums(ctx, which):
+            with failing_sums(ctx, which):
                 twins.sides[0].backward(7)
-                with raised_on_all(ctx):
+                with assert_raised_on_all(ctx):
                     twins.zero.step()
     twins.train(2)
 
 
 @both_stages
 @ranks(2, 3, timeout=20)
-def test_a_second_pass_that_fails_takes_the_first_with_it(ctx: RankContext, config: ZeroConfig) -> None:
+def test_failed_second_pass_discards_the_first(ctx: RankContext, config: ZeroConfig) -> None:
     twins = ShardTwins(config)
     twins.sides[0].backward(7)
     twins.zero.clip_grad_value_(1.0)  # all is there
-    with spoiled_sums(ctx, range(1, 2)):
+    with failing_sums(ctx, range(1, 2)):
         twins.sides[0].backward(8)
-        with raised_on_all(ctx):
+        with assert_raised_on_all(ctx):
             twins.zero.step()
     twins.train(2)
 
 
 @both_stages
 @ranks(2, 3, timeout=20)
-def test_ranks_that_make_different_numbers_of_passes(ctx: RankContext, config: ZeroConfig) -> None:
+def test_failure_with_different_numbers_of_passes_per_rank(ctx: RankContext, config: ZeroConfig) -> None:
     twins = ShardTwins(config)
     for failing_passes, other_passes in ((1, 0), (0, 1), (2, 1)):
-        with spoiled_sums(ctx, range(1)):
-            for number in range(failing_passes if fails(ctx) else other_passes):
+        with failing_sums(ctx, range(1)):
+            for number in range(failing_passes if is_failing_rank(ctx) else other_passes):
                 twins.sides[0].backward(number)
-            with raised_on_all(ctx):
+            with assert_raised_on_all(ctx):
                 twins.zero.step()
         twins.train(1)
 
 
 @both_stages
 @ranks(2, 3, timeout=20)
-def test_the_first_who_asks_for_gradients_raises(ctx: RankContext, config: ZeroConfig) -> None:
+def test_clipping_raises_the_reduce_failure(ctx: RankContext, config: ZeroConfig) -> None:
     twins = ShardTwins(config)
     with out_of_memory(ctx):
         twins.sides[0].backward(7)
-    with raised_on_all(ctx):
+    with assert_raised_on_all(ctx):
         twins.zero.clip_grad_norm_(1.0)
     twins.train(1)
 
 
 @both_stages
 @ranks(2, 3, timeout=20)
-def test_clearing_hides_no_failure(ctx: RankContext, config: ZeroConfig) -> None:
+def test_zero_grad_does_not_hide_a_failure(ctx: RankContext, config: ZeroConfig) -> None:
     twins = ShardTwins(config)
     with out_of_memory(ctx):
         twins.sides[0].backward(7)
     twins.zero.zero_grad()
     twins.sides[0].backward(8)
-    with raised_on_all(ctx):
+    with assert_raised_on_all(ctx):
         twins.zero.step()
     twins.train(1)
 
 
 @both_stages
 @ranks(1, 2, 3, timeout=20)
-def test_all_ranks_may_fail_at_once(ctx: RankContext, config: ZeroConfig) -> None:
+def test_all_ranks_fail_at_once(ctx: RankContext, config: ZeroConfig) -> None:
     twins = ShardTwins(config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grad_reducer.GradReducer, "_start_reduce", _no_memory)
+        patch.setattr(grad_reducer.GradReducer, "_start_reduce", _raise_out_of_memory)
         twins.sides[0].backward(7)
     with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
         twins.zero.step()
@@ -242,7 +244,7 @@ def test_all_ranks_may_fail_at_once(ctx: RankContext, config: ZeroConfig) -> Non
 
 
 @ranks(2, 3, timeout=20)
-def test_gradients_from_ddp(ctx: RankContext) -> None:
+def test_out_of_memory_in_ddp_hook(ctx: RankContext) -> None:
     models = [seeded(mlp, 0) for _ in range(2)]
     plain_ddp, ddp = (DistributedDataParallel(model, bucket_cap_mb=0.0003) for model in models)
     plain = torch.optim.AdamW(plain_ddp.parameters(), lr=0.05)
@@ -254,7 +256,7 @@ def test_gradients_from_ddp(ctx: RankContext) -> None:
         if fault is not None:
             with fault(ctx):
                 torch.autograd.backward(regression(ddp, number))
-            with raised_on_all(ctx):
+            with assert_raised_on_all(ctx):
                 zero.step()
             continue
         for model, optimizer in ((plain_ddp, plain), (ddp, zero)):
@@ -266,7 +268,7 @@ def test_gradients_from_ddp(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_looking_at_gradients_again_costs_no_message_more(ctx: RankContext) -> None:
+def test_second_clip_sends_only_the_status_exchange(ctx: RankContext) -> None:
     twins = ShardTwins(ZERO2)
     twins.sides[0].backward(7)
     twins.zero.clip_grad_value_(1.0)
@@ -277,28 +279,28 @@ def test_looking_at_gradients_again_costs_no_message_more(ctx: RankContext) -> N
 
 @some_configs
 @ranks(1, 2, 3, timeout=20)
-def test_a_closure_that_fails_on_one_rank(ctx: RankContext, config: ZeroConfig) -> None:
+def test_closure_failure_on_one_rank(ctx: RankContext, config: ZeroConfig) -> None:
     """Others have made their backward pass. Once gradients are cleared, training goes on as if nothing had been."""
     twins = ShardTwins(config)
     param = next(twins.model.parameters())
 
     def closure(when: str) -> None:
-        if fails(ctx) and when == "before":
+        if is_failing_rank(ctx) and when == "before":
             raise ValueError("on purpose")
-        if fails(ctx) and when == "halfway":
-            param.register_hook(refuse)  # type: ignore[no-untyped-call]
+        if is_failing_rank(ctx) and when == "halfway":
+            param.register_hook(fail_backward)  # type: ignore[no-untyped-call]
         twins.sides[0].backward(7)
-        if fails(ctx):
+        if is_failing_rank(ctx):
             raise ValueError("on purpose")
 
     for when in ("before", "halfway", "after", "before"):
         twins.train(2)
-        with pytest.raises(ValueError if fails(ctx) else RankFailedError, match="on purpose"):
+        with pytest.raises(ValueError if is_failing_rank(ctx) else RankFailedError, match="on purpose"):
             twins.zero.step(partial(closure, when))
         twins.zero.zero_grad()
         param._backward_hooks = None
     twins.train(2)
 
 
-def refuse(_: torch.Tensor) -> None:
+def fail_backward(_: torch.Tensor) -> None:
     raise ValueError("on purpose")

@@ -33,12 +33,12 @@ from tests.support.oracles import (
 )
 from zeroshard import FlatShards, ZeroConfig, shard
 
-OVERLAP = ZeroConfig(partition=FlatShards(200), overlap_param_gather=True)
+OVERLAP_CONFIG = ZeroConfig(partition=FlatShards(200), overlap_param_gather=True)
 
 
 @some_configs
 @ranks(1, 2)
-def test_a_graph_that_is_kept_for_a_second_backward(ctx: RankContext, config: ZeroConfig) -> None:
+def test_retained_graph_with_second_backward(ctx: RankContext, config: ZeroConfig) -> None:
     twins = ShardTwins(config, optimizer_class=torch.optim.SGD, lr=0.1)
 
     def iterate(side: Side, number: int) -> None:
@@ -55,7 +55,7 @@ def test_a_graph_that_is_kept_for_a_second_backward(ctx: RankContext, config: Ze
 
 @both_stages
 @ranks(1, 2)
-def test_gradients_with_a_graph_of_their_own(ctx: RankContext, config: ZeroConfig) -> None:
+def test_create_graph_and_autograd_grad(ctx: RankContext, config: ZeroConfig) -> None:
     """`create_graph`, and `autograd.grad`, which tells nobody."""
     twins = ShardTwins(config)
 
@@ -70,7 +70,7 @@ def test_gradients_with_a_graph_of_their_own(ctx: RankContext, config: ZeroConfi
         twins.run(2, iterate)
 
 
-class Checkpointed(nn.Module):
+class CheckpointedNet(nn.Module):
     """Blocks that are computed again in backward; a tied weight is in some of them and outside of them, too."""
 
     def __init__(self, reentrant: bool | None, *, tied: bool, everything: bool = False) -> None:
@@ -85,14 +85,14 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._everything:
-            return self._again(nn.Sequential(self.first, *self.blocks, self.last), x.requires_grad_())
+            return self._checkpoint(nn.Sequential(self.first, *self.blocks, self.last), x.requires_grad_())
         hidden = self.first(x)
         for block in self.blocks:
-            hidden = self._again(block, hidden)
+            hidden = self._checkpoint(block, hidden)
         result: torch.Tensor = self.last(hidden)
         return result
 
-    def _again(self, part: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def _checkpoint(self, part: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if self._reentrant is None:
             result: torch.Tensor = part(x)
         else:
@@ -106,9 +106,9 @@ class Checkpointed(nn.Module):
 def test_activation_checkpointing(ctx: RankContext, reentrant: bool, everything: bool) -> None:
     """DDP cannot do all of it, so it gets the same model without."""
     for tied in (False, True):
-        for config in (ZERO2, ZERO1, OVERLAP):
-            model = partial(Checkpointed, reentrant, tied=tied, everything=everything)
-            twins = ShardTwins(config, model, plain_model=partial(Checkpointed, None, tied=tied))
+        for config in (ZERO2, ZERO1, OVERLAP_CONFIG):
+            model = partial(CheckpointedNet, reentrant, tied=tied, everything=everything)
+            twins = ShardTwins(config, model, plain_model=partial(CheckpointedNet, None, tied=tied))
             for number in range(3):
                 for side in twins.sides:
                     side.iterate(number)
@@ -119,10 +119,10 @@ def test_activation_checkpointing(ctx: RankContext, reentrant: bool, everything:
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["once", "reentrant"])
 @ranks(2)
-def test_checkpointing_with_local_passes(ctx: RankContext, reentrant: bool) -> None:
+def test_activation_checkpointing_with_no_sync(ctx: RankContext, reentrant: bool) -> None:
     for config in (ZERO2, ZERO1):
-        model = partial(Checkpointed, reentrant, tied=False)
-        twins = ShardTwins(config, model, plain_model=partial(Checkpointed, None, tied=False))
+        model = partial(CheckpointedNet, reentrant, tied=False)
+        twins = ShardTwins(config, model, plain_model=partial(CheckpointedNet, None, tied=False))
 
         def iterate(side: Side, number: int) -> None:
             side.backward_locally(number + 50)
@@ -131,7 +131,7 @@ def test_checkpointing_with_local_passes(ctx: RankContext, reentrant: bool) -> N
         twins.run(3, iterate)
 
 
-class FreshGraph(torch.autograd.Function):
+class NestedBackward(torch.autograd.Function):
     """A backward inside backward, of a graph that has nothing to do with the outer one."""
 
     @staticmethod
@@ -146,10 +146,10 @@ class FreshGraph(torch.autograd.Function):
 
 
 @ranks(2)
-def test_another_backward_inside_of_backward(ctx: RankContext) -> None:
+def test_nested_backward(ctx: RankContext) -> None:
     def loss(model: nn.Module, number: int) -> torch.Tensor:
         hidden = model(batch(number))
-        result: torch.Tensor = FreshGraph.apply(hidden).square().mean()  # type: ignore[no-untyped-call]
+        result: torch.Tensor = NestedBackward.apply(hidden).square().mean()  # type: ignore[no-untyped-call]
         return result
 
     ShardTwins(ZERO2).train(3, loss)
@@ -187,19 +187,19 @@ class Net(nn.Module):
         return result
 
 
-Compile = Callable[[nn.Module, str], nn.Module]
-WAYS: dict[str, Compile] = {"module": compile_module, "function": compile_function, "layers": compile_layers}
+CompileFn = Callable[[nn.Module, str], nn.Module]
+COMPILE_FNS: dict[str, CompileFn] = {"module": compile_module, "function": compile_function, "layers": compile_layers}
 
 
-def trained(config: ZeroConfig, way: str | None, backend: str, *, before: bool) -> list[torch.Tensor]:
+def train_compiled(config: ZeroConfig, way: str | None, backend: str, *, compile_first: bool) -> list[torch.Tensor]:
     """Compiled before or after it is sharded; parameters after a few steps."""
     torch._dynamo.reset()
     model = callee = seeded(Net, 0)
-    if way and before:
-        callee = WAYS[way](model, backend)
+    if way and compile_first:
+        callee = COMPILE_FNS[way](model, backend)
     optimizer = shard(callee, torch.optim.AdamW, config=config, **ADAMW)
-    if way and not before:
-        callee = WAYS[way](model, backend)
+    if way and not compile_first:
+        callee = COMPILE_FNS[way](model, backend)
     for number in range(4):
         torch.autograd.backward(regression(callee, number))
         if number == 2:  # a second pass before the step
@@ -210,22 +210,22 @@ def trained(config: ZeroConfig, way: str | None, backend: str, *, before: bool) 
     return [param.detach().clone() for param in model.parameters()]
 
 
-@pytest.mark.parametrize(("way", "backend"), [*((way, "eager") for way in WAYS), ("module", "aot_eager")])
+@pytest.mark.parametrize(("way", "backend"), [*((way, "eager") for way in COMPILE_FNS), ("module", "aot_eager")])
 @ranks(2, timeout=120)
-def test_compiled_models(ctx: RankContext, way: str, backend: str) -> None:
-    for config in (ZERO2, OVERLAP):
-        expected = trained(config, None, backend, before=False)
+def test_compiled_models_match_eager(ctx: RankContext, way: str, backend: str) -> None:
+    for config in (ZERO2, OVERLAP_CONFIG):
+        expected = train_compiled(config, None, backend, compile_first=False)
         for before in (True, False):
-            found = trained(config, way, backend, before=before)
+            found = train_compiled(config, way, backend, compile_first=before)
             for ours, theirs in zip(found, expected, strict=True):
                 # A compiled backward may multiply and add in another order.
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @ranks(2, timeout=120)
-def test_a_model_is_compiled_once(ctx: RankContext) -> None:
+def test_model_is_compiled_once(ctx: RankContext) -> None:
     """Neither hooks nor parameters that arrive late keep it from that, or make it compile again."""
-    for config in (ZERO2, OVERLAP):
+    for config in (ZERO2, OVERLAP_CONFIG):
         torch._dynamo.reset()
         graphs: list[torch.fx.GraphModule] = []
 
@@ -249,7 +249,7 @@ def test_a_model_is_compiled_once(ctx: RankContext) -> None:
 
 @some_configs
 @ranks(1, 2, timeout=60)
-def test_a_compiled_update(ctx: RankContext, config: ZeroConfig) -> None:
+def test_compiled_update_matches_ddp(ctx: RankContext, config: ZeroConfig) -> None:
     """What updates the model may be compiled; the optimizer's own part runs as it is."""
     torch._dynamo.reset()
     twins = ShardTwins(config)
@@ -279,7 +279,7 @@ def test_a_compiled_update(ctx: RankContext, config: ZeroConfig) -> None:
     ids=["whole", "view", "flat"],
 )
 @ranks(1, 2, timeout=60)
-def test_a_compiled_step_of_the_drop_in(ctx: RankContext, zero_only: dict[str, Any]) -> None:
+def test_compiled_drop_in_step(ctx: RankContext, zero_only: dict[str, Any]) -> None:
     torch._dynamo.reset()
     twins = Twins(torch.optim.AdamW, zero_only=zero_only, **ADAMW)
     step = torch.compile(twins.zero.step, backend="eager")

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import ExponentialLR
 
-from tests.ranks.test_join import Counts, uneven
+from tests.ranks.test_join import InputCounts, uneven_counts
 from tests.support import RankContext, ranks
 from tests.support.oracles import (
     WIDTH,
@@ -33,7 +33,7 @@ from tests.support.oracles import (
 from zeroshard import RankFailedError, ZeroConfig, shard
 
 
-def train_unevenly(ctx: RankContext, twins: ShardTwins, counts: Counts, loss: Loss = regression) -> None:
+def train_unevenly(ctx: RankContext, twins: ShardTwins, counts: InputCounts, loss: Loss = regression) -> None:
     ours, theirs = twins.sides
     with Join([twins.zero]):
         for number in range(counts[ctx.rank]):
@@ -48,16 +48,16 @@ def train_unevenly(ctx: RankContext, twins: ShardTwins, counts: Counts, loss: Lo
 
 @some_configs
 @ranks(1, 2, 3)
-def test_equals_ddp_under_join(ctx: RankContext, config: ZeroConfig) -> None:
-    for counts in uneven(ctx.world_size):
+def test_matches_ddp_under_join(ctx: RankContext, config: ZeroConfig) -> None:
+    for counts in uneven_counts(ctx.world_size):
         train_unevenly(ctx, ShardTwins(config), counts)
 
 
 @both_stages
 @ranks(2)
-def test_gradients_that_are_cleared_before_a_pass(ctx: RankContext, config: ZeroConfig) -> None:
+def test_zero_grad_before_each_pass_under_join(ctx: RankContext, config: ZeroConfig) -> None:
     """What a rank's last pass has left there has no part in the steps that it only shadows."""
-    for counts in uneven(ctx.world_size):
+    for counts in uneven_counts(ctx.world_size):
         twins = ShardTwins(config)
         for side, joinable in zip(twins.sides, (twins.zero, twins.ddp), strict=True):
             with Join([joinable]):
@@ -70,9 +70,9 @@ def test_gradients_that_are_cleared_before_a_pass(ctx: RankContext, config: Zero
 
 @both_stages
 @ranks(2, 3)
-def test_training_goes_on_afterwards(ctx: RankContext, config: ZeroConfig) -> None:
+def test_training_continues_after_join(ctx: RankContext, config: ZeroConfig) -> None:
     twins = ShardTwins(config)
-    first, second, *_ = uneven(ctx.world_size)
+    first, second, *_ = uneven_counts(ctx.world_size)
     train_unevenly(ctx, twins, first)
     twins.train(2)
     train_unevenly(ctx, twins, second)
@@ -89,18 +89,18 @@ def test_training_goes_on_afterwards(ctx: RankContext, config: ZeroConfig) -> No
 
 @both_stages
 @ranks(3)
-def test_unused_parameters(ctx: RankContext, config: ZeroConfig) -> None:
+def test_unused_params_under_join(ctx: RankContext, config: ZeroConfig) -> None:
     """Plain SGD: DDP takes what a rank used in its last pass for used, and gives it gradients of zeros. And on a rank
     that never had an input its map of used parameters is not initialized."""
-    for counts in uneven(ctx.world_size):
+    for counts in uneven_counts(ctx.world_size):
         twins = ShardTwins(config, Branches, torch.optim.SGD, find_unused=True, lr=0.1)
         train_unevenly(ctx, twins, [count + 2 for count in counts], through_branches)
 
 
 @both_stages
 @ranks(2)
-def test_local_passes_before_each_one(ctx: RankContext, config: ZeroConfig) -> None:
-    for counts in uneven(ctx.world_size):
+def test_no_sync_passes_under_join(ctx: RankContext, config: ZeroConfig) -> None:
+    for counts in uneven_counts(ctx.world_size):
         twins = ShardTwins(config)
         for side, joinable in zip(twins.sides, (twins.zero, twins.ddp), strict=True):
             with Join([joinable]):
@@ -112,8 +112,8 @@ def test_local_passes_before_each_one(ctx: RankContext, config: ZeroConfig) -> N
 
 @both_stages
 @ranks(2)
-def test_a_scheduler_that_stands_still_where_inputs_ran_out(ctx: RankContext, config: ZeroConfig) -> None:
-    for counts in uneven(ctx.world_size):
+def test_joined_ranks_get_the_scheduled_lr(ctx: RankContext, config: ZeroConfig) -> None:
+    for counts in uneven_counts(ctx.world_size):
         twins = ShardTwins(config)
         for side, joinable in zip(twins.sides, (twins.zero, twins.ddp), strict=True):
             scheduler = ExponentialLR(side.optimizer, 0.5)
@@ -127,14 +127,14 @@ def test_a_scheduler_that_stands_still_where_inputs_ran_out(ctx: RankContext, co
 
 
 @ranks(2)
-def test_a_join_that_is_off_and_even_inputs(ctx: RankContext) -> None:
+def test_even_inputs_and_disabled_join(ctx: RankContext) -> None:
     twins = ShardTwins(ZERO2)
     train_unevenly(ctx, twins, [2] * ctx.world_size)
     with Join([twins.zero], enable=False):
         twins.train(2)
 
 
-class Normed(nn.Module):
+class BatchNormNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm, self.last = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -145,8 +145,8 @@ class Normed(nn.Module):
 
 
 @ranks(3)
-def test_buffers_are_those_of_ddp_while_the_last_rank_trains(ctx: RankContext) -> None:
-    counts, model, copied = [1, 2, 4], seeded(Normed, ctx.rank), seeded(Normed, 0)
+def test_buffers_match_ddp_while_the_last_rank_trains(ctx: RankContext) -> None:
+    counts, model, copied = [1, 2, 4], seeded(BatchNormNet, ctx.rank), seeded(BatchNormNet, 0)
     zero = shard(model, torch.optim.SGD, lr=0.1)
     ddp = DistributedDataParallel(copied)
     plain = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -163,10 +163,10 @@ def test_buffers_are_those_of_ddp_while_the_last_rank_trains(ctx: RankContext) -
 
 @both_stages
 @ranks(3)
-def test_buffers_are_equal_afterwards(ctx: RankContext, config: ZeroConfig) -> None:
+def test_buffers_are_equal_after_join(ctx: RankContext, config: ZeroConfig) -> None:
     """As under DDP they are those of a rank that trained to the end."""
-    for counts in uneven(ctx.world_size):
-        model = seeded(Normed, ctx.rank)
+    for counts in uneven_counts(ctx.world_size):
+        model = seeded(BatchNormNet, ctx.rank)
         zero = shard(model, torch.optim.SGD, lr=0.1, config=config)
         with Join([zero]):
             for number in range(counts[ctx.rank]):
@@ -179,8 +179,8 @@ def test_buffers_are_equal_afterwards(ctx: RankContext, config: ZeroConfig) -> N
 
 @pytest.mark.parametrize("call", ["closure", "clip"])
 @ranks(2, timeout=20)
-def test_what_cannot_be_done_inside_join_is_refused_on_all_ranks(ctx: RankContext, call: str) -> None:
-    model = seeded(Normed, 0)
+def test_unsupported_calls_inside_join_are_rejected_on_all_ranks(ctx: RankContext, call: str) -> None:
+    model = seeded(BatchNormNet, 0)
     zero: Any = shard(model, torch.optim.SGD, lr=0.1, config=ZERO1)
 
     def use() -> None:
@@ -196,7 +196,7 @@ def test_what_cannot_be_done_inside_join_is_refused_on_all_ranks(ctx: RankContex
 
 @pytest.mark.parametrize("passes", [1, 0], ids=["all-train", "one-has-joined"])
 @ranks(2, 3, timeout=60)
-def test_a_closure_on_one_rank_is_refused_on_all(ctx: RankContext, passes: int) -> None:
+def test_closure_on_one_rank_is_rejected_on_all(ctx: RankContext, passes: int) -> None:
     twins, odd = ShardTwins(ZERO2), ctx.world_size - 1
 
     def train() -> None:

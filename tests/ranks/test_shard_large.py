@@ -19,38 +19,41 @@ from zeroshard.engine import grad_reducer
 from zeroshard.engine.grad_bucket import GradBucket
 from zeroshard.engine.grad_reducer import MAX_IN_FLIGHT, FinishReduce, InFlightReduces
 
-ONE, FEW = ZeroConfig(), ZeroConfig(partition=FlatShards(bucket_bytes=400))
+ONE_BUCKET, SMALL_BUCKETS = ZeroConfig(), ZeroConfig(partition=FlatShards(bucket_bytes=400))
 """One bucket for all parameters, and one for a few of them."""
 
 SCENARIOS: list[tuple[Callable[..., None], dict[str, Any]]] = [
-    (accumulation.test_passes_add_up_in_the_shard_by_default, {}),
+    (accumulation.test_zero2_accumulates_passes_in_the_shard, {}),
     *(
         (scenario, {"config": config})
-        for config in (ONE, FEW)
+        for config in (ONE_BUCKET, SMALL_BUCKETS)
         for scenario in (
-            accumulation.test_local_passes_and_one_that_sends,
-            accumulation.test_gradients_that_are_not_cleared,
-            accumulation.test_ranks_that_make_different_numbers_of_passes,
-            accumulation.test_a_rank_that_clears_gradients_which_others_did_not_make,
-            accumulation.test_passes_after_gradients_were_looked_at,
-            graphs.test_a_graph_that_is_kept_for_a_second_backward,
-            unused.test_unused_on_all_ranks_on_some_and_now_and_then,
-            unused.test_unused_ones_among_several_passes,
+            accumulation.test_no_sync_passes_then_synced_pass,
+            accumulation.test_uncleared_grads_accumulate_across_steps,
+            accumulation.test_different_numbers_of_passes_per_rank,
+            accumulation.test_rank_clears_grads_other_ranks_never_computed,
+            accumulation.test_passes_after_clipping,
+            graphs.test_retained_graph_with_second_backward,
+            unused.test_params_unused_on_some_or_all_ranks,
+            unused.test_unused_params_with_no_sync_passes,
             unused.test_tied_weights_and_layers_used_twice,
-            unused.test_layers_that_are_frozen_and_thawed,
-            unused.test_gradients_of_a_layer_that_is_frozen_after_its_backward,
+            unused.test_freeze_and_unfreeze_layers,
+            unused.test_layer_frozen_after_backward_is_still_updated,
         )
     ),
-    *((accumulation.test_clearing_to_zeros, {"config": ONE, "by_model": by_model}) for by_model in (False, True)),
-    (accumulation.test_gradients_that_are_cleared_before_a_step_are_gone, {"config": FEW, "by_model": False}),
+    *(
+        (accumulation.test_zero_grad_to_zeros, {"config": ONE_BUCKET, "by_model": by_model})
+        for by_model in (False, True)
+    ),
+    (accumulation.test_grads_cleared_before_step_are_discarded, {"config": SMALL_BUCKETS, "by_model": False}),
     *((graphs.test_activation_checkpointing, {"reentrant": it, "everything": True}) for it in (False, True)),
-    (graphs.test_another_backward_inside_of_backward, {}),
+    (graphs.test_nested_backward, {}),
 ]
 
 
 @pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=[scenario.__name__ for scenario, _ in SCENARIOS])
 @ranks(2, 3)
-def test_as_with_small_ones(ctx: RankContext, number: int) -> None:
+def test_scenarios_pass_with_large_grads(ctx: RankContext, number: int) -> None:
     scenario, options = SCENARIOS[number]
     put: list[int] = []
     put_in = GradBucket.copy_in
@@ -68,7 +71,7 @@ def test_as_with_small_ones(ctx: RankContext, number: int) -> None:
 
 @ranks(2, 3)
 @sampled("to_none", [False, True])
-def test_clearing_in_the_middle_of_a_pass(ctx: RankContext, to_none: bool) -> None:
+def test_zero_grad_during_backward(ctx: RankContext, to_none: bool) -> None:
     """What is copied already and has not been sent is cleared, too."""
     model = seeded(mlp, 0)
     with pytest.MonkeyPatch.context() as patch:
@@ -91,7 +94,7 @@ def test_clearing_in_the_middle_of_a_pass(ctx: RankContext, to_none: bool) -> No
 
 
 @ranks(2, 3)
-def test_few_buckets_are_under_way_at_a_time(ctx: RankContext) -> None:
+def test_number_of_buckets_in_flight_is_limited(ctx: RankContext) -> None:
     """Ranks that keep pace wait for each other, here as long as it takes, before more is sent."""
     most: list[int] = []
     take_in = InFlightReduces.finish_arrived
@@ -104,7 +107,7 @@ def test_few_buckets_are_under_way_at_a_time(ctx: RankContext) -> None:
         patch.setattr(grad_reducer, "WAIT_TIMEOUT_S", 30.0)
         patch.setattr(InFlightReduces, "finish_arrived", watched)
         model = seeded(lambda: mlp(20), 0)
-        optimizer = shard(model, torch.optim.SGD, lr=0.1, config=FEW)
+        optimizer = shard(model, torch.optim.SGD, lr=0.1, config=SMALL_BUCKETS)
         assert len(optimizer.layout.buckets) > 2 * MAX_IN_FLIGHT + 2
         for number in range(5):
             torch.autograd.backward(regression(model, number))

@@ -26,7 +26,7 @@ from zeroshard import (
 )
 
 
-class Parts(nn.Module):
+class TrunkAndHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.trunk, self.head = nn.Linear(WIDTH, WIDTH), nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
@@ -37,7 +37,7 @@ class Parts(nn.Module):
 
 
 @contextmanager
-def no_warnings() -> Iterator[None]:
+def assert_no_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -47,7 +47,7 @@ def backward(model: nn.Module) -> None:
     torch.autograd.backward(model(batch(0)).square().mean())
 
 
-def iterate(model: nn.Module, *optimizers: optim.Optimizer) -> None:
+def train_step(model: nn.Module, *optimizers: optim.Optimizer) -> None:
     backward(model)
     for optimizer in optimizers:
         optimizer.step()
@@ -55,7 +55,7 @@ def iterate(model: nn.Module, *optimizers: optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
-def of_trunk(model: Parts, **options: Any) -> ShardedOptimizer:
+def shard_trunk(model: TrunkAndHead, **options: Any) -> ShardedOptimizer:
     return shard(model, optim.SGD, params=model.trunk.parameters(), lr=0.1, **options)
 
 
@@ -64,9 +64,9 @@ def of_trunk(model: Parts, **options: Any) -> ShardedOptimizer:
 
 @ranks(2, 3, 4)
 @pytest.mark.parametrize("config", [ZeroConfig(), ZeroConfig(overlap_param_gather=True)], ids=["plain", "overlap"])
-def test_parameters_that_were_left_out_are_named_once(ctx: RankContext, config: ZeroConfig) -> None:
-    model = Parts()
-    zero = of_trunk(model, config=config)
+def test_params_without_averaged_grads_are_named_once(ctx: RankContext, config: ZeroConfig) -> None:
+    model = TrunkAndHead()
+    zero = shard_trunk(model, config=config)
     ExponentialLR(zero, 0.5)  # which wraps step()
     backward(model)
     with pytest.warns(UserWarning, match="nobody averages") as caught:
@@ -78,14 +78,14 @@ def test_parameters_that_were_left_out_are_named_once(ctx: RankContext, config: 
     assert "head.0.weight, head.0.bias, head.1.weight, head.1.bias, head.2.weight, ..." in text
     assert "trunk" not in text
     zero.zero_grad()
-    with no_warnings():
-        iterate(model, zero)
+    with assert_no_warnings():
+        train_step(model, zero)
 
 
 @ranks(2)
-def test_gradients_that_a_closure_makes(ctx: RankContext) -> None:
-    model = Parts()
-    zero = of_trunk(model)
+def test_unaveraged_grads_from_a_closure_warn(ctx: RankContext) -> None:
+    model = TrunkAndHead()
+    zero = shard_trunk(model)
 
     def closure() -> float:
         model.zero_grad()
@@ -97,61 +97,61 @@ def test_gradients_that_a_closure_makes(ctx: RankContext) -> None:
 
 
 @ranks(1)
-def test_a_rank_alone_has_nobody_to_average_with(ctx: RankContext) -> None:
-    model = Parts()
-    zero = of_trunk(model)
-    with no_warnings():
-        iterate(model, zero)
+def test_single_rank_does_not_warn_of_unaveraged_grads(ctx: RankContext) -> None:
+    model = TrunkAndHead()
+    zero = shard_trunk(model)
+    with assert_no_warnings():
+        train_step(model, zero)
 
 
-def all_of_it(model: Parts) -> list[Any]:
+def shard_whole_model(model: TrunkAndHead) -> list[Any]:
     return [shard(model, optim.SGD, lr=0.1)]
 
 
-def two_optimizers(model: Parts) -> list[Any]:
-    return [of_trunk(model), shard(model.head, optim.AdamW)]
+def shard_trunk_and_head(model: TrunkAndHead) -> list[Any]:
+    return [shard_trunk(model), shard(model.head, optim.AdamW)]
 
 
-def frozen_later(model: Parts) -> list[Any]:
-    zero = of_trunk(model)
+def freeze_head_later(model: TrunkAndHead) -> list[Any]:
+    zero = shard_trunk(model)
     model.head.requires_grad_(False)
     return [zero]
 
 
-def with_ddp_inside(model: Parts) -> list[Any]:
-    zero = of_trunk(model)
+def wrap_head_in_ddp(model: TrunkAndHead) -> list[Any]:
+    zero = shard_trunk(model)
     model.head = DistributedDataParallel(model.head)  # type: ignore[assignment]
     return [zero]
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("made", [all_of_it, two_optimizers, frozen_later, with_ddp_inside])
-def test_what_trains_as_it_should_is_no_news(ctx: RankContext, made: Callable[[Parts], list[Any]]) -> None:
-    model = Parts()
+@pytest.mark.parametrize("made", [shard_whole_model, shard_trunk_and_head, freeze_head_later, wrap_head_in_ddp])
+def test_correct_training_does_not_warn(ctx: RankContext, made: Callable[[TrunkAndHead], list[Any]]) -> None:
+    model = TrunkAndHead()
     optimizers = made(model)
-    with no_warnings():
+    with assert_no_warnings():
         for _ in range(2):
-            iterate(model, *optimizers)
+            train_step(model, *optimizers)
 
 
 @ranks(2)
-def test_an_optimizer_that_is_gone_averages_nothing(ctx: RankContext) -> None:
-    model = Parts()
+def test_dead_optimizer_averages_nothing(ctx: RankContext) -> None:
+    model = TrunkAndHead()
     shard(model, optim.SGD, lr=0.1)
-    zero = of_trunk(model)
+    zero = shard_trunk(model)
     with pytest.warns(UserWarning, match="nobody averages the gradients of 6 parameters"):
-        iterate(model, zero)
+        train_step(model, zero)
 
 
 # ---- gradients that were not cleared
 
 
 @ranks(1, 2)
-def test_gradients_that_were_not_cleared_are_told_of_at_the_users_line(ctx: RankContext) -> None:
-    model = Parts()
+def test_uncleared_grads_warn_at_the_users_line(ctx: RankContext) -> None:
+    model = TrunkAndHead()
     zero = shard(model, optim.SGD, lr=0.1)
     ExponentialLR(zero, 0.5)  # which wraps step()
-    iterate(model, zero)
+    train_step(model, zero)
     backward(model)
     zero.step()
     with pytest.warns(UserWarning, match="were not cleared") as caught:
@@ -161,15 +161,15 @@ def test_gradients_that_were_not_cleared_are_told_of_at_the_users_line(ctx: Rank
 
 @ranks(1, 2)
 @pytest.mark.parametrize("stage", [2, 1], ids=["zero2", "zero1"])
-def test_whoever_clears_gradients_there_is_no_warning(ctx: RankContext, stage: Literal[1, 2]) -> None:
+def test_any_way_of_clearing_grads_avoids_the_warning(ctx: RankContext, stage: Literal[1, 2]) -> None:
     """Also a larger model, which the optimizer does not know."""
-    model = Parts()
+    model = TrunkAndHead()
     zero = shard(model.head, optim.SGD, lr=0.1, config=ZeroConfig(stage=stage))
     for clear in (model.zero_grad, model.head.zero_grad, zero.zero_grad):
         backward(model)
         zero.step()
         clear()
-        with no_warnings():
+        with assert_no_warnings():
             backward(model)
         zero.zero_grad()
 
@@ -177,54 +177,52 @@ def test_whoever_clears_gradients_there_is_no_warning(ctx: RankContext, stage: L
 # ---- optimizers that cannot be cut
 
 
-def adafactor(model: nn.Module) -> ShardedOptimizer:
+def shard_with_adafactor(model: nn.Module) -> ShardedOptimizer:
     return shard(model, optim.Adafactor, lr=0.1)
 
 
 @ranks(1, 2, 3)
-def test_whole_parameters_are_taken_with_a_word_at_the_users_line(ctx: RankContext) -> None:
-    model = Parts()
+def test_fallback_to_whole_params_warns_at_the_users_line(ctx: RankContext) -> None:
+    model = TrunkAndHead()
     with pytest.warns(UserWarning, match="Adafactor looks at whole parameters") as caught:
-        zero = adafactor(model)
+        zero = shard_with_adafactor(model)
     (warning,) = caught
-    assert (warning.filename, warning.lineno) == (__file__, adafactor.__code__.co_firstlineno + 1)
-    with no_warnings():
-        iterate(model, zero)
-        shard(Parts(), optim.Adafactor, config=ZeroConfig(partition=WholeParams()))
-        shard(Parts(), optim.AdamW)
+    assert (warning.filename, warning.lineno) == (__file__, shard_with_adafactor.__code__.co_firstlineno + 1)
+    with assert_no_warnings():
+        train_step(model, zero)
+        shard(TrunkAndHead(), optim.Adafactor, config=ZeroConfig(partition=WholeParams()))
+        shard(TrunkAndHead(), optim.AdamW)
 
 
 @ranks(2)
-def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(ctx: RankContext) -> None:
-    model = Parts()
-    with left_as_it_was(model), no_warnings(), pytest.raises(UserWarning, match="whole parameters"):
-        adafactor(model)
+def test_warning_raised_as_error_leaves_model_unchanged(ctx: RankContext) -> None:
+    model = TrunkAndHead()
+    with left_as_it_was(model), assert_no_warnings(), pytest.raises(UserWarning, match="whole parameters"):
+        shard_with_adafactor(model)
 
 
 @ranks(1, 2, 3)
 @pytest.mark.parametrize("config", [None, ZeroConfig(partition=FlatShards())], ids=["default", "flat"])
-def test_arguments_that_the_optimizer_does_not_take_are_its_own_error(
-    ctx: RankContext, config: ZeroConfig | None
-) -> None:
+def test_invalid_optimizer_arguments_raise_the_optimizers_error(ctx: RankContext, config: ZeroConfig | None) -> None:
     """The self-test, which cannot make one either, must not say that it found anything."""
-    with no_warnings():
+    with assert_no_warnings():
         with pytest.raises(TypeError, match="learning_rate"):
-            shard(Parts(), optim.AdamW, learning_rate=1, config=config)
+            shard(TrunkAndHead(), optim.AdamW, learning_rate=1, config=config)
         with pytest.raises(ValueError, match="Invalid learning rate"):
-            shard(Parts(), optim.AdamW, lr=-1.0, config=config)
+            shard(TrunkAndHead(), optim.AdamW, lr=-1.0, config=config)
         with pytest.raises(TypeError, match="learning_rate"):
-            ZeroRedundancyOptimizer(Parts().parameters(), optim.AdamW, learning_rate=1, config=config)
+            ZeroRedundancyOptimizer(TrunkAndHead().parameters(), optim.AdamW, learning_rate=1, config=config)
 
 
 @ranks(2)
-def test_arguments_that_are_wrong_on_one_rank(ctx: RankContext) -> None:
+def test_invalid_optimizer_arguments_on_one_rank_are_raised_on_all(ctx: RankContext) -> None:
     wrong: dict[str, Any] = {"learning_rate": 1} if ctx.rank else {}
-    with no_warnings(), pytest.raises(TypeError if ctx.rank else RankFailedError, match="learning_rate"):
-        shard(Parts(), optim.AdamW, **wrong)
+    with assert_no_warnings(), pytest.raises(TypeError if ctx.rank else RankFailedError, match="learning_rate"):
+        shard(TrunkAndHead(), optim.AdamW, **wrong)
 
 
 @ranks(1, 2)
-def test_a_second_optimizer_takes_the_gradients_over(ctx: RankContext) -> None:
+def test_second_optimizer_supersedes_the_first(ctx: RankContext) -> None:
     """The first may be alive as long as the garbage collector pleases; none of it is in the way."""
     model = mlp()
     first = shard(model, torch.optim.SGD, lr=0.1)

@@ -38,7 +38,7 @@ from tests.support.oracles import (
 from zeroshard import ConfigError, RankFailedError, RankMismatchError, WholeParams, ZeroConfig, shard
 
 
-class Mixed(nn.Module):
+class MixedParamsNet(nn.Module):
     """Frozen, scalar, empty and channels-last parameters, buffers of several dtypes."""
 
     def __init__(self) -> None:
@@ -64,28 +64,28 @@ def mean_square(model: nn.Module, number: int) -> torch.Tensor:
 
 
 @ranks(1, 2, 3, 4)
-def test_training_equals_ddp_with_the_plain_optimizer(ctx: RankContext) -> None:
+def test_training_matches_ddp(ctx: RankContext) -> None:
     for config in all_configs():
         ShardTwins(config).train(4)
 
 
 @ranks(1, 2, 3, 4)
-def test_options_of_the_optimizer(ctx: RankContext) -> None:
+def test_optimizer_options(ctx: RankContext) -> None:
     ShardTwins(ZERO2, optimizer_class=torch.optim.SGD, lr=0.3, momentum=0.9, nesterov=True).train(3)
     ShardTwins(ZERO2, optimizer_class=torch.optim.SGD, lr=0.3, weight_decay=0.1, maximize=True).train(3)
 
 
 @some_configs
 @ranks(1, 3)
-def test_parameters_and_buffers_of_every_kind(ctx: RankContext, config: ZeroConfig) -> None:
+def test_params_and_buffers_of_every_kind(ctx: RankContext, config: ZeroConfig) -> None:
     # `nothing` gets a gradient without elements, which DDP calls unused on some versions.
-    ShardTwins(config, Mixed, find_unused=True).train(3, mean_square)
+    ShardTwins(config, MixedParamsNet, find_unused=True).train(3, mean_square)
 
 
 @both_stages
 @ranks(1, 2, 3, 4)
-def test_start_makes_parameters_and_buffers_those_of_rank_0(ctx: RankContext, config: ZeroConfig) -> None:
-    model, expected = seeded(Mixed, ctx.rank + 1), seeded(Mixed, 1)
+def test_shard_broadcasts_params_and_buffers_of_rank_0(ctx: RankContext, config: ZeroConfig) -> None:
+    model, expected = seeded(MixedParamsNet, ctx.rank + 1), seeded(MixedParamsNet, 1)
     different = not all_equal(ctx.gather(values_of(model)))
     assert different == (ctx.world_size > 1)
     zero = shard(model, torch.optim.AdamW, config=config)
@@ -94,7 +94,7 @@ def test_start_makes_parameters_and_buffers_those_of_rank_0(ctx: RankContext, co
     assert zero.world_size == ctx.world_size
 
 
-def trained(config: ZeroConfig) -> list[torch.Tensor]:
+def train_mlp(config: ZeroConfig) -> list[torch.Tensor]:
     model = seeded(mlp, 0)
     optimizer = shard(model, torch.optim.AdamW, lr=0.05, config=config)
     for number in range(4):
@@ -106,18 +106,18 @@ def trained(config: ZeroConfig) -> list[torch.Tensor]:
 
 @both_stages
 @ranks(2, 3, 4)
-def test_the_same_run_twice_is_bitwise_equal_on_all_ranks(ctx: RankContext, config: ZeroConfig) -> None:
-    assert all_equal([trained(config), *ctx.gather(trained(config))])
+def test_repeated_run_is_bitwise_equal_on_all_ranks(ctx: RankContext, config: ZeroConfig) -> None:
+    assert all_equal([train_mlp(config), *ctx.gather(train_mlp(config))])
 
 
 @ranks(3)
 def test_buckets_and_stage_do_not_change_a_bit(ctx: RankContext) -> None:
-    assert all_equal([trained(config) for config in all_configs()])
+    assert all_equal([train_mlp(config) for config in all_configs()])
 
 
 @both_stages
 @ranks(2, 3)
-def test_groups_with_options_of_their_own(ctx: RankContext, config: ZeroConfig) -> None:
+def test_param_groups_with_different_options(ctx: RankContext, config: ZeroConfig) -> None:
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         first, second, *rest = model.parameters()
         return [{"params": rest, "lr": 0.02}, {"params": [second], "weight_decay": 0.5}, {"params": first}]
@@ -129,11 +129,11 @@ def first_layer(model: nn.Module) -> nn.Module:
     return next(model.children())
 
 
-def all_but_the_first_layer(model: nn.Module) -> list[nn.Parameter]:
+def params_after_first_layer(model: nn.Module) -> list[nn.Parameter]:
     return list(model.parameters())[2:]
 
 
-def frozen_first() -> nn.Module:
+def make_with_frozen_first_layer() -> nn.Module:
     model = mlp()
     first_layer(model).requires_grad_(False)
     return model
@@ -141,15 +141,15 @@ def frozen_first() -> nn.Module:
 
 @some_configs
 @ranks(2)
-def test_some_parameters_only(ctx: RankContext, config: ZeroConfig) -> None:
+def test_subset_of_params(ctx: RankContext, config: ZeroConfig) -> None:
     """The others start equal nevertheless."""
-    ShardTwins(config, frozen_first, handed=all_but_the_first_layer).train(3)
+    ShardTwins(config, make_with_frozen_first_layer, handed=params_after_first_layer).train(3)
 
 
 @some_configs
 @ranks(2)
-def test_a_group_that_is_added_later(ctx: RankContext, config: ZeroConfig) -> None:
-    twins = ShardTwins(config, handed=all_but_the_first_layer)
+def test_add_param_group(ctx: RankContext, config: ZeroConfig) -> None:
+    twins = ShardTwins(config, handed=params_after_first_layer)
     twins.train(2)
     for side, model in zip(twins.sides, (twins.model, twins.plain_model), strict=True):
         model.zero_grad()  # of those, too, that were in no group
@@ -159,7 +159,7 @@ def test_a_group_that_is_added_later(ctx: RankContext, config: ZeroConfig) -> No
 
 @both_stages
 @ranks(3, 4)
-def test_ranks_of_a_group_only(ctx: RankContext, config: ZeroConfig) -> None:
+def test_two_process_groups_train_at_once(ctx: RankContext, config: ZeroConfig) -> None:
     """Two groups train at the same time, one of them without the world's rank 0."""
     halves = [dist.new_group([0]), dist.new_group(list(range(1, ctx.world_size)))]
     twins = ShardTwins(config, group=halves[ctx.rank > 0])
@@ -171,7 +171,7 @@ def test_ranks_of_a_group_only(ctx: RankContext, config: ZeroConfig) -> None:
 
 @both_stages
 @ranks(1, 2)
-def test_a_closure(ctx: RankContext, config: ZeroConfig) -> None:
+def test_closure(ctx: RankContext, config: ZeroConfig) -> None:
     twins = ShardTwins(config)
     losses: list[Any] = []
 
@@ -189,7 +189,7 @@ def test_a_closure(ctx: RankContext, config: ZeroConfig) -> None:
         assert_equal_sums(ours, theirs, "the loss")
 
 
-class Words(nn.Module):
+class EmbeddingNet(nn.Module):
     """Each row of a batch looks up a word of its own: sums of several in one pass would be made in another order."""
 
     def __init__(self, sparse: bool) -> None:
@@ -207,7 +207,7 @@ class Words(nn.Module):
 @ranks(1, 2)
 def test_sparse_gradients_are_made_dense(ctx: RankContext, config: ZeroConfig) -> None:
     for passes in (1, 2):
-        twins = ShardTwins(config, partial(Words, sparse=True), plain_model=partial(Words, sparse=False))
+        twins = ShardTwins(config, partial(EmbeddingNet, sparse=True), plain_model=partial(EmbeddingNet, sparse=False))
 
         def iterate(side: Side, number: int, passes: int = passes) -> None:
             for local in range(1, passes):
@@ -218,7 +218,7 @@ def test_sparse_gradients_are_made_dense(ctx: RankContext, config: ZeroConfig) -
 
 
 @ranks(1, 2, 3)
-def test_an_optimizer_of_whole_parameters(ctx: RankContext) -> None:
+def test_whole_param_optimizer(ctx: RankContext) -> None:
     for config in (ZeroConfig(), ZeroConfig(stage=ZERO1.stage), ZeroConfig(partition=WholeParams())):
         warned = pytest.warns(UserWarning, match="whole parameters") if config.partition is None else nullcontext()
         with warned:
@@ -239,7 +239,7 @@ class TwoHeads(nn.Module):
         return result
 
 
-HALVES: list[Callable[[nn.Module], list[nn.Parameter]]] = [
+PARAM_HALVES: list[Callable[[nn.Module], list[nn.Parameter]]] = [
     lambda model: [param for param in model.parameters() if param.dim() > 1],
     lambda model: [param for param in model.parameters() if param.dim() == 1],
 ]
@@ -247,13 +247,13 @@ HALVES: list[Callable[[nn.Module], list[nn.Parameter]]] = [
 
 @some_configs
 @ranks(3, timeout=20)
-def test_two_optimizers_for_one_model(ctx: RankContext, config: ZeroConfig) -> None:
+def test_two_optimizers_on_one_model(ctx: RankContext, config: ZeroConfig) -> None:
     """Their gradients are under way at the same time, on each rank in another order."""
     model, plain = seeded(TwoHeads, ctx.rank), seeded(TwoHeads, 0)
     ddp = DistributedDataParallel(plain, find_unused_parameters=True)
     ours: list[Optimizer] = []
     theirs: list[Optimizer] = []
-    for half, cls in zip(HALVES, (torch.optim.AdamW, torch.optim.SGD), strict=True):
+    for half, cls in zip(PARAM_HALVES, (torch.optim.AdamW, torch.optim.SGD), strict=True):
         ours.append(shard(model, cls, params=half(model), config=config, lr=0.05))
         theirs.append(cls(half(plain), lr=0.05))
     for number in range(4):
@@ -288,12 +288,12 @@ def test_two_models_in_one_backward(ctx: RankContext, config: ZeroConfig) -> Non
 
 @some_configs
 @ranks(3, timeout=20)
-def test_an_update_that_fails_on_one_rank_is_raised_on_all_and_training_goes_on(
+def test_update_failure_on_one_rank_is_raised_on_all_and_training_continues(
     ctx: RankContext, config: ZeroConfig
 ) -> None:
     model = seeded(mlp, 0)
     zero = shard(model, torch.optim.SGD, lr=0.1, config=config)
-    stumble = zero.optim.register_step_pre_hook(_stumble_on_rank_1)
+    stumble = zero.optim.register_step_pre_hook(_fail_on_rank_1)
     torch.autograd.backward(regression(model, 0))
     with pytest.raises(ArithmeticError if ctx.rank == 1 else RankFailedError, match="on purpose"):
         zero.step()
@@ -305,14 +305,14 @@ def test_an_update_that_fails_on_one_rank_is_raised_on_all_and_training_goes_on(
     assert all_equal(ctx.gather(values_of(model)))
 
 
-def _stumble_on_rank_1(*_: Any) -> None:
+def _fail_on_rank_1(*_: Any) -> None:
     if dist.get_rank() == 1:
         raise ArithmeticError("on purpose")
 
 
 @both_stages
 @ranks(3, timeout=20)
-def test_options_that_differ_are_found_before_anything_moves(ctx: RankContext, config: ZeroConfig) -> None:
+def test_different_options_are_reported_before_any_update(ctx: RankContext, config: ZeroConfig) -> None:
     """The gradients stay, and the step can be made once the ranks agree."""
     twins = ShardTwins(config)
     for side in twins.sides:
@@ -329,7 +329,7 @@ def test_options_that_differ_are_found_before_anything_moves(ctx: RankContext, c
 
 
 @ranks(2, timeout=20)
-def test_ranks_that_disagree_about_the_model_are_told_at_once(ctx: RankContext) -> None:
+def test_model_and_config_mismatch_is_reported(ctx: RankContext) -> None:
     with pytest.raises(RankMismatchError, match="shape"):
         shard(nn.Linear(WIDTH + ctx.rank, 3), torch.optim.SGD, lr=0.1)
     with pytest.raises(RankMismatchError, match=r"ZeroConfig\(stage=1\)"):
@@ -338,7 +338,7 @@ def test_ranks_that_disagree_about_the_model_are_told_at_once(ctx: RankContext) 
 
 
 @ranks(1, 2, timeout=20)
-def test_models_that_are_refused(ctx: RankContext) -> None:
+def test_invalid_models_are_rejected(ctx: RankContext) -> None:
     with pytest.raises(ConfigError, match="without DistributedDataParallel"):
         shard(DistributedDataParallel(mlp()), torch.optim.SGD, lr=0.1)
     with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
@@ -351,7 +351,7 @@ def test_models_that_are_refused(ctx: RankContext) -> None:
 
 @some_configs
 @ranks(1, 2)
-def test_an_optimizer_that_is_dropped_is_freed_and_its_hooks_fall_silent(ctx: RankContext, config: ZeroConfig) -> None:
+def test_deleted_optimizer_is_freed_and_its_hooks_do_nothing(ctx: RankContext, config: ZeroConfig) -> None:
     model = nn.Sequential(seeded(mlp, 0), nn.BatchNorm1d(WIDTH))
     zero = shard(model, torch.optim.AdamW, lr=0.1, config=config)
     Side(model, zero, zero.no_sync).iterate(0)
@@ -372,20 +372,20 @@ def test_an_optimizer_that_is_dropped_is_freed_and_its_hooks_fall_silent(ctx: Ra
     assert all_equal(ctx.gather([param.detach().clone() for param in model.parameters()]))
 
 
-def odd_layers() -> nn.Module:
+def make_odd_sized_layers() -> nn.Module:
     """Packed one behind the other, its parameters would not be aligned."""
     return nn.Sequential(nn.Linear(13, 33), nn.Tanh(), nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 3))
 
 
-def loss_of_one_sample(model: nn.Module, number: int) -> torch.Tensor:
+def single_sample_loss(model: nn.Module, number: int) -> torch.Tensor:
     sample = torch.randn(1, 13, generator=torch.Generator().manual_seed(100 * number + dist.get_rank()))
     result: torch.Tensor = model(sample).square().mean()
     return result
 
 
 @ranks(2)
-def test_whole_parameters_have_the_bits_of_ddp_in_batches_of_one_sample(ctx: RankContext) -> None:
+def test_whole_params_match_ddp_bitwise_with_single_sample_batches(ctx: RankContext) -> None:
     """Matrix-vector products add in an order that depends on where a matrix starts in memory."""
-    twins = ShardTwins(ZeroConfig(partition=WholeParams()), odd_layers, torch.optim.SGD, lr=0.05)
-    twins.train(4, loss_of_one_sample)
+    twins = ShardTwins(ZeroConfig(partition=WholeParams()), make_odd_sized_layers, torch.optim.SGD, lr=0.05)
+    twins.train(4, single_sample_loss)
     assert all(param.data_ptr() % 64 == 0 for param in twins.model.parameters())

@@ -14,67 +14,67 @@ from tests.support import RankContext, ranks
 from tests.support.oracles import TORCH, WIDTH, ShardTwins, batch, mlp, seeded, some_configs
 from zeroshard import ConfigError, ZeroConfig, shard
 
-TWICE = r"both average the gradients of \d+ parameters, .*\.weight among them\. Call the model itself"
+AVERAGED_TWICE = r"both average the gradients of \d+ parameters, .*\.weight among them\. Call the model itself"
 
 
-def some_loss(model: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def compute_loss(model: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     return model(batch(0)).square().mean()
 
 
 @some_configs
 @ranks(1, 2, 3)
-def test_what_was_wrapped_later_is_refused_and_the_model_itself_trains(ctx: RankContext, config: ZeroConfig) -> None:
+def test_ddp_wrapper_added_later_is_rejected_and_model_still_trains(ctx: RankContext, config: ZeroConfig) -> None:
     twins = ShardTwins(config)
     twins.train(1)
     wrapped = DistributedDataParallel(twins.model)
-    with pytest.raises(ConfigError, match=TWICE):
-        some_loss(wrapped)
+    with pytest.raises(ConfigError, match=AVERAGED_TWICE):
+        compute_loss(wrapped)
     with torch.no_grad():
-        assert torch.equal(some_loss(wrapped), some_loss(twins.model))
+        assert torch.equal(compute_loss(wrapped), compute_loss(twins.model))
     twins.train(2)
 
 
 @ranks(2)
-def test_what_was_wrapped_before_is_refused(ctx: RankContext) -> None:
+def test_ddp_wrapper_made_before_is_rejected(ctx: RankContext) -> None:
     model = mlp()
     wrapped = DistributedDataParallel(model)
     zero = shard(model, torch.optim.SGD, lr=0.1)
-    with pytest.raises(ConfigError, match=TWICE):
-        some_loss(wrapped)
+    with pytest.raises(ConfigError, match=AVERAGED_TWICE):
+        compute_loss(wrapped)
     del zero
     gc.collect()  # nobody has the optimizer any more, so that DDP is alone again
-    assert some_loss(wrapped).requires_grad
+    assert compute_loss(wrapped).requires_grad
 
 
 @ranks(2)
-def test_compiled_models_are_refused_too_and_stay_whole_without_it(ctx: RankContext) -> None:
+def test_compiled_model_is_rejected_under_ddp_and_keeps_full_graph(ctx: RankContext) -> None:
     model = mlp()
     zero = shard(model, torch.optim.SGD, lr=0.1)
     inside = DistributedDataParallel(torch.compile(model, backend="eager"))
     around = torch.compile(DistributedDataParallel(model), backend="eager")
     for wrapped in (inside, around):
-        with pytest.raises(ConfigError, match=TWICE):
-            some_loss(wrapped)
+        with pytest.raises(ConfigError, match=AVERAGED_TWICE):
+            compute_loss(wrapped)
     whole = torch.compile(model, backend="eager", fullgraph=True)
-    assert torch.equal(some_loss(whole), some_loss(model))
+    assert torch.equal(compute_loss(whole), compute_loss(model))
     del zero  # which had to live until here
 
 
 @pytest.mark.skipif(TORCH < (2, 12), reason="torch 2.11 does not ask again whether DDP is there")
 @ranks(2)
-def test_compiled_models_that_ran_without_ddp_are_refused_too(ctx: RankContext) -> None:
+def test_compiled_model_run_before_ddp_is_rejected(ctx: RankContext) -> None:
     model = mlp()
     zero = shard(model, torch.optim.SGD, lr=0.1)
     compiled = torch.compile(model, backend="eager")
-    expected = some_loss(compiled)
-    with pytest.raises(ConfigError, match=TWICE):
-        some_loss(DistributedDataParallel(compiled))
-    assert torch.equal(some_loss(compiled), expected)
+    expected = compute_loss(compiled)
+    with pytest.raises(ConfigError, match=AVERAGED_TWICE):
+        compute_loss(DistributedDataParallel(compiled))
+    assert torch.equal(compute_loss(compiled), expected)
     del zero  # which had to live until here
 
 
 @ranks(2)
-def test_parts_that_one_of_both_averages_train(ctx: RankContext) -> None:
+def test_submodules_averaged_by_only_one_side_train(ctx: RankContext) -> None:
     """A head that DDP leaves alone, or in which DDP finds nothing of ours, is averaged once."""
     whole = nn.ModuleDict({"trunk": nn.Linear(WIDTH, WIDTH), "head": nn.Linear(WIDTH, 1)})
     both = seeded(lambda: nn.Sequential(whole["trunk"], whole["head"]), ctx.rank)
@@ -83,10 +83,10 @@ def test_parts_that_one_of_both_averages_train(ctx: RankContext) -> None:
     wrapped = DistributedDataParallel(both)
     zero = shard(whole["head"], torch.optim.SGD, lr=0.1)
     plain = torch.optim.SGD(whole["trunk"].parameters(), lr=0.1)
-    before = some_loss(both).item()
+    before = compute_loss(both).item()
     for _ in range(2):
-        torch.autograd.backward(some_loss(wrapped))
+        torch.autograd.backward(compute_loss(wrapped))
         for optimizer in (zero, plain):
             optimizer.step()
             optimizer.zero_grad()
-    assert some_loss(both).item() < before
+    assert compute_loss(both).item() < before

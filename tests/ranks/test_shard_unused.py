@@ -31,14 +31,14 @@ from tests.support.tiers import sampled
 from zeroshard import ZeroConfig, ZeroRedundancyOptimizer, shard
 
 
-class Choice(nn.Module):
+class LayerChoiceNet(nn.Module):
     """Layers of which each pass uses some: `used(rank, number)` says which."""
 
-    LAYERS = 5
+    NUM_LAYERS = 5
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(self.LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(self.NUM_LAYERS))
 
     def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
         for place in used:
@@ -46,8 +46,8 @@ class Choice(nn.Module):
         return x
 
 
-Plan = Callable[[int, int], list[int]]
-PLANS: dict[str, Plan] = {
+LayerSchedule = Callable[[int, int], list[int]]
+LAYER_SCHEDULES: dict[str, LayerSchedule] = {
     "another-layer-on-each-rank": lambda rank, _: [rank % 5],
     "from-step-to-step": lambda _, number: [number % 5, (number + 2) % 5],
     "both": lambda rank, number: [(rank + number) % 5, (3 * rank + 2 * number + 1) % 5],
@@ -58,26 +58,26 @@ PLANS: dict[str, Plan] = {
 }
 
 
-@sampled("plan", PLANS)
+@sampled("plan", LAYER_SCHEDULES)
 @ranks(2, 3)
-def test_layers_of_which_passes_use_some(ctx: RankContext, plan: str) -> None:
+def test_layer_subsets_per_pass_and_rank(ctx: RankContext, plan: str) -> None:
     def loss(model: nn.Module, number: int) -> torch.Tensor:
-        result: torch.Tensor = model(batch(number), PLANS[plan](ctx.rank, number)).square().mean()
+        result: torch.Tensor = model(batch(number), LAYER_SCHEDULES[plan](ctx.rank, number)).square().mean()
         return result
 
     for config in (ZERO2, ZERO1, ZeroConfig(partition=ZERO2.partition, overlap_param_gather=True)):
-        ShardTwins(config, Choice, find_unused=True).train(4, loss)
+        ShardTwins(config, LayerChoiceNet, find_unused=True).train(4, loss)
 
 
 @some_configs
 @ranks(1, 2, 3)
-def test_unused_on_all_ranks_on_some_and_now_and_then(ctx: RankContext, config: ZeroConfig) -> None:
+def test_params_unused_on_some_or_all_ranks(ctx: RankContext, config: ZeroConfig) -> None:
     ShardTwins(config, Branches, find_unused=True).train(5, through_branches)
 
 
 @both_stages
 @ranks(2)
-def test_unused_ones_among_several_passes(ctx: RankContext, config: ZeroConfig) -> None:
+def test_unused_params_with_no_sync_passes(ctx: RankContext, config: ZeroConfig) -> None:
     """What only a local pass has used goes along with the pass that sends."""
 
     def iterate(side: Side, number: int) -> None:
@@ -90,7 +90,7 @@ def test_unused_ones_among_several_passes(ctx: RankContext, config: ZeroConfig) 
 
 @both_stages
 @ranks(2)
-def test_unused_ones_keep_their_gradient_until_it_is_cleared(ctx: RankContext, config: ZeroConfig) -> None:
+def test_unused_params_keep_zero_grads(ctx: RankContext, config: ZeroConfig) -> None:
     """Zeros instead of None: what was used once goes on decaying."""
 
     def iterate(side: Side, number: int) -> None:
@@ -101,7 +101,7 @@ def test_unused_ones_keep_their_gradient_until_it_is_cleared(ctx: RankContext, c
     ShardTwins(config, Branches, find_unused=True).run(4, iterate)
 
 
-class Tied(nn.Module):
+class TiedNet(nn.Module):
     """The same weight at both ends, and the same layer twice between them."""
 
     def __init__(self) -> None:
@@ -118,13 +118,13 @@ class Tied(nn.Module):
 @some_configs
 @ranks(1, 3)
 def test_tied_weights_and_layers_used_twice(ctx: RankContext, config: ZeroConfig) -> None:
-    twins = ShardTwins(config, Tied)
+    twins = ShardTwins(config, TiedNet)
     assert len(twins.zero.layout.params) == 5
     twins.train(4)
     assert twins.model.first.weight is twins.model.last.weight  # type: ignore[union-attr]
 
 
-def freeze(twins: ShardTwins, frozen: set[int]) -> None:
+def freeze_layers(twins: ShardTwins, frozen: set[int]) -> None:
     """Freeze these layers, thaw all others, with DDP as it must be made then."""
     for model in (twins.model, twins.plain_model):
         for place, layer in enumerate(model.children()):
@@ -134,14 +134,14 @@ def freeze(twins: ShardTwins, frozen: set[int]) -> None:
 
 @some_configs
 @ranks(1, 2)
-def test_layers_that_are_frozen_and_thawed(ctx: RankContext, config: ZeroConfig) -> None:
+def test_freeze_and_unfreeze_layers(ctx: RankContext, config: ZeroConfig) -> None:
     twins = ShardTwins(config)
     for frozen in ({0, 4}, set[int](), {2}, {0, 2, 4, 6}, set[int]()):
-        freeze(twins, frozen)
+        freeze_layers(twins, frozen)
         twins.train(2)
 
 
-def partly_frozen() -> nn.Module:
+def make_partly_frozen() -> nn.Module:
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
     for layer in layers[:2]:
         layer.requires_grad_(False)
@@ -150,17 +150,17 @@ def partly_frozen() -> nn.Module:
 
 @some_configs
 @ranks(2)
-def test_layers_that_were_frozen_from_the_start(ctx: RankContext, config: ZeroConfig) -> None:
-    twins = ShardTwins(config, partly_frozen)
+def test_unfreeze_layers_frozen_from_the_start(ctx: RankContext, config: ZeroConfig) -> None:
+    twins = ShardTwins(config, make_partly_frozen)
     twins.train(2)
     for frozen in ({0}, set[int](), {1, 3}):
-        freeze(twins, frozen)
+        freeze_layers(twins, frozen)
         twins.train(2)
 
 
 @both_stages
 @ranks(2)
-def test_gradients_of_a_layer_that_is_frozen_after_its_backward(ctx: RankContext, config: ZeroConfig) -> None:
+def test_layer_frozen_after_backward_is_still_updated(ctx: RankContext, config: ZeroConfig) -> None:
     """What is there is used, as in torch."""
     twins = ShardTwins(config)
     for side in twins.sides:
@@ -173,7 +173,7 @@ def test_gradients_of_a_layer_that_is_frozen_after_its_backward(ctx: RankContext
 
 
 @ranks(1, 2)
-def test_groups_that_run_through_the_model_keep_no_bucket_waiting(ctx: RankContext) -> None:
+def test_buckets_follow_backward_order_across_param_groups(ctx: RankContext) -> None:
     """With weights in one group and biases in another, buckets still follow the model from its end to its start."""
     model = seeded(lambda: mlp(12), 0)
     weights, biases = ([param for param in model.parameters() if param.dim() == it] for it in (2, 1))
@@ -192,41 +192,41 @@ def test_groups_that_run_through_the_model_keep_no_bucket_waiting(ctx: RankConte
         assert all(min(earlier) > max(later) for earlier, later in pairwise(members))
 
 
-def exit_early(model: nn.Module, number: int) -> torch.Tensor:
+def early_exit_loss(model: nn.Module, number: int) -> torch.Tensor:
     """Ranks leave at different depths, others in each pass."""
-    depth = 1 + (3 * number + dist.get_rank()) % Choice.LAYERS
+    depth = 1 + (3 * number + dist.get_rank()) % LayerChoiceNet.NUM_LAYERS
     loss: torch.Tensor = model(batch(number), list(range(depth))).square().mean()
     return loss
 
 
 @ranks(2, 3, 4)
 @some_configs
-def test_steps_are_skipped_after_passes_that_used_other_parameters(ctx: RankContext, config: ZeroConfig) -> None:
+def test_cleared_passes_with_other_used_params(ctx: RankContext, config: ZeroConfig) -> None:
     """By all ranks: none of them sends a pass that another has cleared."""
-    twins = ShardTwins(config, Choice, find_unused=True)
+    twins = ShardTwins(config, LayerChoiceNet, find_unused=True)
     for number in range(10):
         for side in twins.sides:
             for skipped in range(number % 3):
-                side.backward(100 + 2 * number + skipped, exit_early)
+                side.backward(100 + 2 * number + skipped, early_exit_loss)
             side.optimizer.zero_grad()
-            side.backward(number, exit_early)
+            side.backward(number, early_exit_loss)
             side.update()
         twins.compare()
 
 
-def fail(_: torch.Tensor) -> None:
+def fail_backward(_: torch.Tensor) -> None:
     raise ArithmeticError("on purpose")
 
 
 @ranks(2, 3)
 @some_configs
-def test_a_pass_that_fails_halfway_on_one_rank_and_is_cleared_on_all(ctx: RankContext, config: ZeroConfig) -> None:
+def test_backward_failure_on_one_rank_cleared_on_all(ctx: RankContext, config: ZeroConfig) -> None:
     twins = ShardTwins(config)
     twins.train(1)
     first, rest = twins.model[:2], twins.model[2:]  # type: ignore[index]
     hidden = first(batch(0))
     if ctx.rank == 1:
-        hidden.register_hook(fail)
+        hidden.register_hook(fail_backward)
     loss = rest(hidden).square().mean()
     with pytest.raises(ArithmeticError) if ctx.rank == 1 else nullcontext():
         torch.autograd.backward(loss)
@@ -236,7 +236,7 @@ def test_a_pass_that_fails_halfway_on_one_rank_and_is_cleared_on_all(ctx: RankCo
 
 @ranks(2, 3)
 @some_configs
-def test_thawed_layers_add_up_before_they_are_sent(ctx: RankContext, config: ZeroConfig) -> None:
+def test_unfrozen_layers_accumulate_before_reduce(ctx: RankContext, config: ZeroConfig) -> None:
     """As DDP adds them: those of passes inside `no_sync()` and of the last one first, then those of all ranks."""
     twins = ShardTwins(config, find_unused=True)
     for number in range(4):
@@ -253,11 +253,11 @@ def test_thawed_layers_add_up_before_they_are_sent(ctx: RankContext, config: Zer
 
 @ranks(2)
 @both_stages
-def test_a_pass_adds_to_clipped_gradients_of_unfrozen_layers(ctx: RankContext, config: ZeroConfig) -> None:
+def test_pass_after_clipping_adds_to_grads_of_unfrozen_layers(ctx: RankContext, config: ZeroConfig) -> None:
     """Between their unfreezing and the next step. DDP rounds otherwise: it adds the second pass before it averages."""
-    twins = ShardTwins(config, partly_frozen)
+    twins = ShardTwins(config, make_partly_frozen)
     twins.train(1)
-    freeze(twins, set[int]())
+    freeze_layers(twins, set[int]())
     for side in twins.sides:
         side.backward(1)
         if side.optimizer is twins.zero:
@@ -273,10 +273,10 @@ def test_a_pass_adds_to_clipped_gradients_of_unfrozen_layers(ctx: RankContext, c
 @ranks(2)
 def test_clip_after_unfreezing_a_layer_in_a_bucket_in_use(ctx: RankContext) -> None:
     """Backward reduces its gradient before it has a hook; clipping adds the hook and must keep the gradient."""
-    twins = ShardTwins(ZeroConfig(), partly_frozen)
+    twins = ShardTwins(ZeroConfig(), make_partly_frozen)
     twins.train(1)
     for frozen in ({1}, set[int]()):
-        freeze(twins, frozen)
+        freeze_layers(twins, frozen)
         for side in twins.sides:
             side.backward(1)
             if side.optimizer is twins.zero:

@@ -30,33 +30,33 @@ from tests.support.oracles import (
 from zeroshard import GradScaler, ShardedOptimizer, ZeroConfig, shard
 from zeroshard.engine.grad_bucket import ShardedGrad
 
-USES: dict[str, Callable[[nn.Module], object]] = {
+GRAD_USES: dict[str, Callable[[nn.Module], object]] = {
     "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
     "clip_grad_value_": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
-    "get_total_norm": lambda model: nn.utils.get_total_norm([_grad(param) for param in model.parameters()]),
-    "norm": lambda model: [_grad(param).norm() for param in model.parameters()],
-    "div_": lambda model: [_grad(param).div_(2) for param in model.parameters()],
-    "add_": lambda model: [_grad(param).add_(torch.ones_like(param)) for param in model.parameters()],
-    "isfinite": lambda model: all(_grad(param).isfinite().all() for param in model.parameters()),
-    "clone": lambda model: [_grad(param).clone() for param in model.parameters()],
+    "get_total_norm": lambda model: nn.utils.get_total_norm([_grad_of(param) for param in model.parameters()]),
+    "norm": lambda model: [_grad_of(param).norm() for param in model.parameters()],
+    "div_": lambda model: [_grad_of(param).div_(2) for param in model.parameters()],
+    "add_": lambda model: [_grad_of(param).add_(torch.ones_like(param)) for param in model.parameters()],
+    "isfinite": lambda model: all(_grad_of(param).isfinite().all() for param in model.parameters()),
+    "clone": lambda model: [_grad_of(param).clone() for param in model.parameters()],
     "plain optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step(),
 }
 
 
-def _grad(param: torch.Tensor) -> torch.Tensor:
+def _grad_of(param: torch.Tensor) -> torch.Tensor:
     assert param.grad is not None
     return param.grad
 
 
 @ranks(1, 2)
-def test_every_use_raises_and_training_goes_on(ctx: RankContext) -> None:
+def test_placeholder_use_raises_and_training_continues(ctx: RankContext) -> None:
     twins = ShardTwins(ZERO2)
-    for number, (name, use) in enumerate(USES.items()):
+    for number, (name, use) in enumerate(GRAD_USES.items()):
         for side in twins.sides:
             side.backward(number)
         with pytest.raises(RuntimeError, match=r"parameter 0 .*sharded across ranks.*optimizer\.clip_grad_norm_"):
             use(twins.model)
-        assert all(tuple(_grad(param).shape) == tuple(param.shape) for param in twins.model.parameters()), name
+        assert all(tuple(_grad_of(param).shape) == tuple(param.shape) for param in twins.model.parameters()), name
         for side in twins.sides:
             side.update()
         twins.compare()
@@ -64,7 +64,7 @@ def test_every_use_raises_and_training_goes_on(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_only_gradients_that_are_there_have_a_placeholder(ctx: RankContext) -> None:
+def test_only_existing_grads_have_placeholders(ctx: RankContext) -> None:
     """After a step those that some rank has; before it those of this rank."""
     model = seeded(Branches)
     zero = shard(model, torch.optim.SGD, lr=0.1, config=ZERO2)
@@ -82,7 +82,7 @@ def test_only_gradients_that_are_there_have_a_placeholder(ctx: RankContext) -> N
 
 
 @ranks(1, 2)
-def test_passes_without_zero_grad_closures_and_local_passes(ctx: RankContext) -> None:
+def test_placeholders_do_not_affect_accumulation_or_closures(ctx: RankContext) -> None:
     """Autograd accumulates as if there were no placeholder, and users' own hooks see real gradients."""
     twins, seen = ShardTwins(ZERO2), list[type]()
     first = next(twins.model.parameters())
@@ -105,7 +105,7 @@ def test_passes_without_zero_grad_closures_and_local_passes(ctx: RankContext) ->
     twins.zero.step(closure)
 
 
-class Blocks(nn.Module):
+class CheckpointedBlocks(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
@@ -119,9 +119,9 @@ class Blocks(nn.Module):
 
 @ranks(2)
 @pytest.mark.parametrize("kind", ["checkpoint", "reentrant", "compiled", "graph"])
-def test_other_backward_passes(ctx: RankContext, kind: str) -> None:
+def test_placeholders_with_checkpointing_compile_and_create_graph(ctx: RankContext, kind: str) -> None:
     """Without `zero_grad` in between, so that each finds the placeholders of the last."""
-    model: nn.Module = Blocks(kind == "reentrant") if kind in ("checkpoint", "reentrant") else mlp()
+    model: nn.Module = CheckpointedBlocks(kind == "reentrant") if kind in ("checkpoint", "reentrant") else mlp()
     reference = copy.deepcopy(model)
     zero = shard(model, torch.optim.SGD, lr=0.1, config=ZERO2)
     ddp = DistributedDataParallel(reference)
@@ -137,7 +137,7 @@ def test_other_backward_passes(ctx: RankContext, kind: str) -> None:
 
 
 @ranks(1, 2)
-def test_placeholders_go_with_their_optimizer_and_into_no_copy(ctx: RankContext) -> None:
+def test_placeholders_are_not_copied_and_are_removed_with_the_optimizer(ctx: RankContext) -> None:
     model = mlp()
     zero: ShardedOptimizer | None = shard(model, torch.optim.SGD, lr=0.1)
     torch.autograd.backward(regression(model, 0))
@@ -156,7 +156,7 @@ def test_placeholders_go_with_their_optimizer_and_into_no_copy(ctx: RankContext)
 
 
 @ranks(1, 2)
-def test_a_second_optimizer_supersedes_the_placeholders(ctx: RankContext) -> None:
+def test_second_optimizer_replaces_placeholders(ctx: RankContext) -> None:
     model = seeded(mlp)
     first = shard(model, torch.optim.SGD, lr=0.1)
     torch.autograd.backward(regression(model, 0))
@@ -170,7 +170,7 @@ def test_a_second_optimizer_supersedes_the_placeholders(ctx: RankContext) -> Non
 
 
 @ranks(1, 2)
-def test_our_scaler_and_clipping_need_no_param_grad(ctx: RankContext) -> None:
+def test_scaler_and_clipping_do_not_need_param_grad(ctx: RankContext) -> None:
     twins = ShardTwins(ZeroConfig(partition=TINY))
     scaler = GradScaler("cpu", init_scale=4.0)
     for number in range(2):

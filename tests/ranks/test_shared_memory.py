@@ -16,27 +16,27 @@ from tests.support.tiers import sampled
 from zeroshard import FlatShards, ZeroConfig
 
 
-def by_sharing(model: nn.Module) -> None:
+def share_all(model: nn.Module) -> None:
     model.share_memory()
 
 
-def by_sharing_one(model: nn.Module) -> None:
+def share_first_param(model: nn.Module) -> None:
     next(model.parameters()).data.share_memory_()  # type: ignore[no-untyped-call]
 
 
-def by_queue(model: nn.Module) -> None:
+def send_through_queue(model: nn.Module) -> None:
     """As a script does that evaluates in another process."""
     queue = mp.get_context("spawn").SimpleQueue()
     queue.put(model.state_dict())
     assert_same(queue.get(), model.state_dict())
 
 
-WAYS: list[Callable[[nn.Module], None]] = [by_sharing, by_sharing_one, by_queue]
+SHARE_FNS: list[Callable[[nn.Module], None]] = [share_all, share_first_param, send_through_queue]
 
 
 @some_configs
 @ranks(1, 2, 3)
-def test_a_sharded_model(ctx: RankContext, config: ZeroConfig) -> None:
+def test_sharded_model_trains_in_shared_memory(ctx: RankContext, config: ZeroConfig) -> None:
     """Between steps, and between backward and step, where gradients are shared, too."""
 
     def iterate(share: Callable[[nn.Module], None], side: Side, number: int) -> None:
@@ -45,13 +45,13 @@ def test_a_sharded_model(ctx: RankContext, config: ZeroConfig) -> None:
         side.update()
         share(side.model)
 
-    for share in WAYS:
+    for share in SHARE_FNS:
         ShardTwins(config).run(3, partial(iterate, share))
 
 
 @ranks(2, 3)
-def test_on_one_rank_only(ctx: RankContext) -> None:
-    for share in WAYS:
+def test_sharing_on_one_rank_only(ctx: RankContext) -> None:
+    for share in SHARE_FNS:
         twins = ShardTwins()
         for rank in range(ctx.world_size):
             twins.train(1)
@@ -60,17 +60,17 @@ def test_on_one_rank_only(ctx: RankContext) -> None:
         twins.train(1)
 
 
-FLAT: list[dict[str, Any]] = [
+DROP_IN_OPTIONS: list[dict[str, Any]] = [
     {"config": ZeroConfig(partition=FlatShards())},
     {"parameters_as_bucket_view": True},
     {"parameters_as_bucket_view": False},
 ]
 
 
-@sampled("zero_only", FLAT, ids=["flat", "view", "loose"])
+@sampled("zero_only", DROP_IN_OPTIONS, ids=["flat", "view", "loose"])
 @ranks(1, 2, 3)
-def test_the_drop_in(ctx: RankContext, zero_only: dict[str, Any]) -> None:
-    for share in WAYS:
+def test_drop_in_trains_in_shared_memory(ctx: RankContext, zero_only: dict[str, Any]) -> None:
+    for share in SHARE_FNS:
         twins = Twins(optim.SGD, zero_only=zero_only, lr=0.1, momentum=0.9)
         for _ in range(2):
             twins.train(1)
@@ -79,7 +79,7 @@ def test_the_drop_in(ctx: RankContext, zero_only: dict[str, Any]) -> None:
 
 
 @ranks(1, 2)
-def test_what_was_shared_keeps_its_values(ctx: RankContext) -> None:
+def test_shared_tensors_keep_their_values(ctx: RankContext) -> None:
     """The next step moves parameters back into flat memory."""
     twins = ShardTwins()
     twins.train(1)

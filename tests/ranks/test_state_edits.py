@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from tests.ranks.test_flat_parity import flat, in_groups, randoms, strided
-from tests.ranks.test_masters import INNER, MASTERS, Run, half_mlp
+from tests.ranks.test_flat_parity import flat_options, make_param_groups, make_strided_params, random_params
+from tests.ranks.test_masters import INNER_OPTIMIZERS, MASTER_WEIGHTS, Run, make_half_mlp
 from tests.support import RankContext, ranks
 from tests.support.oracles import TINY, Pair, RulesPair, Twins, assert_same
 from zeroshard import ConfigError, ZeroConfig, broadcast_object
@@ -22,22 +22,22 @@ Params = list[Tensor]
 Edit = Callable[[Any, Params], object]
 
 
-def clear(optimizer: Any, _: Params) -> None:
+def clear_state(optimizer: Any, _: Params) -> None:
     optimizer.state.clear()
 
 
-def delete_some(optimizer: Any, params: Params) -> None:
+def delete_some_entries(optimizer: Any, params: Params) -> None:
     for param in params[1::2]:
         del optimizer.state[param]
 
 
-def pop_all(optimizer: Any, params: Params) -> None:
+def pop_all_entries(optimizer: Any, params: Params) -> None:
     for param in params:
         optimizer.state.pop(param)
         optimizer.state.pop(param, None)
 
 
-def empty_some(optimizer: Any, params: Params) -> None:
+def empty_some_entries(optimizer: Any, params: Params) -> None:
     optimizer.state[params[0]] = {}
     optimizer.state[params[2]].clear()
     for key in list(optimizer.state[params[3]]):
@@ -46,28 +46,28 @@ def empty_some(optimizer: Any, params: Params) -> None:
     optimizer.state.setdefault(params[4], {})
 
 
-def replace_slices(optimizer: Any, _: Params) -> None:
+def replace_shards(optimizer: Any, _: Params) -> None:
     """As code does that moves state to another device: it assigns in the loop, also what has not changed."""
     for state in optimizer.state.values():
         for key, value in state.items():
             state[key] = torch.zeros_like(value) if key != "step" else value.to("cpu")
 
 
-def assign_whole(optimizer: Any, params: Params) -> None:
+def assign_full_tensors(optimizer: Any, params: Params) -> None:
     """Tensors in the shape of the parameters, of which each rank takes its slice."""
     key = "momentum_buffer" if "momentum" in optimizer.param_groups[0] else "exp_avg"
     for param in params[::2]:
         optimizer.state[param][key] = param.detach() * 0.1
 
 
-def restart_counts(optimizer: Any, params: Params) -> None:
+def reset_step_counts(optimizer: Any, params: Params) -> None:
     """In place, of some parameters of a segment only."""
     for param in params[1:4]:
         if "step" in optimizer.state.get(param, {}):
             optimizer.state[param]["step"].zero_()
 
 
-def transplant(optimizer: Any, params: Params) -> None:
+def replace_state_dict(optimizer: Any, params: Params) -> None:
     """An optimizer that goes on with what it had for some parameters, and with less of it for others."""
     kept = {it: copy.copy(optimizer.state[it]) for it in params[2:]}
     less = {it: {key: value * 0.5 for key, value in optimizer.state[it].items()} for it in params[:1]}
@@ -75,7 +75,7 @@ def transplant(optimizer: Any, params: Params) -> None:
     optimizer.state.update(less)
 
 
-def swap_and_restore(optimizer: Any, _: Params) -> None:
+def replace_and_restore(optimizer: Any, _: Params) -> None:
     """What was replaced keeps its values."""
     for state in optimizer.state.values():
         before = dict(state)
@@ -84,28 +84,28 @@ def swap_and_restore(optimizer: Any, _: Params) -> None:
 
 
 EDITS: list[Edit] = [
-    clear,
-    delete_some,
-    pop_all,
-    empty_some,
-    replace_slices,
-    assign_whole,
-    restart_counts,
-    transplant,
-    swap_and_restore,
+    clear_state,
+    delete_some_entries,
+    pop_all_entries,
+    empty_some_entries,
+    replace_shards,
+    assign_full_tensors,
+    reset_step_counts,
+    replace_state_dict,
+    replace_and_restore,
 ]
 
 
-def names(edit: Edit) -> str:
+def edit_name(edit: Edit) -> str:
     return edit.__name__
 
 
-def edit_both(edit: Edit, sides: list[tuple[nn.Module, Any]]) -> None:
+def apply_to_both(edit: Edit, sides: list[tuple[nn.Module, Any]]) -> None:
     for model, optimizer in sides:
         edit(optimizer, list(model.parameters()))
 
 
-def assert_state(zero: Any, plain: Any) -> None:
+def assert_same_state(zero: Any, plain: Any) -> None:
     """Of all parameters, in whichever order: what was deleted and made again is the last one of a plain optimizer."""
     found = zero.full_state_dict()
     if found is not None:
@@ -113,9 +113,9 @@ def assert_state(zero: Any, plain: Any) -> None:
         assert_same(found, {**expected, "state": dict(sorted(expected["state"].items()))}, "the state dict")
 
 
-@pytest.mark.parametrize("edit", EDITS, ids=names)
+@pytest.mark.parametrize("edit", EDITS, ids=edit_name)
 @ranks(1, 2, 3, 4)
-def test_shard_goes_on_as_ddp_does(ctx: RankContext, edit: Edit) -> None:
+def test_sharded_state_edits_match_ddp(ctx: RankContext, edit: Edit) -> None:
     """Also from what is saved after it."""
     kinds: list[tuple[Any, ZeroConfig, dict[str, Any]]] = [
         (optim.AdamW, ZeroConfig(), {"lr": 0.05}),
@@ -125,29 +125,32 @@ def test_shard_goes_on_as_ddp_does(ctx: RankContext, edit: Edit) -> None:
         pair = Pair(factory, config=config, **options)
         pair.train(2)
         for _ in range(2):
-            edit_both(edit, [(pair.model, pair.zero), (pair.plain_model, pair.plain)])
-            assert_state(pair.zero, pair.plain)
+            apply_to_both(edit, [(pair.model, pair.zero), (pair.plain_model, pair.plain)])
+            assert_same_state(pair.zero, pair.plain)
             pair.train(2)
-        assert_state(pair.zero, pair.plain)
+        assert_same_state(pair.zero, pair.plain)
         pair.zero.load_state_dict(broadcast_object(pair.zero.full_state_dict(), 0))
         pair.train(1)
 
 
-@pytest.mark.parametrize("edit", EDITS, ids=names)
+@pytest.mark.parametrize("edit", EDITS, ids=edit_name)
 @ranks(1, 2, 3)
-def test_the_drop_in_with_flat_shards_does(ctx: RankContext, edit: Edit) -> None:
+def test_flat_drop_in_state_edits_match_plain_optimizer(ctx: RankContext, edit: Edit) -> None:
     """Of parameters in several groups, without elements, without dimensions, and in other orders of memory."""
     shapes: list[tuple[int, ...]] = [(7, 5), (33,), (), (2, 3, 2), (0,), (19,)]
-    for make, handed in ((partial(randoms, *shapes), in_groups), (strided, nn.Module.named_parameters)):
-        twins = Twins(optim.AdamW, model=make, handed=handed, zero_only=flat(1 << 20), lr=0.05, amsgrad=True)
+    for make, handed in (
+        (partial(random_params, *shapes), make_param_groups),
+        (make_strided_params, nn.Module.named_parameters),
+    ):
+        twins = Twins(optim.AdamW, model=make, handed=handed, zero_only=flat_options(1 << 20), lr=0.05, amsgrad=True)
         twins.train(2)
-        edit_both(edit, twins.sides)
+        apply_to_both(edit, twins.sides)
         twins.train(3)
-        assert_state(twins.zero, twins.plain)
+        assert_same_state(twins.zero, twins.plain)
 
 
 @ranks(1, 2, 3)
-def test_rules_do(ctx: RankContext) -> None:
+def test_state_edits_with_several_optimizers(ctx: RankContext) -> None:
     """Whole matrices of Muon beside slices of AdamW."""
     pair = RulesPair()
     pair.train(2)
@@ -170,9 +173,9 @@ def test_rules_do(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_state_of_master_weights_keeps_their_dtype(ctx: RankContext) -> None:
-    for inner, key in ((INNER[0], "exp_avg"), (INNER[2], "momentum_buffer")):
-        run = Run(half_mlp(), ZeroConfig(master_dtype=MASTERS), inner)
+def test_edited_state_of_master_weights_keeps_its_dtype(ctx: RankContext) -> None:
+    for inner, key in ((INNER_OPTIMIZERS[0], "exp_avg"), (INNER_OPTIMIZERS[2], "momentum_buffer")):
+        run = Run(make_half_mlp(), ZeroConfig(master_dtype=MASTER_WEIGHTS), inner)
         run.train(2)
         params: list[Params] = [list(run.model.parameters()), list(run.oracle.masters)]
         for optimizer, given in zip((run.zero, run.oracle.plain), params, strict=True):
@@ -183,7 +186,7 @@ def test_state_of_master_weights_keeps_their_dtype(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_what_does_not_fit_is_refused_on_all_ranks(ctx: RankContext) -> None:
+def test_invalid_state_edits_are_rejected_on_all_ranks(ctx: RankContext) -> None:
     """And nothing of it is kept."""
     pair = Pair(optim.AdamW, config=ZeroConfig(), lr=0.05)
     pair.train(2)
@@ -212,7 +215,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_what_is_read_is_the_state_itself(ctx: RankContext) -> None:
+def test_reading_state_returns_live_views(ctx: RankContext) -> None:
     """Reading divides no tensor of the inner optimizer and keeps nothing, nor does a reset of all parameters; what
     somebody holds follows later steps."""
     pair = Pair(optim.AdamW, config=ZeroConfig(), lr=0.05)
@@ -228,7 +231,7 @@ def test_what_is_read_is_the_state_itself(ctx: RankContext) -> None:
         assert_same([copy.deepcopy(values), values | {}, type(values)(values), values.copy()], [dict(values)] * 4)
     pair.train(1)
     assert len(inner) == count
-    edit_both(pop_all, [(pair.model, pair.zero), (pair.plain_model, pair.plain)])
+    apply_to_both(pop_all_entries, [(pair.model, pair.zero), (pair.plain_model, pair.plain)])
     pair.train(3)
     assert len(inner) == count
     held = [(values, values["step"], values["exp_avg"]) for values in pair.zero.state.values()]

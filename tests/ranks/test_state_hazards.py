@@ -28,7 +28,7 @@ from zeroshard import (
 from zeroshard.state import serialization
 
 
-class WithScale(nn.Module):
+class NetWithScale(nn.Module):
     """A model whose first parameter has no dimensions."""
 
     def __init__(self) -> None:
@@ -37,22 +37,22 @@ class WithScale(nn.Module):
         self.layers = small_model()
 
 
-def scale_first(model: Any) -> Any:
+def params_with_scale_first(model: Any) -> Any:
     return list(model.parameters())
 
 
-def scale_apart(model: Any) -> Any:
+def scale_in_last_group(model: Any) -> Any:
     return [{"params": list(model.layers.parameters())}, {"params": [model.scale]}]
 
 
-def scale_before(model: Any) -> Any:
+def scale_in_first_group(model: Any) -> Any:
     return [{"params": [model.scale]}, {"params": list(model.layers.parameters()), "amsgrad": True}]
 
 
 @ranks(2, 3)
-def test_wrong_shapes_beside_a_scalar(ctx: RankContext) -> None:
-    for handed in (scale_first, scale_apart, scale_before):
-        twins = Twins(Adam, model=WithScale, handed=handed, lr=0.1)
+def test_wrong_state_shape_with_scalar_param_is_rejected(ctx: RankContext) -> None:
+    for handed in (params_with_scale_first, scale_in_last_group, scale_in_first_group):
+        twins = Twins(Adam, model=NetWithScale, handed=handed, lr=0.1)
         twins.train(1)
         saved = twins.plain.state_dict()
         for index, state in saved["state"].items():
@@ -65,14 +65,14 @@ def test_wrong_shapes_beside_a_scalar(ctx: RankContext) -> None:
         twins.train(1)
 
 
-def momentum_in_one(model: Any) -> Any:
+def momentum_in_one_group(model: Any) -> Any:
     first, *rest = model.parameters()
     return [{"params": [first]}, {"params": rest, "momentum": 0.9}]
 
 
 @ranks(2, 3)
-def test_wrong_shapes_where_groups_have_different_options(ctx: RankContext) -> None:
-    twins = Twins(SGD, handed=momentum_in_one, lr=0.1)
+def test_wrong_state_shape_with_different_group_options_is_rejected(ctx: RankContext) -> None:
+    twins = Twins(SGD, handed=momentum_in_one_group, lr=0.1)
     twins.train(1)
     spoiled = copy.deepcopy(twins.plain.state_dict())
     spoiled["state"][1]["momentum_buffer"] = torch.ones(7, 7)
@@ -82,7 +82,7 @@ def test_wrong_shapes_where_groups_have_different_options(ctx: RankContext) -> N
 
 
 @ranks(2, 3)
-def test_a_kept_snapshot_that_was_changed_is_not_handed_out(ctx: RankContext) -> None:
+def test_modified_consolidated_state_is_not_returned(ctx: RankContext) -> None:
     twins = Twins(Adam, lr=0.1)
     twins.train(1)
     twins.zero.consolidate_state_dict()
@@ -101,7 +101,7 @@ def test_a_kept_snapshot_that_was_changed_is_not_handed_out(ctx: RankContext) ->
 
 
 @ranks(2, 3)
-def test_a_new_snapshot_never_meets_the_old_one(ctx: RankContext) -> None:
+def test_old_consolidated_state_is_freed_before_the_new_one(ctx: RankContext) -> None:
     twins = Twins(Adam, lr=0.1)
     twins.train(1)
     twins.zero.consolidate_state_dict()
@@ -130,7 +130,7 @@ class Mark:
 
 
 @ranks(2, 3)
-def test_types_allowed_on_one_rank_only(ctx: RankContext) -> None:
+def test_types_allowed_on_one_rank_only_are_reported(ctx: RankContext) -> None:
     twins = Twins(SGD, lr=0.1, momentum=0.9)
     twins.train(1)
     calls: list[Callable[[], Any]] = [
@@ -152,7 +152,7 @@ def test_types_allowed_on_one_rank_only(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_a_source_outside_of_the_group(ctx: RankContext) -> None:
+def test_broadcast_source_outside_the_group_is_rejected(ctx: RankContext) -> None:
     pair = dist.new_group([1, 0])
     for group, members in ((None, range(ctx.world_size)), (pair, (0, 1))):
         if ctx.rank not in members:
@@ -167,21 +167,21 @@ def test_a_source_outside_of_the_group(ctx: RankContext) -> None:
         assert broadcast_object({"a": ctx.rank}, 1, group) == {"a": 1}
 
 
-class Summing(SGD):
+class SGDWithExtraState(SGD):
     """Adds something of each of its parameters to its dict, or fails to."""
 
-    fails = False
+    should_fail = False
 
     def state_dict(self) -> dict[str, Any]:
-        if self.fails:
+        if self.should_fail:
             raise ArithmeticError("no sums today")
         sums = [param.sum().item() for param in self.param_groups[0]["params"]]
         return {**super().state_dict(), "sums": sums}
 
 
 @ranks(2, 3)
-def test_additions_to_the_dict_that_differ(ctx: RankContext) -> None:
-    twins = Twins(Summing, lr=0.1)
+def test_different_extra_state_across_ranks_is_reported(ctx: RankContext) -> None:
+    twins = Twins(SGDWithExtraState, lr=0.1)
     for call in (twins.zero.full_state_dict, twins.zero.consolidate_state_dict):
         twins.zero.optim.fails = False  # type: ignore[attr-defined]
         with pytest.raises(RankMismatchError, match="adds to its dict"):
@@ -193,7 +193,7 @@ def test_additions_to_the_dict_that_differ(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_an_optimizer_that_is_dropped_is_gone(ctx: RankContext) -> None:
+def test_deleted_optimizer_is_freed_without_gc(ctx: RankContext) -> None:
     gc.disable()
     try:
         for bucket_view in (False, True):

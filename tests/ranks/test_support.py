@@ -24,16 +24,16 @@ from tests.support import RankContext, RankFailures, RankPool, ranks
 ROOT = Path(__file__).parents[2]
 
 
-def identify(ctx: RankContext) -> tuple[int, int]:
+def rank_and_pid(ctx: RankContext) -> tuple[int, int]:
     return ctx.rank, os.getpid()
 
 
-def assert_works(pool: RankPool) -> None:
-    assert [rank for rank, _ in pool.run(identify, 2)] == [0, 1]
+def assert_pool_works(pool: RankPool) -> None:
+    assert [rank for rank, _ in pool.run(rank_and_pid, 2)] == [0, 1]
 
 
 @ranks(1, 2, 3, 4, 5)
-def test_every_rank_takes_part(ctx: RankContext) -> None:
+def test_body_runs_on_every_rank(ctx: RankContext) -> None:
     total = torch.tensor(ctx.rank)
     dist.all_reduce(total)
     assert total == sum(range(ctx.world_size))
@@ -43,7 +43,7 @@ def test_every_rank_takes_part(ctx: RankContext) -> None:
 
 @ranks(2)
 @pytest.mark.parametrize("word", ["a", "b"])
-def test_parameters_and_fixtures_reach_the_ranks(ctx: RankContext, word: str, tmp_path: Path) -> None:
+def test_parametrization_and_fixtures_reach_the_ranks(ctx: RankContext, word: str, tmp_path: Path) -> None:
     (tmp_path / f"{word}{ctx.rank}").touch()
     dist.barrier()
     assert {path.name for path in tmp_path.iterdir()} == {f"{word}0", f"{word}1"}
@@ -51,11 +51,11 @@ def test_parameters_and_fixtures_reach_the_ranks(ctx: RankContext, word: str, tm
 
 @pytest.mark.parametrize("tensor", [torch.arange(3)], ids=["tensor"])
 @ranks(1, timeout=20)
-def test_parameters_may_be_tensors(ctx: RankContext, tensor: torch.Tensor) -> None:
+def test_parametrization_accepts_tensors(ctx: RankContext, tensor: torch.Tensor) -> None:
     assert tensor.tolist() == [0, 1, 2]
 
 
-def leak(ctx: RankContext) -> float:
+def leak_global_state(ctx: RankContext) -> float:
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
     warnings.simplefilter("error")
@@ -67,7 +67,7 @@ def fail_on_step(*_: object) -> NoReturn:
     raise AssertionError("the hook of an earlier run")
 
 
-def find_no_leak(ctx: RankContext) -> float:
+def assert_no_leaked_state(ctx: RankContext) -> float:
     assert torch.ones(()).dtype == torch.float32
     assert torch.is_grad_enabled()
     warnings.warn("not an error", stacklevel=1)
@@ -77,7 +77,7 @@ def find_no_leak(ctx: RankContext) -> float:
 
 
 def test_nothing_leaks_into_the_next_run(rank_pool: RankPool) -> None:
-    assert rank_pool.run(leak, 2) == rank_pool.run(find_no_leak, 2)
+    assert rank_pool.run(leak_global_state, 2) == rank_pool.run(assert_no_leaked_state, 2)
 
 
 def fail_on_one(ctx: RankContext) -> None:
@@ -86,7 +86,7 @@ def fail_on_one(ctx: RankContext) -> None:
         assert answer == 41
 
 
-def test_a_failure_is_reported_with_its_traceback(rank_pool: RankPool) -> None:
+def test_failure_is_reported_with_traceback(rank_pool: RankPool) -> None:
     with pytest.raises(RankFailures) as caught:
         rank_pool.run(fail_on_one, 3)
     report = str(caught.value)
@@ -94,7 +94,7 @@ def test_a_failure_is_reported_with_its_traceback(rank_pool: RankPool) -> None:
     assert "[rank 1] failed" in report
     assert "in fail_on_one" in report
     assert "assert 42 == 41" in report
-    assert_works(rank_pool)
+    assert_pool_works(rank_pool)
 
 
 def leave_peers_in_collective(ctx: RankContext) -> None:
@@ -103,7 +103,7 @@ def leave_peers_in_collective(ctx: RankContext) -> None:
     dist.barrier()
 
 
-def test_peers_of_a_failed_rank_do_not_wait_for_the_timeout(rank_pool: RankPool) -> None:
+def test_peers_of_failed_rank_do_not_wait_for_timeout(rank_pool: RankPool) -> None:
     with pytest.raises(RankFailures) as caught:
         rank_pool.run(leave_peers_in_collective, 3, timeout=100)
     outcomes = caught.value.outcomes
@@ -123,7 +123,7 @@ def wait_forever() -> None:
     threading.Event().wait()
 
 
-def test_a_rank_that_hangs_after_a_failure_is_ended(rank_pool: RankPool) -> None:
+def test_rank_hanging_after_failure_is_terminated(rank_pool: RankPool) -> None:
     with pytest.raises(RankFailures) as caught:
         rank_pool.run(hang_after_failure, 2, timeout=100)
     report = str(caught.value)
@@ -135,13 +135,13 @@ def hang(ctx: RankContext) -> None:
     wait_forever()
 
 
-def test_a_hang_is_reported_with_stacks(rank_pool: RankPool) -> None:
+def test_hang_is_reported_with_stacks(rank_pool: RankPool) -> None:
     with pytest.raises(RankFailures) as caught:
         rank_pool.run(hang, 2, timeout=3)
     for rank in (0, 1):
         assert caught.value.outcomes[rank].status == "stuck"
         assert "in wait_forever" in caught.value.outcomes[rank].detail
-    assert_works(rank_pool)
+    assert_pool_works(rank_pool)
 
 
 def exit_with_code(ctx: RankContext) -> None:
@@ -155,43 +155,43 @@ def die_by_signal(ctx: RankContext) -> None:
 
 
 @pytest.mark.parametrize(("body", "end"), [(exit_with_code, "exited with code 7"), (die_by_signal, "died of SIGKILL")])
-def test_a_dying_worker_is_reported(rank_pool: RankPool, body: Callable[..., None], end: str) -> None:
+def test_dead_worker_is_reported(rank_pool: RankPool, body: Callable[..., None], end: str) -> None:
     with pytest.raises(RankFailures) as caught:
         rank_pool.run(body, 2)
     assert f"[rank 1] failed\n{end}" in str(caught.value)
-    assert_works(rank_pool)
+    assert_pool_works(rank_pool)
 
 
-def skip_on_one(ctx: RankContext) -> None:
+def skip_on_one_rank(ctx: RankContext) -> None:
     if ctx.rank == 0:
         pytest.skip("not here")
 
 
-def test_a_skip_on_a_rank_skips_the_test(rank_pool: RankPool) -> None:
+def test_skip_on_one_rank_skips_the_test(rank_pool: RankPool) -> None:
     with pytest.raises(pytest.skip.Exception, match="not here"):
-        rank_pool.run(skip_on_one, 2)
-    assert_works(rank_pool)
+        rank_pool.run(skip_on_one_rank, 2)
+    assert_pool_works(rank_pool)
 
 
-def test_workers_are_reused_and_end_with_the_pool() -> None:
+def test_workers_are_reused_and_exit_with_the_pool() -> None:
     with closing(RankPool()) as pool:
-        first, second = pool.run(identify, 2), pool.run(identify, 2)
+        first, second = pool.run(rank_and_pid, 2), pool.run(rank_and_pid, 2)
     assert first == second
     for _, pid in first:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
 
-def leave_a_thread_on_rank_1(ctx: RankContext) -> int:
+def leave_thread_on_rank_1(ctx: RankContext) -> int:
     if ctx.rank == 1:
         threading.Thread(target=wait_forever, name="zeroshard-test", daemon=True).start()
     return os.getpid()
 
 
-def test_a_worker_with_threads_left_is_replaced() -> None:
+def test_worker_with_leftover_threads_is_replaced() -> None:
     with closing(RankPool()) as pool:
-        before = pool.run(leave_a_thread_on_rank_1, 2)
-        after = [pid for _, pid in pool.run(identify, 2)]
+        before = pool.run(leave_thread_on_rank_1, 2)
+        after = [pid for _, pid in pool.run(rank_and_pid, 2)]
     assert before[0] in after
     assert before[1] not in after
 

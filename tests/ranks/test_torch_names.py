@@ -24,30 +24,34 @@ from zeroshard import (
     zero_redundancy_optimizer,
 )
 
-SAME = (
+COMPARED_ATTRIBUTES = (
     *("_all_params", "_param_to_index", "_index_to_param", "_param_to_rank", "_overlap_with_ddp", "_optim_constructor"),
     *("_optim_defaults", "_default_device", "_is_trainable_mask"),
 )
-FIELDS = (
+OVERLAP_INFO_FIELDS = (
     *("shard_buckets", "params_per_bucket", "params_per_rank", "offsets", "assigned_ranks_per_bucket", "total_size"),
     "status",
 )
 
 
-def numbered(value: Any, params: Sequence[torch.Tensor]) -> Any:
+def replace_params_by_index(value: Any, params: Sequence[torch.Tensor]) -> Any:
     """The same with the places of parameters instead of these, to compare it with that of another model."""
     if isinstance(value, torch.Tensor):
         return next((i for i, param in enumerate(params) if param is value), tuple(value.shape))
     if isinstance(value, dict):
-        return {numbered(key, params): numbered(item, params) for key, item in value.items()}
+        return {
+            replace_params_by_index(key, params): replace_params_by_index(item, params) for key, item in value.items()
+        }
     if isinstance(value, list):
-        return [numbered(item, params) for item in value]
+        return [replace_params_by_index(item, params) for item in value]
     return value
 
 
-def by_index(groups_per_rank: Any, params: Sequence[torch.Tensor]) -> list[list[list[int]]]:
+def param_indices_per_rank(groups_per_rank: Any, params: Sequence[torch.Tensor]) -> list[list[list[int]]]:
     """The parameters of each rank and group; torch lists the largest first."""
-    return [[sorted(numbered(group["params"], params)) for group in groups] for groups in groups_per_rank]
+    return [
+        [sorted(replace_params_by_index(group["params"], params)) for group in groups] for groups in groups_per_rank
+    ]
 
 
 def local_state(kind: Any, optimizer: Any) -> dict[str, Any]:
@@ -64,16 +68,16 @@ def local_state(kind: Any, optimizer: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("bucket_view", [False, True])
 @ranks(1, 2, 3, 4)
-def test_views_have_torchs_values(ctx: RankContext, bucket_view: bool) -> None:
+def test_private_attributes_match_torch(ctx: RankContext, bucket_view: bool) -> None:
     ours, theirs = small_model(), small_model()
     mine = ZeroRedundancyOptimizer(two_groups(ours), AdamW, parameters_as_bucket_view=bucket_view, lr=0.1)
     other: Any = Theirs(two_groups(theirs), AdamW, parameters_as_bucket_view=bucket_view, lr=0.1)
     sides = [(mine, list(ours.parameters())), (other, list(theirs.parameters()))]
-    for name in SAME:
-        found, expected = (numbered(getattr(optimizer, name), params) for optimizer, params in sides)
+    for name in COMPARED_ATTRIBUTES:
+        found, expected = (replace_params_by_index(getattr(optimizer, name), params) for optimizer, params in sides)
         assert found == expected, name
         assert type(found) is type(expected), name
-    found, expected = (by_index(optimizer._partition_parameters(), params) for optimizer, params in sides)
+    found, expected = (param_indices_per_rank(optimizer._partition_parameters(), params) for optimizer, params in sides)
     assert found == expected
     assert [set(group) for group in mine._partition_parameters()[ctx.rank]] == [
         set(it) for it in mine.optim.param_groups
@@ -81,7 +85,10 @@ def test_views_have_torchs_values(ctx: RankContext, bucket_view: bool) -> None:
     assert [len(bucket) for bucket in mine._buckets] == [len(bucket) for bucket in other._buckets]
     if bucket_view:
         per_device = [
-            {it: [sorted(numbered(own, params)) for own in owned] for it, owned in o._device_to_params_per_rank.items()}
+            {
+                it: [sorted(replace_params_by_index(own, params)) for own in owned]
+                for it, owned in o._device_to_params_per_rank.items()
+            }
             for o, params in sides
         ]
         assert per_device[0] == per_device[1]
@@ -92,13 +99,13 @@ def test_views_have_torchs_values(ctx: RankContext, bucket_view: bool) -> None:
     for optimizer, params in sides:
         params.append(torch.nn.Parameter(torch.ones(5)))
         optimizer.add_param_group({"params": params[-1:]})
-    found, expected = (numbered(optimizer._param_to_rank, params) for optimizer, params in sides)
+    found, expected = (replace_params_by_index(optimizer._param_to_rank, params) for optimizer, params in sides)
     assert found == expected
     assert mine._all_params[-1] is sides[0][1][-1]
 
 
 @ranks(2)
-def test_views_cannot_be_set(ctx: RankContext) -> None:
+def test_private_attributes_are_read_only(ctx: RankContext) -> None:
     zero = ZeroRedundancyOptimizer(small_model().parameters(), SGD, lr=0.1)
     for name in ("_all_params", "_param_to_rank", "_buckets", "_overlap_with_ddp"):
         with pytest.raises(AttributeError, match=f"{name} is a read-only view"):
@@ -113,7 +120,7 @@ def test_views_cannot_be_set(ctx: RankContext) -> None:
 
 @pytest.mark.parametrize("shard_buckets", [False, True])
 @ranks(1, 2, 3, 4)
-def test_overlap_info_has_torchs_values(ctx: RankContext, shard_buckets: bool) -> None:
+def test_overlap_info_matches_torch(ctx: RankContext, shard_buckets: bool) -> None:
     """torch's hooks refuse gloo, so its class gets the buckets that DDP has handed to ours."""
     seen: list[list[torch.Tensor]] = []
 
@@ -127,7 +134,7 @@ def test_overlap_info_has_torchs_values(ctx: RankContext, shard_buckets: bool) -
     other: Any = Theirs(other_model.parameters(), AdamW, overlap_with_ddp=True, lr=0.01)
     params, others = list(twins.ddp.module.parameters()), list(other_model.parameters())
     assert vars(mine._overlap_info).keys() <= vars(other._overlap_info).keys()
-    before, expected = ({it: getattr(o._overlap_info, it) for it in FIELDS} for o in (mine, other))
+    before, expected = ({it: getattr(o._overlap_info, it) for it in OVERLAP_INFO_FIELDS} for o in (mine, other))
     assert before == {**expected, "shard_buckets": shard_buckets}
     for call in (mine._check_overlap_initialized, other._check_overlap_initialized, mine._init_zero_for_overlap):
         with pytest.raises(RuntimeError):
@@ -135,13 +142,15 @@ def test_overlap_info_has_torchs_values(ctx: RankContext, shard_buckets: bool) -
     twins.train(4)
     mine._check_overlap_initialized()
     mine._init_zero_for_overlap()
-    assert numbered(mine._overlap_info.params_per_bucket, params) == numbered(seen, params)
+    assert replace_params_by_index(mine._overlap_info.params_per_bucket, params) == replace_params_by_index(
+        seen, params
+    )
     info = other._overlap_info
     info.shard_buckets, info.total_size = shard_buckets, sum(param.numel() for param in others)
-    info.params_per_bucket = [[others[i] for i in bucket] for bucket in numbered(seen, params)]
+    info.params_per_bucket = [[others[i] for i in bucket] for bucket in replace_params_by_index(seen, params)]
     other._init_zero_for_overlap()
     found, expected = (
-        {it: numbered(getattr(o._overlap_info, it), its) for it in FIELDS}
+        {it: replace_params_by_index(getattr(o._overlap_info, it), its) for it in OVERLAP_INFO_FIELDS}
         for o, its in ((mine, params), (other, others))
     )
     assignments, theirs = (
@@ -154,19 +163,23 @@ def test_overlap_info_has_torchs_values(ctx: RankContext, shard_buckets: bool) -
             mine._get_assigned_rank(0)
     else:
         assert found == expected
-        assert numbered(mine._param_to_rank, params) == numbered(other._param_to_rank, others)
+        assert replace_params_by_index(mine._param_to_rank, params) == replace_params_by_index(
+            other._param_to_rank, others
+        )
         assert [mine._get_assigned_rank(i) for i in range(9)] == [other._get_assigned_rank(i) for i in range(9)]
         for own, their in zip(assignments, theirs, strict=True):
-            assert numbered(own, params) == {n: {**numbered(it, others), "tensor": None} for n, it in their.items()}
+            assert replace_params_by_index(own, params) == {
+                n: {**replace_params_by_index(it, others), "tensor": None} for n, it in their.items()
+            }
     own = found["params_per_rank"][ctx.rank]
     for number, offset in found["offsets"].items():
-        chosen = numbered(assignments[ctx.rank][number]["parameters"], params)
+        chosen = replace_params_by_index(assignments[ctx.rank][number]["parameters"], params)
         assert own[offset : offset + len(chosen)] == chosen
 
 
 @pytest.mark.parametrize("bucket_view", [False, True])
 @ranks(1, 2, 3, 4)
-def test_local_steps_and_a_sync_make_a_step(ctx: RankContext, bucket_view: bool) -> None:
+def test_local_step_and_sync_params_equal_step(ctx: RankContext, bucket_view: bool) -> None:
     twins = Twins(AdamW, handed=two_groups, zero_only={"parameters_as_bucket_view": bucket_view}, lr=0.1)
     twins.train(1)
     twins.zero.consolidate_state_dict()
@@ -189,7 +202,7 @@ def test_local_steps_and_a_sync_make_a_step(ctx: RankContext, bucket_view: bool)
 
 
 @ranks(2, 3)
-def test_local_steps_with_gradients_of_buckets(ctx: RankContext) -> None:
+def test_local_step_with_bucket_grads(ctx: RankContext) -> None:
     twins = DdpTwins(Setup(), mlp, AdamW, lr=0.01)
     zero = twins.zero
     with pytest.raises(RuntimeError, match="after 2 of them"):
@@ -208,7 +221,7 @@ def test_local_steps_with_gradients_of_buckets(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3, 4)
-def test_local_state_dicts_as_public_code_makes_them(ctx: RankContext) -> None:
+def test_local_state_dict_collected_as_in_public_code(ctx: RankContext) -> None:
     """`super()` of the class reaches torch's Optimizer, and each rank's state is torch's."""
     twins = Twins(AdamW, handed=two_groups, lr=0.1)
     model = small_model()
@@ -227,7 +240,7 @@ def test_local_state_dicts_as_public_code_makes_them(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3, 4)
-def test_a_frozen_group_goes_to_the_rank_that_owns_least(ctx: RankContext) -> None:
+def test_frozen_group_goes_to_least_loaded_rank(ctx: RankContext) -> None:
     """As PyTorch's own test of `add_param_group` counts it."""
     sizes = ([9, 7, 5, 3] * ctx.world_size)[:-1]
     params, others = ([torch.nn.Parameter(torch.rand(size)) for size in sizes] for _ in range(2))
@@ -240,11 +253,11 @@ def test_a_frozen_group_goes_to_the_rank_that_owns_least(ctx: RankContext) -> No
 
 
 @ranks(2, 3)
-def test_names_where_parameters_are_cut(ctx: RankContext) -> None:
+def test_private_names_with_flat_shards(ctx: RankContext) -> None:
     twins = Twins(AdamW, zero_only={"config": ZeroConfig(partition=FlatShards())}, lr=0.1)
     zero, params = twins.zero, list(twins.model.parameters())
     assert not hasattr(zero, "_param_to_rank")
-    parts = by_index(zero._partition_parameters(), params)
+    parts = param_indices_per_rank(zero._partition_parameters(), params)
     assert {index for groups in parts for group in groups for index in group} == set(range(len(params)))
     assert sum(part.numel() for bucket in zero._buckets for part in bucket) >= sum(param.numel() for param in params)
     with pytest.raises(ConfigError, match=r"call step\(\)"):
@@ -254,7 +267,7 @@ def test_names_where_parameters_are_cut(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_a_sync_that_one_rank_cannot_make_raises_on_all(ctx: RankContext) -> None:
+def test_sync_params_failure_on_one_rank_is_raised_on_all(ctx: RankContext) -> None:
     twins = Twins(SGD, lr=0.1)
     removed = twins.zero.param_groups[0]["params"].pop() if ctx.rank == 1 else None
     with pytest.raises((BindingError, RuntimeError), match="were changed by hand"):
@@ -266,7 +279,7 @@ def test_a_sync_that_one_rank_cannot_make_raises_on_all(ctx: RankContext) -> Non
 
 
 @ranks(2)
-def test_functions_do_as_torchs(ctx: RankContext) -> None:
+def test_private_functions_match_torch(ctx: RankContext) -> None:
     ours: Any = zero_redundancy_optimizer
     import torch.distributed.optim.zero_redundancy_optimizer as theirs
 

@@ -23,11 +23,11 @@ from tests.support.oracles import SCHEDULERS, Twins, assert_same, follow, set_gr
 from zeroshard import ConfigError, ZeroRedundancyOptimizer
 
 Options = dict[str, Any]
-VIEWS = ({"parameters_as_bucket_view": False}, {"parameters_as_bucket_view": True})
-MOMENTUM: Options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+BUCKET_VIEW_OPTIONS = ({"parameters_as_bucket_view": False}, {"parameters_as_bucket_view": True})
+MOMENTUM_OPTIONS: Options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
 
-def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
+def compute_loss(model: nn.Module, seed: int = 0) -> Tensor:
     inputs = torch.randn(3, 5, generator=torch.Generator().manual_seed(seed))
     loss: Tensor = model(inputs).square().mean()
     return loss
@@ -38,21 +38,21 @@ def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
 
 @ranks(2, 3, 4)
 @pytest.mark.parametrize("name", ["OneCycleLR", "ReduceLROnPlateau"])
-def test_lr_schedulers(ctx: RankContext, name: str) -> None:
-    for zero_only in VIEWS:
-        for cls, options in ((optim.SGD, MOMENTUM), (optim.AdamW, {"lr": 0.1})):
+def test_lr_schedulers_match_plain_optimizer(ctx: RankContext, name: str) -> None:
+    for zero_only in BUCKET_VIEW_OPTIONS:
+        for cls, options in ((optim.SGD, MOMENTUM_OPTIONS), (optim.AdamW, {"lr": 0.1})):
             twins = Twins(cls, handed=two_groups, zero_only=zero_only, **options)
             assert len(follow(twins, SCHEDULERS[name])) > 1
 
 
 @ranks(2)
-def test_schedulers_write_into_a_tensor_lr(ctx: RankContext) -> None:
+def test_schedulers_update_tensor_lr_in_place(ctx: RankContext) -> None:
     twins = Twins(optim.AdamW, handed=two_groups, lr=torch.tensor(0.1), foreach=False)
     assert len(follow(twins, SCHEDULERS["ExponentialLR"])) > 1
 
 
 @ranks(2)
-def test_a_scheduler_sees_the_steps(ctx: RankContext) -> None:
+def test_scheduler_detects_optimizer_steps(ctx: RankContext) -> None:
     warnings.simplefilter("error")
     twins = Twins(optim.SGD, lr=0.1)
     follow(twins, SCHEDULERS["StepLR"])
@@ -70,7 +70,7 @@ def test_defaults_are_complete(ctx: RankContext) -> None:
 
 @ranks(1, 2, 3, 4)
 def test_averaged_models(ctx: RankContext) -> None:
-    for zero_only in VIEWS:
+    for zero_only in BUCKET_VIEW_OPTIONS:
         for average in (None, get_ema_multi_avg_fn(0.9)):  # type: ignore[no-untyped-call]
             twins = Twins(optim.AdamW, zero_only=zero_only)
             averaged = [AveragedModel(model, multi_avg_fn=average) for model, _ in twins.sides]
@@ -84,21 +84,21 @@ def test_averaged_models(ctx: RankContext) -> None:
 # ---- gradients
 
 
-class Scaled:
+class ScaledTwins:
     """Twins with a GradScaler each."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.twins = Twins(*args, **kwargs)
         self.scalers = [GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in self.twins.sides]
 
-    def train(self, steps: int, spoil: Callable[[nn.Module], None] | None = None, *, clip: bool = False) -> None:
+    def train(self, steps: int, edit_grads: Callable[[nn.Module], None] | None = None, *, clip: bool = False) -> None:
         """Steps of both; `spoil` may change the gradients of either."""
         for _ in range(steps):
             for scaler, (model, optimizer) in zip(self.scalers, self.twins.sides, strict=True):
                 optimizer.zero_grad()
-                torch.autograd.backward(scaler.scale(loss_of(model, self.twins.steps)))
-                if spoil:
-                    spoil(model)
+                torch.autograd.backward(scaler.scale(compute_loss(model, self.twins.steps)))
+                if edit_grads:
+                    edit_grads(model)
                 if clip:
                     scaler.unscale_(optimizer)
                     clip_grad_norm_(model.parameters(), 0.01)
@@ -108,15 +108,15 @@ class Scaled:
             self.twins.check()
 
 
-def put_inf(model: nn.Module, place: int = 3) -> None:
-    param = list(model.parameters())[place]
+def put_inf(model: nn.Module, param_index: int = 3) -> None:
+    param = list(model.parameters())[param_index]
     assert param.grad is not None
     param.grad.view(-1)[0] = torch.inf
 
 
-INNER: list[tuple[type[Optimizer], Options]] = [
-    (optim.SGD, MOMENTUM),
-    (optim.SGD, MOMENTUM | {"fused": True}),
+INNER_OPTIMIZERS: list[tuple[type[Optimizer], Options]] = [
+    (optim.SGD, MOMENTUM_OPTIONS),
+    (optim.SGD, MOMENTUM_OPTIONS | {"fused": True}),
     (optim.AdamW, {}),
     (optim.AdamW, {"fused": True, "amsgrad": True}),
 ]
@@ -125,8 +125,8 @@ INNER: list[tuple[type[Optimizer], Options]] = [
 @ranks(1, 2, 3, 4)
 def test_grad_scaler(ctx: RankContext) -> None:
     for clip in (False, True):
-        for view, (cls, options) in enumerate(INNER):
-            scaled = Scaled(cls, zero_only=VIEWS[view % 2], **options)
+        for view, (cls, options) in enumerate(INNER_OPTIMIZERS):
+            scaled = ScaledTwins(cls, zero_only=BUCKET_VIEW_OPTIONS[view % 2], **options)
             scaled.train(2, clip=clip)
             before = {name: value.clone() for name, value in scaled.twins.model.state_dict().items()}
             scaled.train(1, put_inf, clip=clip)
@@ -138,11 +138,11 @@ def test_grad_scaler(ctx: RankContext) -> None:
 
 
 @ranks(2, 3, 4)
-def test_all_skip_when_one_rank_sees_inf(ctx: RankContext) -> None:
+def test_all_ranks_skip_if_one_rank_sees_inf(ctx: RankContext) -> None:
     for clip in (False, True):
-        for cls, options in INNER:
+        for cls, options in INNER_OPTIMIZERS:
             for place in (0, 5):
-                scaled = Scaled(cls, **options)
+                scaled = ScaledTwins(cls, **options)
                 ours = scaled.twins.model
 
                 def spoil(model: nn.Module, ours: nn.Module = ours, place: int = place) -> None:
@@ -160,12 +160,12 @@ def test_all_skip_when_one_rank_sees_inf(ctx: RankContext) -> None:
 
 
 @ranks(2, 3)
-def test_a_rank_without_gradients_takes_part_in_a_scaled_step(ctx: RankContext) -> None:
-    for cls, options in INNER:
-        scaled = Scaled(cls, **options)
+def test_rank_without_grads_takes_part_in_scaled_step(ctx: RankContext) -> None:
+    for cls, options in INNER_OPTIMIZERS:
+        scaled = ScaledTwins(cls, **options)
         twins, owner_of = scaled.twins, scaled.twins.zero.layout.owner_of
         for scaler, (model, optimizer) in zip(scaled.scalers, twins.sides, strict=True):
-            torch.autograd.backward(scaler.scale(loss_of(model)))
+            torch.autograd.backward(scaler.scale(compute_loss(model)))
             for place, param in enumerate(model.parameters()):
                 if owner_of(place) if model is twins.plain_model else ctx.rank:
                     param.grad = None
@@ -175,7 +175,7 @@ def test_a_rank_without_gradients_takes_part_in_a_scaled_step(ctx: RankContext) 
 
 @ranks(1, 2, 3, 4)
 def test_gradient_accumulation_under_ddp(ctx: RankContext) -> None:
-    for zero_only in VIEWS:
+    for zero_only in BUCKET_VIEW_OPTIONS:
         for as_view in (False, True):
             twins = Twins(optim.AdamW, zero_only=zero_only)
             wrapped = [
@@ -186,7 +186,7 @@ def test_gradient_accumulation_under_ddp(ctx: RankContext) -> None:
                 for ddp, optimizer in wrapped:
                     for part in range(3):
                         with nullcontext() if part == 2 else ddp.no_sync():
-                            torch.autograd.backward(loss_of(ddp, 100 * round_ + 10 * part + ctx.rank))
+                            torch.autograd.backward(compute_loss(ddp, 100 * round_ + 10 * part + ctx.rank))
                     clip_grad_norm_(ddp.parameters(), 0.5)
                     optimizer.step()
                     optimizer.zero_grad()
@@ -194,10 +194,10 @@ def test_gradient_accumulation_under_ddp(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3, 4)
-def test_freezing_and_thawing(ctx: RankContext) -> None:
-    for zero_only in VIEWS:
+def test_freeze_and_unfreeze(ctx: RankContext) -> None:
+    for zero_only in BUCKET_VIEW_OPTIONS:
         for set_to_none in (True, False):
-            twins = Twins(optim.SGD, handed=two_groups, zero_only=zero_only, **MOMENTUM)
+            twins = Twins(optim.SGD, handed=two_groups, zero_only=zero_only, **MOMENTUM_OPTIONS)
             for frozen in ((), (0, 5), (1, 2, 3), (0, 1, 2, 3, 4, 5), (4,), ()):
                 for model, optimizer in twins.sides:
                     optimizer.zero_grad(set_to_none)
@@ -206,7 +206,7 @@ def test_freezing_and_thawing(ctx: RankContext) -> None:
                 twins.train(2)
 
 
-class Tied(nn.Module):
+class TiedEmbeddingNet(nn.Module):
     def __init__(self, *, sparse: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -230,8 +230,8 @@ def test_tied_weights_and_sparse_gradients(ctx: RankContext) -> None:
         (True, optim.Adagrad, {}),
     ]
     for sparse, cls, options in cases:
-        for zero_only in VIEWS:
-            twins = Twins(cls, model=partial(Tied, sparse=sparse), zero_only=zero_only, **options)
+        for zero_only in BUCKET_VIEW_OPTIONS:
+            twins = Twins(cls, model=partial(TiedEmbeddingNet, sparse=sparse), zero_only=zero_only, **options)
             for step in range(3):
                 for model, optimizer in twins.sides:
                     optimizer.zero_grad()
@@ -242,9 +242,9 @@ def test_tied_weights_and_sparse_gradients(ctx: RankContext) -> None:
 
 
 @ranks(2, 3, 4)
-def test_the_owner_decides_whether_there_is_a_gradient(ctx: RankContext) -> None:
-    for zero_only in VIEWS:
-        twins = Twins(optim.SGD, zero_only=zero_only, **MOMENTUM)
+def test_owner_decides_whether_a_param_has_a_gradient(ctx: RankContext) -> None:
+    for zero_only in BUCKET_VIEW_OPTIONS:
+        twins = Twins(optim.SGD, zero_only=zero_only, **MOMENTUM_OPTIONS)
         mine = {id(param) for param in twins.zero.optim.param_groups[0]["params"]}
         for step in range(4):
             for model, optimizer in twins.sides:
@@ -261,7 +261,7 @@ def test_the_owner_decides_whether_there_is_a_gradient(ctx: RankContext) -> None
 # ---- the step itself
 
 
-class Counting(Optimizer):
+class GroupEditingSGD(Optimizer):
     """Gradient descent that adds to its groups, changes and removes in them, and takes no closure."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
@@ -270,9 +270,9 @@ class Counting(Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            self.update(group)
+            self.update_group(group)
 
-    def update(self, group: Options) -> None:
+    def update_group(self, group: Options) -> None:
         group["count"] = group.get("count", 0) + 1
         group["lr"] *= 0.9
         group.pop("once", None)
@@ -281,35 +281,35 @@ class Counting(Optimizer):
                 param.sub_(param.grad * (group["lr"] / group["count"]))
 
 
-class Swapping(Counting):
+class DataReplacingSGD(GroupEditingSGD):
     """Puts new memory into its parameters."""
 
-    def update(self, group: Options) -> None:
+    def update_group(self, group: Options) -> None:
         for param in group["params"]:
             if param.grad is not None:
                 param.data = param.data - group["lr"] * param.grad
 
 
 @ranks(1, 2, 3, 4)
-def test_what_the_inner_optimizer_writes_into_its_groups(ctx: RankContext) -> None:
+def test_group_changes_by_inner_optimizer_are_synced(ctx: RankContext) -> None:
     def handed(model: nn.Module) -> list[Options]:
         return [group | {"once": True} for group in two_groups(model)]
 
-    for zero_only in VIEWS:
-        twins = Twins(Counting, handed=handed, zero_only=zero_only)
+    for zero_only in BUCKET_VIEW_OPTIONS:
+        twins = Twins(GroupEditingSGD, handed=handed, zero_only=zero_only)
         twins.check()
         twins.train(3)
         assert [group["count"] for group in twins.zero.param_groups] == [3, 3]
 
 
 @ranks(1, 2, 3, 4)
-def test_an_optimizer_that_exchanges_memory(ctx: RankContext) -> None:
-    for zero_only in VIEWS:
-        Twins(Swapping, zero_only=zero_only).train(3)
+def test_optimizer_that_replaces_param_data(ctx: RankContext) -> None:
+    for zero_only in BUCKET_VIEW_OPTIONS:
+        Twins(DataReplacingSGD, zero_only=zero_only).train(3)
 
 
 @ranks(1, 2, 3, 4)
-def test_what_the_user_writes_into_the_groups(ctx: RankContext) -> None:
+def test_group_changes_by_user_are_synced(ctx: RankContext) -> None:
     twins = Twins(optim.SGD, handed=two_groups, lr=0.1)
     twins.train(1)
     for _, optimizer in twins.sides:
@@ -323,7 +323,7 @@ def test_what_the_user_writes_into_the_groups(ctx: RankContext) -> None:
     assert "note" not in twins.zero.optim.param_groups[1]
 
 
-class Fussy(optim.SGD):
+class RejectsEmptyGroups(optim.SGD):
     """Refuses empty groups wherever it meets them."""
 
     def __init__(self, params: Any, lr: float) -> None:
@@ -343,10 +343,10 @@ class Fussy(optim.SGD):
 
 
 @ranks(1, 2, 3, 4)
-def test_optimizers_that_refuse_empty_groups(ctx: RankContext) -> None:
-    for zero_only in VIEWS:
+def test_optimizers_that_reject_empty_groups(ctx: RankContext) -> None:
+    for zero_only in BUCKET_VIEW_OPTIONS:
         for handed in (lambda model: list(model.parameters())[:1], two_groups):
-            twins = Twins(Fussy, handed=handed, zero_only=zero_only, lr=0.1)
+            twins = Twins(RejectsEmptyGroups, handed=handed, zero_only=zero_only, lr=0.1)
             twins.train(2)
             added = [nn.Linear(2, 2, bias=False) for _ in twins.sides]
             for layer, (_, optimizer) in zip(added, twins.sides, strict=True):
@@ -363,14 +363,19 @@ def make_sgd(params: Iterable[Any], lr: float, momentum: float = 0.5) -> Optimiz
     return optim.SGD(params, lr, momentum)
 
 
-class Maker:
+class AdamWFactory:
     def __call__(self, params: Iterable[Any], lr: float) -> Optimizer:
         return optim.AdamW(params, lr)
 
 
 @ranks(1, 2, 3, 4)
-def test_any_callable_may_make_the_optimizer(ctx: RankContext) -> None:
-    factories = (partial(optim.SGD, momentum=0.9), make_sgd, lambda params, lr: optim.Adam(params, 2 * lr), Maker())
+def test_any_callable_can_be_the_optimizer_factory(ctx: RankContext) -> None:
+    factories = (
+        partial(optim.SGD, momentum=0.9),
+        make_sgd,
+        lambda params, lr: optim.Adam(params, 2 * lr),
+        AdamWFactory(),
+    )
     for factory in factories:
         for handed in (nn.Module.parameters, two_groups):
             twins = Twins(factory, handed=handed, lr=0.1)
@@ -379,8 +384,8 @@ def test_any_callable_may_make_the_optimizer(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3, 4)
-def test_closures(ctx: RankContext) -> None:
-    for zero_only in VIEWS:
+def test_closures_match_plain_optimizer(ctx: RankContext) -> None:
+    for zero_only in BUCKET_VIEW_OPTIONS:
         twins = Twins(optim.AdamW, zero_only=zero_only)
         for step in range(3):
             losses = []
@@ -388,7 +393,7 @@ def test_closures(ctx: RankContext) -> None:
 
                 def closure(model: nn.Module = model, optimizer: Optimizer = optimizer, step: int = step) -> Tensor:
                     optimizer.zero_grad()
-                    loss = loss_of(model, step)
+                    loss = compute_loss(model, step)
                     torch.autograd.backward(loss)
                     return loss.detach()
 
@@ -397,19 +402,19 @@ def test_closures(ctx: RankContext) -> None:
             assert_same(losses[0], losses[1])
 
 
-class Talkative(Counting):
+class StepWithArgument(GroupEditingSGD):
     """A step with an argument and a result of its own."""
 
     @torch.no_grad()
     def step(self, *, times: int = 1) -> str:  # type: ignore[override]
         for group in self.param_groups * times:
-            self.update(group)
+            self.update_group(group)
         return f"{times} times"
 
 
 @ranks(1, 2, 3, 4)
-def test_arguments_and_result_of_the_step(ctx: RankContext) -> None:
-    twins = Twins(Talkative, lr=0.1)
+def test_step_arguments_and_result_are_forwarded(ctx: RankContext) -> None:
+    twins = Twins(StepWithArgument, lr=0.1)
     for model, optimizer in twins.sides:
         set_grads(model.parameters(), 0)
         assert optimizer.step(times=3) == "3 times"
@@ -420,7 +425,7 @@ def test_arguments_and_result_of_the_step(ctx: RankContext) -> None:
 
 
 @ranks(1, 3)
-def test_the_optimizer_is_given_what_the_user_gave(ctx: RankContext) -> None:
+def test_inner_optimizer_gets_params_in_the_users_form(ctx: RankContext) -> None:
     for handed, kind in ((nn.Module.parameters, nn.Parameter), (nn.Module.named_parameters, tuple), (two_groups, dict)):
         given: list[Any] = []
 
@@ -437,19 +442,19 @@ def make_groups(params: Iterable[Tensor], lr: float) -> Optimizer:
 
 
 @ranks(1, 3)
-def test_groups_must_be_made_by_the_user(ctx: RankContext) -> None:
+def test_factory_that_splits_groups_is_rejected(ctx: RankContext) -> None:
     with pytest.raises(ConfigError, match=r"make_groups made \d parameter groups of the 1 it was given"):
         ZeroRedundancyOptimizer([torch.ones(1, requires_grad=True) for _ in range(6)], make_groups, lr=0.1)
 
 
-def names_in_groups(model: nn.Module) -> list[Options]:
+def named_groups(model: nn.Module) -> list[Options]:
     *others, last = model.named_parameters()
     return [{"params": iter(others), "lr": 0.3}, {"params": [last]}]
 
 
 @ranks(1, 2, 3, 4)
 def test_named_parameters(ctx: RankContext) -> None:
-    for handed in (nn.Module.named_parameters, names_in_groups):
+    for handed in (nn.Module.named_parameters, named_groups):
         twins = Twins(optim.AdamW, handed=handed)
         twins.train(2)
         names = {id(param): name for name, param in twins.model.named_parameters()}
@@ -458,7 +463,7 @@ def test_named_parameters(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3, 4)
-def test_groups_of_generators(ctx: RankContext) -> None:
+def test_groups_with_generator_params(ctx: RankContext) -> None:
     twins = Twins(optim.SGD, handed=lambda model: ({"params": part.parameters()} for part in model.children()), lr=0.1)
     assert [len(group["params"]) for group in twins.zero.param_groups] == [2, 2, 2]
     before = [param.detach().clone() for param in twins.model.parameters()]
@@ -466,19 +471,19 @@ def test_groups_of_generators(ctx: RankContext) -> None:
     assert all(not torch.equal(a, b) for a, b in zip(before, twins.model.parameters(), strict=True))
 
 
-def growing() -> nn.Sequential:
+def make_growing_model() -> nn.Sequential:
     return nn.Sequential(small_model(), small_model(1, width=3))
 
 
-def first_part(model: nn.Module) -> Any:
+def first_part_params(model: nn.Module) -> Any:
     return next(model.children()).parameters()
 
 
 @ranks(1, 2, 3, 4)
-def test_adding_a_group_in_the_middle(ctx: RankContext) -> None:
-    for zero_only in VIEWS:
+def test_add_param_group_during_training(ctx: RankContext) -> None:
+    for zero_only in BUCKET_VIEW_OPTIONS:
         for options in ({}, {"lr": 0.3, "weight_decay": 0.5}):
-            twins = Twins(optim.AdamW, model=growing, handed=first_part, zero_only=zero_only)
+            twins = Twins(optim.AdamW, model=make_growing_model, handed=first_part_params, zero_only=zero_only)
             early = [lr_scheduler.ExponentialLR(optimizer, 0.5) for _, optimizer in twins.sides]
             twins.train(2)
             layout, loads = twins.zero.layout, twins.zero.layout.numel_per_rank(trainable=True)
@@ -523,8 +528,8 @@ def test_step_hooks_fire_once(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3, 4)
-def test_a_pre_hook_may_change_the_arguments(ctx: RankContext) -> None:
-    twins = Twins(Talkative, lr=0.1)
+def test_step_pre_hook_can_change_arguments(ctx: RankContext) -> None:
+    twins = Twins(StepWithArgument, lr=0.1)
     for model, optimizer in twins.sides:
         set_grads(model.parameters(), 0)
         optimizer.register_step_pre_hook(lambda _, args, _kwargs: (args, {"times": 2}))

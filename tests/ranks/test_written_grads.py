@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks.test_ddp_hook import Hooked, wraps
+from tests.ranks.test_ddp_hook import DDPHookTwins, ddp_options
 from tests.support import RankContext, ranks
 from tests.support.oracles import ZERO1, ShardTwins, average, from_all_ranks, regression
 
 
-def local_grads(model: nn.Module, number: int) -> list[torch.Tensor]:
+def compute_local_grads(model: nn.Module, number: int) -> list[torch.Tensor]:
     return list(torch.autograd.grad(regression(model, number), list(model.parameters())))
 
 
@@ -24,13 +24,13 @@ def grads_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 @ranks(1, 2, 3)
-def test_zero1_sends_what_was_written_into_gradients_that_stay(ctx: RankContext) -> None:
+def test_zero1_averages_manual_writes_to_grads(ctx: RankContext) -> None:
     """By the user, who cleared them in place; on one rank more than on the others."""
     twins = ShardTwins(ZERO1)
     twins.train(1)
     for number in range(3):
         for model in (twins.model, twins.plain_model):
-            for param, grad in zip(model.parameters(), local_grads(model, number), strict=True):
+            for param, grad in zip(model.parameters(), compute_local_grads(model, number), strict=True):
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
                 param.grad.add_(grad, alpha=2.0 if ctx.rank == number else 1.0)
         for grad in grads_of(twins.plain_model):
@@ -42,7 +42,7 @@ def test_zero1_sends_what_was_written_into_gradients_that_stay(ctx: RankContext)
 
 
 @ranks(1, 2, 3)
-def test_zero1_sends_what_was_clipped_before_it_was_reduced(ctx: RankContext) -> None:
+def test_zero1_averages_grads_clipped_before_reduce(ctx: RankContext) -> None:
     """Inside `no_sync` each rank may edit its own gradients. What `zero_grad` writes is not sent again."""
     twins = ShardTwins(ZERO1)
     for number in range(3):
@@ -60,26 +60,26 @@ def test_zero1_sends_what_was_clipped_before_it_was_reduced(ctx: RankContext) ->
     assert twins.zero._grad_reducer._unsent_params == []
 
 
-def exchange(model: nn.Module) -> None:
+def replace_grads(model: nn.Module) -> None:
     for param in model.parameters():
         param.grad = None if param.grad is None else param.grad * 2.0
 
 
 Edit = Callable[[nn.Module], object]
-EDITS: dict[str, Edit] = {
+GRAD_EDITS: dict[str, Edit] = {
     "torch's clipping by norm": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
     "torch's clipping by a norm that is not exceeded": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e9),
     "torch's clipping by value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
     "scaling": lambda model: torch._foreach_mul_(grads_of(model), 0.5),
-    "other tensors": exchange,
+    "other tensors": replace_grads,
 }
 
 
 @ranks(1, 2, 3)
-def test_zero1_refuses_edits_after_the_reduction(ctx: RankContext) -> None:
+def test_zero1_rejects_grad_edits_after_reduce(ctx: RankContext) -> None:
     """On all ranks or on one: each rank would clip by its own norm. Reading is allowed, and so are zeros."""
     twins = ShardTwins(ZERO1)
-    for edit in EDITS.values():
+    for edit in GRAD_EDITS.values():
         for culprits in (range(ctx.world_size), [ctx.world_size - 1]):
             twins.sides[0].backward(7)
             nn.utils.get_total_norm(grads_of(twins.model))
@@ -94,7 +94,7 @@ def test_zero1_refuses_edits_after_the_reduction(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_zero1_refuses_what_is_written_after_clipping(ctx: RankContext) -> None:
+def test_zero1_rejects_grad_edits_after_clipping(ctx: RankContext) -> None:
     """On one rank; averaging anew would undo the clipping without a word."""
     twins = ShardTwins(ZERO1)
     twins.sides[0].backward(7)
@@ -107,12 +107,12 @@ def test_zero1_refuses_what_is_written_after_clipping(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_edits_after_the_reduction_are_refused_under_ddp(ctx: RankContext) -> None:
+def test_ddp_hook_rejects_grad_edits_after_reduce(ctx: RankContext) -> None:
     """Whatever DDP does with its buckets; also where a second pass adds to the first."""
-    for wrap in wraps():
-        hooked = Hooked(**wrap)
+    for wrap in ddp_options():
+        hooked = DDPHookTwins(**wrap)
         hooked.train(2)
-        for edit in EDITS.values():
+        for edit in GRAD_EDITS.values():
             for passes in (1, 2):
                 for number in range(passes):
                     torch.autograd.backward(regression(hooked.net, number))
@@ -124,10 +124,10 @@ def test_edits_after_the_reduction_are_refused_under_ddp(ctx: RankContext) -> No
 
 
 @ranks(1, 2, 3)
-def test_local_passes_after_a_reduction_are_no_edits_under_ddp(ctx: RankContext) -> None:
+def test_ddp_hook_does_not_treat_no_sync_passes_as_edits(ctx: RankContext) -> None:
     """Views of one bucket of DDP share a version, and a local pass adds to some of them only."""
     for view in (False, True):
-        hooked = Hooked(gradient_as_bucket_view=view)
+        hooked = DDPHookTwins(gradient_as_bucket_view=view)
         hooked.train(2)
         for clips in (False, True):
             torch.autograd.backward(regression(hooked.net, 3))
@@ -142,9 +142,9 @@ def test_local_passes_after_a_reduction_are_no_edits_under_ddp(ctx: RankContext)
 
 
 @ranks(1, 2, 3)
-def test_what_nobody_wrote_travels_once_under_ddp(ctx: RankContext) -> None:
-    for wrap in wraps():
-        hooked = Hooked(**wrap)
+def test_ddp_hook_reduces_unedited_grads_once(ctx: RankContext) -> None:
+    for wrap in ddp_options():
+        hooked = DDPHookTwins(**wrap)
         engine: Any = hooked.zero._engine
         for clear in (True, False):
             torch.autograd.backward(regression(hooked.net, 0))
@@ -154,8 +154,8 @@ def test_what_nobody_wrote_travels_once_under_ddp(ctx: RankContext) -> None:
 
 
 @ranks(1, 2, 3)
-def test_what_is_written_after_clipping_is_refused_under_ddp(ctx: RankContext) -> None:
-    hooked = Hooked()
+def test_ddp_hook_rejects_grad_edits_after_clipping(ctx: RankContext) -> None:
+    hooked = DDPHookTwins()
     torch.autograd.backward(regression(hooked.net, 0))
     hooked.zero.clip_grad_norm_(0.1)
     if ctx.rank == 0:
@@ -165,24 +165,24 @@ def test_what_is_written_after_clipping_is_refused_under_ddp(ctx: RankContext) -
     hooked.train(2)
 
 
-def clear_one_by_one(model: nn.Module) -> None:
+def clear_each_param(model: nn.Module) -> None:
     for param in model.parameters():
         param.grad = None
 
 
-CLEARS: dict[str, Edit] = {
+CLEAR_FNS: dict[str, Edit] = {
     "by the model": lambda model: model.zero_grad(),
     "in place": lambda model: model.zero_grad(set_to_none=False),
-    "one by one": clear_one_by_one,
+    "one by one": clear_each_param,
 }
 
 
 @ranks(1, 2)
-def test_gradients_cleared_without_the_optimizer_after_clipping_under_ddp(ctx: RankContext) -> None:
+def test_ddp_hook_grads_cleared_without_optimizer_after_clipping(ctx: RankContext) -> None:
     """The optimizer does not know the model. A pass after clipping adds to the average unless that was cleared."""
-    for wrap in wraps():
-        hooked = Hooked(**wrap)
-        for clear in CLEARS.values():
+    for wrap in ddp_options():
+        hooked = DDPHookTwins(**wrap)
+        for clear in CLEAR_FNS.values():
             for number in range(2):
                 for net, optimizer in hooked.sides:
                     torch.autograd.backward(regression(net, number))

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 pytest.importorskip("hatchling")
 
 
-DATA = {"zeroshard/py.typed", "zeroshard/cli/page.html"}
+DATA = {"zeroshard/py.typed", "zeroshard/planner/page.html"}
 """What the package has beside Python."""
 
 

@@ -181,7 +181,7 @@ def test_everything_public_is_typed() -> None:
 def test_modules_that_few_programs_need_are_imported_on_use() -> None:
     code = """if True:
         import sys, zeroshard
-        lazy = ["checkpoint", "measuring", "planning", "recovery", "reporting", "second_copy"]
+        lazy = ["checkpoint", "peer_checkpoint", "planner", "report"]
         print(*[name for name in lazy if f"zeroshard.{name}" in sys.modules])
         print(*[name for name in lazy if not getattr(zeroshard, name)])
     """

@@ -81,7 +81,7 @@ def test_no_more_is_made_for_more_ranks(kind: str) -> None:
 def test_loads_are_found_without_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = PARTITIONS[kind].extend(Layout.empty(MANY), [spec(i, (5000,), group=i % 2) for i in range(400)])
     monkeypatch.setattr(layouts, "ParamShard", None)
-    assert sum(layout.loads(trainable=True)) == 400 * 5000
+    assert sum(layout.numel_per_rank(trainable=True)) == 400 * 5000
     assert sum(compute_balance(layout, costs).cost_per_rank) == pytest.approx(400 * 5000)
 
 
@@ -90,11 +90,11 @@ def test_loads_are_found_without_pieces(kind: str, monkeypatch: pytest.MonkeyPat
 def test_loads_are_those_of_all_pieces(groups: Groups, world_size: int, kind: str, trainable: bool) -> None:
     layout = PARTITIONS[kind].extend(Layout.empty(world_size), make_param_specs(groups))
     expected = [0] * world_size
-    for piece in (piece for bucket in layout.buckets for piece in bucket.pieces):
+    for piece in (piece for bucket in layout.buckets for piece in bucket.param_shards):
         one = layout.params[piece.param]
-        if one.trainable == trainable and one.extent:
-            expected[piece.owner] += piece.in_param.length * one.numel // one.extent
-    assert layout.loads(trainable=trainable) == expected
+        if one.trainable == trainable and one.storage_numel:
+            expected[piece.owner] += piece.in_param.length * one.numel // one.storage_numel
+    assert layout.numel_per_rank(trainable=trainable) == expected
 
 
 def test_ranks_that_have_nothing_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

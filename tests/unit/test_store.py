@@ -140,7 +140,7 @@ def test_they_move_bucket_by_bucket_so_that_only_one_is_there_twice() -> None:
     left: list[int] = []
 
     class Counting(FlatParamBuffers):
-        def _make_buffer(self, *given: Any) -> None:
+        def _allocate_buffers(self, *given: Any) -> None:
             left.append(sum(storage() is not None for storage in old))
             super()._allocate_buffers(*given)
 
