@@ -75,7 +75,7 @@ test-integrations-fast: $(INTEGRATIONS)
 # Records of earlier runs go first, but for that of `make long`.
 faults: $(READY)
 	ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m tests.support.fault_report --forget
-	ZEROSHARD_KILLS=80 ZEROSHARD_FAULTS=2 ZEROSHARD_LOSSES=60 ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m pytest tests/faults tests/ranks/test_shuffled.py tests/ranks/test_drift.py
+	ZEROSHARD_KILLS=80 ZEROSHARD_FAULTS=2 ZEROSHARD_LOSSES=60 ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m pytest tests/faults tests/distributed/test_timing_independence.py tests/distributed/test_consistency_check.py
 	ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m tests.support.fault_report
 
 # 20,000 steps with all that happens on the way, twice: about half an hour on 2 cores.
@@ -101,11 +101,11 @@ programs: $(READY)
 # The page of `zeroshard plan --html` in chromium, which must be there: apt-get install chromium, or brew install chromium.
 browser: $(READY)
 	$(PY) -m pip install --quiet --disable-pip-version-check "playwright>=1.49"
-	ZEROSHARD_BROWSER=1 $(PY) -m pytest tests/unit/test_plan_browser.py
+	ZEROSHARD_BROWSER=1 $(PY) -m pytest tests/unit/test_planner_browser.py
 
 # Writes docs/optimizers.md anew: about a minute.
 table: $(READY)
-	ZEROSHARD_TABLE=write $(PY) -m pytest tests/ranks/test_optimizers.py
+	ZEROSHARD_TABLE=write $(PY) -m pytest tests/distributed/test_optimizers.py
 
 # The site, in site/. Any warning is an error; a note of the theme's makers is none.
 docs: $(READY)

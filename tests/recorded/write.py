@@ -1,6 +1,7 @@
 """Record checkpoints and training runs with the present code: `python -m tests.recorded.write`.
 
-Only after a change of numbers or of the file format that is meant to be one. tests/ranks/test_recorded.py compares.
+Only after a change of numbers or of the file format that is meant to be one. tests/distributed/test_recorded.py
+compares.
 """
 
 import os

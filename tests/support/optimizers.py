@@ -494,7 +494,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 # ruff: noqa: E501 (a page)
 HEAD = f"""# Optimizers
 
-Written by `make table`, which runs `tests/ranks/test_optimizers.py`. Do not edit: that test fails where this page is not what it finds.
+Written by `make table`, which runs `tests/distributed/test_optimizers.py`. Do not edit: that test fails where this page is not what it finds.
 
 Each optimizer is made by `zeroshard.shard` on 1, 2 and 3 processes (gloo, CPU, float32) beside itself unsharded, which gets the mean
 of all ranks' gradients. *Training*: all parameters have the same bits after each of {STEPS} steps and, where it has `train()` and `eval()`, after

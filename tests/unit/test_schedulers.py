@@ -1,7 +1,7 @@
 """Every learning-rate scheduler of torch drives the drop-in as it drives the plain optimizer.
 
-Schedulers write into `param_groups` of their own process, so one rank is enough here; `tests/ranks/test_training.py`
-follows a few of them on several ranks.
+Schedulers write into `param_groups` of their own process, so one rank is enough here;
+`tests/distributed/test_training_loop.py` follows a few of them on several ranks.
 """
 
 from __future__ import annotations

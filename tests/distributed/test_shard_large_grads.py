@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import test_shard_accumulation as accumulation
-from tests.ranks import test_shard_graphs as graphs
-from tests.ranks import test_shard_unused as unused
+from tests.distributed import test_shard_accumulation as accumulation
+from tests.distributed import test_shard_autograd as graphs
+from tests.distributed import test_shard_unused_params as unused
 from tests.support import RankContext, ranks
 from tests.support.oracles import mlp, regression, seeded
 from tests.support.tiers import sampled

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from tests.ranks.test_flat_parity import flat_options, make_param_groups, make_strided_params, random_params
-from tests.ranks.test_masters import INNER_OPTIMIZERS, MASTER_WEIGHTS, Run, make_half_mlp
+from tests.distributed.test_flat_parity import flat_options, make_param_groups, make_strided_params, random_params
+from tests.distributed.test_master_weights import INNER_OPTIMIZERS, MASTER_WEIGHTS, Run, make_half_mlp
 from tests.support import RankContext, ranks
 from tests.support.oracles import TINY, Pair, RulesPair, Twins, assert_same
 from zeroshard import ConfigError, ZeroConfig, broadcast_object

@@ -43,7 +43,7 @@ from zeroshard.checkpoint.directory import MANIFEST_FILE, Manifest
 from zeroshard.checkpoint.saver import get_rng_states
 from zeroshard.state.serialization import dumps
 
-# ---- damaged and hostile files: what counts as damage is tested in tests/unit/test_checkpoint_refusals.py
+# ---- damaged and hostile files: what counts as damage is tested in tests/unit/test_checkpoint_validation.py
 
 
 def truncate(file: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn, optim
 from torch.optim import SGD, Optimizer
 
-from tests.ranks.test_flat_parity import flat_options, random_params
+from tests.distributed.test_flat_parity import flat_options, random_params
 from tests.support import RankContext, ranks
 from tests.support.monitoring import recorded
 from tests.support.oracles import Twins, assert_same, left_as_it_was, set_grads

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from tests.ranks.test_offload import force_offload
+from tests.distributed.test_offload import force_offload
 from tests.support import RankContext, ranks
 from tests.support.oracles import ADAMW, TINY, ZERO2, batch, mlp, regression, seeded
 from zeroshard import (

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks.test_closures_that_repeat import step_with_closure
-from tests.ranks.test_masters import MasterWeightsOracle, loss_for_step, make_half_mlp
-from tests.ranks.test_offload import force_offload
+from tests.distributed.test_closures import step_with_closure
+from tests.distributed.test_master_weights import MasterWeightsOracle, loss_for_step, make_half_mlp
+from tests.distributed.test_offload import force_offload
 from tests.support import RankContext, ranks
 from tests.support.optimizers import Assigning, Sam
 from tests.support.oracles import TINY, ZERO2, ShardTwins, assert_same, mlp, set_grads, some_configs, values_of

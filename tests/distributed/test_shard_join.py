@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import ExponentialLR
 
-from tests.ranks.test_join import InputCounts, uneven_counts
+from tests.distributed.test_join import InputCounts, uneven_counts
 from tests.support import RankContext, ranks
 from tests.support.oracles import (
     WIDTH,

@@ -124,7 +124,7 @@ def test_slices_of_many_ranks_are_added_by_one_call(ranks: int) -> None:
 @sampled("kind", ["shard", "rules", "dropin"])
 def test_one_of_thousands_of_ranks_updates_its_own(kind: str) -> None:
     """2,000 parameters on 4,096 ranks that are not there, in a process of its own."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.unit.test_scaling", kind]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.unit.test_rank_scaling", kind]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=360, check=False)
     assert done.returncode == 0, done.stderr
 

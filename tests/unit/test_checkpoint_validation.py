@@ -1,7 +1,7 @@
 """Checkpoints that are damaged, foreign or hostile, and wrong arguments: refused with a reason, and nothing changes.
 
-What one process decides is tested here, in a process group of one. `tests/ranks/test_checkpoint_hazards.py` shows that
-all ranks refuse when one of them does.
+What one process decides is tested here, in a process group of one. `tests/distributed/test_checkpoint_failures.py`
+shows that all ranks refuse when one of them does.
 """
 
 from __future__ import annotations

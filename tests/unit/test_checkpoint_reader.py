@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from tests.unit.test_boxes import Dims, extent_of, strided
+from tests.unit.test_chunks import Dims, extent_of, strided
 from zeroshard import CheckpointError
 from zeroshard._types import Span
 from zeroshard.checkpoint import reader

@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer, lr_scheduler
 
-from tests.ranks.test_parity import CASES, NoisySGD
+from tests.distributed.test_parity import CASES, NoisySGD
 from tests.support import RankContext, ranks
 from tests.support.oracles import Twins, assert_same, set_grads
 from zeroshard import (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from tests.ranks.test_offload import force_offload
+from tests.distributed.test_offload import force_offload
 from tests.support import RankContext, ranks
 from tests.support.oracles import assert_same
 from tests.support.tiers import sampled

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from tests.ranks.test_flat_parity import (
+from tests.distributed.test_flat_parity import (
     flat_options,
     make_mixed_dtype_params,
     make_param_groups,

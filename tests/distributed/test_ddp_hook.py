@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from tests.ranks.test_join import uneven_counts
+from tests.distributed.test_join import uneven_counts
 from tests.support import RankContext, ranks
 from tests.support.monitoring import recorded
 from tests.support.oracles import (

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from tests.support.optimizers import Blocks
-from tests.unit import test_separable as own
-from tests.unit.test_separable import Own, norm, recipe
+from tests.unit import test_probe_elementwise as own
+from tests.unit.test_probe_elementwise import Own, norm, recipe
 from zeroshard.engine.inner import OptimizerFactory
 from zeroshard.engine.probe import SplitRule, probe_split_rule, probe_traits
 from zeroshard.layout.partition import ShardGranularity

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks.test_ddp_hook import DDPHookTwins, ddp_options
+from tests.distributed.test_ddp_hook import DDPHookTwins, ddp_options
 from tests.support import RankContext, ranks
 from tests.support.oracles import ZERO1, ShardTwins, average, from_all_ranks, regression
 
