@@ -98,13 +98,17 @@ def test_every_phase_of_a_step_is_traced_in_order(ctx: RankContext, tmp_path: Pa
     shared = ["wait for module parameters", "wait for parameters of bucket 0", "send gradients of bucket 0"]
     shared += ["consensus", "receive gradients of bucket 0", "send parameters of bucket 0"]
     assert set(ours) <= set(labels)
-    assert_phase_order(labels, "pack gradients", "clip", "synchronize", "step", "check con", "check for non", "assign", "inner")
+    assert_phase_order(
+        labels, "pack gradients", "clip", "synchronize", "step", "check con", "check for non", "assign", "inner"
+    )
     assert_phase_order(labels, "inner step", "round master weights", "peer checkpoint")
     if ctx.world_size == 1:
         assert strip_phase_suffixes(labels).isdisjoint({label.partition(" of ")[0] for label in shared})
         return
     assert set(shared) <= set(labels)
-    assert_phase_order(labels, "wait for module", "wait for parameters", "pack", "send gradients", "receive gradients", "step")
+    assert_phase_order(
+        labels, "wait for module", "wait for parameters", "pack", "send gradients", "receive gradients", "step"
+    )
     assert_phase_order(labels, "round master weights", "send parameters")
     packed = {f"pack gradients of bucket {it.index}" for it in optimizer.layout.buckets if len(it.slots) > 1}
     assert {label for label in labels if label.startswith("pack")} == packed, "one alone is sent as it lies"
@@ -176,7 +180,13 @@ def test_overlapped_ddp_steps_are_traced(ctx: RankContext, tmp_path: Path) -> No
     for number in range(3):
         torch.autograd.backward(regression(model, number))
     labels = trace_phases(lambda: torch.autograd.backward(regression(model, 3)), tmp_path / f"{ctx.rank}.json")
-    assert strip_phase_suffixes(labels) == {"wait for DDP", "inner step", "send parameters", "wait for parameters", "consensus"}
+    assert strip_phase_suffixes(labels) == {
+        "wait for DDP",
+        "inner step",
+        "send parameters",
+        "wait for parameters",
+        "consensus",
+    }
     assert optimizer._engine.comm.profiler.last_step.phases[Phase.INNER_STEP].num_calls >= 1
 
 
@@ -201,7 +211,9 @@ def test_state_dicts_and_checkpoints_are_traced(ctx: RankContext, tmp_path: Path
             optimizer.load_state_dict(state or {})
 
     labels = trace_phases(work, tmp_path / f"{ctx.rank}.json")
-    assert_phase_order(labels, "gather state", "save: collect", "save: write", "save: publish", "load: validate", "load: read")
+    assert_phase_order(
+        labels, "gather state", "save: collect", "save: write", "save: publish", "load: validate", "load: read"
+    )
     assert "load state" in labels
 
 

@@ -2,7 +2,8 @@
 
 DCP's helpers call `state_dict()` of any optimizer and expect full tensors, or shards that they can gather themselves.
 They cannot gather ours, and do not say which of the two they want, so `state_dict()` inspects the call stack. This is
-the only module that depends on torch's stack frames; tests/distributed/test_dcp.py fails if a torch release changes them.
+the only module that depends on torch's stack frames; tests/distributed/test_dcp.py fails if a torch release changes
+them.
 """
 
 import sys

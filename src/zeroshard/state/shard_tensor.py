@@ -1,7 +1,7 @@
 """ShardTensor: one rank's shard of a tensor, as `torch.distributed.checkpoint` (DCP) saves and loads it.
 
-DCP's protocol for sharded tensors is private. This is the only module that depends on it; tests/distributed/test_dcp.py fails
-if a torch release changes it.
+DCP's protocol for sharded tensors is private. This is the only module that depends on it;
+tests/distributed/test_dcp.py fails if a torch release changes it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
