@@ -227,3 +227,30 @@ def test_files_list_full_tensor_shapes(ctx: RankContext, tmp_path: Path) -> None
     shapes = {str(it.path[1]): tuple(it.tensor.size) for it in archive.under("model") if it.tensor is not None}
     assert shapes == {name: tuple(value.shape) for name, value in run.model.state_dict().items()}
     dist.barrier()
+
+
+@ranks(2)
+def test_fused_optimizer_resumes_with_channels_last_weights(ctx: RankContext, tmp_path: Path) -> None:
+    """Fused kernels walk through the memory of a parameter and its state together, so both need the same strides."""
+
+    def build() -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+        torch.manual_seed(0)
+        convs = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 5, 3))
+        model = convs.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01, fused=True)
+
+    def train(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> None:
+        images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+        torch.autograd.backward(model(images).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = build()
+    train(model, optimizer, 0)
+    checkpoint.save(tmp_path, step=1, model=model, optimizer=optimizer)
+    train(model, optimizer, 1)
+    resumed, loaded = build()
+    checkpoint.load(tmp_path, model=resumed, optimizer=loaded)
+    train(resumed, loaded, 1)
+    for param, expected in zip(resumed.parameters(), model.parameters(), strict=True):
+        assert torch.equal(param, expected)

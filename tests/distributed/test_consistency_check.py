@@ -181,7 +181,7 @@ def test_step_detects_bit_flip_before_updating(ctx: RankContext) -> None:
             optimizer.step()
             optimizer.zero_grad()
         torch.autograd.backward(regression(model, 2))
-        optimizer.wait()
+        optimizer.wait_for_params()
         if ctx.rank == ctx.world_size - 1:
             flip_bit(model[4].bias, 3, 30)
         before = values_of(model)
@@ -211,7 +211,7 @@ def check_random_bit_flip_is_detected(ctx: RankContext, config: ZeroConfig, draw
     def train() -> None:
         for step in range(1, 5):
             for part in ("before", "after"):
-                optimizer.wait()
+                optimizer.wait_for_params()
                 if (step, part) == moment and ctx.rank == rank:
                     flip_bit(param, element, bit)
                 if part == "before":

@@ -504,7 +504,7 @@ def test_complex_and_sparse_gradients(ctx: RankContext) -> None:
             model.complex_param.grad = torch.full((4,), value, dtype=torch.complex64)
             model.empty_param.grad, model.dense_param.grad = torch.empty(0, 3), torch.ones(5)
             zero.step()
-            assert zero.nonfinite.found == count, value
+            assert zero.nonfinite.detected == count, value
     rows = nn.Embedding(6, 3, sparse=True)
     zero = ZeroRedundancyOptimizer(rows.parameters(), SparseAdam, config=ZeroConfig(nonfinite=SKIP), lr=0.1)
     for values, count in (([1.0, 2.0], 0), ([1.0, math.inf], 1), ([big, big], 2), ([], 2)):
@@ -512,7 +512,7 @@ def test_complex_and_sparse_gradients(ctx: RankContext) -> None:
         at = torch.full((1, len(values)), 4)
         rows.weight.grad = torch.sparse_coo_tensor(at, entries, (6, 3))
         zero.step()
-        assert zero.nonfinite.found == count, values
+        assert zero.nonfinite.detected == count, values
     assert rows.weight.isfinite().all()
 
 

@@ -387,14 +387,14 @@ def test_rank_lost_during_restore_leaves_complete_snapshot(ctx: RankContext, mon
     held, expected = wait_for_snapshots(optimizer), comparable_state(model, optimizer)
     another = OPTIMIZERS["flat"](model, None)
 
-    def unheard(*_: Any, well: bool) -> bool:
-        raise RankFailedError(f"another rank was lost by now ({well})")
+    def unheard(*_: Any, succeeded: bool) -> bool:
+        raise RankFailedError(f"another rank was lost by now ({succeeded})")
 
     with monkeypatch.context() as patch:
         if ctx.rank != 1:
             patch.setattr(BackgroundComm, "all_succeeded", unheard)
         else:
-            patch.setattr(BackgroundComm, "all_succeeded", lambda *_, well: well)
+            patch.setattr(BackgroundComm, "all_succeeded", lambda *_, succeeded: succeeded)
         try:
             assert restore_from_peers(another, held) == SNAPSHOT_EVERY
             assert ctx.rank == 1

@@ -109,7 +109,7 @@ def test_report_matches_the_optimizer(ctx: RankContext) -> None:
         assert first.counters.steps == 0, "a report does not change"
         assert 0 < report.times.step <= report.times.iteration
         if hasattr(optimizer, "wait_for_params"):
-            optimizer.wait()
+            optimizer.wait_for_params()
 
 
 @ranks(1, 2, 4)

@@ -555,11 +555,22 @@ def list_differences(
     return texts
 
 
+def scale_tolerances(
+    tolerances: dict[torch.dtype, tuple[float, float]], key: Any
+) -> dict[torch.dtype, tuple[float, float]]:
+    """RMSprop's momentum holds updates before they are multiplied by the learning rate, which is 0.01."""
+    scale = 100.0 if key == "momentum_buffer" else 1.0
+    return {dtype: (relative, absolute * scale) for dtype, (relative, absolute) in tolerances.items()}
+
+
 def describe_difference(found: Any, expected: Any, tolerances: dict[torch.dtype, tuple[float, float]]) -> str:
     if isinstance(expected, dict):
         if not isinstance(found, dict) or list(found) != list(expected):
             return f"zeroshard has {found if not isinstance(found, dict) else list(found)}, expected {list(expected)}"
-        texts = [(key, describe_difference(found[key], value, tolerances)) for key, value in expected.items()]
+        texts = [
+            (key, describe_difference(found[key], value, scale_tolerances(tolerances, key)))
+            for key, value in expected.items()
+        ]
         return "; ".join(f"{key}: {text}" for key, text in texts if text)
     if not isinstance(expected, Tensor) or not isinstance(found, Tensor):
         if isinstance(expected, float) and isinstance(found, float) and tolerances:
