@@ -1,4 +1,7 @@
-"""How docstrings of classes are read for the reference: lines `option: what it is` are a table of options."""
+"""Extension of griffe for the reference: lines `name: description` in the docstring of a class become a table.
+
+Docstrings with an `Args:` section do not need it; those of exceptions and small dataclasses do.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,28 @@ from typing import Any
 import griffe
 
 
-class Options(griffe.Extension):
+class AttributeTables(griffe.Extension):
+    """Put attributes that a class docstring describes one per line under the heading `Args`."""
+
     def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
         if cls.docstring is not None:
-            names = {*cls.members, *(it.name for it in cls.parameters)}
-            cls.docstring.value = with_table(cls.docstring.value, names)
+            names = {*cls.members, *(param.name for param in cls.parameters)}
+            cls.docstring.value = add_args_heading(cls.docstring.value, names)
 
 
-def with_table(text: str, names: Collection[str]) -> str:
-    """The first run of lines that begin with a name, and what is indented below them, under the heading `Args`."""
+def add_args_heading(text: str, names: Collection[str]) -> str:
+    """Put the first run of lines that begin with a name, and the lines indented below them, under `Args:`."""
     lines = text.splitlines()
-    starts = [number for number, line in enumerate(lines) if _names_one(line, names)]
+    starts = [number for number, line in enumerate(lines) if _describes_name(line, names)]
     if not starts:
         return text
     first = end = starts[0]
-    while end < len(lines) and (_names_one(lines[end], names) or lines[end].startswith("    ")):
+    while end < len(lines) and (_describes_name(lines[end], names) or lines[end].startswith("    ")):
         end += 1
     table = ["Args:", *(f"    {line}" for line in lines[first:end])]
     return "\n".join([*lines[:first], *table, *lines[end:]])
 
 
-def _names_one(line: str, names: Collection[str]) -> bool:
-    found = re.match(r"(\w+): ", line)
-    return found is not None and found[1] in names
+def _describes_name(line: str, names: Collection[str]) -> bool:
+    match = re.match(r"(\w+): ", line)
+    return match is not None and match[1] in names

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/concepts.md. Run it to write them anew; a test compares them.
+"""Draw the pictures of docs/concepts.md. Run it after a change: a test compares the files with this script.
 
 python docs/drawings/draw.py
 """
@@ -14,7 +14,7 @@ INK, SOFT, LINE, PAPER, EMPTY = "#1f2933", "#52606d", "#9aa5b1", "#ffffff", "#f1
 
 
 class Canvas:
-    """A sheet of paper, so that it can be read on light and on dark pages."""
+    """A drawing on a white sheet, readable on light and on dark pages."""
 
     def __init__(self, width: int, height: int) -> None:
         self._size = (width, height)
@@ -32,14 +32,14 @@ class Canvas:
         dashed: bool = False,
     ) -> None:
         dash = ' stroke-dasharray="4 3"' if dashed else ""
-        place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="2"'
-        self._parts.append(f'<rect {place} fill="{fill}" stroke="{line}"{dash}/>')
+        position = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="2"'
+        self._parts.append(f'<rect {position} fill="{fill}" stroke="{line}"{dash}/>')
 
     def text(
         self,
         x: float,
         y: float,
-        words: str,
+        text: str,
         *,
         size: int = 13,
         fill: str = INK,
@@ -48,7 +48,7 @@ class Canvas:
     ) -> None:
         weight = ' font-weight="600"' if bold else ""
         self._parts.append(
-            f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{fill}" text-anchor="{anchor}"{weight}>{words}</text>'
+            f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{fill}" text-anchor="{anchor}"{weight}>{text}</text>'
         )
 
     def arrow(self, x1: float, y1: float, x2: float, y2: float, colour: str = SOFT, *, both: bool = False) -> None:
@@ -72,43 +72,43 @@ class Canvas:
 
 
 def ownership() -> Canvas:
-    """Who keeps what, in four ways."""
+    """Which rank keeps which data, for four methods."""
     canvas = Canvas(860, 290)
-    ways = (("DDP", ()), ("ZeRO-1", ("state",)), ("ZeRO-2", ("gradients", "state")))
-    ways += (("FSDP2", ("parameters", "gradients", "state")),)
-    bytes_each = ("16", "8 + 8/N", "4 + 12/N", "16/N")
-    for column, ((way, divided), size) in enumerate(zip(ways, bytes_each, strict=True)):
+    methods = (("DDP", ()), ("ZeRO-1", ("state",)), ("ZeRO-2", ("gradients", "state")))
+    methods += (("FSDP2", ("parameters", "gradients", "state")),)
+    bytes_per_param = ("16", "8 + 8/N", "4 + 12/N", "16/N")
+    for column, ((method, sharded), size) in enumerate(zip(methods, bytes_per_param, strict=True)):
         left = 110 + 190 * column
-        canvas.text(left + 78, 30, way, size=16, anchor="middle", bold=True)
+        canvas.text(left + 78, 30, method, size=16, anchor="middle", bold=True)
         for row, kind in enumerate(("parameters", "gradients", "state")):
-            _kept_by_all(canvas, left, 52 + 66 * row, is_divided=kind in divided)
+            _draw_ranks(canvas, left, 52 + 66 * row, is_sharded=kind in sharded)
         canvas.text(left + 78, 272, f"{size} bytes", anchor="middle", fill=SOFT)
     for row, kind in enumerate(("parameters", "gradients", "state")):
         canvas.text(14, 80 + 66 * row, kind, bold=True)
-    canvas.text(14, 272, "for a parameter", fill=SOFT)
+    canvas.text(14, 272, "per parameter", fill=SOFT)
     return canvas
 
 
-def _kept_by_all(canvas: Canvas, left: float, top: float, *, is_divided: bool) -> None:
-    """What four ranks, one below the other, keep of something in four parts."""
+def _draw_ranks(canvas: Canvas, left: float, top: float, *, is_sharded: bool) -> None:
+    """Draw which of four shards each of four ranks keeps, one rank below the other."""
     for rank, colour in enumerate(RANKS):
-        for part in range(4):
-            kept = part == rank or not is_divided
-            canvas.box(left + 39 * part, top + 13 * rank, 37, 11, colour if kept else EMPTY)
+        for shard in range(4):
+            is_kept = shard == rank or not is_sharded
+            canvas.box(left + 39 * shard, top + 13 * rank, 37, 11, colour if is_kept else EMPTY)
 
 
 def buckets() -> Canvas:
-    """Parameters in rooms, and buckets in slices."""
+    """Parameters in the slots of buckets, and the shards of buckets."""
     canvas = Canvas(860, 300)
-    canvas.text(14, 30, "parameters, from the last of the model to the first", bold=True)
-    rooms = (
+    canvas.text(14, 30, "parameters, from the last one of the model to the first", bold=True)
+    slots = (
         (0, 0, 250, "head.weight"),
         (0, 250, 60, "bias"),
         (0, 318, 82, "mlp"),
         (1, 0, 180, "qkv"),
         (1, 190, 190, "embed"),
     )
-    for bucket, start, size, name in rooms:
+    for bucket, start, size, name in slots:
         left = 20 + 430 * bucket + start
         canvas.box(left, 44, size - 3, 30, "#e4e7eb")
         canvas.text(left + size / 2, 64, name, anchor="middle", size=12)
@@ -119,13 +119,13 @@ def buckets() -> Canvas:
         for rank, colour in enumerate(RANKS):
             canvas.box(left + 100 * rank, 136, 100, 30, colour)
             canvas.text(left + 100 * rank + 50, 186, f"rank {rank}", anchor="middle", fill=colour, size=12)
-    for bucket, start, size, _ in rooms:
+    for bucket, start, size, _ in slots:
         left = 20 + 430 * bucket + start
         canvas.box(left, 132, size - 3, 38, "none", line=INK)
     canvas.text(
         20,
         214,
-        "coloured: slices, equal on all ranks · framed: rooms, aligned · a piece is where the two overlap",
+        "coloured: shards, equal on all ranks · framed: slots of parameters · where they overlap: parameter shards",
         fill=SOFT,
     )
     canvas.text(20, 246, "rank 2 owns", bold=True)
@@ -133,15 +133,13 @@ def buckets() -> Canvas:
         left = 130 + (0, 52, 104)[number]
         canvas.box(left, 230, width, 24, RANKS[2])
         canvas.text(left + width / 2, 246, name, anchor="middle", fill=PAPER, size=12)
-    canvas.text(350, 246, "pieces: what its inner optimizer updates, and has state for", fill=SOFT)
-    canvas.text(
-        20, 280, "bucket 0 is full first in a backward pass, and is sent while the rest is still computed", fill=SOFT
-    )
+    canvas.text(350, 246, "parameter shards: its inner optimizer updates them and keeps their state", fill=SOFT)
+    canvas.text(20, 280, "bucket 0 is full first in a backward pass and is sent while backward continues", fill=SOFT)
     return canvas
 
 
 def step() -> Canvas:
-    """What happens when, in one iteration."""
+    """The timeline of one iteration."""
     canvas = Canvas(860, 300)
     canvas.text(14, 88, "compute", bold=True)
     canvas.text(14, 148, "network", bold=True)
@@ -154,9 +152,9 @@ def step() -> Canvas:
         canvas.text(300 + 44 * number, 149, f"b{number}", anchor="middle", fill=PAPER)
     canvas.box(460, 126, 26, 36, "#e4e7eb")
     canvas.box(584, 126, 140, 36, RANKS[1])
-    canvas.text(654, 149, "slices to all", anchor="middle", fill=PAPER)
-    canvas.text(366, 184, "buckets to their owners", fill=SOFT, anchor="middle", size=12)
-    canvas.text(473, 206, "agree", fill=SOFT, anchor="middle", size=12)
+    canvas.text(654, 149, "all-gather", anchor="middle", fill=PAPER)
+    canvas.text(366, 184, "reduce-scatter of buckets", fill=SOFT, anchor="middle", size=12)
+    canvas.text(473, 206, "consensus", fill=SOFT, anchor="middle", size=12)
     canvas.arrow(473, 194, 473, 166)
     canvas.box(456, 44, 272, 134, "none", line=INK, dashed=True)
     canvas.text(592, 34, "optimizer.step()", anchor="middle", bold=True)
@@ -167,67 +165,67 @@ def step() -> Canvas:
     canvas.box(590, 230, 150, 15, "#7b8794")
     canvas.text(665, 242, "next forward", anchor="middle", fill=PAPER, size=11)
     canvas.box(590, 249, 110, 15, RANKS[1])
-    canvas.text(645, 261, "slices to all", anchor="middle", fill=PAPER, size=11)
+    canvas.text(645, 261, "all-gather", anchor="middle", fill=PAPER, size=11)
     canvas.text(590, 286, "each layer waits for its own parameters", fill=SOFT, size=12)
     return canvas
 
 
-def rows() -> Canvas:
-    """State divided within hosts, and held by both."""
+def shard_groups() -> Canvas:
+    """State sharded within each host and replicated across hosts."""
     canvas = Canvas(860, 260)
     for host in range(2):
         top = 24 + 116 * host
         canvas.box(110, top, 560, 78, EMPTY)
         canvas.text(14, top + 44, f"host {host}", bold=True)
-        for place, colour in enumerate(RANKS):
-            left = 130 + 134 * place
+        for shard, colour in enumerate(RANKS):
+            left = 130 + 134 * shard
             canvas.box(left, top + 12, 118, 54, colour)
-            canvas.text(left + 59, top + 35, f"rank {4 * host + place}", anchor="middle", fill=PAPER, bold=True)
-            canvas.text(left + 59, top + 54, f"state {place + 1}/4", anchor="middle", fill=PAPER, size=12)
-    for place in range(4):
-        canvas.arrow(189 + 134 * place, 105, 189 + 134 * place, 137, both=True)
-    canvas.text(684, 56, "within a row: slices of", fill=SOFT)
+            canvas.text(left + 59, top + 35, f"rank {4 * host + shard}", anchor="middle", fill=PAPER, bold=True)
+            canvas.text(left + 59, top + 54, f"state {shard + 1}/4", anchor="middle", fill=PAPER, size=12)
+    for shard in range(4):
+        canvas.arrow(189 + 134 * shard, 105, 189 + 134 * shard, 137, both=True)
+    canvas.text(684, 56, "within a shard group:", fill=SOFT)
     canvas.text(684, 74, "gradients and parameters", fill=SOFT)
-    canvas.text(684, 118, "between rows: sums", fill=SOFT)
-    canvas.text(684, 136, "of gradients alone", fill=SOFT)
+    canvas.text(684, 118, "across replicas:", fill=SOFT)
+    canvas.text(684, 136, "sums of gradients only", fill=SOFT)
     return canvas
 
 
-def second_copy() -> Canvas:
-    """Each share on two hosts."""
+def peer_checkpoint() -> Canvas:
+    """Each shard on two hosts."""
     canvas = Canvas(860, 250)
     for host in range(2):
         left = 20 + 420 * host
         canvas.box(left, 20, 390, 168, EMPTY)
         canvas.text(left + 195, 44, f"host {host}", anchor="middle", bold=True)
-        for place in range(2):
-            rank = 2 * host + place
-            partner = (rank + 2) % 4
-            _holder(canvas, left + 20 + 184 * place, rank, partner)
+        for local_rank in range(2):
+            rank = 2 * host + local_rank
+            peer = (rank + 2) % 4
+            _draw_rank(canvas, left + 20 + 184 * local_rank, rank, peer)
     canvas.text(
         430,
         222,
-        "host 1 is lost: shares 0 and 1 are with their owners, shares 2 and 3 with their partners on host 0",
+        "if host 1 is lost, host 0 has all shards: 0 and 1 of its own, and snapshots of shards 2 and 3",
         anchor="middle",
         fill=SOFT,
     )
     return canvas
 
 
-def _holder(canvas: Canvas, left: float, rank: int, partner: int) -> None:
+def _draw_rank(canvas: Canvas, left: float, rank: int, peer: int) -> None:
     canvas.text(left + 84, 70, f"rank {rank}", anchor="middle", bold=True)
     canvas.box(left, 82, 168, 40, RANKS[rank])
-    canvas.text(left + 84, 107, f"share {rank}: its own", anchor="middle", fill=PAPER)
-    canvas.box(left, 130, 168, 40, PAPER, line=RANKS[partner], dashed=True)
-    canvas.text(left + 84, 155, f"share {partner}: kept for rank {partner}", anchor="middle", fill=INK, size=12)
+    canvas.text(left + 84, 107, f"shard {rank}: its own", anchor="middle", fill=PAPER)
+    canvas.box(left, 130, 168, 40, PAPER, line=RANKS[peer], dashed=True)
+    canvas.text(left + 84, 155, f"shard {peer}: snapshot of rank {peer}", anchor="middle", fill=INK, size=12)
 
 
 DRAWINGS: dict[str, Callable[[], Canvas]] = {
     "ownership": ownership,
     "buckets": buckets,
     "step": step,
-    "rows": rows,
-    "second-copy": second_copy,
+    "rows": shard_groups,
+    "second-copy": peer_checkpoint,
 }
 
 

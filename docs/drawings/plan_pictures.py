@@ -1,4 +1,4 @@
-"""The pictures of `zeroshard plan`: its table in a terminal, and its page in a browser. Needs chromium.
+"""Take the pictures of `zeroshard plan`: its table in a terminal and its page in a browser. Needs chromium.
 
 python docs/drawings/plan_pictures.py
 """
@@ -28,20 +28,20 @@ def draw_table(folder: Path) -> None:
     model = load_model_shape("llama-3-8b").cast(torch.bfloat16)
     config = ZeroConfig(master_dtype=torch.float32)
     print_plan(plan(model, torch.optim.AdamW, ranks=(4, 64), config=config, memory=80e9, activations=10e9), console)
-    drawn = folder / "table.html"
+    page = folder / "table.html"
     svg = console.export_svg(title=f"zeroshard {COMMAND}")
-    drawn.write_text(f"<body style='margin:0'><div style='width:1750px'>{svg}</div>", encoding="utf-8")
-    shoot(drawn, "plan-table.png", 1750, 545)
+    page.write_text(f"<body style='margin:0'><div style='width:1750px'>{svg}</div>", encoding="utf-8")
+    take_screenshot(page, "plan-table.png", 1750, 545)
 
 
 def draw_page(folder: Path) -> None:
     page = folder / "page.html"
     with suppress(SystemExit):
         main([*COMMAND.split(), "--html", str(page)])
-    shoot(page, "plan-page.png", 1180, 1175)
+    take_screenshot(page, "plan-page.png", 1180, 1175)
 
 
-def shoot(page: Path, name: str, width: int, height: int) -> None:
+def take_screenshot(page: Path, name: str, width: int, height: int) -> None:
     browser = shutil.which("chromium")
     assert browser, "needs chromium: apt-get install chromium"
     options = ["--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={width},{height}"]
