@@ -502,7 +502,7 @@ each change of mode. *State*: `full_state_dict` takes it from 2 ranks to 3 and f
 `zeroshard.checkpoint` from 3 ranks to 2, with {MORE} further steps after each that have the same bits again.
 
 How it is *cut* is found by stepping the class on small tensors when it is made; see
-[decision 3](decisions/0003-ask-the-optimizer.md) and [decision 14](decisions/0014-cuts-at-multiples.md). So a class that is not listed
+[decision 3](decisions/0003-probe-optimizer-classes.md) and [decision 14](decisions/0014-shard-granularity.md). So a class that is not listed
 here is treated in the same way. What draws random numbers is right, and yet not what it would be unsharded: each rank draws its own.
 Steps that are compiled (torchao) are taken without the compiler here, which needs minutes. bitsandbytes is no part of `zeroshard[dev]`, for its size: it is tried where it is installed.
 """
