@@ -1,4 +1,4 @@
-"""A loop with Accelerate and a sharded optimizer. Run it again, with any number of ranks, and it goes on.
+"""A loop with Accelerate and a sharded optimizer. Run it again, on any number of ranks, to resume.
 
 torchrun --nproc-per-node 2 examples/accelerate_loop.py
 """
@@ -23,7 +23,7 @@ model = nn.Sequential(nn.Linear(32, 512), nn.LayerNorm(512), nn.GELU(), nn.Linea
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 scheduler = CosineAnnealingLR(optimizer, T_max=200)
 
-batches = DataLoaderConfiguration(split_batches=True)  # of 48 rows, whatever number of ranks share them
+batches = DataLoaderConfiguration(split_batches=True)  # batches of 48 samples, split over all ranks
 on_cpu = not torch.cuda.is_available()
 accelerator = Accelerator(cpu=on_cpu, gradient_accumulation_steps=PASSES, dataloader_config=batches)
 prepared = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=48), scheduler)

@@ -1,4 +1,4 @@
-"""A model in bfloat16 whose updates are made in float32, of which each rank holds its part; and one without that.
+"""Train a bfloat16 model with float32 master weights, sharded across ranks, and one without them.
 
 torchrun --nproc-per-node 2 examples/bf16_masters.py
 """
@@ -12,18 +12,18 @@ from start import join_group  # type: ignore[import-not-found]
 from zeroshard import ZeroConfig
 
 STEPS = 60
-# Gradients travel in bfloat16 and are added up in float32; parameters are rounded once, after the update.
+# Gradients are sent in bfloat16 and summed in float32; parameters are rounded once, after the update.
 MASTERS = ZeroConfig(master_dtype=torch.float32, reduce_dtype=torch.bfloat16)
 
 
-def moved_by(config: ZeroConfig, device: torch.device) -> float:
-    """The part of all elements that training has changed."""
+def train(config: ZeroConfig, device: torch.device) -> float:
+    """Train a model and return the fraction of its elements that changed."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 1)).to(device, torch.bfloat16)
     before = [param.detach().clone() for param in model.parameters()]
-    # So small a rate moves a bfloat16 parameter only where updates add up in more precision.
+    # Updates this small change a bfloat16 parameter only if they accumulate in higher precision.
     optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=1e-5, weight_decay=0.0, config=config)
-    torch.manual_seed(dist.get_rank())  # other inputs on each rank
+    torch.manual_seed(dist.get_rank())  # different inputs on each rank
     for _ in range(STEPS):
         inputs = torch.randn(64, 32, device=device, dtype=torch.bfloat16)
         loss = nn.functional.mse_loss(model(inputs), inputs.square().mean(1, keepdim=True))
@@ -32,14 +32,14 @@ def moved_by(config: ZeroConfig, device: torch.device) -> float:
         optimizer.step()
         optimizer.zero_grad()
     changed = [old != new for old, new in zip(before, model.parameters(), strict=True)]
-    return sum(int(it.sum()) for it in changed) / sum(it.numel() for it in changed)
+    return sum(int(mask.sum()) for mask in changed) / sum(mask.numel() for mask in changed)
 
 
 def main() -> None:
     device = join_group()
-    masters, plain = moved_by(MASTERS, device), moved_by(ZeroConfig(), device)
+    masters, plain = train(MASTERS, device), train(ZeroConfig(), device)
     if dist.get_rank() == 0:
-        print(f"elements that have moved: {masters:.0%} with master weights, {plain:.0%} without")
+        print(f"elements that changed: {masters:.0%} with master weights, {plain:.0%} without")
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Train the same GPT unsharded and sharded in two ways, and compare; starts its own ranks.
+"""Train the same GPT unsharded, with the drop-in and with `shard`, and compare. Starts its own ranks.
 
 python examples/demo.py
 """
@@ -26,7 +26,7 @@ def launch() -> int:
 
 
 def compare() -> int:
-    """Train in all ways on this rank and report; the exit status says whether the weights agree."""
+    """Train with each method and print a table. Return exit status 0 if the parameters agree."""
     torch.use_deterministic_algorithms(True)
     device = join_group()
     runs = {way: train(device, way) for way in WAYS}
@@ -35,14 +35,14 @@ def compare() -> int:
     table.add_row("difference of parameters", *(f"{difference:g}" for difference in differences))
     if dist.get_rank() == 0:
         Console().print("", table, sep="\n")
-    # More than two numbers have more than one sum: DDP adds gradients up in another order than `shard` does.
+    # With more than two ranks, DDP and `shard` sum gradients in different orders.
     exact = differences if dist.get_world_size() <= 2 else differences[:2]
     dist.destroy_process_group()
     return int(any(exact))
 
 
 def results(runs: list[Run], device: torch.device) -> Table:
-    """The table of all runs, with the number of the worst rank in each cell."""
+    """Return a table of all runs; each cell is the value of the worst rank."""
     ranks = dist.get_world_size()
     size = sum(parameter.numel() for parameter in runs[0].parameters) / 1e6
     title = f"GPT, {size:.1f} M parameters, AdamW, {ranks} x {device.type}"
@@ -67,10 +67,10 @@ def parameter_difference(a: Run, b: Run) -> float:
 
 
 def largest(value: float, device: torch.device) -> float:
-    """The largest of the ranks' values, on every rank."""
-    box = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(box, dist.ReduceOp.MAX)
-    return box.item()
+    """Return the largest value of all ranks. Call on all ranks."""
+    result = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(result, dist.ReduceOp.MAX)
+    return result.item()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Fine-tuning: first only the new head trains, then all layers do. Frozen parameters have neither state nor traffic.
+"""Fine-tuning: first only the new head trains, then all layers do. Frozen parameters have no state and are not sent.
 
 torchrun --nproc-per-node 2 examples/finetune.py
 """
@@ -19,7 +19,7 @@ def pretrained() -> nn.Sequential:
 
 
 def train(model: nn.Module, optimizer: zeroshard.ShardedOptimizer, device: torch.device, seed: int) -> float:
-    torch.manual_seed(1000 * seed + dist.get_rank())  # other inputs on each rank
+    torch.manual_seed(1000 * seed + dist.get_rank())  # different inputs on each rank
     for _ in range(STEPS):
         inputs = torch.randn(64, 32, device=device)
         loss = nn.functional.mse_loss(model(inputs), inputs.square().mean(1, keepdim=True))
@@ -40,11 +40,11 @@ def main() -> None:
     body, head = pretrained(), nn.Linear(64, 1)
     model = nn.Sequential(body, head).to(device)
     body.requires_grad_(False)
-    optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=1e-3)  # knows all parameters, frozen ones too
+    optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=1e-3)  # all parameters, including frozen ones
     before = [param.clone() for param in body.parameters()]
-    report("head alone", optimizer, train(model, optimizer, device, seed=1))
+    report("head only", optimizer, train(model, optimizer, device, seed=1))
     assert all(torch.equal(old, new) for old, new in zip(before, body.parameters(), strict=True))
-    body.requires_grad_(True)  # thawed: the next step takes them in, no new optimizer is needed
+    body.requires_grad_(True)  # unfrozen: the optimizer trains them from the next step on
     optimizer.param_groups[0]["lr"] = 3e-4
     report("all layers", optimizer, train(model, optimizer, device, seed=2))
     assert not any(torch.equal(old, new) for old, new in zip(before, body.parameters(), strict=True))

@@ -1,4 +1,4 @@
-"""Train a small GPT with Lightning and a sharded optimizer. Run it again, with any number of ranks, and it goes on.
+"""Train a small GPT with Lightning and a sharded optimizer. Run it again, on any number of ranks, to resume.
 
 torchrun --nproc-per-node 2 examples/lightning_gpt.py
 """
@@ -20,11 +20,11 @@ from zeroshard.integrations.lightning import ZeroShardStrategy
 
 TEXT = Path(__file__).parent / "data" / "sonnets.txt"
 CONTEXT = 64
-BATCH = 12  # passages in a step, of all ranks together: 1, 2, 3, 4 and 6 of them can share it
+BATCH = 12  # passages per step, over all ranks: the world size must divide it
 
 
 class LitGPT(pl.LightningModule):
-    """As for any other strategy: a plain optimizer and a plain scheduler."""
+    """The same module as for any other strategy, with a plain optimizer and a plain scheduler."""
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class LitGPT(pl.LightningModule):
 
 
 def passages(count: int) -> tuple[int, Subset[Any]]:
-    """How many characters there are, and passages of the text."""
+    """Return the size of the vocabulary, and passages of the text."""
     text = TEXT.read_text(encoding="ascii")
     vocabulary = sorted(set(text))
     ids = torch.tensor([vocabulary.index(character) for character in text]).unfold(0, CONTEXT + 1, 7)
@@ -55,9 +55,9 @@ def passages(count: int) -> tuple[int, Subset[Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a small GPT with Lightning, and go on where it was stopped.")
-    parser.add_argument("--epochs", type=int, default=5, help="the length of the whole training")
-    parser.add_argument("--steps", type=int, default=20, help="the length of an epoch")
+    parser = argparse.ArgumentParser(description="Train a small GPT with Lightning, or resume.")
+    parser.add_argument("--epochs", type=int, default=5, help="total number of epochs")
+    parser.add_argument("--steps", type=int, default=20, help="steps per epoch")
     parser.add_argument("--width", type=int, default=128)
     options = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""Draw the loss of a training that was stopped twice and went on with other numbers of ranks, beside one that was not.
+"""Plot the loss of a run that was stopped twice and resumed at other world sizes, and of one that was not stopped.
 
 python examples/plot_resume.py [--steps N] [--out FILE]
 """
@@ -26,7 +26,7 @@ class Point(NamedTuple):
 
 
 def run(ranks: int, folder: Path, *options: object) -> list[Point]:
-    """Train on so many ranks, from where the checkpoints in `folder` are."""
+    """Train on `ranks` ranks, from the latest checkpoint in `folder`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(ranks), str(SCRIPT), "--folder", str(folder), *map(str, options)]
     settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
@@ -36,7 +36,7 @@ def run(ranks: int, folder: Path, *options: object) -> list[Point]:
 
 
 def train(steps: int) -> tuple[list[Point], list[Point]]:
-    """All points of the training that was stopped, and of the one that was not."""
+    """Return the points of the run that was stopped, and of the one that was not."""
     with tempfile.TemporaryDirectory() as folder:
         stopped: list[Point] = []
         for number, ranks in enumerate(RANKS, 1):
@@ -65,7 +65,7 @@ def draw(stopped: list[Point], straight: list[Point], path: Path) -> None:
     )
     above.set_ylabel("loss")
     above.legend(frameon=False)
-    above.set_title("Stopped twice, each time gone on with another number of ranks", fontsize=11)
+    above.set_title("Stopped twice, resumed each time at another world size", fontsize=11)
     _differences(below, stopped, straight)
     for panel in (above, below):
         panel.spines[["top", "right"]].set_visible(False)
@@ -93,7 +93,7 @@ def _differences(panel: Any, stopped: list[Point], straight: list[Point]) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw the loss of a training that was stopped twice.")
+    parser = argparse.ArgumentParser(description="Plot the loss of a run that was stopped twice.")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--out", type=Path, default=PICTURE)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""One of three ranks is killed. The others go on without it, in their own processes, from copies in memory.
+"""One of three ranks is killed. The others continue without it, in their own processes, from peer checkpoints.
 
 python examples/recover.py
 """
@@ -24,7 +24,7 @@ HOST = "127.0.0.1"
 
 
 def join(store: Store, name: str, attempt: int) -> None:
-    """A process group of those that are there: the launcher tells who that is, and it serves the store."""
+    """Create a process group of the processes that are alive: the launcher lists them in the store."""
     names = store.get(f"attempt {attempt}").decode().split()
     dist.init_process_group(
         "gloo",
@@ -44,9 +44,8 @@ def train(name: str, port: int) -> None:
         try:
             optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=1e-2, config=CONFIG)
             if attempt:
-                step = zeroshard.peer_checkpoint.restore_from_peers(
-                    optimizer, held
-                )  # a process that has just begun gives None
+                # A new process passes None.
+                step = zeroshard.peer_checkpoint.restore_from_peers(optimizer, held)
             held = optimizer.peer_snapshots  # outlives the optimizer and the process group
             while step < STEPS:
                 if (name, step, attempt) == (LOST, LOST_AT, 0):
@@ -64,7 +63,7 @@ def train(name: str, port: int) -> None:
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    """Data are found by the number of the step, so that they are the right ones also after it went back."""
+    """Return the loss of a step. Inputs depend on the step, so a repeated step uses the same ones."""
     draw = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     inputs = torch.randn(64, 8, generator=draw)
     return nn.functional.mse_loss(model(inputs), inputs.square().mean(1, keepdim=True))
@@ -78,7 +77,7 @@ def main() -> int:
     for worker in workers.values():
         worker.start()
     store.set("attempt 0", " ".join(names))
-    workers[LOST].join()  # here one knows which it will be; else wait for `sentinel` of all of them
+    workers[LOST].join()  # a real launcher would wait for the `sentinel` of all processes
     store.set("attempt 1", " ".join(name for name in names if name != LOST))
     for worker in workers.values():
         worker.join()

@@ -1,4 +1,4 @@
-"""What an optimizer tells of itself: as text, and as a picture.
+"""Print the report of an optimizer, and save it as a plot.
 
 torchrun --nproc-per-node 2 examples/report.py report.png
 """
@@ -25,7 +25,7 @@ for _ in range(5):
     optimizer.step()
     optimizer.zero_grad()
 
-report = optimizer.report()  # any rank may ask, and nothing is sent
+report = optimizer.report()  # not collective: any rank may call it
 if dist.get_rank() == 0:
     print(report)
     if len(sys.argv) > 1:

@@ -1,4 +1,4 @@
-"""Train a small GPT that may be stopped at any step, and goes on with any number of ranks.
+"""Train a small GPT that can be stopped at any step and resumed on any number of ranks.
 
 torchrun --nproc-per-node 4 examples/resume.py --stop-at 40
 torchrun --nproc-per-node 2 examples/resume.py
@@ -17,22 +17,22 @@ from start import join_group  # type: ignore[import-not-found]
 from train_gpt import CONTEXT, TEXT  # type: ignore[import-not-found]
 from zeroshard import checkpoint, shard
 
-BATCH = 12  # passages in a step, of all ranks together: 1, 2, 3, 4 and 6 of them can share it
+BATCH = 12  # passages per step, over all ranks: the world size must divide it
 
 
 class Passages:
-    """Random passages of a text. Which ones a step takes depends on its number alone, not on the ranks."""
+    """Random passages of a text. The batch of a step depends only on the step, not on the world size."""
 
     def __init__(self) -> None:
         text = TEXT.read_text(encoding="ascii")
         self.vocabulary = sorted(set(text))
         ids = torch.tensor([self.vocabulary.index(character) for character in text])
-        self._all = ids.unfold(0, CONTEXT + 1, 1)
+        self._passages = ids.unfold(0, CONTEXT + 1, 1)
 
     def of(self, step: int) -> Tensor:
-        """This rank's part of the batch of a step."""
-        picked = torch.randint(len(self._all), (BATCH,), generator=torch.Generator().manual_seed(step))
-        return self._all[picked[dist.get_rank() :: dist.get_world_size()]]
+        """Return this rank's samples of the batch of a step."""
+        picked = torch.randint(len(self._passages), (BATCH,), generator=torch.Generator().manual_seed(step))
+        return self._passages[picked[dist.get_rank() :: dist.get_world_size()]]
 
 
 def train(options: argparse.Namespace) -> None:
@@ -46,7 +46,7 @@ def train(options: argparse.Namespace) -> None:
     scheduler = CosineAnnealingLR(optimizer, T_max=options.steps)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
-    start, saving = 0, None
+    start, pending_save = 0, None
     if checkpoint.latest(options.folder) is not None:
         start = checkpoint.load(options.folder, **parts).step or 0
     stop = min(options.steps, options.stop_at or options.steps)
@@ -59,25 +59,25 @@ def train(options: argparse.Namespace) -> None:
         scheduler.step()
         report(step, loss.detach())
         if step % options.every == 0 or step == stop:
-            saving = checkpoint.async_save(options.folder, step=step, **parts)
-    if saving is not None:
-        saving.wait()
+            pending_save = checkpoint.async_save(options.folder, step=step, **parts)
+    if pending_save is not None:
+        pending_save.wait()
     dist.destroy_process_group()
 
 
 def report(step: int, loss: Tensor) -> None:
-    """Print the loss of the whole batch, to its last digit."""
+    """Print the loss of the global batch, to its last digit."""
     dist.all_reduce(loss)
     if dist.get_rank() == 0:
         print(f"step {step}, {dist.get_world_size()} ranks: loss {loss.item() / dist.get_world_size():.9f}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a small GPT, and go on where it was stopped.")
-    parser.add_argument("--steps", type=int, default=120, help="the length of the whole training")
-    parser.add_argument("--stop-at", type=int, help="stop after this step, as if time were up")
-    parser.add_argument("--every", type=int, default=25, help="save after each so many steps")
-    parser.add_argument("--folder", default="checkpoints", help="where checkpoints are")
+    parser = argparse.ArgumentParser(description="Train a small GPT, or resume.")
+    parser.add_argument("--steps", type=int, default=120, help="total number of steps")
+    parser.add_argument("--stop-at", type=int, help="stop after this step")
+    parser.add_argument("--every", type=int, default=25, help="steps between two checkpoints")
+    parser.add_argument("--folder", default="checkpoints", help="checkpoint directory")
     train(parser.parse_args())
 
 

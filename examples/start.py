@@ -1,4 +1,4 @@
-"""How all examples join the ranks that torchrun has started."""
+"""Initialize the process group under torchrun."""
 
 import os
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def join_group() -> torch.device:
-    """The device of this rank: a GPU and NCCL where there are GPUs, else the CPU and gloo."""
+    """Initialize NCCL if there are GPUs, else gloo, and return this rank's device."""
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""A trace of one iteration on each rank, and a picture of what zeroshard does in it.
+"""Trace one iteration on each rank, and plot the phases of zeroshard.
 
 torchrun --nproc-per-node 2 examples/trace.py trace.png
 """
@@ -30,11 +30,11 @@ COLORS = {
     "consensus": "#D55E00",
     "": "#CC79A7",
 }
-"""By what is in a name; those of Okabe and Ito, which can be told apart by all."""
+"""Colours by a pattern in the name; the palette of Okabe and Ito is safe for colour-blind readers."""
 
 
-def traced(path: Path) -> None:
-    """One iteration, after a few that are not traced."""
+def record_trace(path: Path) -> None:
+    """Trace one iteration, after a few without a profiler."""
     torch.manual_seed(dist.get_rank())
     model = GPT(vocabulary=256)
     config = zeroshard.ZeroConfig(partition=zeroshard.FlatShards(bucket_bytes=2 << 20), overlap_param_gather=True)
@@ -60,10 +60,11 @@ def traced(path: Path) -> None:
 
 
 def spans(path: Path) -> list[dict[str, Any]]:
-    """What is labelled, in the order in which it begins."""
+    """Return the labelled events in the order of their start."""
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    named = [it for it in events if it.get("ph") == "X" and re.match("zeroshard: |forward$|backward$", it["name"])]
-    return sorted(named, key=lambda it: (it["ts"], -it["dur"]))
+    pattern = "zeroshard: |forward$|backward$"
+    labelled = [event for event in events if event.get("ph") == "X" and re.match(pattern, event["name"])]
+    return sorted(labelled, key=lambda event: (event["ts"], -event["dur"]))
 
 
 def color(name: str) -> str:
@@ -71,34 +72,34 @@ def color(name: str) -> str:
 
 
 def draw_spans(axes: Any, events: list[dict[str, Any]], first: float, last: float) -> None:
-    """What lies inside something is drawn below it."""
+    """Draw events; a nested event is drawn below the one that contains it."""
     ends: list[float] = []
-    for it in events:
-        ends = [end for end in ends if end > it["ts"]]
-        left, right = (max(it["ts"], first) - first) / 1e3, (it["ts"] + it["dur"] - first) / 1e3
-        axes.barh(len(ends), right - left, left=left, height=0.85, align="edge", color=color(it["name"]))
-        text = it["name"].removeprefix("zeroshard: ")
+    for event in events:
+        ends = [end for end in ends if end > event["ts"]]
+        left, right = (max(event["ts"], first) - first) / 1e3, (event["ts"] + event["dur"] - first) / 1e3
+        axes.barh(len(ends), right - left, left=left, height=0.85, align="edge", color=color(event["name"]))
+        text = event["name"].removeprefix("zeroshard: ")
         if right - left > 0.016 * len(text) * (last - first) / 1e3:
             axes.text((left + right) / 2, len(ends) + 0.42, text, ha="center", va="center", fontsize=7)
-        ends.append(it["ts"] + it["dur"])
+        ends.append(event["ts"] + event["dur"])
     axes.set(xlim=(0, (last - first) / 1e3), ylim=(3.1, -0.1), yticks=[])
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def draw(found: list[list[dict[str, Any]]], path: str) -> None:
-    figure = Figure(figsize=(14, 1.3 + 1.5 * len(found)), layout="constrained")
-    panels = figure.subplots(len(found), 2, squeeze=False, width_ratios=(1.2, 1))
-    for rank, ((whole, end), events) in enumerate(zip(panels, found, strict=True)):
-        last = max(it["ts"] + it["dur"] for it in events)
-        backward = next(it for it in events if it["name"] == "backward")
+def draw(events_per_rank: list[list[dict[str, Any]]], path: str) -> None:
+    figure = Figure(figsize=(14, 1.3 + 1.5 * len(events_per_rank)), layout="constrained")
+    panels = figure.subplots(len(events_per_rank), 2, squeeze=False, width_ratios=(1.2, 1))
+    for rank, ((whole, end), events) in enumerate(zip(panels, events_per_rank, strict=True)):
+        last = max(event["ts"] + event["dur"] for event in events)
+        backward = next(event for event in events if event["name"] == "backward")
         after = backward["ts"] + backward["dur"]
         draw_spans(whole, events, events[0]["ts"], last)
-        draw_spans(end, [it for it in events if it["ts"] + it["dur"] > after - 1e3], after - 1e3, last)
-        whole.set_title(f"rank {rank}: an iteration", loc="left", fontsize=10)
-        end.set_title(f"rank {rank}: what follows backward", loc="left", fontsize=10)
+        draw_spans(end, [event for event in events if event["ts"] + event["dur"] > after - 1e3], after - 1e3, last)
+        whole.set_title(f"rank {rank}: one iteration", loc="left", fontsize=10)
+        end.set_title(f"rank {rank}: after backward", loc="left", fontsize=10)
     for axes in panels[-1]:
-        axes.set_xlabel("milliseconds of the host")
-    names = {key: re.sub(r"\((.*)\|(.*)\)", r"\1, \2", key) or "other parts" for key in COLORS}
+        axes.set_xlabel("host time, ms")
+    names = {key: re.sub(r"\((.*)\|(.*)\)", r"\1, \2", key) or "other phases" for key in COLORS}
     handles = [Patch(color=value, label=names[key]) for key, value in COLORS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     figure.savefig(path, dpi=110)
@@ -108,7 +109,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     target = Path(f"trace-{dist.get_rank()}.json")
-    traced(target)
+    record_trace(target)
     dist.barrier()
     if dist.get_rank() == 0 and len(sys.argv) > 1:
         draw([spans(Path(f"trace-{rank}.json")) for rank in range(dist.get_world_size())], sys.argv[1])

@@ -31,7 +31,7 @@ WAYS = ("unsharded", "drop-in", "shard")
 
 
 def prepare(model: nn.Module, way: str) -> tuple[nn.Module, Optimizer]:
-    """The model to train and its optimizer, in one of three ways."""
+    """Return the model to train and its optimizer."""
     if way == "shard":
         return model, shard(model, AdamW, lr=1e-3, fused=True)  # no DDP: 1/N of state and gradients on each rank
     wrapped = DistributedDataParallel(model)
@@ -42,7 +42,7 @@ def prepare(model: nn.Module, way: str) -> tuple[nn.Module, Optimizer]:
 
 @dataclass
 class Run:
-    """A finished run as this rank saw it; times are medians.
+    """Results of a run on this rank; times are medians.
 
     It keeps the parameters but not the DDP model: one that outlives its process group can hang gloo's shutdown.
     """
@@ -74,7 +74,7 @@ def train(device: torch.device, way: str, steps: int = STEPS) -> Run:
 
 
 def batches(text: str, device: torch.device, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random passages, others on each rank, and the same passages one character further on."""
+    """Yield random passages, different on each rank, and the same passages shifted by one character."""
     vocabulary = sorted(set(text))
     ids = torch.tensor([vocabulary.index(character) for character in text])
     passages = ids.unfold(0, CONTEXT + 1, 1)
@@ -85,7 +85,7 @@ def batches(text: str, device: torch.device, count: int) -> Iterator[tuple[Tenso
 
 
 def state_mib(optimizer: Optimizer) -> float:
-    """The size of the optimizer state that this rank holds."""
+    """Return the size of this rank's optimizer state."""
     values = [value for state in optimizer.state.values() for value in state.values()]
     return sum(value.nbytes for value in values if isinstance(value, Tensor)) / 2**20
 

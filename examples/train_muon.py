@@ -25,7 +25,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--measured", action="store_true", help="deal matrices out by measured times")
+    parser.add_argument("--measured", action="store_true", help="assign matrices to ranks by measured step times")
     return parser.parse_args()
 
 
@@ -44,7 +44,7 @@ def sharded(model: nn.Module, *, measured: bool) -> zeroshard.ShardedOptimizer:
 
 
 def batch(number: int, device: torch.device) -> torch.Tensor:
-    """Runs of letters that go up by one; other ones on each rank."""
+    """Return sequences that count up, different on each rank."""
     draw = torch.Generator().manual_seed(1000 * number + dist.get_rank())
     starts = torch.randint(64, (16, 1), generator=draw)
     return ((starts + torch.arange(33)) % 64).to(device)
@@ -55,24 +55,24 @@ def main() -> None:
     torch.manual_seed(0)
     model = GPT(vocabulary=64, context=32, width=chosen.width, layers=chosen.layers).to(device)
     optimizer = sharded(model, measured=chosen.measured)
-    scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))  # both classes' learning rates
-    if checkpoint.latest(FOLDER):  # on all ranks, as many as there are now
+    scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))  # scales the learning rates of both classes
+    if checkpoint.latest(FOLDER):  # at any world size; call on all ranks
         checkpoint.load(FOLDER, model=model, optimizer=optimizer, scheduler=scheduler)
     half = torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
     for number in range(scheduler.last_epoch, scheduler.last_epoch + chosen.steps):
         ids = batch(number, device)
         with half:
             loss = cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-        torch.autograd.backward(loss)  # matrices travel whole to their owners, the rest in slices
+        torch.autograd.backward(loss)  # reduces matrices to their owners, and the rest in shards
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
     checkpoint.save(FOLDER, step=scheduler.last_epoch, model=model, optimizer=optimizer, scheduler=scheduler)
     if dist.get_rank() == 0:
-        load = optimizer.balance
+        balance = optimizer.balance
         print(f"step {scheduler.last_epoch}: loss {loss.item():.4f} on {optimizer.world_size} ranks")
-        print(f"slowest rank {load.compute_imbalance:.3f} of the mean, fullest {load.memory_imbalance:.3f}")
+        print(f"compute imbalance {balance.compute_imbalance:.3f}, memory imbalance {balance.memory_imbalance:.3f}")
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Train a small Llama with Transformers and a sharded optimizer. Run it again, on any number of ranks, to go on.
+"""Train a small Llama with Transformers and a sharded optimizer. Run it again, on any number of ranks, to resume.
 
 torchrun --nproc-per-node 2 examples/transformers_trainer.py
 """
@@ -17,16 +17,16 @@ from zeroshard.integrations.transformers import Trainer  # the line that is diff
 
 TEXT = Path(__file__).parent / "data" / "sonnets.txt"
 CONTEXT = 64
-BATCH = 12  # passages in a step, of all ranks together: 1, 2, 3, 4 and 6 of them can share it
+BATCH = 12  # passages per step, over all ranks: the world size must divide it
 
 
 class Passages(Dataset[dict[str, Tensor]]):
-    """Passages of a text, by characters."""
+    """Passages of a text, as character ids."""
 
     def __init__(self) -> None:
         text = TEXT.read_text(encoding="ascii")
         self.vocabulary = sorted(set(text))
-        self._ids = torch.tensor([self.vocabulary.index(it) for it in text]).unfold(0, CONTEXT, 7)
+        self._ids = torch.tensor([self.vocabulary.index(character) for character in text]).unfold(0, CONTEXT, 7)
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -36,7 +36,7 @@ class Passages(Dataset[dict[str, Tensor]]):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a small Llama, and go on where it was stopped.")
+    parser = argparse.ArgumentParser(description="Train a small Llama, or resume.")
     parser.add_argument("--steps", type=int, default=40, help="train up to this step")
     parser.add_argument("--width", type=int, default=128)
     options = parser.parse_args()
