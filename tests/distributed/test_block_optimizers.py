@@ -143,7 +143,7 @@ def test_too_fine_alignment_is_rejected_and_coarser_is_accepted(ctx: RankContext
     for options in ({"align": 64}, {"align": 256}, {"align": 384, "min_numel": 768}, {"min_numel": 4096}):
         with pytest.raises(ConfigError, match=r"cuts too finely for Blocks.*align=256 and min_numel=512"):
             make_twins(zero_only=flat_options(**options))
-    for options in ({"align": 512}, {"align": 256, "least": 1024}):
+    for options in ({"align": 512}, {"align": 256, "min_numel": 1024}):
         twins = make_twins(zero_only=flat_options(**options))
         twins.train(2)
         assert all(length % 256 == 0 for lengths in shard_lengths(twins.zero) if len(lengths) > 1 for length in lengths)

@@ -53,7 +53,7 @@ def state_bytes(optimizer: Any) -> int:
 def check_report(report: Report, optimizer: Any) -> None:
     """What must hold of every report."""
     layout, rank = optimizer.layout, optimizer.rank
-    assert [it.elements for it in report.ranks] == list(optimizer.balance.elements)
+    assert [it.elements for it in report.ranks] == list(optimizer.balance.numel_per_rank)
     owned = [len(layout.params_owned_by(Rank(it.rank))) for it in report.ranks]
     assert [it.parameters for it in report.ranks] == owned
     assert sum(it.cost_fraction for it in report.ranks) == pytest.approx(1.0)

@@ -183,10 +183,10 @@ class SGDWithExtraState(SGD):
 def test_different_extra_state_across_ranks_is_reported(ctx: RankContext) -> None:
     twins = Twins(SGDWithExtraState, lr=0.1)
     for call in (twins.zero.full_state_dict, twins.zero.consolidate_state_dict):
-        twins.zero.optim.fails = False  # type: ignore[attr-defined]
+        twins.zero.optim.should_fail = False  # type: ignore[attr-defined]
         with pytest.raises(RankMismatchError, match="adds to its dict"):
             call()
-        twins.zero.optim.fails = ctx.rank == 1  # type: ignore[attr-defined]
+        twins.zero.optim.should_fail = ctx.rank == 1  # type: ignore[attr-defined]
         with pytest.raises(ArithmeticError if ctx.rank == 1 else RankFailedError, match="no sums today"):
             call()
     twins.train(1)

@@ -257,7 +257,7 @@ RULES = [ParamRule(matrix_params(exclude=("embed", "head")), Muon, **MUON), Para
 MODES: dict[str, Mode] = {
     "stage 2": Mode(sharded(ZeroConfig(partition=SMALL_BUCKETS), **ADAMW)),
     "stage 1": Mode(sharded(ZeroConfig(partition=SMALL_BUCKETS, stage=1), params=two_groups, **ADAMW)),
-    "overlap_param_gather": Mode(sharded(ZeroConfig(partition=SMALL_BUCKETS, overlap_param_gather=True), **ADAMW)),
+    "overlap_gather": Mode(sharded(ZeroConfig(partition=SMALL_BUCKETS, overlap_param_gather=True), **ADAMW)),
     "hybrid": Mode(sharded(ZeroConfig(partition=SMALL_BUCKETS), shard_group_size=2, **ADAMW), (4,)),
     "whole params": Mode(sharded(ZeroConfig(partition=WholeParams()), **ADAMW)),
     "rules": Mode(sharded(ZeroConfig(), RULES), tolerance=2e-2),  # Muon computes in bfloat16

@@ -366,11 +366,13 @@ def _train(end: Connection[News, str], plan: Plan) -> str:
             end.send(News("stopped", time.monotonic(), step))
             end.recv()
 
-    def write_parts(*given: Any) -> Any:
-        stop(step // plan.every * plan.every, "save")
-        return saver.write_shards(*given)
+    write_shards = saver.write_shards
 
-    setattr(saver, "write_shards", write_parts)  # noqa: B010 (mypy knows it as another's)
+    def stop_and_write(*args: Any) -> Any:
+        stop(step // plan.every * plan.every, "save")
+        return write_shards(*args)
+
+    setattr(saver, "write_shards", stop_and_write)  # noqa: B010 (mypy knows it as another's)
     for step in range(start + 1, plan.steps + 1):
         stop(step, "forward")
         torch.autograd.backward(loss_of(model, part_of_batch(step, rank, world_size), world_size))
