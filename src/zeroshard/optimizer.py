@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._compile import _disable_dynamo  # as in torch.optim: imports the compiler only on first use
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from . import zero_redundancy_optimizer as compat
 from ._logging import warn_at_caller
+from ._torch_compat import disable_dynamo, is_in_join
 from ._types import GlobalRank, Rank
 from .build import EngineBuilder, format_param_count
 from .comm.collectives import Comm
@@ -508,7 +508,7 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
 
     # ---- training (a compiled training loop breaks its graph here: collectives are not traced)
 
-    @_disable_dynamo
+    @disable_dynamo
     def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:
         """Update this rank's shards and bring the updated parameters to all ranks. Call on all ranks.
 
@@ -540,7 +540,7 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
         super().zero_grad(set_to_none)
         self._engine.clear_grads(set_to_none=set_to_none)
 
-    @_disable_dynamo
+    @disable_dynamo
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -570,7 +570,7 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
                 grads, float(max_norm), float(norm_type), self._comm, error_if_nonfinite=error_if_nonfinite
             )
 
-    @_disable_dynamo
+    @disable_dynamo
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp all gradients to +/- `clip_value`, like `torch.nn.utils.clip_grad_value_`. Call on all ranks."""
         with self._comm.profiler.phase(Phase.CLIP_GRADS):
@@ -782,7 +782,7 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
         return engine
 
     def _step(self, closure: Closure | None, kwargs: dict[str, Any], *, is_joined: bool) -> Any:
-        return self._step_driver.step(closure, kwargs, in_join=self._join_config.enable, is_joined=is_joined)
+        return self._step_driver.step(closure, kwargs, in_join=is_in_join(self), is_joined=is_joined)
 
     def _shadow_step(self) -> None:
         """Take part in the step of the other ranks, as a joined rank inside `Join`."""
@@ -809,7 +809,7 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
     def _synchronize_sharded_grads(
         self, call: str, read_arguments: Callable[[], list[str]] = list
     ) -> list[torch.Tensor] | None:
-        return self._step_driver.synchronize_sharded_grads(call, read_arguments, in_join=self._join_config.enable)
+        return self._step_driver.synchronize_sharded_grads(call, read_arguments, in_join=is_in_join(self))
 
     def _before_join_step(self, source: Rank) -> None:
         """Implement `SteppableOptimizer`."""

@@ -7,8 +7,8 @@ from operator import add, le
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ._torch_compat import is_traceable_wrapper_subclass
 from .errors import ConfigError
 from .layout.chunks import has_internal_overlap
 from .layout.spec import ParamSpec

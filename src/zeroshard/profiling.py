@@ -12,16 +12,7 @@ from typing import Any, NamedTuple
 
 from torch.autograd.profiler import record_function
 
-try:
-    from torch._C._autograd import _enable_record_function, _profiler_enabled
-except ImportError:  # another torch version: no labels
-
-    def _profiler_enabled() -> bool:
-        return False
-
-    def _enable_record_function(enable: bool) -> None:
-        pass
-
+from ._torch_compat import enable_record_function, profiler_enabled
 
 TRACE_PREFIX = "zeroshard: "
 
@@ -152,7 +143,7 @@ class PhaseTimer:
 
     def __enter__(self) -> None:
         self._parent, self._profiler.current_timer = self._profiler.current_timer, self
-        if _profiler_enabled():
+        if profiler_enabled():
             self._trace_range = record_function(self._phase.trace_name(self._detail))
             self._trace_range.__enter__()
         self._start = perf_counter()
@@ -192,10 +183,10 @@ class ProfilerPaused:
     __slots__ = ("_was_enabled",)
 
     def __enter__(self) -> None:
-        self._was_enabled = _profiler_enabled()
+        self._was_enabled = profiler_enabled()
         if self._was_enabled:
-            _enable_record_function(False)
+            enable_record_function(False)
 
     def __exit__(self, *_: object) -> None:
         if self._was_enabled:
-            _enable_record_function(True)
+            enable_record_function(True)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ._logging import warn_at_caller
+from ._torch_compat import is_in_join
 from ._types import Rank
 from .build import EngineBuilder
 from .comm.collectives import Comm
@@ -328,7 +329,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
     def _is_buffer_broadcast_disabled(self) -> bool:
         is_superseded = self._grad_hooks.is_superseded  # the ranks of this optimizer may be gone
-        return is_superseded or not self._config.broadcast_buffers or self._join_config.enable
+        return is_superseded or not self._config.broadcast_buffers or is_in_join(self)
 
     def _clear_grads(self, set_to_none: bool) -> None:
         self._engine.clear_grads(set_to_none=set_to_none)

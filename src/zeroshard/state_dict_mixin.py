@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from ._torch_compat import load_state_dict_hooks, state_dict_hooks
 from ._types import Rank
 from .comm.collectives import Comm
 from .comm.consensus import Prepared, prepare_all
@@ -165,10 +166,10 @@ def validate_state_dict(engine: Engine, saved: StateDict) -> SavedState:
 
 def run_state_dict_hooks(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     """Run the optimizer's state-dict hooks and return `state_dict` as they leave it."""
-    for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
+    for pre_hook in state_dict_hooks(optimizer).pre.values():
         pre_hook(optimizer)
     result = state_dict
-    for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
+    for post_hook in state_dict_hooks(optimizer).post.values():
         result = post_hook(optimizer, result) or result
     return result
 
@@ -176,7 +177,7 @@ def run_state_dict_hooks(optimizer: Optimizer, state_dict: StateDict) -> StateDi
 def run_load_state_dict_pre_hooks(optimizer: Optimizer, saved: StateDict) -> StateDict:
     """Run the optimizer's load hooks on a shallow copy of `saved` and return the result."""
     result = saved.copy() if isinstance(saved, dict) else saved
-    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+    for pre_hook in load_state_dict_hooks(optimizer).pre.values():
         result = pre_hook(optimizer, result) or result
     return result
 
@@ -265,7 +266,7 @@ class StateDictMixin(Optimizer):
         self._engine.inner.pull_options(self.param_groups)
         self._discard_consolidated_state()
         self._invalidate_peer_snapshots()
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
+        for hook in load_state_dict_hooks(self).post.values():
             hook(self)
 
     def _invalidate_peer_snapshots(self) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast, overloa
 import torch
 import torch.distributed as dist
 
+from ._torch_compat import leave_join
 from ._types import Rank
 from .comm.collectives import Comm
 from .comm.consensus import Prepared, prepare_all
@@ -128,7 +129,7 @@ class _ZeROJoinHook(ZeroJoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         super().post_hook(is_last_joiner)
         # Hazard: torch's Join leaves `enable` set, so later steps would count as steps inside Join, too.
-        self.zero._join_config = self.zero._join_config._replace(enable=False)
+        leave_join(self.zero)
 
 
 class _DDPBucketAssignment:

@@ -18,7 +18,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 # Bottom up, as in ARCHITECTURE.md: a package or module imports only what stands above it in this list. Imports inside
 # functions and for annotations may reach further down: they load heavy parts on first use.
 LAYERS = (
-    *("errors", "_types", "_logging", "_plotting", "profiling"),
+    *("errors", "_torch_compat", "_types", "_logging", "_plotting", "profiling"),
     *("layout", "params", "config", "comm", "state", "engine"),
     *("build", "state_dict_mixin", "zero_redundancy_optimizer", "rules", "optimizer", "shard"),
     *("grad_scaler", "ddp_hooks", "torch_patch", "__init__"),

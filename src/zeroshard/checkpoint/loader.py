@@ -25,11 +25,11 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
 from .._logging import log_rank, warn_at_caller
+from .._torch_compat import set_element
 from ..comm.collectives import Comm
 from ..comm.consensus import Prepared, prepare_all
 from ..engine.base import StateAllocator

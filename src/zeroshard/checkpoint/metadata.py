@@ -19,10 +19,11 @@ from reprlib import Repr
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
+from .._torch_compat import dcp_storage_info_class, dcp_storage_prefix_class, get_layout
 from ..comm.process_group import Group
 from ..errors import CheckpointError
 
@@ -239,7 +240,7 @@ class _MemFormatEncoding(int, metaclass=FrozenType):
 _METADATA_CLASSES = (
     *(metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta, metadata.TensorProperties),
     *(metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata),
-    *(filesystem._StorageInfo, filesystem._StoragePrefix),
+    *(dcp_storage_info_class(), dcp_storage_prefix_class()),
 )
 
 
@@ -252,7 +253,7 @@ _ALLOWED_GLOBALS: dict[str, type] = {
     **{f"{cls.__module__}.{cls.__name__}": make_frozen_type(partial(object.__new__, cls)) for cls in _METADATA_CLASSES},
     f"{metadata.__name__}._MEM_FORMAT_ENCODING": _MemFormatEncoding,
     "torch.Size": make_frozen_type(torch.Size),
-    "torch.serialization._get_layout": make_frozen_type(torch.serialization._get_layout),
+    "torch.serialization._get_layout": make_frozen_type(get_layout),
     "collections.OrderedDict": make_frozen_type(_make_dict),
     # The directory that was passed to the writer. It is not used; its class depends on platform and Python version.
     **{
@@ -410,7 +411,7 @@ def _read_metadata(directory: Path) -> Metadata:
 
 
 def _check_storage_info(file: Path, info: Any) -> None:
-    if not isinstance(info, filesystem._StorageInfo):
+    if not isinstance(info, dcp_storage_info_class()):
         raise CheckpointError(f"{file} is not the metadata of a checkpoint in files")
     reject_path_traversal(file, [getattr(info, "relative_path", None)])
     offset, length = getattr(info, "offset", None), getattr(info, "length", None)

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
+from .._torch_compat import has_load_hooks, load_state_dict_hooks
 from ..engine.base import Engine, StateAllocator
 from ..engine.inner import OptimizerFactory
 from ..engine.probe import isolated_probe, probe_initial_state
@@ -114,9 +115,9 @@ def has_custom_load(model: torch.nn.Module) -> bool:
 
 
 def _has_load_overrides(module: torch.nn.Module) -> bool:
-    hooks = module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks
     cls = type(module)
-    return bool(hooks) or not are_torch_methods(cls._load_from_state_dict, cls.load_state_dict, cls.set_extra_state)
+    methods = (cls._load_from_state_dict, cls.load_state_dict, cls.set_extra_state)
+    return has_load_hooks(module) or not are_torch_methods(*methods)
 
 
 def are_torch_methods(*methods: Any) -> bool:
@@ -341,10 +342,7 @@ def _all_params(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _load_hooks(optimizer: Optimizer) -> list[Any]:
-    return [
-        *optimizer._optimizer_load_state_dict_pre_hooks.values(),
-        *optimizer._optimizer_load_state_dict_post_hooks.values(),
-    ]
+    return [hook for hooks in load_state_dict_hooks(optimizer) for hook in hooks.values()]
 
 
 def _restore_attributes(attributes: dict[str, Any], snapshot: dict[str, Any]) -> None:

@@ -18,8 +18,8 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
-from torch.distributed.checkpoint.utils import _create_file_view
 
+from .._torch_compat import make_file_view, storage_offset_in_file
 from .._types import Span
 from ..errors import CheckpointError
 from ..layout.chunks import has_internal_overlap, split_into_chunks, storage_numel
@@ -228,8 +228,7 @@ def _locate_with_torch(metadata: CheckpointMetadata, stream: BinaryIO, index: Me
     value = _torch_load(metadata, stream, index, device="meta")
     if not isinstance(value, torch.Tensor) or not _is_plain_strided(value):
         return 0, value
-    start: Any = value.untyped_storage()._checkpoint_offset
-    return start + int(value.storage_offset()) * value.itemsize, value
+    return storage_offset_in_file(value) + int(value.storage_offset()) * value.itemsize, value
 
 
 def iter_chunks(
@@ -283,7 +282,7 @@ def _torch_load(metadata: CheckpointMetadata, stream: BinaryIO, index: MetadataI
 def _entry_stream(stream: BinaryIO, storage_info: Any) -> Any:
     """Return a stream of one value's bytes. Small values are read into memory, since torch seeks a lot."""
     if storage_info.length > _SMALL_ENTRY_BYTES:
-        return _create_file_view(stream, storage_info.offset, storage_info.length)  # type: ignore[arg-type]
+        return make_file_view(stream, storage_info.offset, storage_info.length)
     content = bytearray(storage_info.length)
     read_into(stream, storage_info.offset, memoryview(content))
     return io.BytesIO(content)

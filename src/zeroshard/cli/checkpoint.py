@@ -26,7 +26,6 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -37,9 +36,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.utils import _create_file_view
 from torch.serialization import skip_data
 
+from .._torch_compat import (
+    dcp_metadata_file_name,
+    dcp_storage_info_class,
+    make_fake_mode,
+    make_file_view,
+    open_archive,
+)
 from .._types import align_up, replace_unprintable
 from ..checkpoint.directory import (
     MANIFEST_FILE,
@@ -580,7 +585,7 @@ class _TensorFaker:
     def __init__(self) -> None:
         self.tensors: list[StoredTensor] = []
         """The replaced tensors, in the order in which pickle visits them."""
-        self._fake_mode = FakeTensorMode()
+        self._fake_mode = make_fake_mode()
 
     def replace_tensors(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -603,8 +608,7 @@ def _save_without_data(tree: Any, stream: BinaryIO) -> None:
 
 def _locate_slots(stream: BinaryIO, start: int, length: int, tensors: Sequence[StoredTensor]) -> list[TensorSlot]:
     """Return the file offsets of the tensors in one `torch.save` archive, which begins at `start`."""
-    view: Any = _create_file_view(stream, start, length)  # type: ignore[arg-type]
-    reader: Any = torch._C.PyTorchFileReader(view)
+    reader = open_archive(make_file_view(stream, start, length))
     non_empty = [(record, stored) for record, stored in enumerate(tensors) if stored.nbytes]
     return [TensorSlot(start + reader.get_record_offset(f"data/{record}"), stored) for record, stored in non_empty]
 
@@ -625,7 +629,7 @@ def write_dcp(contents: CheckpointContents, directory: Path, progress: Progress)
             _add_metadata(metadata, path, leaf, *extents[path])
             slots += _locate_slots(stream, *extents[path], [leaf]) if isinstance(leaf, StoredTensor) else []
     write_tensors(data, slots, progress)
-    with (directory / filesystem._metadata_fn).open("wb") as stream:
+    with (directory / dcp_metadata_file_name()).open("wb") as stream:
         pickle.dump(metadata, stream)
     if contents.manifest:
         write_and_fsync(directory / MANIFEST_FILE, build_manifest(contents.manifest, directory, progress).to_json())
@@ -654,7 +658,7 @@ def _add_metadata(metadata: Metadata, path: tuple[Any, ...], leaf: Any, start: i
         metadata.state_dict_metadata[key] = TensorStorageMetadata(properties, size, chunks)
         index = MetadataIndex(key, first)
     metadata.planner_data[key] = path
-    metadata.storage_data[index] = filesystem._StorageInfo(_DATA_FILE, start, length)
+    metadata.storage_data[index] = dcp_storage_info_class()(_DATA_FILE, start, length)
 
 
 # ---- safetensors

@@ -31,9 +31,9 @@ from weakref import WeakKeyDictionary, WeakMethod, WeakSet, ref
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from .._logging import log_rank
+from .._torch_compat import backend_name, default_store, flight_recorder_dump, flight_recorder_entries, is_open
 from .._types import format_ranks
 from ..errors import RankLostError, ZeroError
 
@@ -221,8 +221,6 @@ def _join_threads(max_timeout_s: float) -> None:
 # Errors quote the last one. All are dumped for `torchfrtrace` if the environment names a file.
 
 
-_flight_recorder: Any = torch._C._distributed_c10d
-
 _DUMP_PATH_VARS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """Environment variables with the prefix of the dump file; the rank is appended."""
 
@@ -231,7 +229,7 @@ def describe_last_collective(process_group: dist.ProcessGroup) -> str:
     """Describe the newest collective of a group; "" if nothing was recorded."""
     with suppress(Exception):  # must not replace the error that it explains
         group_name = process_group.group_name
-        entries = [entry for entry in _flight_recorder_entries() if entry["process_group"][0] == group_name]
+        entries = [entry for entry in flight_recorder_entries() if entry["process_group"][0] == group_name]
         return _format_recorder_entry(entries[-1]) if entries else ""
     return ""
 
@@ -243,15 +241,9 @@ def dump_flight_recorder() -> str:
         return ""
     with suppress(Exception):
         path = Path(f"{prefix}{dist.get_rank()}")
-        path.write_bytes(_flight_recorder._dump_fr_trace())
+        path.write_bytes(flight_recorder_dump())
         return str(path)
     return ""
-
-
-def _flight_recorder_entries() -> list[dict[str, Any]]:
-    trace = json.loads(_flight_recorder._dump_fr_trace_json(includeCollectives=True))
-    entries: list[dict[str, Any]] = trace.get("entries", [])
-    return entries
 
 
 def _format_recorder_entry(entry: dict[str, Any]) -> str:
@@ -422,7 +414,7 @@ def _describe_losses(exited: Ranks, unresponsive: Ranks, size: int) -> list[str]
 
 
 def _get_store() -> Any:
-    return _get_default_store()
+    return default_store()
 
 
 def _run_with_timeout(timeout_s: float, action: Callable[[], object]) -> None:
@@ -515,7 +507,7 @@ class FailureDetector:
     def _data_parallel_group(self) -> dist.ProcessGroup | None:
         """The group of all ranks; None if it was destroyed, or has no other ranks."""
         group = next((weak() for weak in self._data_parallel_refs), None)
-        return group if group in _world.pg_map and group.size() > 1 else None
+        return group if group is not None and is_open(group) and group.size() > 1 else None
 
     @contextmanager
     def abort_on_error(self) -> Iterator[None]:
@@ -558,20 +550,20 @@ class FailureDetector:
     @property
     def is_destroyed(self) -> bool:
         """Whether any of the process groups was destroyed."""
-        return any(group not in _world.pg_map for group in list(self._groups))
+        return any(not is_open(group) for group in list(self._groups))
 
     def close_connections(self, *, destroyed_only: bool) -> None:
         """Close the connections of all process groups, or of the destroyed ones: threads that wait there raise."""
         with self._lock:
             for group in list(self._groups):
-                is_chosen = not destroyed_only or group not in _world.pg_map
+                is_chosen = not destroyed_only or not is_open(group)
                 if is_chosen and group not in self._closed_groups:
                     self._closed_groups.add(group)
                     _GlooConnections(group).close()
 
     def _announce_and_abort(self, reason: str, group: dist.ProcessGroup, *, is_root_cause: bool) -> PeerReports:
         """Publish this rank's report, then close all its connections."""
-        connections = [_GlooConnections(open_group) for open_group in list(self._groups) if open_group in _world.pg_map]
+        connections = [_GlooConnections(open_group) for open_group in list(self._groups) if is_open(open_group)]
         disconnected = {rank for connection in connections for rank in connection.disconnected_ranks()}
         activity = self._describe_activity(group)
         reports = PeerReports(group, activity, reason, disconnected, is_root_cause=is_root_cause)
@@ -649,6 +641,6 @@ class _GlooConnections:
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:
     try:
-        return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
+        return backend_name(group, torch.device("cpu")) == "gloo"
     except RuntimeError:
         return False

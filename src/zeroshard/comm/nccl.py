@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._torch_compat import backend_name
 from .._types import Span
 from ..config import Reduce, sum_dtype
 from ..profiling import ProfilerPaused
@@ -124,7 +125,7 @@ def select_group_transport(
     group: Group, device: torch.device, reduce: Reduce, *, has_equal_shards: bool
 ) -> ShardTransport:
     """Return the fastest transport for one group. `has_equal_shards`: all shards have the same length."""
-    backend = group.process_group._get_backend(device).name().lower() if group.size > 1 else ""
+    backend = backend_name(group.process_group, device).lower() if group.size > 1 else ""
     if backend in ("nccl", "fake", "xccl", "hccl"):
         return NcclTransport(group, reduce) if has_equal_shards else NcclUnevenTransport(group, reduce)
     return (

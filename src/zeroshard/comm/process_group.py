@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from .._torch_compat import group_devices, group_timeout
 from .._types import GlobalRank, Rank
 from ..errors import ConfigError, RankLostError
 from .failure import FailureDetector, get_failure_detector, install_exit_handlers
@@ -67,7 +68,7 @@ class Group:
 
     def supports_device(self, device: torch.device) -> bool:
         """Return whether the group's backend can send tensors on `device`."""
-        return any(supported.type == device.type for supported in self.process_group._device_types)
+        return any(supported.type == device.type for supported in group_devices(self.process_group))
 
     @cached_property
     def cpu_group(self) -> dist.ProcessGroup:
@@ -85,8 +86,7 @@ class Group:
     @property
     def timeout(self) -> timedelta | None:
         """The timeout of collectives. Subgroups inherit it: torch would give them 30 minutes."""
-        backend = self.process_group._get_backend(self.process_group._device_types[0])
-        return getattr(getattr(backend, "options", None), "_timeout", None)
+        return group_timeout(self.process_group)
 
     def attach_detector(self, data_parallel: "Group") -> None:
         """Use the data-parallel group's failure detector: a rank lost in this group is lost for all of them."""

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from .._logging import warn_at_caller
+from .._torch_compat import amp_unscale_, sparse_values, supports_amp_scaling
 from ..comm.collectives import Comm
 from ..comm.consensus import check_all_equal, exchange_status
 
@@ -61,7 +62,7 @@ def unscale_sharded_grads(
     found_inf: dict[torch.device, torch.Tensor] = {}
     for grad in grads:
         flag = found_inf.setdefault(grad.device, torch.zeros((), device=grad.device))
-        torch._amp_foreach_non_finite_check_and_unscale_([grad], flag, inverse_scale.to(grad.device))
+        amp_unscale_([grad], flag, inverse_scale.to(grad.device))
     if not found_inf:
         found_inf[inverse_scale.device] = torch.zeros((), device=inverse_scale.device)
     return {
@@ -103,9 +104,7 @@ def _delegate_to_fused(
     inner_optimizers: Sequence[Optimizer] | None, found_inf: torch.Tensor, scale: torch.Tensor | None
 ) -> bool:
     """Pass flag and scale to the fused kernels of all inner optimizers; return False if one does not support them."""
-    if inner_optimizers is None or not all(
-        getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in inner_optimizers
-    ):
+    if inner_optimizers is None or not all(map(supports_amp_scaling, inner_optimizers)):
         return False
     for optimizer in inner_optimizers:
         optimizer.found_inf, optimizer.grad_scale = found_inf, scale  # type: ignore[attr-defined]
@@ -138,7 +137,7 @@ def _unscale_grads(params: Iterable[torch.Tensor], scale: torch.Tensor) -> None:
     inverse = scale.double().reciprocal().float()
     for param in params:
         if param.grad is not None:
-            values = param.grad._values() if param.grad.is_sparse else param.grad
+            values = sparse_values(param.grad) if param.grad.is_sparse else param.grad
             if values.dtype == torch.float16:
                 raise ValueError("Attempting to unscale FP16 gradients.")
             values.mul_(inverse.to(values.device))

@@ -9,16 +9,21 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .._logging import warn_at_caller
+from .._torch_compat import (
+    CUSTOM_BACKWARD_CODE,
+    current_graph_task_id,
+    post_accumulate_grad_hooks,
+    queue_backward_callback,
+)
 from .base import Engine
 from .grad_bucket import drop_placeholder, local_grad
 from .grad_reducer import GradReducer
@@ -33,12 +38,12 @@ NO_BACKWARD = -1
 
 def current_backward_id() -> int:
     """Return the id of the backward pass that runs in this thread, or `NO_BACKWARD`."""
-    return torch._C._current_graph_task_id()
+    return current_graph_task_id()
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Queue `callback` for the end of the running backward pass, after callbacks queued before. It may raise."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    queue_backward_callback(callback)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -292,7 +297,7 @@ def hooked_param_ids() -> set[int]:
 
 def _remove_dead_hooks(param: torch.Tensor) -> None:
     """Remove hooks of optimizers that no longer exist; otherwise they would accumulate with every new optimizer."""
-    registered: Any = param._post_accumulate_grad_hooks or {}
+    registered = post_accumulate_grad_hooks(param)
     for key, hook in list(registered.items()):
         if isinstance(hook, partial) and hook.func is _post_accumulate_hook and hook.args[0]() is None:
             del registered[key]
@@ -304,14 +309,11 @@ def _post_accumulate_hook(hooks_ref: "weakref.ref[GradHooks]", index: int, _: to
         hooks.mark_ready(index)
 
 
-_CUSTOM_BACKWARD_CODE: CodeType = BackwardCFunction.apply.__code__
-
-
 def _is_in_custom_backward() -> bool:
     """Whether this thread runs inside the backward of an `autograd.Function`, as nested backward passes do."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code is _CUSTOM_BACKWARD_CODE:
+        if frame.f_code is CUSTOM_BACKWARD_CODE:
             return True
         frame = frame.f_back
     return False

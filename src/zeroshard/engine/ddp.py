@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from .._torch_compat import is_in_join
 from .._types import Rank
 from ..comm.collectives import Comm
 from ..comm.consensus import Failure, Prepared, exchange_status, prepare_all, raise_failure
@@ -220,7 +221,7 @@ class DDPOverlap:
     def _step(
         self, ddp: DistributedDataParallel, plan: OverlapPlan, bucket: ReducedBucket, is_interleaved: bool
     ) -> None:
-        has_inputs, in_join = current_backward_id() != NO_BACKWARD, ddp._join_config.enable
+        has_inputs, in_join = current_backward_id() != NO_BACKWARD, is_in_join(ddp)
         if self._backward_pass is None or bucket.bucket_index == 0:
             if in_join:
                 broadcast_options(self._comm, self._groups, is_current=has_inputs)

@@ -12,6 +12,15 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from .._torch_compat import (
+    AMP_UNSCALE_OP,
+    TO_COPY_OP,
+    foreach_add_,
+    foreach_copy_,
+    foreach_mul_,
+    make_wrapper_subclass,
+    tree_leaves,
+)
 from .._types import Span
 from ..comm.transport import ReduceWork, ShardTransport
 from ..config import sum_dtype
@@ -140,13 +149,13 @@ class BucketPacker:
         return flat
 
     def _copy_batch(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        torch._foreach_copy_(targets, sources)
+        foreach_copy_(targets, sources)
         if self._scale != 1:
-            torch._foreach_mul_(targets, self._scale)
+            foreach_mul_(targets, self._scale)
 
     def add(self, grads: OptionalGrads, buffer: BucketBuffer) -> None:
         """Add gradients to the contents of `buffer`."""
-        sums = _ForeachBatch(partial(torch._foreach_add_, alpha=self._scale))
+        sums = _ForeachBatch(partial(foreach_add_, alpha=self._scale))
         for view, grad in zip(self._views_of(buffer), grads, strict=True):
             if grad is not None:
                 sums.add(view, _to_dense(grad))
@@ -214,7 +223,7 @@ class ShardedGrad(torch.Tensor):
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> "ShardedGrad":
-        placeholder: ShardedGrad = torch.Tensor._make_wrapper_subclass(
+        placeholder: ShardedGrad = make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=dtype or param.dtype, device=device or param.device
         )
         placeholder._label = label
@@ -250,14 +259,13 @@ class ShardedGrad(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+        if func is AMP_UNSCALE_OP:
             return None  # torch's GradScaler, perhaps on one rank only: its step then raises on all ranks
-        if func is torch.ops.aten._to_copy.default:  # a model is cast or moved together with its gradients
+        if func is TO_COPY_OP:  # a model is cast or moved together with its gradients
             options = {key: (kwargs or {}).get(key) for key in ("dtype", "device")}
             return ShardedGrad(args[0], args[0]._label, **options)
-        placeholders: list[ShardedGrad] = []
-        torch.utils._pytree.tree_map_only(ShardedGrad, placeholders.append, (args, kwargs))
-        raise placeholders[0]._usage_error(func)
+        placeholder = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedGrad))
+        raise placeholder._usage_error(func)
 
 
 def local_grad(param: torch.Tensor) -> torch.Tensor | None:

@@ -42,6 +42,7 @@ from weakref import ReferenceType, ref
 import torch
 
 from .._logging import log_rank, warn_at_caller
+from .._torch_compat import is_view, sparse_values
 from ..comm.collectives import Comm
 from ..comm.consensus import raise_failure
 from ..comm.failure import UnusedBuckets
@@ -351,7 +352,7 @@ class GradVersions:
 
         Hazard: views of one DDP bucket share a version counter, so adding to one gradient changes it for its neighbors.
         """
-        return grad._is_view() and reduced.accumulation_count != self._accumulation_count
+        return is_view(grad) and reduced.accumulation_count != self._accumulation_count
 
     def mark_accumulation(self) -> None:
         """Record that a backward pass accumulates into some gradients."""
@@ -391,7 +392,7 @@ class GradVersions:
 
 def _is_all_zero(grad: torch.Tensor) -> bool:
     """Return whether a gradient is all zeros, as `model.zero_grad(set_to_none=False)` leaves it."""
-    values = grad._values() if grad.layout == torch.sparse_coo else grad
+    values = sparse_values(grad) if grad.layout == torch.sparse_coo else grad
     return not values.detach().count_nonzero()
 
 

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 
+from .._torch_compat import foreach_copy_
 from ..comm.collectives import Comm
 from ..config import MasterWeights
 from ..errors import RankMismatchError
@@ -138,7 +139,7 @@ class LocalGrads(GradSource):
                 targets.append(self._shard_view(bucket, shard))
                 sources.append(flatten_in_memory_order(grad, self._layout.params[shard.param])[slice(*shard.in_param)])
         if targets:
-            torch._foreach_copy_(targets, sources)
+            foreach_copy_(targets, sources)
 
     def _shard_view(self, bucket: Bucket, param_shard: ParamShard) -> torch.Tensor:
         base = bucket.shards[param_shard.owner].start

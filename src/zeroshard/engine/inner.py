@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
+from .._torch_compat import cast_loaded_state, load_state_dict_hooks, step_hooks, unhooked_step
 from ..comm.consensus import rollback_on_error
 from ..errors import CheckpointError, ConfigError
 from ..profiling import Phase, StepProfiler
@@ -285,15 +286,14 @@ def _copy_options(source: ParamGroup, target: ParamGroup) -> None:
 
 
 def _step_without_global_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    wrapped_step = type(optimizer).step  # torch wraps `step` of each class to run hooks, and marks it with `hooked`
-    plain_step = getattr(wrapped_step, "__wrapped__", None) if getattr(wrapped_step, "hooked", False) else None
+    plain_step = unhooked_step(type(optimizer))
     if plain_step is None or "step" in vars(optimizer):
         return optimizer.step(*args, **kwargs)
     args = (optimizer, *args)
-    for pre_hook in list(optimizer._optimizer_step_pre_hooks.values()):
+    for pre_hook in list(step_hooks(optimizer).pre.values()):
         args, kwargs = pre_hook(optimizer, args, kwargs) or (args, kwargs)
     result = plain_step(*args, **kwargs)
-    for post_hook in list(optimizer._optimizer_step_post_hooks.values()):
+    for post_hook in list(step_hooks(optimizer).post.values()):
         post_hook(optimizer, args, kwargs)
     return result
 
@@ -332,9 +332,9 @@ def load_state(
 
 def has_builtin_load(optimizer: Optimizer) -> bool:
     """Return whether loading runs torch's own code only: no hooks and no overrides."""
-    hooks = (*optimizer._optimizer_load_state_dict_pre_hooks, *optimizer._optimizer_load_state_dict_post_hooks)
+    has_hooks = any(load_state_dict_hooks(optimizer))
     methods = (type(optimizer).load_state_dict, type(optimizer).__setstate__)
-    return not hooks and all(method.__module__.startswith("torch.") for method in methods)
+    return not has_hooks and all(method.__module__.startswith("torch.") for method in methods)
 
 
 class _Opaque:
@@ -355,7 +355,7 @@ def _make_opaque(state_dict: StateDict, params: list[torch.Tensor], *, keep_on_h
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             is_host_state = keep_on_host and tensor is value and is_offloadable(tensor)
             like = torch.empty(0, dtype=params[param_id].dtype, device="cpu") if is_host_state else params[param_id]
-            return Optimizer._process_value_according_to_param_policy(like, tensor, param_id, groups, key)
+            return cast_loaded_state(like, tensor, param_id, groups, key)
 
         return _Opaque(map_tensors(deepcopy_except_tensors(value), cast))
 

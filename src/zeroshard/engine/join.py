@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
+from .._torch_compat import sparse_indices, sparse_values
 from .._types import Rank
 from ..comm.collectives import Comm
 from ..state.serialization import StateSender, dumps, loads, receive_state
@@ -169,7 +170,7 @@ def _serialize_grad(grad: torch.Tensor) -> Any:
     if grad.layout != torch.sparse_coo:
         return grad
     # Send it uncoalesced: sums in another order would round differently.
-    components = {"indices": grad._indices(), "values": grad._values(), "size": tuple(grad.shape)}
+    components = {"indices": sparse_indices(grad), "values": sparse_values(grad), "size": tuple(grad.shape)}
     return {**components, "is_coalesced": grad.is_coalesced()}
 
 

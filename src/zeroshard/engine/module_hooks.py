@@ -20,10 +20,9 @@ from weakref import WeakMethod, WeakValueDictionary
 
 import torch
 from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .._torch_compat import active_ddp, forward_pre_hooks, is_compiled_module, is_traceable_wrapper_subclass
 from .._types import Rank
 from ..comm.collectives import Comm
 from ..errors import ConfigError
@@ -137,9 +136,10 @@ class ForwardPreHook:
 
     def register(self, module: Module) -> None:
         """Register the hook on `module`, and remove hooks of optimizers that no longer exist."""
-        for key, hook in list(module._forward_pre_hooks.items()):
+        registered = forward_pre_hooks(module)
+        for key, hook in list(registered.items()):
             if isinstance(hook, ForwardPreHook) and hook._method() is None:
-                del module._forward_pre_hooks[key]
+                del registered[key]
         module.register_forward_pre_hook(self)
 
     def __call__(self, module: Module, _: Any) -> None:
@@ -166,12 +166,8 @@ class DDPForwardPreHook(ForwardPreHook):
     """A `ForwardPreHook` that runs only inside a forward pass of DDP, so other compiled code has no graph break."""
 
     def __call__(self, module: Module, _: Any) -> None:
-        if _get_active_ddp() is not None:
+        if active_ddp() is not None:
             self._run_uncompiled(module, torch.compiler.is_compiling())
-
-
-def _get_active_ddp() -> DistributedDataParallel | None:
-    return getattr(DistributedDataParallel, "_active_ddp_module", None)
 
 
 class ZeroGradWrapper:
@@ -263,7 +259,7 @@ class DoubleReduceGuard:
         DDPForwardPreHook(self._before_forward).register(model)
 
     def _before_forward(self, _: Module, __: bool) -> None:
-        ddp = _get_active_ddp()
+        ddp = active_ddp()
         if ddp is None or self._hooks.is_superseded or not torch.is_grad_enabled():
             return
         trainable = ((name, param) for name, param in ddp.module.named_parameters() if param.requires_grad)
@@ -371,7 +367,7 @@ class ParamPrefetch:
 
     def _before_model_forward(self, model: Module, is_compiled: bool) -> None:
         for module in model.modules() if self._original_parameters else ():
-            if is_compiled or _is_compiled_module(module):
+            if is_compiled or is_compiled_module(module):
                 for submodule in module.modules():
                     self._wait_for_module(submodule, True)
         self._wait_for_module(model, is_compiled)
@@ -420,8 +416,3 @@ def abandon_prefetches(model: Module) -> None:
     for prefetch in filter(None, (reference() for reference in _ARMED.valuerefs())):
         if prefetch.has_pending(modules):
             prefetch.abandon()
-
-
-def _is_compiled_module(module: Module) -> bool:
-    # Hazard: `getattr` for an attribute that a module lacks would search its `BlockingParameters`, and wait.
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules

@@ -23,6 +23,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.utils.dlpack import from_dlpack
 
+from .._torch_compat import foreach_copy_
 from .._types import MIB, Rank, Span, align_up
 from ..errors import BindingError
 from ..layout.layout import Bucket, Layout, ParamShard
@@ -128,10 +129,10 @@ class StagedMessage:
         if self._flat_views is not None and all(tensor.is_contiguous() for tensor in self._tensors):
             torch.cat(self._flat_views, out=self.payload)
         else:
-            torch._foreach_copy_(self._staged_views, self._tensors)
+            foreach_copy_(self._staged_views, self._tensors)
 
     def unpack(self) -> None:
-        torch._foreach_copy_(self._tensors, self._staged_views)
+        foreach_copy_(self._tensors, self._staged_views)
         increment_version(self._aliased_params)
 
 

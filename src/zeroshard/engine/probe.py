@@ -30,10 +30,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer, optimizer
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
+from torch.optim import Optimizer
 
+from .._torch_compat import collective_sequence_numbers, global_step_hooks, has_custom_modes
 from .._types import align_up
 from ..errors import ConfigError
 from ..layout.partition import CostFn, ShardGranularity, validate_cost
@@ -122,9 +121,7 @@ def _collective_sequence_numbers() -> list[int] | None:
     if not dist.is_available() or not dist.is_initialized():
         return []
     try:
-        groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
-        backends = [group._get_backend(device) for group in groups for device in group._device_types]
-        return [backend._get_sequence_number_for_group() for backend in backends]
+        return collective_sequence_numbers()
     except Exception:
         return None
 
@@ -239,7 +236,7 @@ def _freeze_global_state() -> Hashable:
     Raises:
         _NotCacheableError: A dispatch mode, or a function mode other than the default device's, is active.
     """
-    if torch._C._len_torch_dispatch_stack() or any(type(mode) is not DeviceContext for mode in _function_modes()):
+    if has_custom_modes():
         raise _NotCacheableError
     backends: Any = torch.backends  # some type stubs lack attributes
     deterministic: Any = torch.utils.deterministic
@@ -259,10 +256,6 @@ def _freeze_global_state() -> Hashable:
         getattr(backends.cuda.matmul, "allow_fp16_accumulation", None),
         _freeze_process_group(),
     )
-
-
-def _function_modes() -> list[Any]:
-    return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
 
 def _freeze_process_group() -> Hashable:
@@ -334,10 +327,7 @@ def _preserve_rng_state(cuda_devices: set[torch.device]) -> Iterator[None]:
 @contextmanager
 def _suspend_global_hooks() -> Iterator[None]:
     """Disable global step hooks: a `step` that calls its base class's `step` would run them for the probes."""
-    registries: list[dict[int, Any]] = [
-        optimizer._global_optimizer_pre_hooks,
-        optimizer._global_optimizer_post_hooks,
-    ]
+    registries = global_step_hooks()
     hooks = [dict(registry) for registry in registries]
     try:
         for registry in registries:

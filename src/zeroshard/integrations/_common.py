@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .._torch_compat import mark_stepped, share_step_hooks
 from ..checkpoint import latest, save
 from ..comm.collectives import Comm
 from ..comm.consensus import Prepared, prepare_all
@@ -46,12 +47,10 @@ def shard_optimizer(model: torch.nn.Module, optimizer: Optimizer, shard_options:
     if optimizer.state:
         saved = optimizer.state_dict()
         sharded.load_state_dict({**saved, "param_groups": _merge_saved_groups(sharded, saved)})
-    # Shared and not copied, so that handles of hooks still remove them.
-    sharded._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
-    sharded._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
+    share_step_hooks(optimizer, sharded)
     # Schedulers that are never passed to retarget_scheduler still set the options of the sharded optimizer.
     optimizer.param_groups = sharded.param_groups
-    vars(optimizer)["_opt_called"] = True  # else schedulers warn that the optimizer never steps
+    mark_stepped(optimizer)  # else schedulers warn that the optimizer never steps
     return sharded
 
 

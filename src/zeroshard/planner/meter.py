@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 from weakref import finalize
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from .._torch_compat import ITEM_OP, TorchDispatchMode, tree_leaves
 from ..engine.inner import LocalOptimizer, OptimizerFactory
 from ..engine.probe import build_for_probes, isolated_probe, step_once
 from ..state.tensor_utils import inner_tensors, is_wrapper_subclass, map_tensors
@@ -169,7 +168,7 @@ class _MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+        if func is ITEM_OP and args[0].is_meta:
             return 1.0  # lets an optimizer that calls `.item()` continue; its state has the same size
         input_storages = {
             id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._torch_compat import open_archive
 from .._types import MIB, Rank
 from ..comm.collectives import Comm, view_as_bytes
 from ..comm.consensus import Prepared, prepare_all
@@ -58,7 +59,7 @@ def open_torch_archive(stream: Any) -> Any:
     Torch never compresses records, but does read compressed ones: 300 KB could become 300 MB. Readers of old torch
     versions do not report record sizes, so the check is skipped there.
     """
-    reader: Any = torch._C.PyTorchFileReader(stream)
+    reader = open_archive(stream)
     stream.seek(0, io.SEEK_END)
     file_nbytes = stream.tell()
     stream.seek(0)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._logging import warn_at_caller
+from .._torch_compat import sparse_indices, sparse_values
 from .._types import Span
 from ..errors import CheckpointError, ZeroError
 from ..layout.spec import ParamSpec
@@ -454,7 +455,7 @@ def _to_dense(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
     if tensor.layout != torch.sparse_coo:
         raise CheckpointError(f"loaded state of {spec.label} has the layout {tensor.layout}: make it dense")
     # Hazard: torch.load does not validate sparse indices, and to_dense() writes to memory wherever they point.
-    indices, values = tensor._indices(), tensor._values()
+    indices, values = sparse_indices(tensor), sparse_values(tensor)
     try:
         return torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=True).to_dense()
     except RuntimeError as error:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .._torch_compat import is_traceable_wrapper_subclass
 from ..errors import CheckpointError
 
 InnerTensors = dict[str, torch.Tensor]
