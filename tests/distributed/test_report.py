@@ -61,7 +61,7 @@ def check_report(report: Report, optimizer: Any) -> None:
     assert memory_nbytes(report, "parameters") >= sum(param.nbytes for param in optimizer._engine.params)
     for share, bucket in zip(report.buckets, layout.buckets, strict=True):
         assert share.padding == bucket.numel - sum(layout.params[index].numel for index in bucket.params)
-        assert len(share.parameters) == len(bucket.rooms)
+        assert len(share.parameters) == len(bucket.slots)
         assert [(r, tuple(bucket.shards[r])) for r, *_ in share.shards] == [(r, (a, b)) for r, a, b in share.shards]
     assert json.loads(json.dumps(report.as_dict())) == report.as_dict()
     lines = str(report).splitlines()
@@ -107,7 +107,7 @@ def test_report_matches_the_optimizer(ctx: RankContext) -> None:
         check_report(report, optimizer)
         assert report.counters.steps == optimizer._engine.steps == 2
         assert first.counters.steps == 0, "a report does not change"
-        assert 0 < report.times.step <= report.times.iteration
+        assert 0 < report.times.step_s <= report.times.iteration_s
         if hasattr(optimizer, "wait_for_params"):
             optimizer.wait_for_params()
 
