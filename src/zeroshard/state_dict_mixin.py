@@ -20,10 +20,19 @@ from .engine.base import Engine
 from .engine.ddp import DDPOverlap
 from .engine.inner import OPTIMIZER_KEY, ParamGroup, has_builtin_load
 from .profiling import Phase
-from .state import state_dict as compat
 from .state.dcp_compat import DcpRequest, StateDictType
 from .state.serialization import GatherInput, broadcast_state, gather_state
-from .state.state_dict import SavedState, StateAssembler, StateDict
+from .state.state_dict import (
+    SavedState,
+    StateAssembler,
+    StateDict,
+    as_checkpoint_error,
+    describe_groups,
+    describe_options,
+    drop_param_names,
+    pack_param_groups,
+    parse_state_dict,
+)
 from .state.tensor_utils import map_tensors, snapshot_to_host, tensor_versions
 
 
@@ -55,10 +64,10 @@ def gather_state_dict(
     def prepare_local_state() -> GatherInput:
         engine.check_groups(groups)
         extra = snapshot_to_host(engine.inner.extra_state())
-        metadata.update({"param_groups": compat.pack_param_groups(groups), **extra})
+        metadata.update({"param_groups": pack_param_groups(groups), **extra})
         must_match = [
-            *compat.describe_groups(groups),
-            f"what the optimizer adds to its dict: {compat.describe_options(extra)}",
+            *describe_groups(groups),
+            f"what the optimizer adds to its dict: {describe_options(extra)}",
         ]
         with engine.temporary_initial_state() if include_initial else nullcontext():
             local_params = {shard.param: shard.to_portable() for shard in engine.state_shards()}
@@ -97,7 +106,7 @@ def local_state_dict(
             state[shard.param] = shard.to_dcp(engine.layout.params[shard.param], as_load_target=as_load_target)
     return {
         "state": state | _collect_global_state(engine),
-        "param_groups": compat.pack_param_groups(groups),
+        "param_groups": pack_param_groups(groups),
         **snapshot_to_host(engine.inner.extra_state()),
     }
 
@@ -114,12 +123,12 @@ def state_dict_for_dcp(engine: Engine, groups: Sequence[ParamGroup], request: Dc
     elif request.state_dict_type is StateDictType.FULL_ON_RANK0:
         rank0 = engine.comm.data_parallel.group.from_global(0)
         gathered = gather_state_dict(engine, groups, "state_dict", to=rank0, include_initial=True)
-        state_dict = gathered or {"state": {}, "param_groups": compat.pack_param_groups(groups)}
+        state_dict = gathered or {"state": {}, "param_groups": pack_param_groups(groups)}
     else:
         state_dict = local_state_dict(
             engine, groups, include_initial=True, as_load_target=request.state_dict_type is StateDictType.LOAD_TARGET
         )
-    state_dict = state_dict if request.needs_param_names else compat.drop_param_names(state_dict)
+    state_dict = state_dict if request.needs_param_names else drop_param_names(state_dict)
     return state_dict if len(engine.inner.local_optimizers) == 1 else _strip_optimizer_key(state_dict)
 
 
@@ -149,7 +158,7 @@ def prepare_load(engine: Engine, saved: StateDict, *, assign: bool) -> Prepared[
     """Load this rank's shard of `saved`; `prepare_all` commits or undoes it on all ranks."""
     parsed = validate_state_dict(engine, saved)
     is_builtin = all(has_builtin_load(member.optimizer) for member in engine.inner.local_optimizers)
-    with compat.as_checkpoint_error() if is_builtin else nullcontext():  # keep the errors of user-defined loading
+    with as_checkpoint_error() if is_builtin else nullcontext():  # keep the errors of user-defined loading
         return Prepared(
             None, parsed.must_match(is_sharded=assign or parsed.is_sharded), engine.load_state(parsed, assign=assign)
         )
@@ -158,8 +167,8 @@ def prepare_load(engine: Engine, saved: StateDict, *, assign: bool) -> Prepared[
 def validate_state_dict(engine: Engine, saved: StateDict) -> SavedState:
     """Parse `saved`; raise `CheckpointError` if it does not fit this optimizer."""
     num_groups = sum(len(member.optimizer.param_groups) for member in engine.inner.local_optimizers)
-    with compat.as_checkpoint_error():
-        parsed = compat.parse_state_dict(saved, engine.layout.params, num_groups, engine.param_shaped_keys)
+    with as_checkpoint_error():
+        parsed = parse_state_dict(saved, engine.layout.params, num_groups, engine.param_shaped_keys)
         engine.inner.check_optimizer_classes(parsed.groups)
         return parsed
 

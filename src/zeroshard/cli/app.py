@@ -16,7 +16,7 @@ from rich.progress import Progress as Bars
 
 from .._types import replace_unprintable
 from ..checkpoint.progress import Progress
-from ..doctor import report as command
+from ..doctor.report import main as run_doctor
 from ..errors import ZeroError
 from ..torch_patch import run_command
 from .checkpoint import (
@@ -110,7 +110,7 @@ def run(context: typer.Context) -> None:
 @app.command(context_settings=_PASSTHROUGH_SETTINGS, add_help_option=False)
 def doctor(context: typer.Context) -> None:
     """Look whether a job is fit for training: `torchrun ... -m zeroshard doctor`. See `doctor --help`."""
-    raise SystemExit(command.main(context.args))
+    raise SystemExit(run_doctor(context.args))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
