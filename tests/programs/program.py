@@ -214,13 +214,13 @@ class Program:
         """Why last bits may differ, as documented. Empty: all bits must be equal."""
         reasons, mode = [], self.mode
         if mode.shards_grads and any(isinstance(op, Clip) and op.kind == "norm" for op in self.loop):
-            reasons.append("clip_grad_norm_ adds up the norm of sharded gradients in another order")
+            reasons.append("clip_grad_norm_ sums the norm of sharded gradients in another order")
         if mode.shards_grads and _most_synced_passes(self.loop) > 1:
-            reasons.append("several backward passes add up in slices of gradients, in another order than DDP's")
+            reasons.append("gradients of several backward passes are accumulated in shards, in another order than DDP's")
         if dict(self.optimizer.options).get("fused"):
-            reasons.append("fused CPU kernels round the last elements of a tensor in another way")
+            reasons.append("fused CPU kernels round the last elements of a tensor differently")
         if mode.is_flat and (self.dtype == "float64" or any(map(_is_spectral, self.blocks))):
-            reasons.append("matrix products of unaligned weights add up in another order")
+            reasons.append("matrix products of unaligned weights sum in another order")
         if reasons and self.optimizer.kind == "Muon + AdamW":
             reasons.append(MUON_AMPLIFIES)
         return reasons

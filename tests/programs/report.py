@@ -15,14 +15,14 @@ HEAD = """# Random programs
 
 Written by `make programs`: do not edit. gloo, torch {torch}.
 
-**{programs:,} random training programs at {sizes} ranks: {failures} differences, hangs or aborts.** Each was run twice:
-under zeroshard, and under DDP with the plain optimizer, whose gradients are added in rank order. Losses, norms,
-parameters and buffers were compared after each step, and all optimizer state at the end.
+**{programs:,} random training programs at {sizes} ranks: {failures} differences, hangs or aborts.** Each program ran twice:
+under zeroshard, and under DDP with the plain optimizer and gradients summed in rank order. Losses, norms, parameters
+and buffers were compared after each step, and all optimizer state at the end.
 
 | verdict | {columns} |
 |---|{lines}|
 {verdicts}
-A call that is documented to be refused had to raise on all ranks, and the program went on. *Within tolerance* are
+A call that is documented to be rejected had to raise on all ranks, and the program continued. *Within tolerance* are
 programs whose last bits may differ, for these reasons:
 
 | reason | programs |
@@ -30,21 +30,21 @@ programs whose last bits may differ, for these reasons:
 {reasons}
 ## Parts
 
-How often each part occurred, in programs.
+The number of programs that contained each part.
 
 | part | programs |
 |---|---|
 {parts}
 ## Pairs of parts
 
-Of {possible:,} pairs of parts, {seen:,} occurred together. The others exclude each other (modes, optimizers, what a
-mode refuses), or are yet to come. Those that occurred did so in {least} programs at least, {middle} in the median and
-{most} at most. By kinds of parts:
+Of {possible:,} pairs of parts, {seen:,} occurred in the same program. The others exclude each other (two modes, two
+optimizers, calls that a mode rejects) or were not drawn. A pair that occurred did so in {least} to {most:,} programs,
+with a median of {middle}. By kinds of parts:
 
 | | {kinds} |
 |---|{kind_lines}|
 {matrix}
-A cell has the median number of programs with a pair of such parts, and how many of the pairs occurred.
+Each cell has the median number of programs per pair of such parts, and how many of the pairs occurred.
 """
 
 KINDS = ("mode", "model", "optimizer", "loop", "refused")
