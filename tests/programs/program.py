@@ -216,7 +216,7 @@ class Program:
         if mode.shards_grads and any(isinstance(op, Clip) and op.kind == "norm" for op in self.loop):
             reasons.append("clip_grad_norm_ sums the norm of sharded gradients in another order")
         if mode.shards_grads and _most_synced_passes(self.loop) > 1:
-            reasons.append("gradients of several backward passes are accumulated in shards, in another order than DDP's")
+            reasons.append("gradients of several passes are accumulated in shards, in another order than DDP's")
         if dict(self.optimizer.options).get("fused"):
             reasons.append("fused CPU kernels round the last elements of a tensor differently")
         if mode.is_flat and (self.dtype == "float64" or any(map(_is_spectral, self.blocks))):

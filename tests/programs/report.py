@@ -15,9 +15,9 @@ HEAD = """# Random programs
 
 Written by `make programs`: do not edit. gloo, torch {torch}.
 
-**{programs:,} random training programs at {sizes} ranks: {failures} differences, hangs or aborts.** Each program ran twice:
-under zeroshard, and under DDP with the plain optimizer and gradients summed in rank order. Losses, norms, parameters
-and buffers were compared after each step, and all optimizer state at the end.
+**{programs:,} random training programs at {sizes} ranks: {failures} differences, hangs or aborts.** Each program ran
+twice: under zeroshard, and under DDP with the plain optimizer and gradients summed in rank order. Losses, norms,
+parameters and buffers were compared after each step, and all optimizer state at the end.
 
 | verdict | {columns} |
 |---|{lines}|
