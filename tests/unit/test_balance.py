@@ -1,4 +1,4 @@
-"""How evenly ranks are loaded."""
+"""Balance of memory and compute across ranks."""
 
 import pytest
 
@@ -8,49 +8,49 @@ from zeroshard.layout.partition import Balance, FlatShards, MixedPartitioner, Wh
 from zeroshard.layout.spec import ParamSpec
 
 
-def elements(one: ParamSpec) -> float:
+def numel(one: ParamSpec) -> float:
     return one.numel
 
 
-def test_the_peak_is_that_of_the_rank_with_most_over_the_mean() -> None:
+def test_imbalance_is_max_over_mean() -> None:
     found = Balance(numel_per_rank=(6, 2, 4), cost_per_rank=(1.0, 1.0, 1.0))
     assert found.memory_imbalance == pytest.approx(1.5)
     assert found.compute_imbalance == 1.0
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_ranks_without_anything_to_do_are_balanced(ranks: int) -> None:
+def test_empty_layout_is_balanced(ranks: int) -> None:
     nothing = Balance((0,) * ranks, (0.0,) * ranks)
     assert nothing.memory_imbalance == nothing.compute_imbalance == 1.0
-    assert compute_balance(Layout.empty(ranks), elements) == nothing
+    assert compute_balance(Layout.empty(ranks), numel) == nothing
 
 
-def test_whole_parameters_count_for_their_owners() -> None:
+def test_whole_params_count_for_their_owner() -> None:
     layout = WholeParams().extend(Layout.empty(2), specs([5, 3, 1]))
-    assert compute_balance(layout, elements) == Balance((5, 4), (5.0, 4.0))
+    assert compute_balance(layout, numel) == Balance((5, 4), (5.0, 4.0))
     assert compute_balance(layout, lambda one: one.numel**2) == Balance((5, 4), (25.0, 10.0))
 
 
-def test_slices_have_their_part_of_a_cost() -> None:
+def test_cost_of_sharded_param_is_split_by_numel() -> None:
     layout = FlatShards().extend(Layout.empty(4), [spec(0, (6,)), spec(1, (2,))])
     found = compute_balance(layout, lambda one: 30.0 if one.index == 0 else 1.0)
     assert found.numel_per_rank == (2, 2, 2, 2)
     assert sorted(found.cost_per_rank) == pytest.approx([1, 10, 10, 10])
 
 
-def test_frozen_parameters_cost_nothing() -> None:
+def test_frozen_params_are_not_counted() -> None:
     frozen = specs([100], trainable=False)
     layout = WholeParams().extend(Layout.empty(2), [*frozen, *specs([4, 4], first=1)])
-    assert compute_balance(layout, elements) == Balance((4, 4), (4.0, 4.0))
+    assert compute_balance(layout, numel) == Balance((4, 4), (4.0, 4.0))
 
 
-def test_parameters_without_elements_divide_by_nothing() -> None:
+def test_empty_params() -> None:
     layout = FlatShards().extend(Layout.empty(2), [spec(0, (0, 3)), spec(1, (4,))])
-    assert compute_balance(layout, elements) == Balance((2, 2), (2.0, 2.0))
+    assert compute_balance(layout, numel) == Balance((2, 2), (2.0, 2.0))
 
 
-def test_both_kinds_add_up() -> None:
+def test_mixed_partitioner_balances_both_kinds_of_shards() -> None:
     matrices = [spec(index, (size, 10), group=0) for index, size in enumerate((3, 2, 1))]
     others = [spec(3, (40,), group=1)]
-    layout = MixedPartitioner({0: elements}).extend(Layout.empty(2), [*matrices, *others])
-    assert compute_balance(layout, elements) == Balance((50, 50), (50.0, 50.0))
+    layout = MixedPartitioner({0: numel}).extend(Layout.empty(2), [*matrices, *others])
+    assert compute_balance(layout, numel) == Balance((50, 50), (50.0, 50.0))

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: what is seen at any moment, whatever was interrupted."""
+"""A directory of checkpoints is consistent at any moment, whatever was interrupted."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ def folder(tmp_path: Path) -> CheckpointDir:
     return CheckpointDir(path)
 
 
-def put(folder: CheckpointDir, step: int) -> Path:
+def publish_step(folder: CheckpointDir, step: int) -> Path:
     directory = folder.create_staging_dir(step)
     (directory / "data").write_text(str(step))
     return folder.publish(directory, step)
 
 
-def hidden(folder: CheckpointDir) -> list[str]:
+def hidden_entries(folder: CheckpointDir) -> list[str]:
     return [entry.name for entry in folder.path.iterdir() if entry.name.startswith(".") and entry.name != ".lock"]
 
 
-def test_it_need_not_exist(tmp_path: Path) -> None:
+def test_directory_is_created_on_demand(tmp_path: Path) -> None:
     folder = CheckpointDir(tmp_path / "none" / "yet")
     assert folder.steps() == []
     assert folder.latest() is None
     with folder.lock():
-        assert put(folder, 7).name == "step-000000007"
+        assert publish_step(folder, 7).name == "step-000000007"
 
 
-def test_what_is_begun_is_not_seen(folder: CheckpointDir) -> None:
-    put(folder, 1)
+def test_unpublished_checkpoint_is_invisible(folder: CheckpointDir) -> None:
+    publish_step(folder, 1)
     folder.create_staging_dir(2)
     assert folder.steps() == [1]
     assert folder.latest() == folder.step_path(1)
 
 
-def test_the_newest_counts_and_not_the_highest(folder: CheckpointDir) -> None:
-    """Steps may be counted anew."""
+def test_latest_is_newest_not_highest_step(folder: CheckpointDir) -> None:
+    """A run may restart its step count."""
     for step in (100, 200, 5):
-        put(folder, step)
+        publish_step(folder, step)
     assert folder.latest() == folder.step_path(5)
 
 
-def test_the_renaming_alone_decides(folder: CheckpointDir) -> None:
-    """A crash right before it leaves the old one the latest, one right after it the new one."""
-    put(folder, 100)
-    put(folder, 5)
+def test_rename_publishes_atomically(folder: CheckpointDir) -> None:
+    """After a crash just before the rename the old checkpoint is the latest, after it the new one."""
+    publish_step(folder, 100)
+    publish_step(folder, 5)
     directory = folder.create_staging_dir(6)
     folder._write_latest([folder.step_path(6).name, folder.step_path(5).name])
     assert folder.latest() == folder.step_path(5)
@@ -64,46 +64,46 @@ def test_the_renaming_alone_decides(folder: CheckpointDir) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "step-000000099", "../elsewhere", "\x00\xff nothing", "step-x\n\n"])
-def test_a_spoiled_name_of_the_latest_is_no_harm(folder: CheckpointDir, text: str) -> None:
-    put(folder, 1)
-    put(folder, 2)
+def test_corrupt_latest_file_is_ignored(folder: CheckpointDir, text: str) -> None:
+    publish_step(folder, 1)
+    publish_step(folder, 2)
     (folder.path / "latest").write_text(text, encoding="latin-1")
     assert folder.latest() == folder.step_path(2)
 
 
-def test_strangers_are_left_alone(folder: CheckpointDir) -> None:
-    strangers = ["step-5", "step-0000000007", "step-", "notes", ".git"]
-    for name in strangers:
+def test_unrelated_entries_are_left_alone(folder: CheckpointDir) -> None:
+    unrelated = ["step-5", "step-0000000007", "step-", "notes", ".git"]
+    for name in unrelated:
         (folder.path / name).mkdir()
     (folder.path / "step-000000009").write_text("a file")
     assert folder.latest() is None
-    put(folder, 1)
-    put(folder, 2)
+    publish_step(folder, 1)
+    publish_step(folder, 2)
     folder.prune(1)
     assert folder.steps() == [2]
-    assert all((folder.path / name).is_dir() for name in strangers)
+    assert all((folder.path / name).is_dir() for name in unrelated)
 
 
-def test_what_crashes_have_left_is_swept(folder: CheckpointDir) -> None:
-    put(folder, 1)
+def test_leftovers_of_crashes_are_removed(folder: CheckpointDir) -> None:
+    publish_step(folder, 1)
     for step in (2, 3):
         (folder.create_staging_dir(step) / "data").write_text("half")
     (folder.path / ".leaving-1").mkdir()
     (folder.path / ".writing-file").write_text("half")
     folder.discard(folder.create_staging_dir(4))
-    assert hidden(folder) == []
+    assert hidden_entries(folder) == []
     assert folder.steps() == [1]
 
 
-def test_a_step_that_exists_is_refused_and_kept(folder: CheckpointDir) -> None:
-    put(folder, 3)
+def test_existing_step_is_rejected_and_kept(folder: CheckpointDir) -> None:
+    publish_step(folder, 3)
     with pytest.raises(CheckpointError, match="step-000000003 exists already"):
         folder.create_staging_dir(3)
     assert (folder.step_path(3) / "data").read_text() == "3"
-    assert hidden(folder) == []
+    assert hidden_entries(folder) == []
 
 
-def test_abandoning_what_was_published_does_nothing(folder: CheckpointDir) -> None:
+def test_discard_after_publish_does_nothing(folder: CheckpointDir) -> None:
     directory = folder.create_staging_dir(1)
     folder.publish(directory, 1)
     folder.discard(directory)
@@ -111,22 +111,22 @@ def test_abandoning_what_was_published_does_nothing(folder: CheckpointDir) -> No
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [5]), (2, [4, 5]), (9, [1, 2, 3, 4, 5]), (None, [1, 2, 3, 4, 5])])
-def test_the_last_few_stay(folder: CheckpointDir, keep: int | None, left: list[int]) -> None:
+def test_prune_keeps_the_most_recent(folder: CheckpointDir, keep: int | None, left: list[int]) -> None:
     for step in range(1, 6):
-        put(folder, step)
+        publish_step(folder, step)
     folder.prune(keep)
     assert folder.steps() == left
-    assert hidden(folder) == []
+    assert hidden_entries(folder) == []
 
 
-def test_the_latest_stays_whatever_its_number(folder: CheckpointDir) -> None:
+def test_prune_keeps_latest_with_lower_step(folder: CheckpointDir) -> None:
     for step in (100, 200, 300, 5):
-        put(folder, step)
+        publish_step(folder, step)
     folder.prune(1)
     assert folder.latest() == folder.step_path(5)
 
 
-def test_one_at_a_time(folder: CheckpointDir) -> None:
+def test_lock_is_exclusive(folder: CheckpointDir) -> None:
     with folder.lock(), pytest.raises(CheckpointError, match="another process"), CheckpointDir(folder.path).lock():
         pass
     with CheckpointDir(folder.path).lock():
@@ -134,8 +134,8 @@ def test_one_at_a_time(folder: CheckpointDir) -> None:
 
 
 @contextmanager
-def forked() -> Iterator[None]:
-    """A child that does nothing until the end."""
+def forked_child() -> Iterator[None]:
+    """Fork a child that idles until the context exits."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -150,17 +150,17 @@ def forked() -> Iterator[None]:
         os.waitpid(child, 0)
 
 
-def test_children_do_not_keep_the_lock(folder: CheckpointDir) -> None:
-    """Such as the workers of a DataLoader, started while a checkpoint is written."""
+def test_forked_child_does_not_hold_lock(folder: CheckpointDir) -> None:
+    """For example DataLoader workers that start while a checkpoint is written."""
     with folder.lock():
-        child = forked()
+        child = forked_child()
         child.__enter__()
     with folder.lock():
         pass
     child.__exit__(None, None, None)
 
 
-def test_a_file_in_its_place(tmp_path: Path) -> None:
+def test_path_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path, error in ((tmp_path / "file", CheckpointError), (tmp_path / "file" / "below", OSError)):
         assert CheckpointDir(path).latest() is None

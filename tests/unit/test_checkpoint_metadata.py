@@ -1,4 +1,4 @@
-"""Directories of DCP that were spoiled or made to harm: they are refused, and nothing in the process changes."""
+"""Damaged or malicious DCP directories are rejected without changing anything in the process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from zeroshard.checkpoint import metadata as archive
 from zeroshard.checkpoint.directory import MANIFEST_FILE, Manifest, read_manifest
 from zeroshard.checkpoint.metadata import CheckpointMetadata, check_chunks
 from zeroshard.checkpoint.progress import Progress
-from zeroshard.checkpoint.reader import parse_tensor_header as outlined
+from zeroshard.checkpoint.reader import parse_tensor_header
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -42,16 +42,16 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-def all_of(directory: Path) -> dict[str, Any]:
+def load_model(directory: Path) -> dict[str, Any]:
     model = nn.Linear(6, 4)
     checkpoint.load(directory, model=model)
     return dict(model.state_dict())
 
 
-# ---- nothing in a file changes a class
+# ---- files cannot modify classes
 
-# How `.metadata` says it, and what the process has by that name.
-NAMED: dict[str, Any] = {
+# Names as `.metadata` spells them, and the object of that name in this process.
+ALLOWED_GLOBALS: dict[str, Any] = {
     **{f"{module}\n{kind}Path": pathlib.PosixPath for module in ("pathlib",) for kind in ("Posix", "Windows")},
     **{f"{it.__module__}\n{it.__name__}": it for it in (Metadata, MetadataIndex, metadata.TensorProperties)},
     f"{filesystem.__name__}\n_StorageInfo": filesystem._StorageInfo,
@@ -61,86 +61,86 @@ NAMED: dict[str, Any] = {
     "torch\nfloat32": torch.float32,
     "collections\nOrderedDict": OrderedDict,
 }
-SHARED = (
-    *(pathlib.PurePath, pathlib.Path, pathlib.PosixPath, *NAMED.values(), *metadata._MEM_FORMAT_ENCODING),
+GUARDED_OBJECTS = (
+    *(pathlib.PurePath, pathlib.Path, pathlib.PosixPath, *ALLOWED_GLOBALS.values(), *metadata._MEM_FORMAT_ENCODING),
     *(*archive._METADATA_CLASSES, *archive._ALLOWED_GLOBALS.values()),
 )
 
 
-def text(value: str) -> bytes:
+def pickled_text(value: str) -> bytes:
     return b"X" + len(value).to_bytes(4, "little") + value.encode()
 
 
-def setting(where: str, name: str, value: str, *, slots: bool = True, called: bytes = b"") -> bytes:
-    """Opcodes that set an attribute of what is at `where`, or of what comes of calling it."""
-    state = b"}" + text(name) + text(value) + b"s"
+def setattr_opcodes(where: str, name: str, value: str, *, slots: bool = True, called: bytes = b"") -> bytes:
+    """Pickle opcodes that set an attribute of the global `where`, or of the result of calling it."""
+    state = b"}" + pickled_text(name) + pickled_text(value) + b"s"
     return b"c" + where.encode() + b"\n" + called + (b"(N" + state + b"t" if slots else state) + b"b0"
 
 
-def before_the_rest(file: Path, opcodes: bytes) -> None:
+def prepend_opcodes(file: Path, opcodes: bytes) -> None:
     body = pickle.dumps(pickle.loads(file.read_bytes()), protocol=2)
     file.write_bytes(body[:2] + opcodes + body[2:])
 
 
-def look() -> list[Any]:
-    """What pickling leaves on a class, `__slotnames__`, is no change."""
-    return [{k: v for k, v in getattr(it, "__dict__", {}).items() if k != "__slotnames__"} for it in SHARED]
+def snapshot_attributes() -> list[Any]:
+    """Attributes of all guarded objects, without `__slotnames__`, which pickling adds to a class."""
+    return [{k: v for k, v in getattr(it, "__dict__", {}).items() if k != "__slotnames__"} for it in GUARDED_OBJECTS]
 
 
 @pytest.fixture
 def unchanged() -> Iterator[None]:
-    before = look()
+    before = snapshot_attributes()
     yield
-    for was, now, it in zip(before, look(), SHARED, strict=True):
+    for was, now, it in zip(before, snapshot_attributes(), GUARDED_OBJECTS, strict=True):
         assert was == now, it
     assert Path("/a/b").name == "b"
 
 
 @pytest.mark.usefixtures("unchanged")
 @pytest.mark.parametrize("slots", [True, False], ids=["slots", "dict"])
-@pytest.mark.parametrize("where", NAMED)
-def test_metadata_change_no_class(directory: Path, where: str, slots: bool) -> None:
+@pytest.mark.parametrize("where", ALLOWED_GLOBALS)
+def test_metadata_cannot_modify_classes(directory: Path, where: str, slots: bool) -> None:
     good = (directory / ".metadata").read_bytes()
-    before_the_rest(directory / ".metadata", setting(where, "name", "other", slots=slots))
+    prepend_opcodes(directory / ".metadata", setattr_opcodes(where, "name", "other", slots=slots))
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
         CheckpointMetadata(directory)
     (directory / ".metadata").write_bytes(good)
-    all_of(directory)
+    load_model(directory)
 
 
 @pytest.mark.usefixtures("unchanged")
 @pytest.mark.parametrize("slots", [True, False], ids=["slots", "dict"])
-def test_metadata_change_no_member_of_an_enum(directory: Path, slots: bool) -> None:
+def test_metadata_cannot_modify_enum_members(directory: Path, slots: bool) -> None:
     where = f"{metadata.__name__}\n_MEM_FORMAT_ENCODING"
-    before_the_rest(directory / ".metadata", setting(where, "_name_", "x", slots=slots, called=b"(K\x00tR"))
+    prepend_opcodes(directory / ".metadata", setattr_opcodes(where, "_name_", "x", slots=slots, called=b"(K\x00tR"))
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
         CheckpointMetadata(directory)
 
 
 @pytest.mark.usefixtures("unchanged")
-def test_no_way_out_past_the_check_of_names(directory: Path) -> None:
+def test_path_check_cannot_be_bypassed(directory: Path) -> None:
     os.rename(directory / DATA, directory.parent / "outside.distcp")
 
-    def lead_out(it: Metadata) -> None:
+    def escape_directory(it: Metadata) -> None:
         it.storage_data = {at: replace(info, relative_path="../outside.distcp") for at, info in it.storage_data.items()}
 
-    edit_metadata(directory, lead_out)
+    edit_metadata(directory, escape_directory)
     with pytest.raises(CheckpointError, match="outside its directory"):
-        all_of(directory)
-    before_the_rest(directory / ".metadata", setting("pathlib\nPosixPath", "name", "../outside.distcp"))
+        load_model(directory)
+    prepend_opcodes(directory / ".metadata", setattr_opcodes("pathlib\nPosixPath", "name", "../outside.distcp"))
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: it changes 'name'"):
-        all_of(directory)
+        load_model(directory)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "/x", "a/b", "a\\b", "../x", None])
-def test_names_of_other_directories(directory: Path, name: Any) -> None:
-    edit_metadata(directory, lambda it: spoil_place(it, relative_path=name))
+def test_data_file_outside_directory(directory: Path, name: Any) -> None:
+    edit_metadata(directory, lambda it: edit_storage_info(it, relative_path=name))
     with pytest.raises(CheckpointError, match=r"\.metadata names a file outside its directory"):
         CheckpointMetadata(directory)
 
 
-def in_zip(content: bytes, edit: Callable[[bytes], bytes]) -> io.BytesIO:
-    """A file of torch.save, with another pickle in it."""
+def edit_pickle_in_zip(content: bytes, edit: Callable[[bytes], bytes]) -> io.BytesIO:
+    """Edit the pickle inside a file of torch.save."""
     found = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(found, "w") as new:
         for name in old.namelist():
@@ -151,20 +151,20 @@ def in_zip(content: bytes, edit: Callable[[bytes], bytes]) -> io.BytesIO:
 
 @pytest.mark.usefixtures("unchanged")
 @pytest.mark.parametrize("where", ["torch._utils\n_rebuild_tensor_v2", "collections\nOrderedDict"])
-def test_data_change_no_class(where: str) -> None:
+def test_data_cannot_modify_classes(where: str) -> None:
     saved = io.BytesIO()
     torch.save(torch.arange(3.0), saved)
 
     def spoil(it: bytes) -> bytes:
-        return it[:2] + setting(where, "storage", "other") + it[2:]
+        return it[:2] + setattr_opcodes(where, "storage", "other") + it[2:]
 
-    assert outlined(in_zip(saved.getvalue(), bytes), torch.float32) is not None
-    assert outlined(in_zip(saved.getvalue(), spoil), torch.float32) is None
-    assert outlined(in_zip(saved.getvalue(), bytes), torch.float32) is not None
+    assert parse_tensor_header(edit_pickle_in_zip(saved.getvalue(), bytes), torch.float32) is not None
+    assert parse_tensor_header(edit_pickle_in_zip(saved.getvalue(), spoil), torch.float32) is None
+    assert parse_tensor_header(edit_pickle_in_zip(saved.getvalue(), bytes), torch.float32) is not None
 
 
-def test_what_torch_writes_is_read_as_torch_reads_it(directory: Path) -> None:
-    """All but the directory that it was written to."""
+def test_metadata_equals_what_torch_reads(directory: Path) -> None:
+    """Except for the directory that it was written to."""
     found, expected = CheckpointMetadata(directory).dcp_metadata, pickle.loads((directory / ".metadata").read_bytes())
     assert found.storage_meta is not None
     expected.storage_meta.checkpoint_id = found.storage_meta.checkpoint_id
@@ -172,45 +172,45 @@ def test_what_torch_writes_is_read_as_torch_reads_it(directory: Path) -> None:
     assert [type(it) for it in found.storage_data] == [type(it) for it in expected.storage_data]
 
 
-# ---- check sums
+# ---- checksums
 
 
-def write_sums(directory: Path, sums: Any) -> Manifest | None:
+def write_checksums(directory: Path, sums: Any) -> Manifest | None:
     said = json.loads(Manifest(1, 1, {}, 0.0, "").to_json())
     (directory / MANIFEST_FILE).write_text(json.dumps({**said, "sums": sums}))
     return read_manifest(directory)
 
 
-def check(directory: Path, sums: Any) -> None:
-    manifest = write_sums(directory, sums)
+def verify_checksums(directory: Path, sums: Any) -> None:
+    manifest = write_checksums(directory, sums)
     assert manifest is not None
     manifest.verify_checksums(directory, slice(None), Progress("", False, 0))
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "../x", "..", "", "a\\b"])
-def test_sums_of_files_elsewhere(directory: Path, name: str) -> None:
+def test_checksums_of_files_outside_directory(directory: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=f"{MANIFEST_FILE} names a file outside its directory"):
-        write_sums(directory, {name: 0})
+        write_checksums(directory, {name: 0})
 
 
 @pytest.mark.parametrize("sums", [None, [], {"a": "b"}, {"a": None}])
-def test_what_are_no_sums(directory: Path, sums: Any) -> None:
+def test_malformed_checksums(directory: Path, sums: Any) -> None:
     with pytest.raises(CheckpointError, match=f"{MANIFEST_FILE} cannot be read"):
-        write_sums(directory, sums)
+        write_checksums(directory, sums)
 
 
-def test_sums_of_what_is_no_file(directory: Path) -> None:
-    """A pipe nobody writes to would be waited for, a device has no end."""
+def test_checksums_of_special_or_missing_files(directory: Path) -> None:
+    """Reading a pipe without a writer would block, and a device has no end."""
     os.mkfifo(directory / "pipe")
     (directory / "device").symlink_to("/dev/zero")
     for name, reason in {"pipe": "no regular file", "device": "no regular file", "nothing": "is missing"}.items():
         with pytest.raises(CheckpointError, match=f"{name} {reason}|{name} is {reason}"):
-            check(directory, {name: 0})
+            verify_checksums(directory, {name: 0})
 
 
 @pytest.mark.parametrize("sums", [{}, {".metadata": 1}])
-def test_sums_that_leave_out_files(directory: Path, sums: dict[str, int]) -> None:
-    manifest = write_sums(directory, sums)
+def test_checksums_must_cover_all_files(directory: Path, sums: dict[str, int]) -> None:
+    manifest = write_checksums(directory, sums)
     assert manifest is not None
     with pytest.raises(CheckpointError, match=f"{MANIFEST_FILE} has no check sums of {DATA}"):
         manifest.check_covers(directory, CheckpointMetadata(directory).min_file_sizes())
@@ -219,48 +219,48 @@ def test_sums_that_leave_out_files(directory: Path, sums: dict[str, int]) -> Non
 
 # ---- chunks
 
-Cuts = list[tuple[tuple[int, ...], tuple[int, ...]]]
+ChunkList = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
-def tensor_of(size: tuple[int, ...], cuts: Cuts) -> metadata.TensorStorageMetadata:
+def tensor_metadata(size: tuple[int, ...], cuts: ChunkList) -> metadata.TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in cuts]
     return metadata.TensorStorageMetadata(metadata.TensorProperties(torch.float32), torch.Size(size), chunks)
 
 
-BAD_CUTS: dict[str, tuple[Cuts, str]] = {
-    "a hole": ([((0, 0), (2, 6))], "24 elements, but parts with 12"),
-    "none": ([], "24 elements, but parts with 0"),
-    "twice": ([((0, 0), (2, 6)), ((0, 0), (2, 6))], "overlap"),
-    "in part": ([((0, 0), (2, 6)), ((1, 0), (2, 6))], "overlap"),
-    "columns": ([((0, 0), (4, 3)), ((0, 2), (4, 3))], "overlap"),
-    "corners": ([((0, 0), (3, 4)), ((2, 3), (2, 3)), ((0, 4), (2, 2)), ((3, 0), (1, 2))], "overlap"),
-    "beyond": ([((1, 0), (4, 6))], "goes beyond"),
-    "before": ([((-1, 0), (4, 6))], "goes beyond"),
-    "negative": ([((0, 0), (-4, -6))], "goes beyond"),
-    "dimensions": ([((0,), (24,))], "goes beyond"),
+INVALID_CHUNKS: dict[str, tuple[ChunkList, str]] = {
+    "gap": ([((0, 0), (2, 6))], "24 elements, but parts with 12"),
+    "no chunks": ([], "24 elements, but parts with 0"),
+    "duplicate": ([((0, 0), (2, 6)), ((0, 0), (2, 6))], "overlap"),
+    "overlapping rows": ([((0, 0), (2, 6)), ((1, 0), (2, 6))], "overlap"),
+    "overlapping columns": ([((0, 0), (4, 3)), ((0, 2), (4, 3))], "overlap"),
+    "overlapping corners": ([((0, 0), (3, 4)), ((2, 3), (2, 3)), ((0, 4), (2, 2)), ((3, 0), (1, 2))], "overlap"),
+    "past the end": ([((1, 0), (4, 6))], "goes beyond"),
+    "negative offset": ([((-1, 0), (4, 6))], "goes beyond"),
+    "negative size": ([((0, 0), (-4, -6))], "goes beyond"),
+    "wrong number of dimensions": ([((0,), (24,))], "goes beyond"),
 }
 
 
-@pytest.mark.parametrize("case", BAD_CUTS)
-def test_chunks_that_do_not_make_up_a_tensor(directory: Path, case: str) -> None:
-    cuts, match = BAD_CUTS[case]
+@pytest.mark.parametrize("case", INVALID_CHUNKS)
+def test_invalid_chunks(directory: Path, case: str) -> None:
+    cuts, match = INVALID_CHUNKS[case]
 
     def spoil(it: Metadata) -> None:
         old = next(at for at in it.storage_data if at.fqn == WEIGHT)
         info = it.storage_data.pop(old)
         it.storage_data |= {MetadataIndex(WEIGHT, offsets): info for offsets, _ in cuts}
-        it.state_dict_metadata[WEIGHT] = tensor_of((4, 6), cuts)
+        it.state_dict_metadata[WEIGHT] = tensor_metadata((4, 6), cuts)
 
     edit_metadata(directory, spoil)
     with pytest.raises(CheckpointError, match=rf"\.metadata contradicts itself: '{WEIGHT}' .*{match}"):
-        all_of(directory)
+        load_model(directory)
 
 
-GOOD_CUTS: dict[str, tuple[tuple[int, ...], Cuts]] = {
+VALID_CHUNKS: dict[str, tuple[tuple[int, ...], ChunkList]] = {
     "scalar": ((), [((), ())]),
     "empty": ((0, 3), [((0, 0), (0, 3))]),
-    "nothing of it": ((0, 3), []),
-    "some empty": ((4,), [((0,), (2,)), ((2,), (0,)), ((2,), (2,)), ((4,), (0,))]),
+    "empty without chunks": ((0, 3), []),
+    "empty chunks": ((4,), [((0,), (2,)), ((2,), (0,)), ((2,), (2,)), ((4,), (0,))]),
     "rows": ((5000, 3), [((row, 0), (1, 3)) for row in range(5000)]),
     "columns": ((3, 5000), [((0, column), (3, 1)) for column in range(5000)]),
     "grid": ((64, 64), [((row, column), (1, 8)) for row in range(64) for column in range(0, 64, 8)]),
@@ -268,60 +268,60 @@ GOOD_CUTS: dict[str, tuple[tuple[int, ...], Cuts]] = {
 }
 
 
-@pytest.mark.parametrize("case", GOOD_CUTS)
-def test_chunks_that_make_up_a_tensor(case: str) -> None:
-    size, cuts = GOOD_CUTS[case]
-    check_chunks("it", tensor_of(size, cuts))
-    check_chunks("it", tensor_of(size, cuts[::-1]))
+@pytest.mark.parametrize("case", VALID_CHUNKS)
+def test_valid_chunks(case: str) -> None:
+    size, cuts = VALID_CHUNKS[case]
+    check_chunks("it", tensor_metadata(size, cuts))
+    check_chunks("it", tensor_metadata(size, cuts[::-1]))
 
 
 # ---- sizes
 
 
-def spoil_place(it: Metadata, **fields: Any) -> None:
+def edit_storage_info(it: Metadata, **fields: Any) -> None:
     at = next(at for at in it.storage_data if at.fqn == WEIGHT)
     it.storage_data[at] = replace(it.storage_data[at], **fields)
 
 
 @pytest.mark.parametrize("value", [-5, 10.5, None, "3"])
 @pytest.mark.parametrize("field", ["offset", "length"])
-def test_places_that_are_none(directory: Path, field: str, value: Any) -> None:
-    edit_metadata(directory, lambda it: spoil_place(it, **{field: value}))
+def test_invalid_offset_or_length(directory: Path, field: str, value: Any) -> None:
+    edit_metadata(directory, lambda it: edit_storage_info(it, **{field: value}))
     with pytest.raises(CheckpointError, match=r"\.metadata contradicts itself: .* bytes from byte"):
         CheckpointMetadata(directory)
 
 
 @pytest.mark.parametrize("size", [(1 << 38,), (1 << 40, 1 << 40)])
-def test_more_than_was_written(directory: Path, size: tuple[int, ...]) -> None:
+def test_tensor_larger_than_its_data(directory: Path, size: tuple[int, ...]) -> None:
     def spoil(it: Metadata) -> None:
-        nowhere = (0,) * len(size)
-        it.state_dict_metadata[WEIGHT] = tensor_of(size, [(nowhere, size)])
-        it.storage_data[MetadataIndex(WEIGHT, nowhere)] = next(iter(it.storage_data.values()))
+        origin = (0,) * len(size)
+        it.state_dict_metadata[WEIGHT] = tensor_metadata(size, [(origin, size)])
+        it.storage_data[MetadataIndex(WEIGHT, origin)] = next(iter(it.storage_data.values()))
 
     edit_metadata(directory, spoil)
     with pytest.raises(CheckpointError, match=rf"\.metadata contradicts itself: a part of '{WEIGHT}' has \d+ bytes"):
         CheckpointMetadata(directory)
 
 
-def test_a_tensor_that_is_nowhere(directory: Path) -> None:
+def test_tensor_without_data(directory: Path) -> None:
     edit_metadata(directory, lambda it: it.storage_data.clear())
     with pytest.raises(CheckpointError, match=r"a part of 'model.\w+' is not in its files"):
         CheckpointMetadata(directory)
 
 
-PROPERTIES: dict[str, Callable[[Metadata], object]] = {
+WRONG_TYPES: dict[str, Callable[[Metadata], object]] = {
     "dtype": lambda it: setattr(it.state_dict_metadata[WEIGHT].properties, "dtype", 4),  # type: ignore[union-attr]
     "size": lambda it: setattr(it.state_dict_metadata[WEIGHT], "size", (4, 6)),
     "chunks": lambda it: setattr(it.state_dict_metadata[WEIGHT], "chunks", [7]),
     "path": lambda it: it.planner_data.update({WEIGHT: ("model", ["weight"])}),
-    "place": lambda it: it.planner_data.update({WEIGHT: ("model", "weight", 10**9)}),
+    "list index": lambda it: it.planner_data.update({WEIGHT: ("model", "weight", 10**9)}),
     "paths": lambda it: setattr(it, "planner_data", 5),
     "entries": lambda it: setattr(it, "state_dict_metadata", []),
 }
 
 
-@pytest.mark.parametrize("case", PROPERTIES)
-def test_metadata_of_other_types(directory: Path, case: str) -> None:
-    edit_metadata(directory, PROPERTIES[case])
+@pytest.mark.parametrize("case", WRONG_TYPES)
+def test_metadata_of_wrong_types(directory: Path, case: str) -> None:
+    edit_metadata(directory, WRONG_TYPES[case])
     with pytest.raises(CheckpointError, match=r"\.metadata contradicts itself"):
         CheckpointMetadata(directory)

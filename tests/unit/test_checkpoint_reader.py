@@ -1,4 +1,4 @@
-"""What is read from a directory of DCP is what was saved there, whatever the shapes, the strides and the cuts."""
+"""Reading a DCP directory returns what was saved, for any shapes, strides and shards."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from zeroshard.state.shard_tensor import ShardTensor
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-@pytest.fixture(autouse=True, params=["outlined", "asked"])
+@pytest.fixture(autouse=True, params=["parsed header", "torch.load"])
 def ways(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Small pieces, so that a tensor takes several; places of tensors from the outline, and from torch."""
+    """Read in small chunks, so that a tensor takes several; locate tensors by the parsed header or by torch.load."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader, "READ_CHUNK_BYTES", 24)
-        if request.param == "asked":
+        if request.param == "torch.load":
             patch.setattr(reader, "parse_tensor_header", lambda *_: None)
         yield
 
 
-PLAIN = {
+PLAIN_TENSORS = {
     "rows": torch.randn(4, 3),
-    "turned": torch.randn(4, 3).t(),
-    "part": torch.randn(9, 9)[2:5, 1::3],
+    "transposed": torch.randn(4, 3).t(),
+    "strided": torch.randn(9, 9)[2:5, 1::3],
     "bfloat16": torch.randn(5).bfloat16(),
     "flags": torch.tensor([True, False]),
     "bytes": torch.arange(7, dtype=torch.uint8),
     "scalar": torch.tensor(3.5, dtype=torch.float64),
     "empty": torch.zeros(0, 4),
 }
-OTHERS = {
+UNSUPPORTED_VALUES = {
     "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
     "sparse": torch.eye(3).to_sparse(),
     "parameter": nn.Parameter(torch.ones(2)),
@@ -56,18 +56,18 @@ OTHERS = {
 }
 
 
-def in_file(value: Any) -> io.BytesIO:
+def save_to_buffer(value: Any) -> io.BytesIO:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
     return buffer
 
 
-@pytest.mark.parametrize("kind", PLAIN)
-def test_the_outline_is_what_torch_says(kind: str) -> None:
-    """It fails where a version of torch writes tensors in another way: loading would become slow."""
-    buffer = in_file(PLAIN[kind])
-    found = parse_tensor_header(buffer, PLAIN[kind].dtype)
+@pytest.mark.parametrize("kind", PLAIN_TENSORS)
+def test_parsed_header_matches_torch(kind: str) -> None:
+    """Fails if a version of torch writes tensors differently, which would make loading slow."""
+    buffer = save_to_buffer(PLAIN_TENSORS[kind])
+    found = parse_tensor_header(buffer, PLAIN_TENSORS[kind].dtype)
     assert found is not None
     buffer.seek(0)
     expected = torch.load(buffer, map_location="meta", weights_only=True)
@@ -76,26 +76,30 @@ def test_the_outline_is_what_torch_says(kind: str) -> None:
     assert found.data_offset == memory
 
 
-@pytest.mark.parametrize("kind", [*OTHERS, "another dtype", "noise"])
-def test_what_has_no_outline(kind: str) -> None:
-    buffer = in_file(OTHERS.get(kind, PLAIN["rows"])) if kind != "noise" else io.BytesIO(b"noise" * 100)
+@pytest.mark.parametrize("kind", [*UNSUPPORTED_VALUES, "wrong dtype", "noise"])
+def test_unsupported_headers(kind: str) -> None:
+    buffer = (
+        save_to_buffer(UNSUPPORTED_VALUES.get(kind, PLAIN_TENSORS["rows"]))
+        if kind != "noise"
+        else io.BytesIO(b"noise" * 100)
+    )
     assert parse_tensor_header(buffer, torch.float64) is None
     assert parse_tensor_header(buffer, torch.complex64) is None
 
 
-def tensor_of(dims: Dims, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def make_tensor(dims: Dims, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     memory = torch.arange(1, extent_of(dims) + 1).to(dtype)
     return memory.as_strided([size for size, _ in dims], [step for _, step in dims])
 
 
-def saved(tmp: Path, **values: Any) -> CheckpointMetadata:
+def save_checkpoint(tmp: Path, **values: Any) -> CheckpointMetadata:
     dcp_save(values, checkpoint_id=tmp, no_dist=True)
     return CheckpointMetadata(tmp)
 
 
 @st.composite
-def cuts(draw: st.DrawFn) -> tuple[Dims, Dims, Span]:
-    """A tensor as it was saved, and as it lies where it is loaded, and which part of its memory is there."""
+def saved_and_loaded_shards(draw: st.DrawFn) -> tuple[Dims, Dims, Span]:
+    """A saved tensor's dimensions, those of its target, and the span of the target's memory that is loaded."""
     dims = draw(strided())
     order = draw(st.permutations(range(len(dims))))
     here, block = [(0, 0)] * len(dims), 1
@@ -107,15 +111,15 @@ def cuts(draw: st.DrawFn) -> tuple[Dims, Dims, Span]:
     return dims, here, Span(start, draw(st.integers(start, extent_of(here))))
 
 
-@given(cuts(), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
-def test_any_cut_of_any_tensor(case: tuple[Dims, Dims, Span], dtype: torch.dtype) -> None:
+@given(saved_and_loaded_shards(), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+def test_read_any_shard(case: tuple[Dims, Dims, Span], dtype: torch.dtype) -> None:
     theirs, mine, span = case
-    source = tensor_of(theirs)
+    source = make_tensor(theirs)
     whole = torch.zeros(extent_of(mine), dtype=dtype)
     local = whole[slice(*span)]
     target = ShardTensor(local, [size for size, _ in mine], [step for _, step in mine], span.start)
     with tempfile.TemporaryDirectory() as folder:
-        read_values(saved(Path(folder), it=source), {"it": target})
+        read_values(save_checkpoint(Path(folder), it=source), {"it": target})
     expected = torch.zeros_like(whole)
     expected.as_strided(target.shape, target.full_stride).copy_(source)
     assert torch.equal(local, expected[slice(*span)])
@@ -124,16 +128,16 @@ def test_any_cut_of_any_tensor(case: tuple[Dims, Dims, Span], dtype: torch.dtype
 
 
 @given(strided(), st.booleans())
-def test_whole_tensors(dims: Dims, like_saved: bool) -> None:
-    source = tensor_of(dims)
+def test_read_full_tensors(dims: Dims, like_saved: bool) -> None:
+    source = make_tensor(dims)
     target = torch.zeros_like(source) if like_saved else torch.zeros(source.shape, dtype=torch.float64)
     with tempfile.TemporaryDirectory() as folder:
-        read_values(saved(Path(folder), it=source), {"it": target})
+        read_values(save_checkpoint(Path(folder), it=source), {"it": target})
     assert torch.equal(target, source.to(target.dtype))
 
 
-def test_what_lies_alike_is_read_without_memory_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    archive = saved(tmp_path, rows=torch.randn(6, 8), turned=torch.randn(8, 6).t(), columns=torch.randn(6, 8))
+def test_same_memory_layout_is_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = save_checkpoint(tmp_path, rows=torch.randn(6, 8), turned=torch.randn(8, 6).t(), columns=torch.randn(6, 8))
     monkeypatch.setattr(reader, "iter_chunks", lambda *_: pytest.fail("read in pieces"))
     targets = {"rows": torch.zeros(6, 8), "turned": torch.zeros(8, 6).t()}
     found = read_values(archive, targets)
@@ -144,21 +148,21 @@ def test_what_lies_alike_is_read_without_memory_in_between(tmp_path: Path, monke
         read_values(archive, {"columns": torch.zeros(8, 6).t()})
 
 
-def test_tensors_that_cannot_be_read_in_pieces(tmp_path: Path) -> None:
-    archive = saved(tmp_path, it=torch.tensor([3.0]).expand(5))
+def test_expanded_tensor(tmp_path: Path) -> None:
+    archive = save_checkpoint(tmp_path, it=torch.tensor([3.0]).expand(5))
     target = torch.zeros(5)
     read_values(archive, {"it": target})
     assert target.tolist() == [3.0] * 5
 
 
-def test_other_values(tmp_path: Path) -> None:
-    archive = saved(tmp_path, number=3, text="x", items={"a": [1, 2.5]})
+def test_non_tensor_values(tmp_path: Path) -> None:
+    archive = save_checkpoint(tmp_path, number=3, text="x", items={"a": [1, 2.5]})
     targets = {entry.key: entry.allocate() for entry in archive.entries}
     assert read_values(archive, targets) == {"number": 3, "text": "x", "items.a": [1, 2.5]}
 
 
-def test_a_file_that_goes_away_is_named(tmp_path: Path) -> None:
-    archive = saved(tmp_path, it=torch.ones(3))
+def test_error_names_missing_or_truncated_file(tmp_path: Path) -> None:
+    archive = save_checkpoint(tmp_path, it=torch.ones(3))
     todo = ReadPlan(archive, {"it": torch.zeros(3)})
     (file,) = tmp_path.glob("*.distcp")
     file.unlink()
@@ -169,17 +173,17 @@ def test_a_file_that_goes_away_is_named(tmp_path: Path) -> None:
         todo.execute()
 
 
-def test_a_tensor_of_another_shape_than_the_metadata_say(tmp_path: Path) -> None:
-    archive = saved(tmp_path / "a", it=torch.ones(3))
-    other = saved(tmp_path / "b", it=torch.ones(4))
+def test_shape_differs_from_metadata(tmp_path: Path) -> None:
+    archive = save_checkpoint(tmp_path / "a", it=torch.ones(3))
+    other = save_checkpoint(tmp_path / "b", it=torch.ones(4))
     (file,), (source,) = (tuple(it.directory.glob("*.distcp")) for it in (archive, other))
     file.write_bytes(source.read_bytes())
     with pytest.raises(CheckpointError, match=f"'it' in {file} is not what the checkpoint's metadata say"):
         ReadPlan(archive, {"it": torch.zeros(3)})
 
 
-def test_progress_counts_what_is_read(tmp_path: Path) -> None:
-    archive = saved(tmp_path, a=torch.ones(3), b=torch.ones(5, 2))
+def test_progress_counts_bytes(tmp_path: Path) -> None:
+    archive = save_checkpoint(tmp_path, a=torch.ones(3), b=torch.ones(5, 2))
     seen: list[tuple[int, int]] = []
     ReadPlan(archive, {"a": torch.zeros(3), "b": torch.zeros(5, 2)}).execute(
         Progress("", lambda done, total: seen.append((done, total)), 0)

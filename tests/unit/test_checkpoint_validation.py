@@ -1,7 +1,7 @@
-"""Checkpoints that are damaged, foreign or hostile, and wrong arguments: refused with a reason, and nothing changes.
+"""Damaged, foreign or malicious checkpoints and invalid arguments are rejected with a reason and change nothing.
 
-What one process decides is tested here, in a process group of one. `tests/distributed/test_checkpoint_failures.py`
-shows that all ranks refuse when one of them does.
+These tests run in a process group of one. `tests/distributed/test_checkpoint_failures.py` checks that all ranks reject
+a checkpoint when one of them does.
 """
 
 from __future__ import annotations
@@ -49,40 +49,40 @@ DATA = "__0_0.distcp"
 # ---- damaged files
 
 
-def cut(file: Path) -> None:
+def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def flip(file: Path) -> None:
-    """One bit, in the middle of the data."""
+def flip_bit(file: Path) -> None:
+    """Flip one bit in the middle of the file."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
-def exchange(directory: Path) -> None:
-    """A file of the same name and size, of the checkpoint before."""
+def use_data_of_previous_checkpoint(directory: Path) -> None:
+    """Replace the data file by the previous checkpoint's, which has the same name and size."""
     before = directory.parent / "step-000000001" / DATA
     assert before.stat().st_size == (directory / DATA).stat().st_size
     (directory / DATA).write_bytes(before.read_bytes())
 
 
-def exchange_metadata(directory: Path) -> None:
+def remove_rank_from_metadata(directory: Path) -> None:
     edit_metadata(directory, lambda it: it.planner_data.pop("ranks.0"))
 
 
-def noise(file: Path) -> None:
+def write_noise(file: Path) -> None:
     file.write_bytes(random.Random(0).randbytes(500))
 
 
-def lead_out(name: str) -> Damage:
+def rename_data_file(name: str) -> Damage:
     def edit(metadata: Any) -> None:
         next(iter(metadata.storage_data.values())).relative_path = name
 
     return lambda directory: edit_metadata(directory, edit)
 
 
-def forget_chunks(metadata: Any) -> None:
+def clear_chunks(metadata: Any) -> None:
     for it in metadata.state_dict_metadata.values():
         if hasattr(it, "chunks"):
             it.chunks.clear()
@@ -90,25 +90,25 @@ def forget_chunks(metadata: Any) -> None:
 
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "no metadata": (lambda it: (it / ".metadata").unlink(), r"no \.metadata"),
-    "cut metadata": (lambda it: cut(it / ".metadata"), r"\.metadata cannot be read"),
+    "truncated metadata": (lambda it: truncate(it / ".metadata"), r"\.metadata cannot be read"),
     "empty metadata": (lambda it: (it / ".metadata").write_bytes(b""), r"\.metadata cannot be read"),
-    "noise as metadata": (lambda it: noise(it / ".metadata"), r"\.metadata cannot be read"),
-    "no chunks": (lambda it: edit_metadata(it, forget_chunks), r"\.metadata contradicts itself.*parts with 0 of them"),
-    "another's metadata": (exchange_metadata, r"\.metadata is damaged"),
+    "noise as metadata": (lambda it: write_noise(it / ".metadata"), r"\.metadata cannot be read"),
+    "no chunks": (lambda it: edit_metadata(it, clear_chunks), r"\.metadata contradicts itself.*parts with 0 of them"),
+    "other metadata": (remove_rank_from_metadata, r"\.metadata is damaged"),
     "no data": (lambda it: (it / DATA).unlink(), f"{DATA} is missing"),
-    "cut data": (lambda it: cut(it / DATA), f"{DATA} is truncated"),
-    "one bit": (lambda it: flip(it / DATA), f"{DATA} is damaged"),
-    "another's data": (exchange, f"{DATA} is damaged, or of another checkpoint"),
-    "cut manifest": (lambda it: cut(it / MANIFEST_FILE), f"{MANIFEST_FILE} cannot be read"),
-    "wrong manifest": (
+    "truncated data": (lambda it: truncate(it / DATA), f"{DATA} is truncated"),
+    "flipped bit": (lambda it: flip_bit(it / DATA), f"{DATA} is damaged"),
+    "data of other checkpoint": (use_data_of_previous_checkpoint, f"{DATA} is damaged, or of another checkpoint"),
+    "truncated manifest": (lambda it: truncate(it / MANIFEST_FILE), f"{MANIFEST_FILE} cannot be read"),
+    "invalid manifest": (
         lambda it: (it / MANIFEST_FILE).write_text('{"format": 1, "step": []}'),
         f"{MANIFEST_FILE} cannot be",
     ),
-    "later manifest": (lambda it: (it / MANIFEST_FILE).write_text('{"format": 2}'), "newer version"),
-    "upwards": (lead_out("../x"), "outside its directory: '../x'"),
-    "absolute": (lead_out("/etc/passwd"), "outside its directory: '/etc/passwd'"),
-    "nowhere": (lead_out(".."), "outside its directory"),
-    "no name": (lead_out(7), "outside its directory"),  # type: ignore[arg-type]
+    "newer manifest": (lambda it: (it / MANIFEST_FILE).write_text('{"format": 2}'), "newer version"),
+    "parent path": (rename_data_file("../x"), "outside its directory: '../x'"),
+    "absolute path": (rename_data_file("/etc/passwd"), "outside its directory: '/etc/passwd'"),
+    "parent directory": (rename_data_file(".."), "outside its directory"),
+    "path is not a string": (rename_data_file(7), "outside its directory"),  # type: ignore[arg-type]
 }
 
 
@@ -129,33 +129,33 @@ def test_damaged_files(tmp_path: Path, damage: str) -> None:
     other.load(tmp_path / "step-000000001")
 
 
-FOREIGN_DAMAGES: dict[str, tuple[Damage, str]] = {
-    "cut data": (lambda it: cut(it / DATA), f"{DATA} is truncated"),
+DAMAGES_WITHOUT_MANIFEST: dict[str, tuple[Damage, str]] = {
+    "truncated data": (lambda it: truncate(it / DATA), f"{DATA} is truncated"),
     "noise": (
         lambda it: (it / DATA).write_bytes(bytes((it / DATA).stat().st_size)),
         f"'.*' in .*{DATA} cannot be read",
     ),
-    "no chunks": (lambda it: edit_metadata(it, forget_chunks), "elements, but parts with 0 of them"),
+    "no chunks": (lambda it: edit_metadata(it, clear_chunks), "elements, but parts with 0 of them"),
     "no planner data": (lambda it: edit_metadata(it, lambda m: m.planner_data.clear()), "has no optimizer|other model"),
 }
 
 
-@pytest.mark.parametrize("damage", FOREIGN_DAMAGES)
-def test_damaged_files_without_check_sums(tmp_path: Path, damage: str) -> None:
-    """As others write them: torch notices less, and says it less clearly."""
+@pytest.mark.parametrize("damage", DAMAGES_WITHOUT_MANIFEST)
+def test_damaged_files_without_checksums(tmp_path: Path, damage: str) -> None:
+    """As other tools write them: torch detects fewer problems and reports them less clearly."""
     directory = TrainingRun().save(tmp_path)
     on_rank_0((directory / MANIFEST_FILE).unlink)
-    spoil, match = FOREIGN_DAMAGES[damage]
+    spoil, match = DAMAGES_WITHOUT_MANIFEST[damage]
     on_rank_0(lambda: spoil(directory))
     other = TrainingRun(seed=5)
     with refused(other, match, tmp_path):
         checkpoint.load(directory, **other.parts(scheduler=False))
 
 
-# ---- files that would run code
+# ---- malicious files
 
 
-def test_metadata_runs_no_code(tmp_path: Path) -> None:
+def test_metadata_cannot_run_code(tmp_path: Path) -> None:
     run, marker = TrainingRun(), tmp_path / "marker"
     directory = run.save(tmp_path / "run")
     for evil in (Evil(marker), Metadata({}, planner_data=Evil(marker))):
@@ -166,7 +166,7 @@ def test_metadata_runs_no_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["groups", "state", "model"])
-def test_data_run_no_code(tmp_path: Path, place: str) -> None:
+def test_data_cannot_run_code(tmp_path: Path, place: str) -> None:
     run, marker = TrainingRun(), tmp_path / "marker"
     run.save(tmp_path / "run")
     evil = Evil(marker)
@@ -183,7 +183,7 @@ def test_data_run_no_code(tmp_path: Path, place: str) -> None:
     assert not marker.exists()
 
 
-def as_bytes(value: Any, *, safely: bool = True) -> torch.Tensor:
+def to_byte_tensor(value: Any, *, safely: bool = True) -> torch.Tensor:
     if safely:
         return torch.frombuffer(bytearray(dumps(value)), dtype=torch.uint8)
     buffer = io.BytesIO()
@@ -193,14 +193,14 @@ def as_bytes(value: Any, *, safely: bool = True) -> torch.Tensor:
 
 @pytest.mark.parametrize("place", ["ranks", "scheduler"])
 @pytest.mark.parametrize("kind", ["evil", "noise", "wrong"])
-def test_packed_values_run_no_code(tmp_path: Path, place: str, kind: str) -> None:
+def test_packed_values_cannot_run_code(tmp_path: Path, place: str, kind: str) -> None:
     run, marker = TrainingRun(), tmp_path / "marker"
     values = {
-        "evil": as_bytes({"random": Evil(marker), "extra": Evil(marker)}, safely=False),
+        "evil": to_byte_tensor({"random": Evil(marker), "extra": Evil(marker)}, safely=False),
         "noise": torch.arange(100, dtype=torch.uint8),
-        "wrong": as_bytes({"random": {"torch": torch.zeros(3), "python": []}, "extra": 1}),
+        "wrong": to_byte_tensor({"random": {"torch": torch.zeros(3), "python": []}, "extra": 1}),
     }
-    good = as_bytes(run.scheduler.state_dict())
+    good = to_byte_tensor(run.scheduler.state_dict())
     contents: dict[str, Any] = {"model": run.model.state_dict(), "scheduler": good}
     contents[place] = {"0": values[kind]} if place == "ranks" else values[kind]
     dcp_save(contents, checkpoint_id=tmp_path / "evil")
@@ -214,10 +214,10 @@ def test_packed_values_run_no_code(tmp_path: Path, place: str, kind: str) -> Non
     assert not marker.exists()
 
 
-# ---- checkpoints of something else
+# ---- checkpoints of other models and optimizers
 
 
-def test_no_checkpoint(tmp_path: Path) -> None:
+def test_path_is_not_a_checkpoint(tmp_path: Path) -> None:
     run = TrainingRun()
     on_rank_0((tmp_path / "empty").mkdir)
     on_rank_0(lambda: (tmp_path / "file").write_text(""))
@@ -229,60 +229,64 @@ def test_no_checkpoint(tmp_path: Path) -> None:
         run.load(tmp_path / "file")
 
 
-class Wider(Net):
+class WiderNet(Net):
     def __init__(self) -> None:
         super().__init__()
         self.kernel = nn.Conv1d(2, 4, 2)
 
 
-class Longer(Net):
+class NetWithExtraParam(Net):
     def __init__(self) -> None:
         super().__init__()
         self.further = nn.Parameter(torch.randn(2))
 
 
 @pytest.mark.parametrize("way", [flat, whole, dropin, None])
-def test_another_model(tmp_path: Path, way: Any) -> None:
-    run, longer, wider = TrainingRun(way=way), TrainingRun(way=way, model=Longer()), TrainingRun(way=way, model=Wider())
+def test_checkpoint_of_other_model(tmp_path: Path, way: Any) -> None:
+    run, extended, wider = (
+        TrainingRun(way=way),
+        TrainingRun(way=way, model=NetWithExtraParam()),
+        TrainingRun(way=way, model=WiderNet()),
+    )
     run.save(tmp_path / "short")
-    longer.save(tmp_path / "long")
+    extended.save(tmp_path / "long")
     with refused(run, "Only there: further", tmp_path):
         run.load(tmp_path / "long")
-    with refused(longer, "Missing there: further", tmp_path):
-        longer.load(tmp_path / "short")
+    with refused(extended, "Missing there: further", tmp_path):
+        extended.load(tmp_path / "short")
     with refused(wider, r"'model.kernel.* in .* has shape \(3.*\(4", tmp_path):
         wider.load(tmp_path / "short")
-    alone = named_like(wider)
+    alone = set_param_names(wider)
     with refused(wider, r"kernel.* in .* has shape \(3.*kernel.* has \(4", tmp_path):
         checkpoint.load(tmp_path / "short", optimizer=alone)
 
 
-def named_like(run: TrainingRun) -> Any:
-    """Its optimizer, whose parameters have the names of the model also where the model is not given."""
+def set_param_names(run: TrainingRun) -> Any:
+    """Give the optimizer the model's parameter names, which it then has without the model too."""
     for group in run.optimizer.param_groups:
         group.setdefault("param_names", [name for name, _ in run.model.named_parameters()])
     return run.optimizer
 
 
 @pytest.mark.parametrize("way", [flat, whole, None])
-def test_what_both_have(tmp_path: Path, way: Any) -> None:
-    """With strict=False. What is missing in the checkpoint keeps its value and its state."""
-    run, longer = TrainingRun(way=way), TrainingRun(seed=3, way=way, model=Longer())
+def test_non_strict_load_keeps_missing_entries(tmp_path: Path, way: Any) -> None:
+    """Parameters that are missing in the checkpoint keep their value and state."""
+    run, extended = TrainingRun(way=way), TrainingRun(seed=3, way=way, model=NetWithExtraParam())
     run.save(tmp_path)
-    before = longer.look()
-    loaded = longer.load(tmp_path, strict=False)
-    after = longer.look()
+    before = extended.look()
+    loaded = extended.load(tmp_path, strict=False)
+    after = extended.look()
     assert loaded.step == 2
     assert torch.equal(after["model"]["further"], before["model"]["further"])
     assert torch.equal(after["model"]["mix"], run.model.state_dict()["mix"])
     if before["optimizer"] is not None:
-        last = len(list(longer.model.parameters())) - 1
-        order = [name for name, _ in longer.model.named_parameters()].index("further")
+        last = len(list(extended.model.parameters())) - 1
+        order = [name for name, _ in extended.model.named_parameters()].index("further")
         assert 0 <= order <= last
         assert_same(after["optimizer"]["state"].get(order), before["optimizer"]["state"].get(order), "further")
 
 
-def test_parts_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_parts(tmp_path: Path) -> None:
     run = TrainingRun()
     checkpoint.save(tmp_path, step=1, model=run.model)
     with refused(run, "no optimizer in it", tmp_path):
@@ -296,7 +300,7 @@ def test_parts_that_are_not_there(tmp_path: Path) -> None:
     assert_same(other.model.state_dict(), run.model.state_dict(), "the model")
 
 
-KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
     "SGD": partial(torch.optim.SGD, lr=0.1),
     "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -306,13 +310,13 @@ KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-@sampled("saved", KINDS)
-def test_another_optimizer_class(tmp_path: Path, saved: str) -> None:
+@sampled("saved", OPTIMIZERS)
+def test_checkpoint_of_other_optimizer_class(tmp_path: Path, saved: str) -> None:
     model = net()
-    ours = shard(model, KINDS[saved])
+    ours = shard(model, OPTIMIZERS[saved])
     train(model, ours, 2)
     checkpoint.save(tmp_path, step=1, model=model, optimizer=ours)
-    for kind, made in KINDS.items():
+    for kind, made in OPTIMIZERS.items():
         for steps in (0, 2):
             for sharded in (True, False):
                 run = TrainingRun(seed=2, steps=0)
@@ -322,12 +326,12 @@ def test_another_optimizer_class(tmp_path: Path, saved: str) -> None:
                 if kind == saved:
                     checkpoint.load(tmp_path, model=run.model, optimizer=run.optimizer)
                     train(run.model, run.optimizer, 1)
-                elif {kind, saved} != {"SGD", "momentum"}:  # which are one class
+                elif {kind, saved} != {"SGD", "momentum"}:  # the same class
                     with refused(run, "is of another optimizer class", tmp_path):
                         checkpoint.load(tmp_path, model=run.model, optimizer=run.optimizer)
 
 
-def test_values_that_cannot_be(tmp_path: Path) -> None:
+def test_invalid_arguments_of_save(tmp_path: Path) -> None:
     run = TrainingRun()
     run.save(tmp_path)
     with refused(run, "step-000000002 exists already", tmp_path):

@@ -1,4 +1,4 @@
-"""The command line: what it says of checkpoints and of what is none, and how much memory it takes."""
+"""The command line: inspecting and converting checkpoints, its errors and its memory use."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from zeroshard import __version__, checkpoint
 from zeroshard.cli import checkpoint as cli_checkpoint
 from zeroshard.errors import CheckpointError
 
-KINDS = ("torch", "dcp", "safetensors")
-every_kind = pytest.mark.parametrize("kind", KINDS)
+FORMATS = ("torch", "dcp", "safetensors")
+every_format = pytest.mark.parametrize("kind", FORMATS)
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A folder with two checkpoints of a plain optimizer."""
+    """A directory with two checkpoints of an unsharded optimizer."""
     model = net()
     optimizer = plain(model)
     for step in (1, 2):
@@ -42,7 +42,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
+def inspect_json(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
     assert status_of("checkpoint", "inspect", *arguments, "--json") == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     return result
@@ -51,8 +51,8 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str
 # ---- inspect
 
 
-def test_what_is_in_the_latest(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, model = said(capsys, saved), net()
+def test_inspect_latest(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found, model = inspect_json(capsys, saved), net()
     assert found["path"] == str(saved / "step-000000002")
     assert (found["step"], found["world_size"], found["torch"]) == (2, 1, torch.__version__)
     shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
@@ -72,19 +72,19 @@ def test_what_is_in_the_latest(saved: Path, capsys: pytest.CaptureFixture[str]) 
     assert totals["state_bytes"] == 4 * (2 * trained + len(found["state"]))
 
 
-def test_one_of_them(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, saved / "step-000000001")["step"] == 1
+def test_inspect_one_step(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect_json(capsys, saved / "step-000000001")["step"] == 1
 
 
-def test_a_directory_of_somebody_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_foreign_dcp_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dcp_save({"weights": {"a": torch.ones(2, 3)}, "epoch": 4}, checkpoint_id=tmp_path / "it", no_dist=True)
-    found = said(capsys, tmp_path / "it")
+    found = inspect_json(capsys, tmp_path / "it")
     assert (found["step"], found["world_size"], found["model"], found["state"]) == (None, 1, {}, {})
     assert found["other"]["weights.a"] == {"shape": [2, 3], "dtype": "float32", "bytes": 24}
     assert found["other"]["epoch"] == {"shape": None, "dtype": None, "bytes": 0}
 
 
-def test_the_tables_name_everything(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_tables_are_complete(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("checkpoint", "inspect", saved) == 0
     out = capsys.readouterr().out
     for word in (
@@ -101,7 +101,7 @@ def test_the_tables_name_everything(saved: Path, capsys: pytest.CaptureFixture[s
         assert word in out
 
 
-def test_names_do_not_reach_the_terminal_as_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_escaped_for_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dcp_save({"model": {"[red]\x1b[2J": torch.ones(2)}}, checkpoint_id=tmp_path / "it", no_dist=True)
     assert status_of("checkpoint", "inspect", tmp_path / "it") == 0
     out = capsys.readouterr().out
@@ -112,7 +112,7 @@ def test_names_do_not_reach_the_terminal_as_commands(tmp_path: Path, capsys: pyt
 # ---- convert
 
 
-def all_kinds_of_tensors() -> dict[str, torch.Tensor]:
+def various_tensors() -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(3)
     base = torch.randn(6, 4, 5, generator=draw)
     return {
@@ -133,12 +133,12 @@ def all_kinds_of_tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def bits(tensor: torch.Tensor) -> bytes:
+def raw_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def read_model(target: Path, kind: str, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Read as its users would."""
+    """Read the model with the usual tool for the format."""
     if kind == "torch":
         model: dict[str, torch.Tensor] = torch.load(target, weights_only=True)["model"]
         return model
@@ -149,14 +149,14 @@ def read_model(target: Path, kind: str, like: dict[str, torch.Tensor]) -> dict[s
     return into["model"]
 
 
-@every_kind
+@every_format
 @pytest.mark.parametrize("most", [16, 100, cli_checkpoint.MAX_CHUNK_BYTES])
 @pytest.mark.parametrize("from_file", [True, False], ids=["file", "directory"])
-def test_every_tensor_in_pieces_of_any_size(
+def test_convert_any_tensor_in_chunks_of_any_size(
     tmp_path: Path, kind: str, most: int, from_file: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cli_checkpoint, "MAX_CHUNK_BYTES", most)
-    model, source = all_kinds_of_tensors(), tmp_path / "source"
+    model, source = various_tensors(), tmp_path / "source"
     if from_file:
         torch.save({"model": model}, source)
     else:
@@ -165,13 +165,13 @@ def test_every_tensor_in_pieces_of_any_size(
     assert found.keys() == model.keys()
     for name, value in model.items():
         assert (found[name].shape, found[name].dtype) == (value.shape, value.dtype), name
-        assert bits(found[name]) == bits(value), name
+        assert raw_bytes(found[name]) == raw_bytes(value), name
 
 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("key", ["optim", "optimizer"])
-def test_a_file_of_a_plain_script(tmp_path: Path, named: bool, key: str) -> None:
-    """With names in the groups, or by position where that is plain."""
+def test_convert_file_of_unsharded_script(tmp_path: Path, named: bool, key: str) -> None:
+    """With parameter names in the groups, or by position where that is unambiguous."""
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
     optimizer = torch.optim.AdamW(model.named_parameters() if named else model.parameters(), lr=0.1)
     train(model, optimizer, 3)
@@ -185,8 +185,8 @@ def test_a_file_of_a_plain_script(tmp_path: Path, named: bool, key: str) -> None
     assert all(map(torch.equal, again.parameters(), model.parameters()))
 
 
-def test_options_and_state_that_are_tensors_or_none(tmp_path: Path) -> None:
-    """Through a directory and a file, and in the order in which they were."""
+def test_convert_tensor_options_and_state(tmp_path: Path) -> None:
+    """Converting to a directory and back to a file keeps values and their order."""
     model = net()
     optimizer = torch.optim.SGD(model.named_parameters(), lr=torch.tensor(0.1), momentum=0.9)
     train(model, optimizer, 2)
@@ -202,150 +202,154 @@ def test_options_and_state_that_are_tensors_or_none(tmp_path: Path) -> None:
         assert torch.equal(found["optim"]["state"][number]["momentum_buffer"], state["momentum_buffer"])
 
 
-# ---- what is refused
+# ---- errors
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int = 1) -> str:
+def expect_error(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int = 1) -> str:
     assert status_of(*arguments) == status
     error = capsys.readouterr().err
     assert "Traceback" not in error
     return " ".join(error.split())
 
 
-@every_kind
-def test_nothing_is_overwritten(saved: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+@every_format
+def test_existing_target_is_not_overwritten(
+    saved: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "there").write_text("mine")
-    error = refusal(capsys, "checkpoint", "convert", saved, tmp_path / "there", "--to", kind)
+    error = expect_error(capsys, "checkpoint", "convert", saved, tmp_path / "there", "--to", kind)
     assert error == f"Error: {tmp_path / 'there'} exists already. Remove it first, or give another name."
     assert (tmp_path / "there").read_text() == "mine"
 
 
-def test_the_place_must_be_there(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    error = refusal(capsys, "checkpoint", "convert", saved, tmp_path / "no" / "where", "--to", "torch")
+def test_parent_directory_must_exist(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = expect_error(capsys, "checkpoint", "convert", saved, tmp_path / "no" / "where", "--to", "torch")
     assert "no is no directory: make it first" in error
 
 
 @pytest.mark.parametrize("command", ["inspect", "convert"])
-def test_what_is_no_checkpoint(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_source_is_not_a_checkpoint(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = [str(tmp_path / "target"), "--to", "torch"] if command == "convert" else []
     (tmp_path / "empty").mkdir()
-    assert "does not exist" in refusal(capsys, "checkpoint", command, tmp_path / "nothing", *options)
-    assert "has no checkpoint in it" in refusal(capsys, "checkpoint", command, tmp_path / "empty", *options)
+    assert "does not exist" in expect_error(capsys, "checkpoint", command, tmp_path / "nothing", *options)
+    assert "has no checkpoint in it" in expect_error(capsys, "checkpoint", command, tmp_path / "empty", *options)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["empty"]
 
 
 @pytest.mark.parametrize("command", ["inspect", "convert"])
-def test_a_truncated_checkpoint(saved: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_truncated_checkpoint(saved: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     (file,) = (saved / "step-000000002").glob("*.distcp")
     os.truncate(file, file.stat().st_size - 1)
     options = [str(tmp_path / "target"), "--to", "torch"] if command == "convert" else []
-    assert f"{file} is truncated" in refusal(capsys, "checkpoint", command, saved, *options)
+    assert f"{file} is truncated" in expect_error(capsys, "checkpoint", command, saved, *options)
     assert not (tmp_path / "target").exists()
 
 
-def damage(file: Path, place: int) -> None:
+def flip_byte(file: Path, place: int) -> None:
     """Change one byte."""
     whole = bytearray(file.read_bytes())
     whole[place] ^= 1
     file.write_bytes(whole)
 
 
-def place_in_weight(file: Path) -> int:
-    """Of a byte in the middle of a parameter, which no format of torch looks at."""
-    return file.read_bytes().index(net_after(2).get_parameter("enter.weight").detach().numpy().tobytes()) + 50
+def offset_in_weight(file: Path) -> int:
+    """Offset of a byte in the middle of a parameter, which torch does not check."""
+    return file.read_bytes().index(trained_net(2).get_parameter("enter.weight").detach().numpy().tobytes()) + 50
 
 
-def net_after(steps: int) -> nn.Module:
-    """The model of `saved`."""
+def trained_net(steps: int) -> nn.Module:
+    """The model that the fixture `saved` has at this step."""
     model = net()
     train(model, plain(model), steps, first=1)
     return model
 
 
-def error_of_load(path: Path) -> str:
+def load_error(path: Path) -> str:
     with pytest.raises(CheckpointError) as refused:
         checkpoint.load(path, model=net())
     return str(refused.value)
 
 
-@every_kind
-def test_damage_is_not_converted(saved: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+@every_format
+def test_damaged_checkpoint_is_not_converted(
+    saved: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (file,) = (saved / "step-000000002").glob("*.distcp")
-    damage(file, place_in_weight(file))
-    error = refusal(capsys, "checkpoint", "convert", saved, tmp_path / "target", "--to", kind)
+    flip_byte(file, offset_in_weight(file))
+    error = expect_error(capsys, "checkpoint", "convert", saved, tmp_path / "target", "--to", kind)
     assert f"{file} is damaged" in error
-    assert error.removeprefix("Error: ") in error_of_load(saved)
+    assert error.removeprefix("Error: ") in load_error(saved)
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
 
 
-@pytest.mark.parametrize("between", KINDS[:2])
-def test_a_converted_directory_has_check_sums(saved: Path, tmp_path: Path, between: str) -> None:
+@pytest.mark.parametrize("between", FORMATS[:2])
+def test_converted_directory_has_checksums(saved: Path, tmp_path: Path, between: str) -> None:
     convert(convert(saved, tmp_path / "between", between), tmp_path / "it", "dcp")
     sums = json.loads((tmp_path / "it" / "zeroshard.json").read_text())["sums"]
     files = {name: (tmp_path / "it" / name).read_bytes() for name in ("__0_0.distcp", ".metadata")}
     assert sums == {name: zlib.crc32(content) for name, content in files.items()}
     again = net(seed=1)
     assert checkpoint.load(tmp_path / "it", model=again).step == 2
-    assert all(map(torch.equal, again.parameters(), net_after(2).parameters()))
+    assert all(map(torch.equal, again.parameters(), trained_net(2).parameters()))
     file = tmp_path / "it" / "__0_0.distcp"
-    damage(file, place_in_weight(file))
-    assert f"{file} is damaged" in error_of_load(tmp_path / "it")
+    flip_byte(file, offset_in_weight(file))
+    assert f"{file} is damaged" in load_error(tmp_path / "it")
 
 
-def test_where_there_was_no_manifest_none_is_made(tmp_path: Path) -> None:
+def test_no_manifest_without_one_in_the_source(tmp_path: Path) -> None:
     dcp_save({"model": {"a": torch.ones(2, 3)}}, checkpoint_id=tmp_path / "source", no_dist=True)
     target = convert(tmp_path / "source", tmp_path / "target", "dcp")
     assert sorted(entry.name for entry in target.iterdir()) == [".metadata", "__0_0.distcp"]
 
 
-def test_a_file_that_cannot_be_read_is_not_told_of_the_target(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_read_error_does_not_blame_the_target(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = saved / "step-000000002" / "zeroshard.json"
     manifest.write_text(manifest.read_text().replace("__0_0.distcp", "__1_0.distcp"))
-    error = refusal(capsys, "checkpoint", "convert", saved, tmp_path / "target", "--to", "torch")
+    error = expect_error(capsys, "checkpoint", "convert", saved, tmp_path / "target", "--to", "torch")
     assert "__1_0.distcp" in error
     assert "target" not in error
 
 
-@every_kind
-def test_a_damaged_checkpoint_leaves_nothing(
+@every_format
+def test_failed_conversion_leaves_no_files(
     saved: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The sizes are right and there are no check sums, so that it is noticed while writing."""
+    """Sizes are right and there are no checksums, so the damage is found only while writing."""
     (file,) = (saved / "step-000000002").glob("*.distcp")
     (saved / "step-000000002" / "zeroshard.json").unlink()
     whole = file.read_bytes()
     middle = whole.index(b"PK", len(whole) // 2)
     file.write_bytes(whole[:middle] + bytes(len(whole) - middle))
-    refusal(capsys, "checkpoint", "convert", saved, tmp_path / "target", "--to", kind)
+    expect_error(capsys, "checkpoint", "convert", saved, tmp_path / "target", "--to", kind)
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
 
 
-class Harmful:
+class Malicious:
     def __reduce__(self) -> Any:
         return os.mkdir, (str(Path.home() / "never"),)
 
 
-def test_nothing_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malicious_files_do_not_run_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "it").mkdir()
-    (tmp_path / "it" / ".metadata").write_bytes(pickle.dumps(Harmful()))
-    torch.save({"model": Harmful()}, tmp_path / "it.pt")
-    assert "cannot be read" in refusal(capsys, "checkpoint", "inspect", tmp_path / "it")
+    (tmp_path / "it" / ".metadata").write_bytes(pickle.dumps(Malicious()))
+    torch.save({"model": Malicious()}, tmp_path / "it.pt")
+    assert "cannot be read" in expect_error(capsys, "checkpoint", "inspect", tmp_path / "it")
     for source in ("it", "it.pt"):
-        assert "cannot be read" in refusal(
+        assert "cannot be read" in expect_error(
             capsys, "checkpoint", "convert", tmp_path / source, tmp_path / "target", "--to", "torch"
         )
     assert not (tmp_path / "never").exists()
 
 
-def test_files_that_are_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_other_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text").write_text("hello")
     torch.save([1, 2], tmp_path / "list.pt")
-    error = refusal(capsys, "checkpoint", "convert", tmp_path / "text", tmp_path / "target", "--to", "dcp")
+    error = expect_error(capsys, "checkpoint", "convert", tmp_path / "text", tmp_path / "target", "--to", "dcp")
     assert "text cannot be read as a file of torch.save" in error
-    error = refusal(capsys, "checkpoint", "convert", tmp_path / "list.pt", tmp_path / "target", "--to", "dcp")
+    error = expect_error(capsys, "checkpoint", "convert", tmp_path / "list.pt", tmp_path / "target", "--to", "dcp")
     assert "list.pt has neither a 'model' nor an 'optim'" in error
     tensors = tmp_path / "x.safetensors"
     tensors.write_bytes(b"")
@@ -353,41 +357,41 @@ def test_files_that_are_something_else(tmp_path: Path, capsys: pytest.CaptureFix
     assert "safetensors are written, but not read" in capsys.readouterr().err
 
 
-def test_state_that_could_be_anyones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The model has a buffer, and numbers alone do not say where that is."""
+def test_ambiguous_optimizer_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model has a buffer, so positions alone do not identify the parameters."""
     model = net()
     optimizer = plain(model)
     train(model, optimizer, 1)
     torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "it.pt")
-    error = refusal(capsys, "checkpoint", "convert", tmp_path / "it.pt", tmp_path / "it", "--to", "dcp")
+    error = expect_error(capsys, "checkpoint", "convert", tmp_path / "it.pt", tmp_path / "it", "--to", "dcp")
     assert "does not say which parameters the optimizer's state belongs to" in error
 
 
-def test_an_unknown_format(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    error = refusal(capsys, "checkpoint", "convert", saved, tmp_path / "target", "--to", "onnx", status=2)
-    assert all(word in error for word in ("--to", "onnx", *KINDS))
+def test_unknown_format(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = expect_error(capsys, "checkpoint", "convert", saved, tmp_path / "target", "--to", "onnx", status=2)
+    assert all(word in error for word in ("--to", "onnx", *FORMATS))
 
 
-# ---- weights alone
+# ---- weights only
 
 
-def test_weights_alone_are_what_the_model_takes(saved: Path, tmp_path: Path) -> None:
+def test_weights_only_matches_model_state_dict(saved: Path, tmp_path: Path) -> None:
     expected = net(seed=3)
     checkpoint.load(saved, model=expected)
-    for kind in KINDS:
+    for kind in FORMATS:
         convert(saved, tmp_path / kind, kind, "--weights-only")
-    in_rooms = net(seed=4).state_dict()
-    dcp_load(in_rooms, checkpoint_id=tmp_path / "dcp")
-    found = [torch.load(tmp_path / "torch", weights_only=True), load_file(tmp_path / "safetensors"), in_rooms]
+    from_dcp = net(seed=4).state_dict()
+    dcp_load(from_dcp, checkpoint_id=tmp_path / "dcp")
+    found = [torch.load(tmp_path / "torch", weights_only=True), load_file(tmp_path / "safetensors"), from_dcp]
     for weights in found:
         again = net(seed=5)
         again.load_state_dict(weights)
         assert all(torch.equal(it, expected.state_dict()[name]) for name, it in again.state_dict().items())
 
 
-@every_kind
-def test_names_of_weights_are_the_models_own(tmp_path: Path, kind: str) -> None:
-    """Also those by which a checkpoint calls its parts."""
+@every_format
+def test_weights_only_keeps_names(tmp_path: Path, kind: str) -> None:
+    """Including names that a checkpoint uses for its own parts."""
     weights = {name: torch.arange(3.0) + at for at, name in enumerate(("model", "optim", "scheduler", "ranks.0"))}
     torch.save({"model": weights, "scheduler": {"last_epoch": 3}}, tmp_path / "it.pt")
     convert(tmp_path / "it.pt", tmp_path / "target", kind, "--weights-only")
@@ -400,9 +404,9 @@ def test_names_of_weights_are_the_models_own(tmp_path: Path, kind: str) -> None:
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
-def test_a_checkpoint_without_a_model_has_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_only_needs_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint.save(tmp_path / "saved", step=1, optimizer=plain(net()))
-    error = refusal(
+    error = expect_error(
         capsys, "checkpoint", "convert", tmp_path / "saved", tmp_path / "it.pt", "--to", "torch", "--weights-only"
     )
     assert f"{tmp_path / 'saved'} has no weights: they are expected under 'model'" in error
@@ -411,8 +415,8 @@ def test_a_checkpoint_without_a_model_has_no_weights(tmp_path: Path, capsys: pyt
     torch.save({"model": torch.ones(2), "optim": {}}, tmp_path / "odd.pt")
     dcp_save({"model": torch.ones(2)}, checkpoint_id=tmp_path / "odd", no_dist=True)
     for source in ("odd.pt", "odd"):
-        for kind in KINDS:
-            refusal(
+        for kind in FORMATS:
+            expect_error(
                 capsys, "checkpoint", "convert", tmp_path / source, tmp_path / "target", "--to", kind, "--weights-only"
             )
             assert not (tmp_path / "target").exists()
@@ -421,20 +425,20 @@ def test_a_checkpoint_without_a_model_has_no_weights(tmp_path: Path, capsys: pyt
 # ---- the program
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
 
 
-def test_as_a_module(tmp_path: Path) -> None:
-    done = python("-m", "zeroshard", "checkpoint", "inspect", str(tmp_path))
+def test_run_as_module(tmp_path: Path) -> None:
+    done = run_python("-m", "zeroshard", "checkpoint", "inspect", str(tmp_path))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"Error: {tmp_path} has no checkpoint in it\n"
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_without_the_extra_it_says_how_to_get_it(missing: str) -> None:
+def test_missing_extra_says_how_to_install_it(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; from zeroshard.__main__ import main; main()"
-    done = python("-c", code)
+    done = run_python("-c", code)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         f"The command line needs {missing}, which is not installed: pip install 'zeroshard[cli]'\n"
@@ -442,7 +446,7 @@ def test_without_the_extra_it_says_how_to_get_it(missing: str) -> None:
     )
 
 
-def test_what_works_without_the_extra() -> None:
+def test_commands_that_work_without_the_extra() -> None:
     code = """if True:
         import sys
         from zeroshard.__main__ import main
@@ -454,14 +458,14 @@ def test_what_works_without_the_extra() -> None:
             except SystemExit as ended:
                 assert not ended.code
     """
-    done = python("-c", code)
+    done = run_python("-c", code)
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage: python -m zeroshard run script.py" in done.stdout
     assert "usage: zeroshard doctor" in done.stdout
     assert done.stdout.endswith(f"zeroshard {__version__}\n")
 
 
-def test_all_commands_are_listed_and_read_their_own_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_commands_and_each_parses_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("--help") == 0
     listed = capsys.readouterr().out
     assert all(f" {name} " in listed for name in ("checkpoint", "plan", "run", "doctor", "--version"))
@@ -486,10 +490,10 @@ for kind in ("torch", "dcp", "safetensors"):
 """
 
 
-def test_where_there_is_no_room_nothing_is_left(tmp_path: Path) -> None:
-    """Files may not grow beyond a limit here, as on a disk that gets full."""
+def test_full_disk_leaves_no_files(tmp_path: Path) -> None:
+    """A limit on the file size stands in for a full disk."""
     torch.save({"model": {"a": torch.ones(100, 100), "b": torch.ones(100, 100)}}, tmp_path / "it.pt")
-    done = python("-c", FULL_DISK, str(tmp_path / "it.pt"), str(tmp_path / "target"))
+    done = run_python("-c", FULL_DISK, str(tmp_path / "it.pt"), str(tmp_path / "target"))
     assert (done.returncode, done.stdout.split()) == (0, ["1"] * 3), done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == 3
@@ -497,7 +501,7 @@ def test_where_there_is_no_room_nothing_is_left(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["it.pt"]
 
 
-MAKE = """
+SAVE_LARGE_CHECKPOINT = """
 import hashlib, sys, torch
 from zeroshard import checkpoint
 model = torch.nn.Linear(8192, 5632, bias=False)
@@ -510,7 +514,7 @@ state = optimizer.state[model.weight]
 for tensor in (model.weight.detach(), state["exp_avg"], state["exp_avg_sq"]):
     print(hashlib.sha256(tensor.numpy()).hexdigest())
 """
-MEASURE = """
+MEASURE_PEAK_MEMORY = """
 import sys, threading, time
 from zeroshard.cli.app import main
 
@@ -542,14 +546,14 @@ MIB = 2**20
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 @pytest.mark.timeout(240)
-def test_memory_stays_small(tmp_path: Path) -> None:
-    """528 MiB in three tensors of 176 go from file to file; each format is made of the one before."""
-    made = python("-c", MAKE, str(tmp_path))
+def test_convert_peak_memory(tmp_path: Path) -> None:
+    """Convert 528 MiB in three tensors of 176 MiB, each format from the one before."""
+    made = run_python("-c", SAVE_LARGE_CHECKPOINT, str(tmp_path))
     assert made.returncode == 0, made.stderr
     source = tmp_path / "saved"
     for kind in ("torch", "dcp", "safetensors"):
         target = tmp_path / f"as-{kind}"
-        done = python("-c", MEASURE, "checkpoint", "convert", str(source), str(target), "--to", kind)
+        done = run_python("-c", MEASURE_PEAK_MEMORY, "checkpoint", "convert", str(source), str(target), "--to", kind)
         assert done.returncode == 0, done.stderr
         status, anonymous, resident = map(float, done.stdout.split())
         assert status == 0

@@ -1,4 +1,4 @@
-"""Options check themselves."""
+"""Validation and description of ZeroConfig."""
 
 from collections.abc import Sequence
 from dataclasses import FrozenInstanceError, dataclass
@@ -13,52 +13,58 @@ from zeroshard.layout.partition import WholeParams
 from zeroshard.layout.spec import ParamSpec
 
 
-class Plain:
-    """A partitioner whose repr holds its address."""
+class PartitionerWithDefaultRepr:
+    """A partitioner whose repr contains its address."""
 
     def extend(self, layout: Layout, specs: Sequence[ParamSpec]) -> Layout:
         return WholeParams().extend(layout, specs)
 
 
 @dataclass(frozen=True)
-class Tuned(Plain):
+class PartitionerWithOptions(PartitionerWithDefaultRepr):
     width: int
 
 
-def test_the_defaults_are_torchs_contract() -> None:
+def test_defaults() -> None:
     config = ZeroConfig()
     assert (config.stage, config.partition, config.master_dtype) == (None, None, None)
     assert (config.allow_mixed_dtypes, config.overlap_param_gather) == (False, False)
 
 
-def test_options_do_not_change_later() -> None:
+def test_config_is_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         ZeroConfig().allow_mixed_dtypes = True  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("partition", ["whole", WholeParams, 3])
-def test_only_a_partitioner_is_one(partition: Any) -> None:
+def test_partition_must_be_a_partitioner(partition: Any) -> None:
     with pytest.raises(ConfigError, match=r"ZeroConfig\(partition=...\) takes a partitioner such as FlatShards\(\)"):
         ZeroConfig(partition=partition)
 
 
 @pytest.mark.parametrize("mixed", [None, 1, "yes"])
-def test_flags_are_true_or_false(mixed: Any) -> None:
+def test_flags_must_be_bool(mixed: Any) -> None:
     with pytest.raises(ConfigError, match=r"ZeroConfig\(allow_mixed_dtypes=...\) takes True or False"):
         ZeroConfig(allow_mixed_dtypes=mixed)
 
 
-def test_descriptions_are_equal_for_equal_options() -> None:
-    assert ZeroConfig(partition=Plain()).describe() == ZeroConfig(partition=Plain()).describe()
-    assert ZeroConfig(partition=Tuned(2)).describe() == ZeroConfig(partition=Tuned(2)).describe()
+def test_equal_options_have_equal_descriptions() -> None:
+    assert (
+        ZeroConfig(partition=PartitionerWithDefaultRepr()).describe()
+        == ZeroConfig(partition=PartitionerWithDefaultRepr()).describe()
+    )
+    assert (
+        ZeroConfig(partition=PartitionerWithOptions(2)).describe()
+        == ZeroConfig(partition=PartitionerWithOptions(2)).describe()
+    )
 
 
-def test_descriptions_tell_options_apart() -> None:
+def test_different_options_have_different_descriptions() -> None:
     options = [
         ZeroConfig(),
         ZeroConfig(allow_mixed_dtypes=True),
-        ZeroConfig(partition=Plain()),
-        ZeroConfig(partition=Tuned(2)),
+        ZeroConfig(partition=PartitionerWithDefaultRepr()),
+        ZeroConfig(partition=PartitionerWithOptions(2)),
     ]
-    options.append(ZeroConfig(partition=Tuned(3)))
+    options.append(ZeroConfig(partition=PartitionerWithOptions(3)))
     assert len({option.describe() for option in options}) == len(options)

@@ -1,4 +1,4 @@
-"""What a step costs: counted operations, and costs that others count in other units."""
+"""Cost of a step: counted FLOPs, measured time, and user costs in other units."""
 
 import itertools
 import math
@@ -23,59 +23,59 @@ from zeroshard.engine.probe import (
 from zeroshard.layout.spec import ParamSpec
 
 
-def recipe(factory: Any, shape: tuple[int, ...] = (4, 3), **options: Any) -> OptimizerFactory:
+def make_factory(factory: Any, shape: tuple[int, ...] = (4, 3), **options: Any) -> OptimizerFactory:
     return OptimizerFactory(factory, [{"params": [torch.nn.Parameter(torch.ones(shape))]}], True, options)
 
 
-def newton_schulz(rows: int, columns: int, steps: int) -> int:
-    """A Gram matrix, its square, and the product with what it was made of; a multiplication and an addition each."""
+def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
+    """A Gram matrix, its square, and their product with the matrix, at two FLOPs per multiply-add."""
     short, long = sorted((rows, columns))
     return steps * (2 * short * short * long + 2 * short**3 + 2 * short * short * long)
 
 
 @pytest.mark.parametrize("shape", [(6, 8), (8, 6), (1, 5), (64, 64), (768, 3072), (50257, 768)])
 @pytest.mark.parametrize("steps", [1, 5, 7])
-def test_operations_of_muon_are_those_of_its_iteration(shape: tuple[int, int], steps: int) -> None:
-    found = FlopCost(recipe(Muon, ns_steps=steps))(spec(0, shape))
-    assert found == FLOPS_PER_ELEMENT * math.prod(shape) + newton_schulz(*shape, steps)
+def test_muon_flops_match_newton_schulz(shape: tuple[int, int], steps: int) -> None:
+    found = FlopCost(make_factory(Muon, ns_steps=steps))(spec(0, shape))
+    assert found == FLOPS_PER_ELEMENT * math.prod(shape) + newton_schulz_flops(*shape, steps)
 
 
-def test_precision_and_names_of_parameters_change_nothing() -> None:
+def test_flops_ignore_dtype_and_names() -> None:
     named = OptimizerFactory(Muon, [{"params": [torch.ones(4, 3)], "param_names": ["weight"]}], True, {})
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        assert FlopCost(named)(spec(0, (4, 3), dtype=dtype)) == FlopCost(recipe(Muon))(spec(0, (4, 3)))
+        assert FlopCost(named)(spec(0, (4, 3), dtype=dtype)) == FlopCost(make_factory(Muon))(spec(0, (4, 3)))
 
 
 @pytest.mark.parametrize("factory", [SGD, AdamW, Adafactor])
 @pytest.mark.parametrize("shape", [(), (7,), (6, 8), (2, 3, 4), (0, 3)])
-def test_without_products_elements_count(factory: Any, shape: tuple[int, ...]) -> None:
+def test_elementwise_optimizers_cost_their_numel(factory: Any, shape: tuple[int, ...]) -> None:
     one = spec(0, shape)
-    assert FlopCost(recipe(factory, lr=0.1))(one) == numel_cost(one) == FLOPS_PER_ELEMENT * math.prod(shape)
+    assert FlopCost(make_factory(factory, lr=0.1))(one) == numel_cost(one) == FLOPS_PER_ELEMENT * math.prod(shape)
 
 
-class Shy(Optimizer):
-    """Reads a value, which tensors without memory do not have."""
+class ReadsValue(Optimizer):
+    """Reads a value, which meta tensors do not have."""
 
-    asked = 0
+    num_steps = 0
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
 
     def step(self, _: Any = None) -> None:  # type: ignore[override]
-        Shy.asked += 1
+        ReadsValue.num_steps += 1
         for group in self.param_groups:
             for param in group["params"]:
                 param @ param.T
                 param.grad.norm().item()
 
 
-def test_one_that_cannot_be_asked_counts_by_elements() -> None:
-    work, before = FlopCost(recipe(Shy)), Shy.asked
+def test_optimizer_that_fails_on_fake_tensors_costs_numel() -> None:
+    work, before = FlopCost(make_factory(ReadsValue)), ReadsValue.num_steps
     assert work(spec(0, (4, 3))) == work(spec(1, (4, 3))) == numel_cost(spec(0, (4, 3)))
-    assert Shy.asked == before + 1, "once for a shape"
+    assert ReadsValue.num_steps == before + 1, "once for a shape"
 
 
-def test_counting_draws_no_random_numbers_and_fires_no_hooks() -> None:
+def test_probing_draws_no_random_numbers_and_fires_no_hooks() -> None:
     class Noisy(SGD):
         def step(self, closure: Any = None) -> Any:
             torch.rand(3)
@@ -85,16 +85,16 @@ def test_counting_draws_no_random_numbers_and_fires_no_hooks() -> None:
     hook = register_optimizer_step_post_hook(lambda *_: fired.append(1))
     try:
         state = torch.get_rng_state()
-        FlopCost(recipe(Noisy, lr=0.1))(spec(0, (4, 3)))
-        measure_step_seconds(recipe(Noisy, lr=0.1), spec(0, (4, 3)))
+        FlopCost(make_factory(Noisy, lr=0.1))(spec(0, (4, 3)))
+        measure_step_seconds(make_factory(Noisy, lr=0.1), spec(0, (4, 3)))
         assert torch.equal(torch.get_rng_state(), state)
         assert not fired
     finally:
         hook.remove()
 
 
-def test_a_cost_in_seconds_can_stand_beside_operations() -> None:
-    """It divides what is counted for its parameters among them."""
+def test_cost_in_seconds_is_converted_to_flops() -> None:
+    """The user's cost only distributes the counted FLOPs among its parameters."""
     specs = [spec(0, (4,)), spec(1, (6,)), spec(2, (9,), trainable=False), spec(3, (100,), group=1)]
     own = {0: 1e-6, 1: 3e-6, 2: 5e-6}
     cost = convert_cost_to_flops(lambda it: own[it.index], specs[:3], [numel_cost, numel_cost])
@@ -102,23 +102,23 @@ def test_a_cost_in_seconds_can_stand_beside_operations() -> None:
     assert cost(specs[2]) == pytest.approx(12500), "frozen ones keep their rate, and do not count"
 
 
-def test_a_cost_of_nothing_stays_that() -> None:
+def test_zero_cost_stays_zero() -> None:
     assert convert_cost_to_flops(lambda _: 0, [spec(0)], [numel_cost])(spec(0)) == 0
 
 
-def measured(*shapes: tuple[int, ...]) -> MeasuredCost:
+def make_measured_cost(*shapes: tuple[int, ...]) -> MeasuredCost:
     return MeasuredCost({(shape, torch.float32): 1.0 + number for number, shape in enumerate(shapes)})
 
 
-def test_what_was_measured_is_looked_up() -> None:
-    work = measured((4, 3), (3, 4))
+def test_measured_cost_is_looked_up() -> None:
+    work = make_measured_cost((4, 3), (3, 4))
     assert [work(spec(0, (4, 3))), work(spec(7, (3, 4), name="b"))] == [1.0, 2.0]
     for unknown in (spec(2, (5, 3), name="late"), spec(2, (4, 3), dtype=torch.float64, name="late")):
         with pytest.raises(ConfigError, match=r"like parameter 2 \(late\), of shape .* but on those of \(4, 3\), \(3"):
             work(unknown)
 
 
-def test_steps_are_timed_on_tensors_of_that_shape() -> None:
+def test_steps_are_timed_on_tensors_of_the_spec() -> None:
     seen: list[Any] = []
 
     class Watched(Muon):
@@ -127,17 +127,17 @@ def test_steps_are_timed_on_tensors_of_that_shape() -> None:
             return super().step(closure)  # type: ignore[no-untyped-call]
 
     one = spec(0, (5, 3), dtype=torch.bfloat16)
-    assert measure_step_seconds(recipe(Watched), one) > 0
+    assert measure_step_seconds(make_factory(Watched), one) > 0
     assert set(seen) == {((5, 3), torch.bfloat16)}
     assert len(seen) > 3, "some to get warm, and a few more"
 
 
-def test_a_class_that_fails_is_not_timed() -> None:
+def test_failing_optimizer_is_not_timed() -> None:
     with pytest.raises(ValueError, match="2D"):
-        measure_step_seconds(recipe(Muon), spec(0, (3,)))
+        measure_step_seconds(make_factory(Muon), spec(0, (3,)))
 
 
-def test_specs_of_one_kind_are_counted_once() -> None:
+def test_equal_specs_are_probed_once() -> None:
     counts = itertools.count()
 
     class Counting(SGD):
@@ -145,7 +145,7 @@ def test_specs_of_one_kind_are_counted_once() -> None:
             next(counts)
             return super().step(closure)
 
-    work = FlopCost(recipe(Counting, lr=0.1))
+    work = FlopCost(make_factory(Counting, lr=0.1))
     many: list[ParamSpec] = [spec(index, (3, 2)) for index in range(50)]
     assert len({work(it) for it in many}) == 1
     assert next(counts) <= 3

@@ -1,4 +1,4 @@
-"""The page of faults shows all that was recorded, and is not written if less was found than it promises."""
+"""The fault page shows all records, and is not written when they fall short of what it claims."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "records"
 
 
-def outcome(mode: str = "shard", *saw: str, seconds: float = 0.5, restarted: bool = True) -> Outcome:
+def make_outcome(mode: str = "shard", *saw: str, seconds: float = 0.5, restarted: bool = True) -> Outcome:
     return Outcome(Fault(Kind.KILLED, Place.GATHER, 0, 0), mode, saw or ("RankLostError",), seconds, restarted)
 
 
-def page(folder: Path) -> str:
+def render_page(folder: Path) -> str:
     target = folder.parent / "page.md"
     write_page(target)
     return target.read_text(encoding="utf-8")
 
 
-def test_faults_that_nobody_watched_are_counted_apart(folder: Path) -> None:
-    keep_outcomes([outcome()] * FEWEST)
+def test_unobserved_faults_are_counted_separately(folder: Path) -> None:
+    keep_outcomes([make_outcome()] * FEWEST)
     keep_count(Count("killed", "a", "done", 70, is_watched=False))
     keep_count(Count("killed", "b", "done", 5, known=1.25))
     keep_count(Count("flips", "c", "done", 900))
-    found = page(folder)
+    found = render_page(folder)
     assert f"**{FEWEST + 75} faults: 0 silent" in found
     assert f"In {FEWEST + 5} of them" in found
     assert "known to all others after 1.25 s at most" in found
@@ -47,35 +47,39 @@ def test_faults_that_nobody_watched_are_counted_apart(folder: Path) -> None:
         (FEWEST, 0.5, 2.5, r"known to all after 2\.50 s"),
     ],
 )
-def test_less_than_is_promised(folder: Path, count: int, seconds: float, known: float | None, reason: str) -> None:
-    keep_outcomes([outcome(seconds=seconds)] * count)
+def test_incomplete_results_are_rejected(
+    folder: Path, count: int, seconds: float, known: float | None, reason: str
+) -> None:
+    keep_outcomes([make_outcome(seconds=seconds)] * count)
     keep_count(Count("killed", "a", "done", 1000, is_watched=False, known=known))
     with pytest.raises(SystemExit, match=reason):
-        page(folder)
+        render_page(folder)
     assert not (folder.parent / "page.md").exists()
 
 
-def test_ways_that_differ_are_named(folder: Path) -> None:
-    keep_outcomes([outcome()] * FEWEST + [outcome("drop-in", "RuntimeError"), outcome("drop-in", restarted=False)])
+def test_outcomes_are_listed_by_mode(folder: Path) -> None:
+    keep_outcomes(
+        [make_outcome()] * FEWEST + [make_outcome("drop-in", "RuntimeError"), make_outcome("drop-in", restarted=False)]
+    )
     row = "`RankLostError` (shard, drop-in 1 of 2), `RuntimeError` (drop-in 1 of 2) | 0.50 / 0.50 |"
-    assert f"{row} went on (drop-in 1 of 2), restarted (shard, drop-in 1 of 2) | nothing |" in page(folder)
+    assert f"{row} went on (drop-in 1 of 2), restarted (shard, drop-in 1 of 2) | nothing |" in render_page(folder)
 
 
-def test_rows_of_hosts(folder: Path) -> None:
-    keep_outcomes([outcome()] * FEWEST)
+def test_host_records(folder: Path) -> None:
+    keep_outcomes([make_outcome()] * FEWEST)
     Record("a slow link", "20 Mbit/s", "nothing").keep()
-    found = page(folder)
+    found = render_page(folder)
     assert "| a slow link | 20 Mbit/s | nothing |  |  |" in found
     assert "permits no network namespaces" in found
     Record("a cut link", "cut", "RankLostError", 6.0, 7.0).keep()
-    found = page(folder)
+    found = render_page(folder)
     assert "| a cut link | cut | RankLostError | 6.0 | 7.0 |" in found
     assert f"**{FEWEST + 1} faults" in found
     assert "permits no network namespaces" not in found
 
 
-def test_what_was_recorded_before_goes_but_for_the_long_run(folder: Path) -> None:
-    keep_outcomes([outcome()])
+def test_forget_keeps_only_the_long_run(folder: Path) -> None:
+    keep_outcomes([make_outcome()])
     keep_count(Count("killed", "a", "done", 1))
     Record("a cut link", "cut", "RankLostError", 6.0, 7.0).keep()
     (folder / "long_runs.json").write_text("[]")
@@ -83,17 +87,17 @@ def test_what_was_recorded_before_goes_but_for_the_long_run(folder: Path) -> Non
     assert [file.name for file in folder.iterdir()] == ["long_runs.json"]
 
 
-def test_a_case_that_runs_again_is_counted_once(folder: Path) -> None:
-    keep_outcomes([outcome()] * FEWEST)
+def test_repeated_case_is_counted_once(folder: Path) -> None:
+    keep_outcomes([make_outcome()] * FEWEST)
     for count in (3, 4):
         keep_count(Count("elastic", "a", "done", count))
-    assert f"**{FEWEST + 4} faults" in page(folder)
+    assert f"**{FEWEST + 4} faults" in render_page(folder)
 
 
-def test_the_long_run_stays_where_only_faults_were_run(folder: Path) -> None:
-    keep_outcomes([outcome()] * FEWEST)
+def test_long_run_section_is_kept(folder: Path) -> None:
+    keep_outcomes([make_outcome()] * FEWEST)
     kept = "\n## A long run\n\n20,000 steps\n"
     (folder.parent / "page.md").write_text(f"# Faults\n\nold\n{kept}", encoding="utf-8")
-    found = page(folder)
+    found = render_page(folder)
     assert found.endswith(kept)
     assert "old" not in found

@@ -1,6 +1,6 @@
-"""Names on the disk and in dicts, as literal values: files of earlier versions must load, and theirs ours.
+"""Names on disk and in state dicts, as literals: checkpoints must stay loadable across versions, in both directions.
 
-A checkpoint is written, and read here without the package.
+The tests write a checkpoint and read it without the package.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 
 @contextmanager
-def a_single_rank() -> Iterator[None]:
+def single_rank_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -61,11 +61,11 @@ def a_single_rank() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two checkpoints, of all that can be saved."""
+    """Two checkpoints of everything that can be saved."""
     path = tmp_path_factory.mktemp("run")
     for leftover in (".writing-1", ".leaving-1"):
         (path / leftover).mkdir()
-    with a_single_rank():
+    with single_rank_group():
         model = Net().to(torch.bfloat16)
         rules = [ParamRule(matrix_params(), Muon), ParamRule(remaining_params, AdamW)]
         optimizer = shard(model, rules, config=ZeroConfig(master_dtype=torch.float32))
@@ -85,8 +85,8 @@ def directory(folder: Path) -> Path:
     return folder / "step-000000012"
 
 
-def entries(directory: Path) -> dict[str, Any]:
-    """All values of a checkpoint, as torch reads them: by their keys."""
+def read_entries(directory: Path) -> dict[str, Any]:
+    """All values of a checkpoint by key, as torch reads them."""
     metadata = FileSystemReader(directory).read_metadata().state_dict_metadata
     wanted: dict[str, Any] = {
         key: torch.empty(it.size, dtype=it.properties.dtype) if isinstance(it, TensorStorageMetadata) else None
@@ -103,14 +103,14 @@ def unpack(packed: torch.Tensor) -> Any:
     return torch.load(io.BytesIO(bytes(packed.tolist())), weights_only=True)
 
 
-def test_files(folder: Path, directory: Path) -> None:
+def test_files_on_disk(folder: Path, directory: Path) -> None:
     assert sorted(it.name for it in folder.iterdir()) == [".lock", "latest", "step-000000007", "step-000000012"]
     assert (folder / "latest").read_text() == "step-000000012\nstep-000000007\n"
     assert sorted(it.name for it in directory.iterdir()) == [".metadata", "__0_0.distcp", "zeroshard.json"]
     assert b"zeroshard" not in (directory / ".metadata").read_bytes()  # no class of ours is in it
 
 
-def test_the_manifest(directory: Path) -> None:
+def test_manifest(directory: Path) -> None:
     found = json.loads((directory / "zeroshard.json").read_text())
     assert list(found) == ["format", "step", "world_size", "sums", "time", "torch"]
     assert (found["format"], found["step"], found["world_size"]) == (1, 12, 1)
@@ -120,19 +120,19 @@ def test_the_manifest(directory: Path) -> None:
     assert found["sums"] == sums
 
 
-ADAM = ("step", "exp_avg", "exp_avg_sq", "master_weights")
+ADAM_KEYS = ("step", "exp_avg", "exp_avg_sq", "master_weights")
 ENTRIES = [
     *("model.up.weight", "model.norm.weight", "model.norm.bias"),
     *("model.norm.running_mean", "model.norm.running_var", "model.norm.num_batches_tracked"),
     *("optim.state.up.weight.momentum_buffer", "optim.state.up.weight.master_weights"),
-    *(f"optim.state.norm.{name}.{key}" for name in ("weight", "bias") for key in ADAM),
+    *(f"optim.state.norm.{name}.{key}" for name in ("weight", "bias") for key in ADAM_KEYS),
     *("scheduler", "ranks.0"),
 ]
-OPTIONS = ("lr", "weight_decay", "optimizer", "initial_lr", "params")
+GROUP_KEYS = ("lr", "weight_decay", "optimizer", "initial_lr", "params")
 
 
-def test_the_entries_of_a_checkpoint(directory: Path) -> None:
-    found = entries(directory)
+def test_checkpoint_entries(directory: Path) -> None:
+    found = read_entries(directory)
     assert sorted(key for key in found if not key.startswith("optim.param_groups.")) == sorted(ENTRIES)
     paths = pickle.loads((directory / ".metadata").read_bytes()).planner_data
     assert paths["model.up.weight"] == ("model", "up.weight")
@@ -143,15 +143,15 @@ def test_the_entries_of_a_checkpoint(directory: Path) -> None:
     assert {key: it.dtype for key, it in found.items() if key.endswith("master_weights")} == {
         f"optim.state.{name}.master_weights": torch.float32 for name in ("up.weight", "norm.weight", "norm.bias")
     }
-    groups = [{key: found[f"optim.param_groups.{number}.{key}"] for key in OPTIONS} for number in (0, 1)]
+    groups = [{key: found[f"optim.param_groups.{number}.{key}"] for key in GROUP_KEYS} for number in (0, 1)]
     muon = {"lr": 1e-3, "weight_decay": 0.1, "optimizer": "Muon", "initial_lr": 1e-3, "params": ["up.weight"]}
     assert groups[0] == muon
     assert groups[1]["optimizer"] == "AdamW"
     assert groups[1]["params"] == ["norm.weight", "norm.bias"]
 
 
-def test_what_is_packed(directory: Path) -> None:
-    found = entries(directory)
+def test_packed_values(directory: Path) -> None:
+    found = read_entries(directory)
     assert unpack(found["scheduler"])["gamma"] == 0.5
     mine = unpack(found["ranks.0"])
     assert list(mine) == ["random", "extra"]
@@ -163,20 +163,20 @@ def test_what_is_packed(directory: Path) -> None:
 
 
 def test_recorded_checkpoints_have_the_same_names(tmp_path: Path) -> None:
-    """Those of several ranks have a file and an entry for each rank."""
+    """A checkpoint of several ranks has a file and an entry for each rank."""
     shutil.unpack_archive(checkpoint_file("hybrid", "zip"), tmp_path)
     directory = tmp_path / "step-000000006"
     files = [".metadata", *(f"__{rank}_0.distcp" for rank in range(4)), "zeroshard.json"]
     assert sorted(it.name for it in directory.iterdir()) == files
-    ranks = sorted(key for key in entries(directory) if key.startswith("ranks"))
+    ranks = sorted(key for key in read_entries(directory) if key.startswith("ranks"))
     assert ranks == ["ranks.0", "ranks.1", "ranks.2", "ranks.3"]
     found = json.loads((directory / "zeroshard.json").read_text())
     assert list(found) == ["format", "step", "world_size", "sums", "time", "torch"]
     assert found["format"] == 1
 
 
-def test_state_dicts(single_rank: None) -> None:
-    """The group key `optimizer`, master weights, names: with rules as without."""
+def test_state_dict_keys(single_rank: None) -> None:
+    """The group key `optimizer`, master weights and names, with and without rules."""
     model = Net().to(torch.bfloat16)
     rules = [ParamRule(matrix_params(), Muon), ParamRule(remaining_params, AdamW)]
     sharded = shard(model, rules, config=ZeroConfig(master_dtype=torch.float32))

@@ -1,4 +1,4 @@
-"""The fused implementation is taken where torch has it for the device, and where the user has not chosen."""
+"""The fused implementation is the default where torch supports it and the user has not chosen one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zeroshard.engine.inner import OptimizerFactory, enable_fused
 
 
-def recipe(
+def make_factory(
     factory: Callable[..., Optimizer],
     defaults: dict[str, Any] | None = None,
     *,
@@ -23,70 +23,70 @@ def recipe(
     dtype: torch.dtype = torch.float32,
     group: dict[str, Any] | None = None,
 ) -> OptimizerFactory:
-    """With parameters that have no memory, on a device that need not be there."""
+    """With fake parameters, on a device that need not exist."""
     with FakeTensorMode():
         params = [torch.empty(shape, dtype=dtype, device=device) for shape in ((4, 3), (7,))]
     return OptimizerFactory(factory, [{"params": params, **(group or {})}], group is None, defaults or {})
 
 
-def fuses(given: OptimizerFactory) -> bool:
-    """Whether `fused=True` is added, and nothing else is changed."""
+def enables_fused(given: OptimizerFactory) -> bool:
+    """Whether `fused=True` is added; nothing else may change."""
     made = enable_fused(given)
     assert made is given or (made.defaults == {**given.defaults, "fused": True} and made.groups == given.groups)
     return made is not given
 
 
 @pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad])
-def test_it_is_taken_where_torch_has_it(cls: type[Optimizer]) -> None:
-    assert fuses(recipe(cls))
-    assert fuses(recipe(cls, {"lr": 0.1, "weight_decay": 0.1}))
-    assert fuses(recipe(cls, group={"lr": 0.3}))
+def test_enabled_where_torch_supports_it(cls: type[Optimizer]) -> None:
+    assert enables_fused(make_factory(cls))
+    assert enables_fused(make_factory(cls, {"lr": 0.1, "weight_decay": 0.1}))
+    assert enables_fused(make_factory(cls, group={"lr": 0.3}))
 
 
-def test_it_is_not_taken_on_the_cpu() -> None:
-    """Its bits would depend on where parameters are cut."""
-    assert not fuses(recipe(optim.AdamW, device="cpu"))
+def test_disabled_on_cpu() -> None:
+    """Results would depend on where parameters are split."""
+    assert not enables_fused(make_factory(optim.AdamW, device="cpu"))
 
 
 @pytest.mark.parametrize("name", ["fused", "foreach", "capturable", "differentiable"])
-def test_the_users_choice_wins(name: str) -> None:
+def test_user_choice_wins(name: str) -> None:
     for value in (False, True, None):
-        assert not fuses(recipe(optim.AdamW, {name: value}))
-        assert not fuses(recipe(optim.AdamW, group={name: value}))
+        assert not enables_fused(make_factory(optim.AdamW, {name: value}))
+        assert not enables_fused(make_factory(optim.AdamW, group={name: value}))
 
 
 @pytest.mark.parametrize("option", [{"fused": False}, {"foreach": True}, {"capturable": True}], ids=str)
-def test_what_a_partial_has_chosen_wins(option: dict[str, Any]) -> None:
-    assert fuses(recipe(partial(optim.AdamW, lr=0.1)))
-    assert not fuses(recipe(partial(optim.AdamW, **option)))
+def test_choice_in_partial_wins(option: dict[str, Any]) -> None:
+    assert enables_fused(make_factory(partial(optim.AdamW, lr=0.1)))
+    assert not enables_fused(make_factory(partial(optim.AdamW, **option)))
 
 
 @pytest.mark.parametrize("cls", [optim.Adadelta, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop])
-def test_it_is_not_taken_where_there_is_none(cls: type[Optimizer]) -> None:
-    assert not fuses(recipe(cls))
+def test_disabled_for_classes_without_fused(cls: type[Optimizer]) -> None:
+    assert not enables_fused(make_factory(cls))
 
 
-class Foreign(Optimizer):
+class ThirdParty(Optimizer):
     def __init__(self, params: Any, lr: float = 0.1, fused: bool | None = None) -> None:
         super().__init__(params, {"lr": lr, "fused": fused})
 
 
-def test_it_is_not_taken_of_classes_that_are_not_torchs() -> None:
-    """Who knows what they mean by it."""
-    assert not fuses(recipe(Foreign))
-    assert not fuses(recipe(partial(Foreign, lr=0.2)))
+def test_disabled_for_third_party_classes() -> None:
+    """Their `fused` may mean something else."""
+    assert not enables_fused(make_factory(ThirdParty))
+    assert not enables_fused(make_factory(partial(ThirdParty, lr=0.2)))
 
 
-def test_it_is_not_taken_for_what_it_cannot_update() -> None:
-    assert not fuses(recipe(optim.AdamW, dtype=torch.complex64))
+def test_disabled_for_unsupported_dtypes() -> None:
+    assert not enables_fused(make_factory(optim.AdamW, dtype=torch.complex64))
 
 
-class Own(optim.AdamW):
-    """Knows no such option."""
+class SubclassWithoutFused(optim.AdamW):
+    """Does not accept the option."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr=lr)
 
 
-def test_own_classes_must_know_it() -> None:
-    assert not fuses(recipe(Own))
+def test_disabled_for_subclass_without_the_option() -> None:
+    assert not enables_fused(make_factory(SubclassWithoutFused))

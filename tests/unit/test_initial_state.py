@@ -1,4 +1,4 @@
-"""State that is made before the first step: what follows is what would have followed, bit for bit, or none is made."""
+"""State created before the first step: results stay bit-identical, or no state is created."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def params(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def make_params(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     draw = torch.Generator().manual_seed(seed)
     return [torch.nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape in SHAPES]
 
 
-def recipe(kind: type[Optimizer], given: list[Tensor], **options: Any) -> OptimizerFactory:
+def make_factory(kind: type[Optimizer], given: list[Tensor], **options: Any) -> OptimizerFactory:
     return OptimizerFactory(kind, [{"params": given}], True, options)
 
 
 def train(optimizer: Optimizer, given: list[Tensor], *, steps: int = 6, late: int = 0) -> None:
-    """The second parameter has no gradient in the first `late` steps."""
+    """Train; the second parameter has no gradient in the first `late` steps."""
     for step in range(steps):
         for number, param in enumerate(given):
             draw = torch.Generator().manual_seed(100 * step + number)
@@ -65,12 +65,12 @@ CASES: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (optim.Adafactor, {}),
     (optim.Muon, {}),
 ]
-DECLINED: list[tuple[type[Optimizer], dict[str, Any]]] = [
+REJECTED: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (optim.SGD, {"lr": 0.1}),
     (optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
     (optim.SparseAdam, {}),
 ]
-BEGINNING = [
+ACCEPTED = [
     (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     (optim.Adam, {"amsgrad": True}),
     (optim.AdamW, {}),
@@ -78,20 +78,20 @@ BEGINNING = [
 ]
 
 
-def named(case: Any) -> str | None:
+def class_name(case: Any) -> str | None:
     return getattr(case, "__name__", None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("kind", "options"), CASES, ids=named)
-def test_made_early_it_changes_no_step_or_is_declined(
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=class_name)
+def test_early_state_does_not_change_results(
     kind: type[Optimizer], options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    # torch itself rounds bf16 otherwise while one of the tensors of a foreach step has no momentum yet.
-    rounds_otherwise = options.get("foreach") and dtype == torch.bfloat16
-    for late in (0,) if rounds_otherwise else (0, 2):
-        lazy, early = params(dtype=dtype), params(dtype=dtype)
-        made = recipe(kind, early, **options)
+    # torch itself rounds bf16 differently while a tensor of a foreach step has no momentum yet.
+    rounds_differently = options.get("foreach") and dtype == torch.bfloat16
+    for late in (0,) if rounds_differently else (0, 2):
+        lazy, early = make_params(dtype=dtype), make_params(dtype=dtype)
+        made = make_factory(kind, early, **options)
         runs = kind(lazy, **options), kind(early, **options)
         if is_init_neutral(made):
             runs[1].state.update(zip(early, probe_initial_state(made, runs[1].param_groups[0], early), strict=True))
@@ -100,21 +100,21 @@ def test_made_early_it_changes_no_step_or_is_declined(
         assert all(map(torch.equal, lazy, early))
 
 
-@pytest.mark.parametrize(("kind", "options"), DECLINED, ids=named)
-def test_what_begins_otherwise_is_declined(kind: type[Optimizer], options: dict[str, Any]) -> None:
-    assert not is_init_neutral(recipe(kind, params(), **options))
+@pytest.mark.parametrize(("kind", "options"), REJECTED, ids=class_name)
+def test_state_that_depends_on_first_step_is_rejected(kind: type[Optimizer], options: dict[str, Any]) -> None:
+    assert not is_init_neutral(make_factory(kind, make_params(), **options))
 
 
-@pytest.mark.parametrize(("kind", "options"), BEGINNING, ids=named)
-def test_the_usual_ones_are_not(kind: type[Optimizer], options: dict[str, Any]) -> None:
-    assert is_init_neutral(recipe(kind, params(), **options))
+@pytest.mark.parametrize(("kind", "options"), ACCEPTED, ids=class_name)
+def test_common_optimizers_are_accepted(kind: type[Optimizer], options: dict[str, Any]) -> None:
+    assert is_init_neutral(make_factory(kind, make_params(), **options))
 
 
-def test_asking_leaves_no_trace() -> None:
-    given = params()
+def test_probing_has_no_side_effects() -> None:
+    given = make_params()
     before = [param.detach().clone() for param in given]
     numbers = torch.get_rng_state()
-    made = recipe(optim.AdamW, given)
+    made = make_factory(optim.AdamW, given)
     assert is_init_neutral(made)
     state = probe_initial_state(made, {"params": given}, given)
     assert all(map(torch.equal, given, before))

@@ -1,4 +1,4 @@
-"""What integrations do without their frameworks: say what is missing, and read plain optimizers."""
+"""Integrations without their frameworks: import errors, and reading unsharded optimizers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def params() -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("framework", ["lightning", "accelerate", "transformers"])
-def test_a_missing_framework_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch, framework: str) -> None:
+def test_missing_framework_says_what_to_install(monkeypatch: pytest.MonkeyPatch, framework: str) -> None:
     name = f"zeroshard.integrations.{framework}"
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, framework, None)
@@ -36,7 +36,7 @@ def test_a_missing_framework_is_told_with_what_to_install(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("optimizer_class", CLASSES, ids=lambda it: it.__name__)
-def test_another_is_made_of_what_an_optimizer_was_made_with(optimizer_class: Any) -> None:
+def test_constructor_arguments_are_recovered(optimizer_class: Any) -> None:
     given = {"lr": 0.125, "maximize": True} if optimizer_class is not torch.optim.Muon else {"nesterov": False}
     plainly, specially = optimizer_class(params()), optimizer_class(params(), **given)
     assert _common._prepare_constructor_args(plainly).value == {}, "and zeroshard.shard may choose"
@@ -45,13 +45,13 @@ def test_another_is_made_of_what_an_optimizer_was_made_with(optimizer_class: Any
     assert optimizer_class(params(), **taken).defaults == specially.defaults
 
 
-def test_rates_that_are_tensors_stay_so() -> None:
+def test_tensor_lr_is_kept() -> None:
     rate = torch.tensor(0.5)
     assert _common._prepare_constructor_args(torch.optim.SGD(params(), lr=rate)).value == {"lr": rate}
 
 
-def test_groups_name_what_is_special_to_them() -> None:
-    """Else the implementation, which all of them name, could not be chosen anew."""
+def test_groups_keep_only_their_own_options() -> None:
+    """Otherwise the implementation, which every group names, could not be chosen again."""
     model = nn.Linear(2, 2)
     groups: list[dict[str, Any]] = [
         {"params": [model.weight], "weight_decay": 0.5, "mine": 1},
@@ -69,14 +69,14 @@ class Quiet(torch.optim.SGD):
         super().__init__(params)
 
 
-def test_what_an_optimizer_does_not_keep_is_asked_for() -> None:
+def test_unrecoverable_argument_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"a Quiet does not say what it was made with as secret.*zeroshard\.shard"):
         _common._prepare_constructor_args(Quiet(params(), 1))
 
 
 @pytest.mark.filterwarnings("error")
-def test_schedulers_go_on_with_another_optimizer() -> None:
-    """Whatever they are made of: the same rates as if nothing had happened, and none for the optimizer that is gone."""
+def test_schedulers_follow_the_new_optimizer() -> None:
+    """Learning rates are unchanged for any scheduler, and the replaced optimizer gets none."""
 
     def made(optimizer: torch.optim.Optimizer) -> list[Any]:
         parts = [ConstantLR(optimizer, 0.5, 2), CosineAnnealingLR(optimizer, 4)]
@@ -99,7 +99,7 @@ def test_schedulers_go_on_with_another_optimizer() -> None:
     assert "step" in vars(other)
 
 
-def test_scalers_keep_their_settings() -> None:
+def test_scaler_keeps_its_settings() -> None:
     given = torch.amp.GradScaler("cpu", init_scale=8.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=7)
     assert make_scaler(given, "cpu").state_dict() == given.state_dict()
     assert not make_scaler(torch.amp.GradScaler("cpu", enabled=False), "cpu").is_enabled()
