@@ -224,8 +224,8 @@ DRAWINGS: dict[str, Callable[[], Canvas]] = {
     "ownership": ownership,
     "buckets": buckets,
     "step": step,
-    "rows": shard_groups,
-    "second-copy": peer_checkpoint,
+    "shard-groups": shard_groups,
+    "peer-checkpoint": peer_checkpoint,
 }
 
 

@@ -61,7 +61,7 @@ class BucketSummary(NamedTuple):
     """Elements that belong to no parameter."""
     parameters: tuple[str, ...]
     sharding: str
-    """How the bucket is split: equal slices, slices at multiples, or whole parameters."""
+    """How the bucket is split: equal shards, aligned shards, or whole parameters."""
     shards: tuple[tuple[int, int, int], ...]
     """(rank, start, stop) in elements, for each rank with a non-empty shard."""
 
@@ -188,7 +188,7 @@ _PLAIN_FIELDS = ("rank", "shard_rank", "world_size", "num_replicas", "optimizer_
 def _describe_sharding(bucket: Bucket) -> str:
     if bucket.has_whole_params:
         return "whole parameters"
-    return "equal slices" if bucket.has_equal_shards else "slices at multiples"
+    return "equal shards" if bucket.has_equal_shards else "aligned shards"
 
 
 def _tuples_to_lists(value: Any) -> Any:
@@ -219,21 +219,21 @@ def _describe_owners(builder: EngineBuilder) -> Iterator[str]:
             cuts = (
                 ""
                 if granularity is None or granularity.is_elementwise
-                else f", cut at multiples of {granularity.align} elements"
+                else f", split at multiples of {granularity.align} elements"
             )
-            yield f"{optimizer.name}: every rank updates a slice of every bucket{cuts}"
+            yield f"{optimizer.name}: each rank updates its shard of every bucket{cuts}"
         elif isinstance(partitioner, WholeParams):
-            yield f"{optimizer.name}: every parameter is updated by one rank"
+            yield f"{optimizer.name}: each parameter is updated by one rank"
         else:
             yield f"{optimizer.name}: owners are chosen by {type(partitioner).__qualname__}"
 
 
 def _describe_grads(builder: EngineBuilder) -> Iterator[str]:
     if not builder.reduces_grads:
-        yield "gradients: those in param.grad, which must be equal on all ranks"
+        yield "gradients: taken from param.grad, which must be equal on all ranks"
         return
-    kept = "freed when they are on their way (ZeRO-2)" if builder.config._stage_policy.frees else "kept, too (ZeRO-1)"
-    yield f"gradients: each slice is averaged at its owner; those in param.grad are {kept}"
+    kept = "freed (ZeRO-2)" if builder.config._stage_policy.frees else "kept (ZeRO-1)"
+    yield f"gradients: reduce-scattered during backward; param.grad is {kept}"
     if builder.config.reduce_dtype is not None:
         yield f"reduce_dtype={builder.config.reduce_dtype}"
     if builder.config.deterministic_reduce:
@@ -244,11 +244,11 @@ def _describe_params(builder: EngineBuilder) -> Iterator[str]:
     if builder.overlap_with_ddp:
         yield "parameters: updated and sent inside DDP's backward pass"
     elif builder.config.overlap_param_gather:
-        yield "parameters: come back while the next forward pass runs"
+        yield "parameters: all-gathered during the next forward pass"
     else:
-        yield "parameters: come back at the end of step()"
+        yield "parameters: sent to all ranks at the end of step()"
     if builder.parameters_as_bucket_view and not builder.overlap_with_ddp and not builder.partitioning.is_flat:
-        yield "they lie in flat buffers (parameters_as_bucket_view=True)"
+        yield "parameters_as_bucket_view=True"
 
 
 def _describe_policies(config: ZeroConfig) -> Iterator[str]:
@@ -315,13 +315,13 @@ def _format_header(report: ReportData) -> Iterator[str]:
 
 
 def _format_config(report: ReportData) -> Iterator[str]:
-    yield "How"
+    yield "Configuration"
     for line in report.config:
         yield from wrap(line, _TEXT_WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def _format_owners(report: ReportData) -> Iterator[str]:
-    yield f"{'Who owns what':<16}{'elements':>16}{'share':>9}{'pieces':>10}{'work':>9}{'state':>13}"
+    yield f"{'Ownership':<16}{'elements':>16}{'share':>9}{'params':>10}{'compute':>9}{'state':>13}"
     total = sum(rank.elements for rank in report.ranks) or 1
 
     def format_rank(summary: RankSummary) -> str:
@@ -331,8 +331,8 @@ def _format_owners(report: ReportData) -> Iterator[str]:
         return f"  rank {summary.rank:<9}{summary.elements:>16,}{share:>9}{summary.parameters:>10,}{work:>9}{state:>13}"
 
     yield from _format_first_and_last(report.ranks, format_rank, "ranks")
-    peaks = f"{report.balance.memory_imbalance:.3f} of the mean, of work {report.balance.compute_imbalance:.3f}"
-    yield f"  the fullest rank has {peaks}"
+    memory, compute = report.balance.memory_imbalance, report.balance.compute_imbalance
+    yield f"  imbalance (max / mean): memory {memory:.3f}, compute {compute:.3f}"
 
 
 def _format_buckets(report: ReportData) -> Iterator[str]:
@@ -353,11 +353,11 @@ def _format_memory(report: ReportData) -> Iterator[str]:
     yield "Memory of this rank"
     for use in report.memory:
         yield f"  {use.category:<18}{format_bytes(use.nbytes):>12}  {use.device}"
-    yield f"  {'in all':<18}{format_bytes(sum(use.nbytes for use in report.memory)):>12}"
+    yield f"  {'total':<18}{format_bytes(sum(use.nbytes for use in report.memory)):>12}"
 
 
 def _format_comm_volume(report: ReportData) -> Iterator[str]:
-    yield "Sent by this rank, each time that gradients travel and parameters come back"
+    yield "Sent by this rank when all gradients and parameters are sent once"
     grads = "by DDP" if report.comm_volume.grad_bytes is None else format_bytes(report.comm_volume.grad_bytes)
     yield f"  {'gradients':<18}{grads:>12}"
     yield f"  {'parameters':<18}{format_bytes(report.comm_volume.param_bytes):>12}"
@@ -366,11 +366,11 @@ def _format_comm_volume(report: ReportData) -> Iterator[str]:
 def _format_times(report: ReportData) -> Iterator[str]:
     times = report.times
     if not times.phases:
-        yield "Times of the last step: there was none yet"
+        yield "Times of the last step: no step yet"
         return
     step, iteration = format_seconds(times.step_s), format_seconds(times.iteration_s)
     yield f"The last step took {step}, and {iteration} since the one before"
-    yield f"  {'time of the host':<34}{'calls':>8}{'in step()':>14}{'outside it':>14}"
+    yield f"  {'host time':<34}{'calls':>8}{'in step()':>14}{'outside':>14}"
     ordered = sorted(times.phases.items(), key=lambda item: -(item[1].in_step_s + item[1].outside_step_s))
     for phase, time in ordered:
         inside, outside = (format_seconds(value) if value else "-" for value in (time.in_step_s, time.outside_step_s))
@@ -380,15 +380,15 @@ def _format_times(report: ReportData) -> Iterator[str]:
 
 def _format_counters(report: ReportData) -> Iterator[str]:
     counters = report.counters
-    yield f"Counted: {format_count(counters.steps, 'step')}"
+    yield f"Counters: {format_count(counters.steps, 'step')}"
     if counters.nonfinite_found:
-        skipped = f"of which {counters.nonfinite_skipped:,} were left out"
-        yield f"  {counters.nonfinite_found:,} with gradients that were not finite, {skipped}"
+        skipped = f"{counters.nonfinite_skipped:,} skipped"
+        yield f"  {counters.nonfinite_found:,} with non-finite gradients, {skipped}"
     if counters.consistency_checks:
         yield f"  {format_count(counters.consistency_checks, 'consistency check')}"
     if counters.peer_snapshot_step is not None:
         sent = format_bytes(counters.peer_snapshot_bytes)
-        yield f"  peer checkpoint: of step {counters.peer_snapshot_step:,}, for which {sent} were sent"
+        yield f"  peer checkpoint: of step {counters.peer_snapshot_step:,}, {sent} sent"
 
 
 def _format_first_and_last(values: Sequence[T], format_line: Callable[[T], str], noun: str) -> Iterator[str]:
@@ -485,7 +485,7 @@ def _draw_owners(axes: Any, report: ReportData, buckets: list[BucketSummary | No
     axes.spines[["top", "right"]].set_visible(False)
     replicas = f", {report.num_replicas} replicas" if report.num_replicas > 1 else ""
     axes.set_title(
-        f"Who owns what: {' and '.join(report.optimizer_classes)}, {report.elements:,} elements, "
+        f"Ownership: {' and '.join(report.optimizer_classes)}, {report.elements:,} elements, "
         f"{format_count(report.world_size, 'rank')}{replicas}",
         loc="left",
         fontsize=11,
@@ -569,9 +569,9 @@ def _draw_times(axes: Any, report: ReportData, num_rows: int) -> None:
     passes = "outside: backward, forward, between"
     axes.barh(range(len(names)), outside, left=inside, height=0.7, color=_COLORS[4], label=passes)
     _label_bars(axes, names, [a + b for a, b in zip(inside, outside, strict=True)], totals, num_rows)
-    axes.set_xlabel("milliseconds of the host")
+    axes.set_xlabel("host time, ms")
     took = f"{format_seconds(report.times.step_s)} of {format_seconds(report.times.iteration_s)}"
-    title = f"The last step: {took}" if names else "No step was made yet"
+    title = f"The last step: {took}" if names else "No step yet"
     axes.set_title(title, loc="left", fontsize=11)
     if names:
         axes.legend(frameon=False, fontsize=9, loc="lower right")

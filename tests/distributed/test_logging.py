@@ -57,8 +57,8 @@ def test_unconfigured_logging_prints_errors_only(tmp_path: Path) -> None:
 def test_info_level_prints_one_line(tmp_path: Path) -> None:
     (line,) = run_and_capture_stderr(tmp_path, setup="logging.basicConfig(level=logging.INFO)").splitlines()
     assert line.startswith(
-        "INFO:zeroshard:rank 0: SGD on 20 elements of 2 parameters in 1 buckets, shared by 1 ranks. SGD: every rank "
-        "updates a slice of every bucket. "
+        "INFO:zeroshard:rank 0: SGD on 20 elements of 2 parameters in 1 buckets, shared by 1 ranks. SGD: each rank "
+        "updates its shard of every bucket. "
     )
 
 

@@ -98,7 +98,7 @@ def test_report_matches_the_optimizer(ctx: RankContext) -> None:
     for model, optimizer in make_optimizers(ctx.world_size):
         first = optimizer.report()
         check_report(first, optimizer)
-        assert "none yet" in str(first)
+        assert "no step yet" in str(first)
         torch.autograd.backward(regression(model, 0))
         check_report(optimizer.report(), optimizer)  # gradients are under way, others on none
         for number in range(2):
@@ -222,7 +222,7 @@ def test_report_counters(ctx: RankContext) -> None:
     assert counters.peer_snapshot_bytes > 0
     assert memory_nbytes(optimizer.report(), "second copies") > 0
     text = str(optimizer.report())
-    assert "1 with gradients that were not finite, of which 1 were left out" in text
+    assert "1 with non-finite gradients, 1 skipped" in text
     assert "peer checkpoint: of step 3" in text
 
 

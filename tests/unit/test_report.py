@@ -1,4 +1,4 @@
-"""A report as text and as a picture, for few ranks and for many."""
+"""Reports as text and as plots, for few and many ranks."""
 
 import sys
 from pathlib import Path
@@ -25,19 +25,19 @@ TIMES = StepTimes(
 )
 
 
-def spec(index: int) -> ParamSpec:
+def make_spec(index: int) -> ParamSpec:
     return ParamSpec(index, NAME.format(index), (100 + index, 64), (64, 1), torch.float32, CPU, 0, True)
 
 
-def report(ranks: int, params: int, partition: Partitioner, times: StepTimes = TIMES) -> Report:
-    layout = partition.extend(Layout.empty(ranks), tuple(map(spec, range(params))))
+def make_report(ranks: int, params: int, partition: Partitioner, times: StepTimes = TIMES) -> Report:
+    layout = partition.extend(Layout.empty(ranks), tuple(map(make_spec, range(params))))
     return Report(
         rank=ranks - 1,
         shard_rank=ranks - 1,
         world_size=ranks,
         num_replicas=1,
         optimizer_classes=("AdamW",),
-        config=("every rank updates a slice of every bucket", "a sentence that goes on " * 12),
+        config=("each rank updates its shard of every bucket", "a sentence that goes on " * 12),
         is_layout_final=True,
         balance=compute_balance(layout, lambda it: it.numel),
         state_bytes=(None, *[1 << 20] * (ranks - 1)),
@@ -49,14 +49,18 @@ def report(ranks: int, params: int, partition: Partitioner, times: StepTimes = T
     )
 
 
-many = pytest.mark.parametrize(
+report_sizes = pytest.mark.parametrize(
     "made",
-    [report(2, 3, WholeParams()), report(64, 400, FlatShards(1 << 16)), report(1, 1, FlatShards(), StepTimes())],
+    [
+        make_report(2, 3, WholeParams()),
+        make_report(64, 400, FlatShards(1 << 16)),
+        make_report(1, 1, FlatShards(), StepTimes()),
+    ],
     ids=["two", "many", "one"],
 )
 
 
-@many
+@report_sizes
 def test_text_is_short_and_narrow(made: Report) -> None:
     lines = str(made).splitlines()
     assert max(map(len, lines)) <= 100
@@ -64,8 +68,8 @@ def test_text_is_short_and_narrow(made: Report) -> None:
     assert all(line == line.rstrip() for line in lines)
 
 
-def test_of_many_the_first_and_the_last_are_shown() -> None:
-    made = report(64, 400, FlatShards(1 << 16))
+def test_long_lists_show_first_and_last() -> None:
+    made = make_report(64, 400, FlatShards(1 << 16))
     text = str(made)
     assert f"... and {len(made.buckets) - 7} more buckets ..." in text
     assert "... and 57 more ranks ..." in text
@@ -77,8 +81,8 @@ def test_of_many_the_first_and_the_last_are_shown() -> None:
     assert [name for it in everything["buckets"] for name in it["parameters"]].count(NAME.format(7)) == 1
 
 
-def test_times_are_ordered_and_told_apart() -> None:
-    text = str(report(2, 3, WholeParams()))
+def test_times_are_ordered_by_phase() -> None:
+    text = str(make_report(2, 3, WholeParams()))
     rows = [line.split() for line in text.splitlines() if line.endswith(("ms", " -"))]
     assert [" ".join(row) for row in rows[-3:]] == [
         "receive gradients 9 1.00 ms 4.00 ms",
@@ -88,7 +92,7 @@ def test_times_are_ordered_and_told_apart() -> None:
     assert "The last step took 4.10 ms, and 200.00 ms since the one before" in text
 
 
-def test_units() -> None:
+def test_format_bytes_and_seconds() -> None:
     assert [format_bytes(it) for it in (0, 1023, 1536, 5 << 20, 7 << 30)] == [
         "0 B",
         "1023 B",
@@ -99,8 +103,8 @@ def test_units() -> None:
     assert [format_seconds(it) for it in (2.0, 0.0125, 3e-6)] == ["2.00 s", "12.50 ms", "3 us"]
 
 
-@many
-def test_pictures_are_drawn(made: Report, tmp_path: Path) -> None:
+@report_sizes
+def test_save_plot(made: Report, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for ending in ("png", "svg"):
         path = made.save_plot(tmp_path / f"report.{ending}")
@@ -108,17 +112,17 @@ def test_pictures_are_drawn(made: Report, tmp_path: Path) -> None:
     assert "<svg" in path.read_text(encoding="utf-8")
 
 
-def test_names_of_pictures(tmp_path: Path) -> None:
+def test_plot_file_suffix(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    made = report(2, 3, WholeParams())
+    made = make_report(2, 3, WholeParams())
     assert made.save_plot(tmp_path / "x") == tmp_path / "x.png"
     assert (tmp_path / "x.png").stat().st_size > 1000
     with pytest.raises(ConfigError, match="could not be written"):
         made.save_plot(tmp_path / "x.strange")
 
 
-def test_a_picture_without_matplotlib_says_which_extra(tmp_path: Path) -> None:
+def test_plot_without_matplotlib_names_the_extra(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)
         with pytest.raises(ConfigError, match=r"zeroshard\[plot\]"):
-            report(2, 3, WholeParams()).save_plot(tmp_path / "report.png")
+            make_report(2, 3, WholeParams()).save_plot(tmp_path / "report.png")
