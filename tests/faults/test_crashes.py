@@ -1,6 +1,6 @@
-"""Processes that are killed while they save: the last finished checkpoint is there, whole and right, every time.
+"""Processes killed while saving: the last finished checkpoint is always complete and correct.
 
-`ZEROSHARD_KILLS` says how often; `make faults` does it some hundred times.
+`ZEROSHARD_KILLS` sets the number of kills; `make faults` runs a few hundred.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tests.support.tiers import sampled
 
 KILLS = int(os.environ.get("ZEROSHARD_KILLS", "30"))
 LONGEST = 0.15
-"""Seconds until a kill: some saves."""
+"""Maximum seconds until a kill: long enough for several saves."""
 
 
 @pytest.mark.timeout(60 + 10 * KILLS)
 @sampled("world_size", [1, 2])
-def test_killed_at_any_moment(tmp_path: Path, world_size: int) -> None:
+def test_kill_at_random_time_while_saving(tmp_path: Path, world_size: int) -> None:
     draw, store, folder = random.Random(world_size), open_store(), tmp_path / "run"
     saved, in_the_middle = 0, 0
     for number in range(KILLS + 1):

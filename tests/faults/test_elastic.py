@@ -1,7 +1,7 @@
-"""Ranks are killed, and join, under torchrun: the rest goes on from the last checkpoint, and loses nothing.
+"""Ranks are killed and join under torchrun: the job resumes from the last checkpoint and loses nothing.
 
-The end is compared, bit by bit, with the plain optimizer in one process that takes the same steps for as many ranks.
-`ZEROSHARD_FAULTS` adds the cases that take longer; `make faults` sets it.
+The final state must match, bit for bit, a plain optimizer in one process that takes the same steps for as many ranks.
+`ZEROSHARD_FAULTS` adds the longer cases; `make faults` sets it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ longer = pytest.mark.skipif("ZEROSHARD_FAULTS" not in os.environ, reason="takes 
 
 
 def check(agents: Agents, case: str, done: str, kills: int) -> None:
-    """All steps have counted once, each for the ranks that took it, and the end is that of one run without a break."""
+    """Check that every step counted once, at its world size, and that the result matches an uninterrupted run."""
     lives, plain = agents.lives(), UnshardedRun()
     assert lives[0].start == 0
     assert all(before.start <= after.start for before, after in pairwise(lives)), lives
@@ -38,7 +38,7 @@ def check(agents: Agents, case: str, done: str, kills: int) -> None:
 
 
 def last_save(step: int) -> set[int]:
-    """What is there when a process stops before a step: the last save, or the one before while that is written."""
+    """Steps that may be saved when a process stops before `step`: the last one due, or if unfinished the one before."""
     last = (step - 1) // EVERY * EVERY
     return {last, last - EVERY}
 
@@ -46,7 +46,7 @@ def last_save(step: int) -> set[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=longer), pytest.param(2, marks=longer)])
-def test_four_ranks_go_on_as_three(tmp_path: Path, seed: int) -> None:
+def test_resume_on_three_of_four_ranks(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     hold = Hold(world_size=4, step=draw.randint(2 * EVERY + 1, STEPS), file=str(tmp_path / "held"))
     victim = draw.randrange(1, 4)
@@ -64,9 +64,11 @@ def test_four_ranks_go_on_as_three(tmp_path: Path, seed: int) -> None:
 
 @longer
 @pytest.mark.timeout(240)
-def test_rank_0_is_killed(tmp_path: Path) -> None:
-    """The one that writes manifests and hosts the store of the workers. On one host torchrun numbers agents by process,
-    so that the first to be started has it."""
+def test_rank_0_killed(tmp_path: Path) -> None:
+    """Rank 0 writes manifests and hosts the workers' store.
+
+    On one host torchrun numbers agents by process, so the agent started first has rank 0.
+    """
     hold = Hold(world_size=4, step=2 * EVERY + 1, file=str(tmp_path / "held"))
     with Agents(tmp_path, *OPTIONS) as agents:
         for number in range(4):
@@ -81,7 +83,7 @@ def test_rank_0_is_killed(tmp_path: Path) -> None:
 
 @longer
 @pytest.mark.timeout(240)
-def test_three_ranks_go_on_as_four(tmp_path: Path) -> None:
+def test_resume_when_fourth_rank_joins(tmp_path: Path) -> None:
     hold = Hold(world_size=3, step=3 * EVERY + 2, file=str(tmp_path / "held"))
     with Agents(tmp_path, *OPTIONS) as agents:
         for number in range(3):
@@ -97,8 +99,8 @@ def test_three_ranks_go_on_as_four(tmp_path: Path) -> None:
 
 @longer
 @pytest.mark.timeout(240)
-def test_one_dies_and_another_joins(tmp_path: Path) -> None:
-    """Those that live count a restart more than the new one."""
+def test_one_rank_killed_and_another_joins(tmp_path: Path) -> None:
+    """Surviving ranks count one more restart than the new one."""
     first = Hold(world_size=4, step=EVERY + 2, file=str(tmp_path / "first"))
     second = Hold(world_size=3, step=3 * EVERY + 2, file=str(tmp_path / "second"))
     with Agents(tmp_path, *OPTIONS) as agents:
@@ -115,7 +117,7 @@ def test_one_dies_and_another_joins(tmp_path: Path) -> None:
 
 @longer
 @pytest.mark.timeout(240)
-def test_a_worker_is_killed_and_all_of_its_host_begin_anew(tmp_path: Path) -> None:
+def test_killed_worker_restarts_all_workers_of_its_host(tmp_path: Path) -> None:
     hold = Hold(world_size=4, step=EVERY + 3, file=str(tmp_path / "held"))
     with Agents(tmp_path, *OPTIONS, fewest=1, per_agent=4) as agents:
         agents.start(hold, is_host=True)

@@ -1,6 +1,6 @@
-"""Several hosts, as network namespaces with links of their own: slow ones, cut ones, hosts that vanish.
+"""Several hosts, simulated as network namespaces with their own links: slow links, cut links and lost hosts.
 
-`ZEROSHARD_FAULTS` adds the cases that take longer; `make faults` sets it.
+`ZEROSHARD_FAULTS` adds the longer cases; `make faults` sets it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from zeroshard import RankLostError, ZeroConfig
 
 TIMEOUT = 5.0
 MARGIN = 10.0
-"""Seconds: what a busy machine adds. A rank that hangs would take longer than both."""
+"""Extra seconds on a busy machine. A rank that hangs would take longer than the timeout and this margin."""
 
 ENDING = 7.0
-"""Seconds in which processes end that have raised: about one, also where the store is cut off. They took 10 then."""
+"""Seconds for processes to exit after raising: about one, even if the store is cut off, where they once took 10."""
 
 OVERHEAD = 1.15
-"""Of headers, of building the optimizer, of saving, and of words that ranks exchange."""
+"""Factor for headers, building the optimizer, saving, and control messages between ranks."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* was saved by .* ranks")
 longer = pytest.mark.skipif("ZEROSHARD_FAULTS" not in os.environ, reason="takes longer: make faults")
@@ -54,7 +54,7 @@ def made(seats: Seats) -> Iterator[Hosts]:
 
 
 def trained(hosts: Hosts, name: str, seats: Seats, plan: Plan) -> tuple[int, str]:
-    """The step that all ranks have gone on from, and what their models are at the end: the same on all."""
+    """Return the step that all ranks resumed from and the fingerprint of the final model, the same on all ranks."""
     with Job(hosts, name, seats, plan) as job:
         ((start, text),) = {
             (loaded.step, done.text) for loaded, done in zip(job.from_all("loaded"), job.from_all("done"), strict=True)
@@ -69,7 +69,7 @@ def expected(plan: Plan, seats: Seats, average: Average = average) -> UnshardedR
 
 
 def check(plan: Plan, seats: Seats, text: str, average: Average = average) -> None:
-    """All parameters on all ranks, and what was saved, have the bits of one process."""
+    """Check that parameters on all ranks and the saved checkpoint match a single process bit for bit."""
     plain, found = expected(plan, seats, average), UnshardedRun.saved(plan.folder, plan.width)
     assert text == fingerprint(plain.model)
     assert_same(found.model.state_dict(), plain.model.state_dict(), "the saved model")
@@ -78,7 +78,7 @@ def check(plan: Plan, seats: Seats, text: str, average: Average = average) -> No
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("seats", [TWO_BY_TWO, pytest.param(THREE, marks=longer)], ids=str)
-def test_hosts_train_as_one_does(tmp_path: Path, seats: Seats) -> None:
+def test_training_across_hosts_matches_one_host(tmp_path: Path, seats: Seats) -> None:
     with made(seats) as hosts:
         _, across = trained(hosts, "across", seats, Plan(tmp_path / "across"))
         _, alone = trained(hosts, "alone", [0] * len(seats), Plan(tmp_path / "alone"))
@@ -88,7 +88,7 @@ def test_hosts_train_as_one_does(tmp_path: Path, seats: Seats) -> None:
 
 @longer
 @pytest.mark.timeout(180)
-def test_a_slow_link_changes_no_number(tmp_path: Path) -> None:
+def test_slow_link_does_not_change_results(tmp_path: Path) -> None:
     plan = Plan(tmp_path, steps=4, width=1024)
     with made(TWO_BY_TWO) as hosts:
         hosts.slow_down(1, "20mbit")
@@ -99,7 +99,7 @@ def test_a_slow_link_changes_no_number(tmp_path: Path) -> None:
 
 
 Blow = Callable[[Hosts, Job, int], object]
-"""What befalls the last host."""
+"""The failure injected into the last host."""
 
 
 def cut(hosts: Hosts, _: Job, host: int) -> None:
@@ -107,13 +107,13 @@ def cut(hosts: Hosts, _: Job, host: int) -> None:
 
 
 def vanish(hosts: Hosts, job: Job, host: int) -> None:
-    """No word of it reaches the others: the link goes first."""
+    """Cut the link first, so that no failure report reaches the other hosts."""
     hosts.cut(host)
     job.kill(host)
 
 
 class Outcome(NamedTuple):
-    """What ranks that live have raised, and the seconds until all of them had raised it, and had ended."""
+    """What surviving ranks raised, and the seconds until all of them had raised it and had exited."""
 
     seen: str
     known: float
@@ -137,13 +137,13 @@ def struck(hosts: Hosts, seats: Seats, plan: Plan, blow: Blow) -> Outcome:
 
 
 def in_short(failures: Sequence[News]) -> str:
-    """First sentences, without files and addresses."""
+    """Return the first sentences without files and addresses."""
     sentences = {re.split(r"\. |\.?\n", re.sub(r"\[\S*\]:?\d* ?", "", failure.text))[0] for failure in failures}
     return "; ".join(sorted(sentences))
 
 
 def check_blow(seats: Seats, blow: Blow, plan: Plan) -> Outcome:
-    """Nobody hangs, and after the link is back, all go on from the last checkpoint."""
+    """Check that no rank hangs, and that all resume from the last checkpoint once the link is back."""
     with made(seats) as hosts:
         outcome = struck(hosts, seats, plan, blow)
         assert outcome.known < TIMEOUT + MARGIN, outcome
@@ -165,7 +165,7 @@ def keep(case: str, injected: str, outcome: Outcome) -> None:
 
 
 def planned(folder: Path, seats: Seats, step: int, place: Place, **more: Any) -> Plan:
-    """The last rank stops in a step, or while it is saved."""
+    """Make a plan in which the last rank stops in a step or while saving it."""
     return Plan(folder, timeout=TIMEOUT, stop=Stop(len(seats) - 1, step, place), **more)
 
 
@@ -180,7 +180,7 @@ def planned(folder: Path, seats: Seats, step: int, place: Place, **more: Any) ->
     ],
     ids=str,
 )
-def test_a_cut_link_is_known_on_both_sides(tmp_path: Path, seats: Seats, place: Place) -> None:
+def test_cut_link_is_detected_on_both_sides(tmp_path: Path, seats: Seats, place: Place) -> None:
     outcome = check_blow(seats, cut, planned(tmp_path, seats, 7, place))
     keep(f"cut link, {on(seats)}, {place}", f"the link of the last host is cut in step 7, before its {place}", outcome)
 
@@ -188,7 +188,7 @@ def test_a_cut_link_is_known_on_both_sides(tmp_path: Path, seats: Seats, place: 
 @longer
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("seats", [TWO, THREE, TWO_BY_TWO], ids=str)
-def test_a_host_that_vanishes_is_known_to_the_others(tmp_path: Path, seats: Seats) -> None:
+def test_lost_host_is_detected_by_the_others(tmp_path: Path, seats: Seats) -> None:
     outcome = check_blow(seats, vanish, planned(tmp_path, seats, 7, "forward"))
     keep(f"vanished host, {on(seats)}", "the last host is cut off in step 7, and its ranks are killed", outcome)
 
@@ -203,7 +203,7 @@ def test_a_host_that_vanishes_is_known_to_the_others(tmp_path: Path, seats: Seat
         pytest.param({"config": ZeroConfig(overlap_param_gather=True)}, id="overlap"),
     ],
 )
-def test_other_ways_lose_a_host_as_well(
+def test_lost_host_with_other_options(
     tmp_path: Path, options: dict[str, Any], place: Place, request: pytest.FixtureRequest
 ) -> None:
     outcome = check_blow(TWO_BY_TWO, vanish, planned(tmp_path, TWO_BY_TWO, 7, place, options=options))
@@ -214,7 +214,7 @@ def test_other_ways_lose_a_host_as_well(
 @longer
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("behind", [False, True], ids=["at once", "in the background"])
-def test_a_host_that_vanishes_while_all_save(tmp_path: Path, behind: bool) -> None:
+def test_lost_host_while_saving(tmp_path: Path, behind: bool) -> None:
     outcome = check_blow(THREE, vanish, planned(tmp_path, THREE, 8, "save", behind=behind))
     how = "in the background" if behind else "at once"
     keep(f"vanished host, {on(THREE)}, saving {how}", "the last host is cut off and killed while all save", outcome)
@@ -222,8 +222,8 @@ def test_a_host_that_vanishes_while_all_save(tmp_path: Path, behind: bool) -> No
 
 @longer
 @pytest.mark.timeout(180)
-def test_rows_within_hosts_halve_what_crosses(tmp_path: Path) -> None:
-    """Between two hosts of two ranks: 2 times the gradients go out of each without rows, and once with them."""
+def test_hybrid_sharding_halves_traffic_between_hosts(tmp_path: Path) -> None:
+    """With two hosts of two ranks, each host sends twice the gradient size without hybrid sharding and once with it."""
     plain = Plan(tmp_path / "plain", steps=8, every=8, width=8192)
     rows = Plan(tmp_path / "rows", steps=8, every=8, width=8192, options={"shard_group_size": "node"})
     sent = []

@@ -1,7 +1,7 @@
-"""Long runs: nothing piles up, and the same run gives the same bits, whatever the timing.
+"""Long runs: nothing leaks, and repeating a run gives the same bits regardless of timing.
 
-`ZEROSHARD_LONG` says how many steps; `make long` makes 20,000 of them, twice. With `ZEROSHARD_RECORDS`, a folder, the
-table of what was found is then written there.
+`ZEROSHARD_LONG` sets the number of steps; `make long` takes 20,000 of them, twice. If `ZEROSHARD_RECORDS` names a
+directory, the results are then written there.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from tests.support.monitoring import growth
 STEPS = int(os.environ.get("ZEROSHARD_LONG", "200"))
 RANKS = 4
 LAP = len(WAYS)
-"""Segments in which every way is gone once. All is compared lap by lap: the first one is also a warm-up."""
+"""Segments until each configuration has run once. Counts are compared lap by lap; the first lap is also a warm-up."""
 SEGMENTS = max(2 * LAP, STEPS // 500)
 TIMEOUT = 120 + STEPS / 4
-"""Seconds for a run: many times what it takes on 2 cores, which may have other things to do."""
+"""Seconds for a run: many times what it takes on 2 cores, which may be busy."""
 
 SLACK_OBJECTS = 60
-"""However many steps there are. Which parameters train when it is counted, and whether their state was joined by a
-load, moves single counts by a hundred, and medians of laps, or of many segments of a way, by 30. The counts themselves,
-which are kept, are three objects a segment."""
+"""Independent of the number of steps. Single counts vary by a hundred with the parameters that train at the time and
+with whether a load joined their state. Medians over laps, or over many segments of a configuration, vary by 30. The
+recorded counts themselves add three objects per segment."""
 MANY = 5
-"""Segments of a way. The median of fewer may be off by as much as a single one: twice that is allowed."""
+"""Segments of a configuration. The median of fewer may vary as much as a single count: twice the slack is allowed."""
 OBJECTS_PER_STEP = 0.02
-"""On top of that: an object that stays in one step of 25 is found in 20,000 steps, one in each step in 200. (As long as
-the optimizer: one in each fourth of 20,000 steps, one in each of 1,600 in long segments.)"""
+"""In addition to the slack. 20,000 steps detect one leaked object per 25 steps; 200 steps detect one per step. (For
+objects that live as long as the optimizer: one per 4 steps in 20,000, one per step in 1,600 with long segments.)"""
 SLACK_RSS = 24 * 2**20
 RSS_PER_STEP = 128
-"""Bytes: arenas that fill up in the first laps, whatever their number, by 8 MiB in processes that are new; then less
-than an empty tensor in a step."""
+"""Bytes. Arenas fill up in the first laps, however many there are, by 8 MiB in new processes; later growth is less than
+an empty tensor per step."""
 SLACK_TENSORS = 8 * len(list(net().parameters()))
-"""From the middle of a segment to its end. There state of parameters that were thawed may begin, and what was joined by
-a load is split again where a parameter gets no gradient: into a tensor a parameter, with two moments, a count of steps
-and views of them. What leaked a tensor a step would leave hundreds in a long run; in a short one laps find it."""
+"""From the middle of a segment to its end. Unfrozen parameters may get state, and state joined by a load is split again
+if a parameter gets no gradient: one tensor per parameter, with two moments, a step count and views of them. A leak of
+one tensor per step would leave hundreds in a long run; in a short run, comparing laps detects it."""
 SLACK_LEFT = 3
-"""Tensors without any optimizer: that depends on which parameters train. One that each optimizer left makes dozens."""
+"""Tensors left without any optimizer: depends on which parameters train. One leaked per optimizer makes dozens."""
 
 
 def plan_of(timing: int) -> Plan:
-    """The first run has no pauses, the second has, other ones on each rank."""
+    """The first run has no pauses; the second has different ones on each rank."""
     digest = 100 if STEPS >= 1000 else 10
     calm = 480 if STEPS >= 10000 else 80
     return Plan(STEPS, STEPS // SEGMENTS, digest, timing, pauses=0.02 * timing, calm=calm)
@@ -58,7 +58,7 @@ def plan_of(timing: int) -> Plan:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * TIMEOUT + 60)
-def test_a_long_run_twice(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_long_run_is_reproducible_and_does_not_leak(rank_pool: RankPool, tmp_path: Path) -> None:
     runs: list[list[Record]] = []
     for timing in range(2):
         arguments = {"folder": tmp_path / f"run{timing}", "plan": plan_of(timing)}
@@ -75,7 +75,7 @@ def test_a_long_run_twice(rank_pool: RankPool, tmp_path: Path) -> None:
 
 
 def rows_of(number: int, run: Sequence[Record]) -> list[dict[str, Any]]:
-    """What became of each rank of a run."""
+    """Return the results of each rank of a run."""
     return [
         {
             "run": number,
@@ -106,14 +106,14 @@ def _write(rows: list[dict[str, Any]]) -> None:
 
 
 def _check_events(record: Record) -> None:
-    """All that can happen has happened."""
+    """Check that every kind of event has occurred."""
     expected = [*EVENTS, *(way.name for way in WAYS), "added", "with a closure", "clipped", "scheduler"]
     expected += ["a rank without backward", "ranks without the branch", "3 passes", "cleared: zeros", "cleared: model"]
     assert not [it for it in expected if not record.events[it]], record.events
 
 
 def _check_growth(rank: int, record: Record, steps: int) -> None:
-    """The first rank has the oracle beside it, whose state comes and goes: in segments the others are looked at."""
+    """Skip rank 0 within segments: it also runs the oracle, whose state comes and goes."""
     for number, (midway, end) in enumerate(zip(record.midway, record.at_the_end, strict=True)):
         opened = [(it.files, it.threads, it.process_groups) for it in (midway, end)]
         assert number < LAP or opened[0] == opened[1], (midway, end)  # the first save behind the scenes opens some
@@ -128,7 +128,7 @@ def _check_growth(rank: int, record: Record, steps: int) -> None:
 
 
 def _check_laps(rank: int, record: Record, steps: int) -> None:
-    """What is left when an optimizer has gone."""
+    """Check what remains after an optimizer is deleted."""
     segments = len(record.between)
     apart = steps * (segments - LAP) / segments
     objects, memory = ([getattr(it, name) for it in record.between] for name in ("objects", "rss"))
@@ -139,7 +139,7 @@ def _check_laps(rank: int, record: Record, steps: int) -> None:
 
 
 def _check_segments(record: Record, steps: int) -> None:
-    """What goes with it would be seen in its own time only: in the second halves of all segments of a way."""
+    """Check objects that die with the optimizer: they show only in the second half of a configuration's segments."""
     apart, laps = steps / len(record.between) / 2, len(record.between) / LAP
     slack = SLACK_OBJECTS if laps >= MANY else 2 * SLACK_OBJECTS
     found = [end.objects - midway.objects for midway, end in zip(record.midway, record.at_the_end, strict=True)]
@@ -148,7 +148,7 @@ def _check_segments(record: Record, steps: int) -> None:
         assert more <= slack + OBJECTS_PER_STEP * apart, f"{more} objects more with {way.name}: {found}"
 
 
-# ---- would it be found?
+# ---- are leaks detected?
 
 SHORT = Plan(200, 20, 100, timing=0, pauses=0.0)
 longer = pytest.mark.skipif("ZEROSHARD_LONG" not in os.environ, reason="takes longer: make long")
@@ -163,7 +163,7 @@ longer = pytest.mark.skipif("ZEROSHARD_LONG" not in os.environ, reason="takes lo
     ],
     ids=lambda plan: plan.leak,
 )
-def test_an_object_in_each_step(rank_pool: RankPool, tmp_path: Path, plan: Plan) -> None:
+def test_injected_leak_is_detected(rank_pool: RankPool, tmp_path: Path, plan: Plan) -> None:
     _, record = rank_pool.run(run_long, 2, 240, {"folder": tmp_path / "run", "plan": plan})
     with pytest.raises(AssertionError, match="objects more"):
         _check_growth(1, record, plan.steps)

@@ -1,6 +1,6 @@
-"""Ranks that are killed while they train: the others go on in their processes, from memory, as if nothing had been.
+"""Ranks killed while training: the others resume in their processes from peer snapshots, with unchanged results.
 
-`ZEROSHARD_LOSSES` says how often; `make faults` does it some hundred times.
+`ZEROSHARD_LOSSES` sets the number of kills; `make faults` runs a few hundred.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from tests.support.tiers import sampled
 
 LOSSES = int(os.environ.get("ZEROSHARD_LOSSES", "2"))
 LONGEST = 0.2
-"""Seconds until a kill: some steps, and some copies."""
+"""Maximum seconds until a kill: long enough for several steps and snapshots."""
 RANKS = 4
 
 
 class Job:
-    """Processes that are ranks of one job after the other, and what a model would be that none of this concerned."""
+    """Processes that serve as ranks of consecutive jobs, and the expected model of an undisturbed run."""
 
     def __init__(self, *, overlap: bool) -> None:
         self._store, self._overlap = open_store(), overlap
         self.ranks: list[Survivor] = []
         self._sizes: list[int] = []
-        """How many ranks made each step."""
+        """The world size of each step."""
         self._jobs = 0
         self.known = list[float]()
-        """Seconds from each kill until all others knew."""
+        """Seconds from each kill until all other ranks had detected it."""
 
     def run(
         self, ranks: Sequence[Survivor], *, begin: bool = False, ends: Mapping[int, End] = MappingProxyType({})
     ) -> int:
-        """Until values were compared; then they train on. The step that they began with."""
+        """Compare values after the first steps, let the ranks train on, and return the step they started from."""
         self._tell(ranks, begin=begin, ends=ends)
         begun = [process.hear("begun") for process in ranks]
         (step,) = {news.step for news in begun}
@@ -67,12 +67,12 @@ class Job:
             process.tell(Order(f"job{self._jobs}", rank, len(ranks), begin, ends.get(rank), falls.get(rank, "")))
 
     def fall(self, ranks: Sequence[Survivor], lost: int, moment: str) -> list[Survivor]:
-        """One more is lost while all go on from their copies; the others, once they have noticed."""
+        """Lose one more rank while all restore from peers; return the others once they have detected it."""
         self._tell(ranks, falls={lost: moment})
         return self.without(lost, ranks[lost].hear("falls").moment)
 
     def refused(self, ranks: Sequence[Survivor]) -> set[str]:
-        """What they say who cannot go on."""
+        """Return the errors of ranks that cannot resume."""
         self._tell(ranks)
         return {process.hear("refused").reason for process in ranks}
 
@@ -80,7 +80,7 @@ class Job:
         return Survivor(self._store.port, overlap=self._overlap)
 
     def lose(self, lost: int) -> list[Survivor]:
-        """Kill a rank; the others, once they have noticed."""
+        """Kill a rank and return the others once they have detected it."""
         moment = time.monotonic()
         self.ranks[lost].kill()
         return self.without(lost, moment)
@@ -105,8 +105,8 @@ def job(*, overlap: bool = False, ends: Mapping[int, End] = MappingProxyType({})
 
 @pytest.mark.timeout(60 + 20 * LOSSES)
 @sampled("overlap", [False, True], ids=["plain", "overlap"])
-def test_killed_at_any_moment(overlap: bool) -> None:
-    """By turns one rank less, and a new process in the place of the lost one or of all that were lost so far."""
+def test_kill_at_random_time_while_training(overlap: bool) -> None:
+    """Resume with one rank fewer, or with new processes that replace some or all lost ranks."""
     draw = random.Random(overlap)
     with job(overlap=overlap) as running:
         for _ in range(LOSSES):
@@ -122,8 +122,8 @@ def test_killed_at_any_moment(overlap: bool) -> None:
 
 @pytest.mark.timeout(60 + 20 * LOSSES)
 @sampled("moment", FALLS)
-def test_another_is_killed_while_the_rest_goes_on_from_copies(moment: str) -> None:
-    """Not the one that keeps the copy of the first, nor its ward: all shares are left, and so are ranks that go on."""
+def test_second_rank_killed_during_restore_from_peers(moment: str) -> None:
+    """The second rank neither stores the first one's snapshot nor vice versa, so every shard survives."""
     draw, rounds = random.Random(moment), max(1, LOSSES // 10)
     with job() as running:
         for _ in range(rounds):
@@ -140,8 +140,8 @@ def test_another_is_killed_while_the_rest_goes_on_from_copies(moment: str) -> No
 
 @pytest.mark.timeout(120)
 @sampled("moment", FALLS)
-def test_its_keeper_is_killed_while_the_rest_goes_on(moment: str) -> None:
-    """Nobody has its share, until the next copy is whole: those that are left say so, all of them."""
+def test_peer_with_the_snapshot_killed_during_restore(moment: str) -> None:
+    """No rank has the shard until the next snapshot is complete: all survivors raise."""
     with job() as running:
         left = running.lose(1)
         left = running.fall(left, 1, moment)
@@ -151,19 +151,19 @@ def test_its_keeper_is_killed_while_the_rest_goes_on(moment: str) -> None:
 
 
 SECOND = 3 * EVERY
-"""The copy that is not the first, and not taken while values are compared."""
+"""A snapshot that is not the first and is not taken while values are compared."""
 
 
 @pytest.mark.timeout(120)
 @sampled("lost", [0, 2])
-def test_killed_while_a_copy_is_sent(lost: int) -> None:
-    """Half of it is of no use: the one before is still there."""
+def test_rank_killed_while_sending_snapshot(lost: int) -> None:
+    """A partial snapshot is unusable, but the previous one is still available."""
     with job(ends={lost: End(SECOND, "in the middle")}) as running:
         assert running.run(running.without(lost)) == SECOND - EVERY
 
 
 @pytest.mark.timeout(120)
-def test_killed_when_all_have_a_copy_and_nobody_knows() -> None:
-    """It was confirmed to no one, but all of it is there."""
+def test_rank_killed_before_snapshot_is_confirmed() -> None:
+    """No rank got a confirmation, but the snapshot is complete."""
     with job(ends={0: End(SECOND, "all have it")}) as running:
         assert running.run(running.without(0)) == SECOND

@@ -1,6 +1,6 @@
-"""Faults of every kind at every place: nobody hangs, nothing is lost, and the end has the bits of a run without one.
+"""Every kind of fault in every phase: no rank hangs, nothing is lost, and results match an undisturbed run bit for bit.
 
-A few always; all of them, as often as `ZEROSHARD_FAULTS` says, by `make faults`, which writes docs/faults.md.
+A few always run. `make faults` runs all of them `ZEROSHARD_FAULTS` times and writes docs/faults.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.fault_report import keep_outcomes
 ROUNDS = int(os.environ.get("ZEROSHARD_FAULTS", "0"))
 AT_ONCE = max(1, (os.cpu_count() or 2) // 2)
 WAITING = 4 * AT_ONCE
-"""Jobs in which a rank is stopped: they wait for a timeout, most of the time."""
+"""Concurrent jobs with a stopped rank: they mostly wait for a timeout."""
 QUICK = [
     *((Kind.KILLED, place, "shard") for place in Place),
     (Kind.KILLED, Place.INNER_STEP, "drop-in"),
@@ -46,7 +46,7 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
 
 
 def drawn(kind: Kind, place: Place, mode: str, turn: int) -> Fault:
-    """On some rank, in some step in which there is such a place."""
+    """Draw a rank, and a step in which this phase occurs."""
     draw = random.Random(f"{kind} {place} {mode} {turn}")
     steps = range(2 if place is Place.CONSOLIDATION else STEPS - 1)
     ranks = range(2 if (place, mode) == (Place.CONSOLIDATION, "hybrid") else 4)  # other rows have nothing to send
@@ -56,7 +56,7 @@ def drawn(kind: Kind, place: Place, mode: str, turn: int) -> Fault:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("kind", "place", "mode"), CELLS, ids=lambda it: getattr(it, "name", it))
-def test_a_fault(matrix: Matrix, kind: Kind, place: Place, mode: str) -> None:
+def test_single_fault(matrix: Matrix, kind: Kind, place: Place, mode: str) -> None:
     outcome = matrix.inject(drawn(kind, place, mode, 0), mode)
     assert outcome.restarted or kind in (Kind.RAISES, Kind.MISSHAPEN, Kind.SLOW), "a job cannot go on without a rank"
     if kind is Kind.MISSHAPEN:

@@ -1,6 +1,7 @@
-"""Odd arguments of calls that all ranks make together, on one rank only: all raise or none does, and training goes on
-with the right numbers. Process groups are not among them, nor what `restore` is to restore: who has none of them has
-nobody to tell."""
+"""Odd arguments of collective calls on one rank only: all ranks raise or none does, and training continues correctly.
+
+Process groups and the optimizer argument of `restore_from_peers` are not fuzzed: a rank without them cannot report it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.fuzz.test_options import called, given_alike, is_torchs_own, noted, require_sentence
+from tests.fuzz.test_options import assert_helpful_error, attach_note, catch_error, failed_on_all_ranks, is_torch_error
 from tests.support import RankContext, ranks
 from tests.support.checkpoints import ADAMW, TrainingRun, dropin, train
 from tests.support.fuzzing import ODD, rounds
@@ -34,13 +35,13 @@ from zeroshard.rules import profile_step_cost
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def with_copies(model: torch.nn.Module, group: Any = None) -> ZeroRedundancyOptimizer:
+def with_peer_checkpoint(model: torch.nn.Module, group: Any = None) -> ZeroRedundancyOptimizer:
     config = ZeroConfig(partition=FlatShards(bucket_bytes=160), peer_checkpoint=PeerCheckpoint(every=1))
     return shard(model, torch.optim.AdamW, process_group=group, config=config, **ADAMW)
 
 
 class Case:
-    """A running job, and a folder with a checkpoint of it."""
+    """A running job and a directory with its checkpoint."""
 
     def __init__(self, folder: Path, way: Any) -> None:
         self.run, self.folder, self._saves = TrainingRun(way=way), folder, 0
@@ -60,7 +61,7 @@ class Case:
 
 
 Call = Callable[[Case, Any], object]
-GOOD: dict[str, Any] = {
+VALID_ARGUMENTS: dict[str, Any] = {
     "max_norm": 1.0,
     "norm_type": 2.0,
     "error_if_nonfinite": False,
@@ -79,7 +80,7 @@ GOOD: dict[str, Any] = {
     "selector": None,
     "lr": 0.1,
 }
-"""What the other ranks give; else it is a part of the running job."""
+"""Arguments that the other ranks pass; the rest come from the running job."""
 CALLS: dict[str, Call] = {
     "clip_grad_norm_ max_norm": lambda it, value: it.optimizer.clip_grad_norm_(value),
     "clip_grad_norm_ norm_type": lambda it, value: it.optimizer.clip_grad_norm_(1.0, value),
@@ -104,55 +105,55 @@ CALLS: dict[str, Call] = {
 }
 
 
-def good(case: Case, call: str, name: str) -> Any:
+def get_valid_argument(case: Case, call: str, name: str) -> Any:
     parts = {
         "path": case.folder / ("good" if call == "load" else "other"),
         "copies": getattr(case.optimizer, "peer_snapshots", None),
         **case.run.parts(),
     }
-    return parts[name] if name in parts else GOOD[name]
+    return parts[name] if name in parts else VALID_ARGUMENTS[name]
 
 
-def attempt(case: Case, call: str, odd: Any, rank: int) -> Exception | None:
-    """With gradients, as scripts call it."""
-    mine = odd if dist.get_rank() == rank else good(case, *call.split())
-    case.run.model.eval()  # else it would count this pass
+def call_on_rank(case: Case, call: str, odd: Any, rank: int) -> Exception | None:
+    """Make the call with `odd` on `rank` and with gradients present, as in a script."""
+    mine = odd if dist.get_rank() == rank else get_valid_argument(case, *call.split())
+    case.run.model.eval()  # in train mode the model would count this pass
     torch.autograd.backward(case.run.model(torch.ones(4, 5)).square().mean())
     case.run.model.train()
-    failure = called(lambda: CALLS[call](case, mine))
+    failure = catch_error(lambda: CALLS[call](case, mine))
     case.optimizer.zero_grad()
     return failure
 
 
-@sampled("way", [with_copies, dropin])
+@sampled("way", [with_peer_checkpoint, dropin])
 @pytest.mark.parametrize("call", CALLS)
 @ranks(2, 3, timeout=40)
-def test_calls(ctx: RankContext, tmp_path: Path, call: str, way: Any) -> None:
+def test_odd_argument_on_one_rank(ctx: RankContext, tmp_path: Path, call: str, way: Any) -> None:
     if way is dropin and not call.startswith(("full", "consolidate", "save", "load")):
         pytest.skip("not of this optimizer, which clips on each rank alone, as torch does, and agrees after its update")
     case = Case(tmp_path, way)
     case.save(path=tmp_path / "good")
-    for number in some_of(ODD, call):
+    for number in sample_indices(ODD, call):
         rank = number % ctx.world_size
         try:
-            failure = attempt(case, call, ODD[number](), rank)
-            if given_alike(failure):
-                if not is_torchs_own(failure) and not isinstance(failure, OverflowError):
-                    require_sentence(failure)
+            failure = call_on_rank(case, call, ODD[number](), rank)
+            if failed_on_all_ranks(failure):
+                if not is_torch_error(failure) and not isinstance(failure, OverflowError):
+                    assert_helpful_error(failure)
             elif call.startswith(("step", "load", "restore")):
                 case = Case(tmp_path, way)
         except BaseException as error:
-            noted(error, f"{call} with {ODD[number]()!r:.100} on rank {rank}")
+            attach_note(error, f"{call} with {ODD[number]()!r:.100} on rank {rank}")
             raise
-    goes_on(case, Case(tmp_path, way))
+    assert_training_continues(case, Case(tmp_path, way))
 
 
-def some_of(values: list[Any], call: str) -> list[int]:
-    """A few of them, others for each call; all in `make fuzz`."""
+def sample_indices(values: list[Any], call: str) -> list[int]:
+    """Return a few indices, different ones for each call; `make fuzz` uses all of them."""
     return Random(call).sample(range(len(values)), min(len(values), rounds(8)))
 
 
-def goes_on(case: Case, untouched: Case) -> None:
+def assert_training_continues(case: Case, untouched: Case) -> None:
     for it in (case, untouched):
         train(it.run.model, it.optimizer, 1, first=2)
     assert_same(case.run.look(), untouched.run.look(), "one that nobody has touched")

@@ -1,4 +1,4 @@
-"""Spoiled checkpoints: every rank refuses them in a sentence and nothing changes, or they hold what was saved."""
+"""Corrupted checkpoints: every rank rejects them with an error and changes nothing, or loads what was saved."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from zeroshard.checkpoint.directory import MANIFEST_FILE, CheckpointDir
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def spoil(directory: Path, seed: int, marker: Path) -> str:
-    """Without check sums, in most cases: they would notice before anything else does."""
+def corrupt(directory: Path, seed: int, marker: Path) -> str:
+    """Corrupt a checkpoint, mostly without its checksums, which would catch everything first."""
     draw = Random(seed)
     if draw.random() < 0.7:
         (directory / MANIFEST_FILE).unlink()
@@ -37,19 +37,19 @@ def spoil(directory: Path, seed: int, marker: Path) -> str:
 
 
 @ranks(1, 2, timeout=100)
-def test_spoiled_checkpoints(ctx: RankContext, tmp_path: Path) -> None:
+def test_corrupted_checkpoints(ctx: RankContext, tmp_path: Path) -> None:
     source, run = TrainingRun(), TrainingRun(seed=5)
     saved = source.save(tmp_path / "good")
     expected, marker, refused = source.look(), tmp_path / "marker", 0
     for seed in range(rounds(40)):
-        spoiled_one = tmp_path / f"bad{seed}" / saved.name
-        on_rank_0(lambda to=spoiled_one: shutil.copytree(saved, to))  # type: ignore[misc]
-        how: list[str | None] = [spoil(spoiled_one, seed, marker) if ctx.rank == 0 else None]
+        corrupted = tmp_path / f"bad{seed}" / saved.name
+        on_rank_0(lambda to=corrupted: shutil.copytree(saved, to))  # type: ignore[misc]
+        how: list[str | None] = [corrupt(corrupted, seed, marker) if ctx.rank == 0 else None]
         dist.broadcast_object_list(how)
         before, failure = run.look(), None
         with watched():
             try:
-                checkpoint.load(spoiled_one.parent, **run.parts(scheduler=False))
+                checkpoint.load(corrupted.parent, **run.parts(scheduler=False))
             except Exception as error:
                 failure = error
         failures: list[bool | None] = [None] * ctx.world_size
@@ -61,7 +61,7 @@ def test_spoiled_checkpoints(ctx: RankContext, tmp_path: Path) -> None:
             assert_same(run.look(), before, f"what was running, example {seed}: {how}")
             continue
         after = run.look()
-        if (saved / MANIFEST_FILE).is_file() and (spoiled_one / MANIFEST_FILE).is_file():
+        if (saved / MANIFEST_FILE).is_file() and (corrupted / MANIFEST_FILE).is_file():
             assert_same(after["model"], expected["model"], f"the model of example {seed}: {how}")
         run = TrainingRun(seed=5)
     assert refused
@@ -77,7 +77,7 @@ def folder(tmp_path: Path) -> CheckpointDir:
     return made
 
 
-def test_any_bytes_as_the_name_of_the_latest(folder: CheckpointDir) -> None:
+def test_corrupted_latest_file(folder: CheckpointDir) -> None:
     good = (folder.path / "latest").read_bytes()
     for seed in range(rounds(200)):
         (folder.path / "latest").write_bytes(spoiled(good, Random(seed)))
@@ -87,7 +87,7 @@ def test_any_bytes_as_the_name_of_the_latest(folder: CheckpointDir) -> None:
         assert folder.latest() in (folder.step_path(1), folder.step_path(2))
 
 
-def test_links_in_a_folder_lead_nowhere(folder: CheckpointDir, tmp_path: Path) -> None:
+def test_symlinks_are_not_followed(folder: CheckpointDir, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").write_text("kept")
@@ -103,7 +103,7 @@ def test_links_in_a_folder_lead_nowhere(folder: CheckpointDir, tmp_path: Path) -
     assert folder.latest() == folder.step_path(3)
 
 
-def test_a_lock_behind_a_link(folder: CheckpointDir, tmp_path: Path) -> None:
+def test_symlinked_lock_file_is_rejected(folder: CheckpointDir, tmp_path: Path) -> None:
     (folder.path / ".lock").symlink_to(tmp_path / "made")
     with pytest.raises(OSError, match=r"\.lock"), folder.lock():
         pass

@@ -1,4 +1,4 @@
-"""Any bytes, read by any part that reads files: an error of ours or a value, and nothing else happens."""
+"""Arbitrary bytes given to every file reader: it raises one of our errors or returns a value, without side effects."""
 
 from __future__ import annotations
 
@@ -27,62 +27,62 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-def some(count: int) -> settings:
+def limit_examples(count: int) -> settings:
     return settings(max_examples=rounds(count), suppress_health_check=list(HealthCheck), deadline=None)
 
 
 @pytest.mark.parametrize("target", targets.TARGETS)
-def test_spoiled_bytes(target: str) -> None:
+def test_corrupted_bytes(target: str) -> None:
     seeds = targets.seeds(target)
 
-    @some(60)
+    @limit_examples(60)
     @given(SEEDS, st.sampled_from(range(len(seeds))))
-    def holds(seed: int, place: int) -> None:
+    def check_target(seed: int, place: int) -> None:
         with watched(*targets.FOLDERS):
             targets.TARGETS[target](spoiled(seeds[place], Random(seed)))
 
-    holds()
+    check_target()
 
 
 @pytest.mark.parametrize("target", targets.TARGETS)
-def test_any_bytes(target: str) -> None:
-    @some(40)
+def test_arbitrary_bytes(target: str) -> None:
+    @limit_examples(40)
     @given(st.binary(max_size=200))
-    def holds(data: bytes) -> None:
+    def check_target(data: bytes) -> None:
         with watched(*targets.FOLDERS):
             targets.TARGETS[target](data)
 
-    holds()
+    check_target()
 
 
-ANY = st.recursive(
+JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
     lambda it: st.lists(it) | st.dictionaries(st.text(), it),
 )
 
 
-@some(40)
-@given(ANY, SEEDS)
-def test_manifests_of_any_values(value: Any, seed: int) -> None:
+@limit_examples(40)
+@given(JSON_VALUES, SEEDS)
+def test_manifest_with_arbitrary_values(value: Any, seed: int) -> None:
     good = {"format": 1, "step": 1, "world_size": 2, "sums": {".metadata": 5}, "time": 0.5, "torch": "2"}
     good[Random(seed).choice(list(good))] = value
     targets.manifest(json.dumps(good).encode())
 
 
-@some(60)
+@limit_examples(60)
 @given(
     st.sampled_from(["a", "b.c", "new", "__metadata__", ""]),
     st.sampled_from(["", "dtype", "shape", "data_offsets"]),
-    ANY,
+    JSON_VALUES,
 )
-def test_headers_of_any_values(place: str, key: str, value: Any) -> None:
+def test_safetensors_header_with_arbitrary_values(place: str, key: str, value: Any) -> None:
     with watched(*targets.FOLDERS):
         targets.headers(targets.spoiled_header(place, key, value))
 
 
-@some(60)
+@limit_examples(60)
 @given(st.lists(st.integers(-(2**70), 2**70), max_size=80), st.lists(st.integers(-1, 2**70), min_size=2, max_size=2))
-def test_headers_of_any_numbers(shape: list[int], span: list[int]) -> None:
+def test_safetensors_header_with_arbitrary_numbers(shape: list[int], span: list[int]) -> None:
     targets.headers(targets.spoiled_header("a", "shape", shape))
     targets.headers(targets.safetensors_of({"a": {"dtype": "U8", "shape": shape, "data_offsets": span}}))
 
@@ -90,7 +90,7 @@ def test_headers_of_any_numbers(shape: list[int], span: list[int]) -> None:
 # ---- the command line
 
 
-def contents() -> dict[str, Any]:
+def make_contents() -> dict[str, Any]:
     model = net()
     optimizer = plain(model)
     train(model, optimizer, 1)
@@ -105,7 +105,7 @@ def contents() -> dict[str, Any]:
 
 
 def check_command(capfd: pytest.CaptureFixture[str], folder: Path, *arguments: Path | str) -> bool:
-    """It ends with a status; if that says so, with a sentence, and leaves nothing behind."""
+    """Return whether the command succeeded. A failing command must print an error and leave nothing behind."""
     before = {it.name for it in folder.iterdir()}
     with watched(folder):
         status = status_of(*arguments)
@@ -119,13 +119,13 @@ def check_command(capfd: pytest.CaptureFixture[str], folder: Path, *arguments: P
     return not status
 
 
-def test_spoiled_dicts_in_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    good = contents()
+def test_convert_corrupted_state_dicts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    good = make_contents()
     for seed in range(rounds(25)):
         draw = Random(seed)
         try:
             torch.save(mutated(good, draw), tmp_path / "it.pt")
-        except Exception:  # a dict that torch cannot save comes from no file
+        except Exception:  # a dict that torch cannot save never comes from a file
             continue
         to, target = draw.choice(list(TargetFormat)).value, tmp_path / f"target{seed}"
         if (
@@ -137,8 +137,8 @@ def test_spoiled_dicts_in_files(tmp_path: Path, capfd: pytest.CaptureFixture[str
             ), seed
 
 
-def test_spoiled_files_of_torch_save(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    torch.save(contents(), tmp_path / "good.pt")
+def test_convert_corrupted_torch_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    torch.save(make_contents(), tmp_path / "good.pt")
     good = (tmp_path / "good.pt").read_bytes()
     for seed in range(rounds(25)):
         (tmp_path / "it.pt").write_bytes(spoiled(good, Random(seed)))
@@ -147,7 +147,7 @@ def test_spoiled_files_of_torch_save(tmp_path: Path, capfd: pytest.CaptureFixtur
         )
 
 
-def test_spoiled_directories(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_corrupted_checkpoint_directories(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = net()
     for seed in range(rounds(25)):
         draw, directory = Random(seed), tmp_path / f"it{seed}"
@@ -165,7 +165,9 @@ def test_spoiled_directories(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("path", ["", ".", "/", "/dev/zero", "/dev/null", "a" * 300, "a/" * 3000, "--", "it/../.."])
-def test_paths(tmp_path: Path, capfd: pytest.CaptureFixture[str], path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusual_paths(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"model": {"a": torch.ones(2)}}, tmp_path / "it.pt")
     for arguments in (
@@ -179,8 +181,8 @@ def test_paths(tmp_path: Path, capfd: pytest.CaptureFixture[str], path: str, mon
         assert [it.name for it in tmp_path.iterdir()] == ["it.pt"]
 
 
-def test_bytes_of_a_stream_that_ends(tmp_path: Path) -> None:
-    """Every length of a good file is refused, or is all of it."""
+def test_truncated_files(tmp_path: Path) -> None:
+    """Every prefix of a valid file is rejected or is complete."""
     good = io.BytesIO()
     torch.save({"a": torch.ones(3)}, good)
     for length in range(0, len(good.getvalue()), 7):
@@ -189,35 +191,52 @@ def test_bytes_of_a_stream_that_ends(tmp_path: Path) -> None:
 
 # ---- other commands
 
-WORDS = st.sampled_from(["", "0", "1", "-1", "1e400", "nan", "inf", "8,", "4-1", "1-2-3", "80GB", "5 parsecs", "10us"])
-WORDS |= st.sampled_from(["9" * 400, "bf16", "fp32+", "lr=", "lr=1,lr=2", "=", "\x1b[2J", "/", "..", "400Gbit/s", "--"])
-WORDS |= st.text(max_size=8) | st.integers().map(str) | st.floats().map(str)
-PLAN = ["options", "precision", "ranks", "memory", "activations", "bandwidth", "latency", "shard-within", "bucket"]
-PLAN += ["reduce", "bandwidth-within", "frozen"]
-MODELS = st.sampled_from(["gpt2", "7B", "0", "-1B", "1e30", "x", "1.5", ""])
-
-
-@some(60)
-@given(MODELS, st.dictionaries(st.sampled_from(PLAN), WORDS, max_size=3))
-def test_plans_of_any_words(model: str, options: dict[str, str]) -> None:
-    given_ones = [word for name, value in options.items() for word in (f"--{name}", value)]
-    check_words("plan", model, *given_ones, "--json")
-
-
-@some(40)
-@given(
-    st.sampled_from(["doctor", "run"]), st.lists(WORDS | st.sampled_from(["--timeout", "--backend", "-m"]), max_size=3)
+ARGUMENTS = st.sampled_from(
+    ["", "0", "1", "-1", "1e400", "nan", "inf", "8,", "4-1", "1-2-3", "80GB", "5 parsecs", "10us"]
 )
-def test_other_commands_of_any_words(command: str, words: list[str]) -> None:
-    """Wrong usage always: nothing is run, and no job joined."""
-    check_words(command, *(["--no-such-option", *words] if command == "doctor" else ["--" + "".join(words), *words]))
+ARGUMENTS |= st.sampled_from(
+    ["9" * 400, "bf16", "fp32+", "lr=", "lr=1,lr=2", "=", "\x1b[2J", "/", "..", "400Gbit/s", "--"]
+)
+ARGUMENTS |= st.text(max_size=8) | st.integers().map(str) | st.floats().map(str)
+PLAN_OPTIONS = [
+    "options",
+    "precision",
+    "ranks",
+    "memory",
+    "activations",
+    "bandwidth",
+    "latency",
+    "shard-within",
+    "bucket",
+]
+PLAN_OPTIONS += ["reduce", "bandwidth-within", "frozen"]
+MODEL_NAMES = st.sampled_from(["gpt2", "7B", "0", "-1B", "1e30", "x", "1.5", ""])
 
 
-def check_words(*arguments: str) -> None:
-    """A status, and where it is not 0, a sentence."""
-    said, told = io.StringIO(), io.StringIO()
-    with redirect_stdout(said), redirect_stderr(told), watched():
+@limit_examples(60)
+@given(MODEL_NAMES, st.dictionaries(st.sampled_from(PLAN_OPTIONS), ARGUMENTS, max_size=3))
+def test_plan_with_arbitrary_options(model: str, options: dict[str, str]) -> None:
+    arguments_given = [word for name, value in options.items() for word in (f"--{name}", value)]
+    check_exit_status("plan", model, *arguments_given, "--json")
+
+
+@limit_examples(40)
+@given(
+    st.sampled_from(["doctor", "run"]),
+    st.lists(ARGUMENTS | st.sampled_from(["--timeout", "--backend", "-m"]), max_size=3),
+)
+def test_other_commands_with_arbitrary_arguments(command: str, words: list[str]) -> None:
+    """Always wrong usage: no script runs and no process group is joined."""
+    check_exit_status(
+        command, *(["--no-such-option", *words] if command == "doctor" else ["--" + "".join(words), *words])
+    )
+
+
+def check_exit_status(*arguments: str) -> None:
+    """Check the exit status, and that a nonzero one comes with an error message."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with redirect_stdout(stdout), redirect_stderr(stderr), watched():
         status = status_of(*arguments)
     assert status in (0, 1, 2), status
-    assert "Traceback" not in told.getvalue()
-    assert not status or len(told.getvalue()) > 10, arguments
+    assert "Traceback" not in stderr.getvalue()
+    assert not status or len(stderr.getvalue()) > 10, arguments

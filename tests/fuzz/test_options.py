@@ -1,4 +1,4 @@
-"""Odd values for every option, parameter and group: an error of ours, on all ranks alike, or something that works."""
+"""Odd values for every option, parameter and group: all ranks raise a helpful error, or the call works."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ odd_values = st.sampled_from(range(len(ODD))).map(lambda place: ODD[place]())
 values = odd_values | st.integers() | st.floats() | st.text(max_size=5)
 
 
-def called(make: Callable[[], Any]) -> Exception | None:
+def catch_error(make: Callable[[], Any]) -> Exception | None:
     try:
         make()
     except Exception as error:
@@ -48,41 +48,41 @@ def called(make: Callable[[], Any]) -> Exception | None:
     return None
 
 
-def require_sentence(failure: Exception | None) -> None:
+def assert_helpful_error(failure: Exception | None) -> None:
     if failure is not None:
         assert isinstance(failure, (ZeroError, TypeError, ValueError)), repr(failure)
         assert not isinstance(failure, UnicodeError), repr(failure)
         assert len(str(failure)) > 10, repr(failure)
 
 
-def check(make: Callable[[], Any]) -> None:
-    require_sentence(called(make))
+def check_call(make: Callable[[], Any]) -> None:
+    assert_helpful_error(catch_error(make))
 
 
 @given(values, st.sampled_from(list(ZeroConfig.__dataclass_fields__)))
-def test_configs(value: Any, name: str) -> None:
-    check(lambda: ZeroConfig(**{name: value}))
+def test_config_fields(value: Any, name: str) -> None:
+    check_call(lambda: ZeroConfig(**{name: value}))
 
 
 @given(values, values, values)
-def test_policies(one: Any, two: Any, three: Any) -> None:
-    check(lambda: ConsistencyCheck(one))
-    check(lambda: NonFiniteGrads(one, two))
-    check(lambda: PeerCheckpoint(one, two))
-    check(lambda: CPUOffload(one, two))
-    check(lambda: FlatShards(one, two, three))
-    check(lambda: WholeParams(one))
+def test_policy_arguments(one: Any, two: Any, three: Any) -> None:
+    check_call(lambda: ConsistencyCheck(one))
+    check_call(lambda: NonFiniteGrads(one, two))
+    check_call(lambda: PeerCheckpoint(one, two))
+    check_call(lambda: CPUOffload(one, two))
+    check_call(lambda: FlatShards(one, two, three))
+    check_call(lambda: WholeParams(one))
 
 
 @given(values, values, values)
-def test_rules(one: Any, two: Any, three: Any) -> None:
-    check(lambda: ParamRule(one, two, partition=three))
-    check(lambda: matrix_params(one))
-    check(lambda: matrix_params([one, two]))
+def test_rule_arguments(one: Any, two: Any, three: Any) -> None:
+    check_call(lambda: ParamRule(one, two, partition=three))
+    check_call(lambda: matrix_params(one))
+    check_call(lambda: matrix_params([one, two]))
 
 
-def of_params(draw: Random, params: Sequence[torch.Tensor]) -> Any:
-    """Something in the place of parameters, or of groups of them."""
+def make_odd_params(draw: Random, params: Sequence[torch.Tensor]) -> Any:
+    """Return something odd in place of parameters or parameter groups."""
     odd = draw.choice(ODD)()
     return draw.choice(
         (
@@ -102,69 +102,69 @@ def of_params(draw: Random, params: Sequence[torch.Tensor]) -> Any:
     )
 
 
-def is_torchs_own(failure: Exception | None) -> bool:
-    """What a class says of an option that is a tensor is its own error."""
+def is_torch_error(failure: Exception | None) -> bool:
+    """Whether the optimizer class itself failed on an option that is a tensor."""
     return type(failure) is RuntimeError and "Boolean value of Tensor" in str(failure)
 
 
-def given_alike(failure: Exception | None) -> bool:
-    """Whether it failed, on all ranks or on none."""
+def failed_on_all_ranks(failure: Exception | None) -> bool:
+    """Return whether the call failed, after asserting that it did so on all ranks or on none."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, failure is not None)
     assert len(set(found)) == 1, failure
     return bool(found[0])
 
 
-def noted(error: BaseException, example: str) -> None:
+def attach_note(error: BaseException, example: str) -> None:
     if hasattr(error, "add_note"):
         error.add_note(example)
 
 
 @ranks(1, 2, timeout=100)
-def test_parameters(ctx: RankContext) -> None:
+def test_odd_params(ctx: RankContext) -> None:
     for seed in range(rounds(30)):
         draw = Random(seed)
         odd, params = draw.choice((None, 0, ctx.world_size - 1)), list(net().parameters())
-        handed = of_params(draw, params)
+        handed = make_odd_params(draw, params)
         mine = handed if odd in (None, ctx.rank) else params
         try:
-            failure = called(partial(ZeroRedundancyOptimizer, mine, torch.optim.AdamW))
-            given_alike(failure)
-            if not is_torchs_own(failure):
-                require_sentence(failure)
+            failure = catch_error(partial(ZeroRedundancyOptimizer, mine, torch.optim.AdamW))
+            failed_on_all_ranks(failure)
+            if not is_torch_error(failure):
+                assert_helpful_error(failure)
         except BaseException as error:
-            noted(error, f"example {seed}, on rank {odd}")
+            attach_note(error, f"example {seed}, on rank {odd}")
             raise
 
 
 @ranks(1, 2, timeout=100)
 @sampled("way", [flat, dropin])
-def test_groups_that_are_added(ctx: RankContext, way: Any) -> None:
+def test_add_odd_param_group(ctx: RankContext, way: Any) -> None:
     run = TrainingRun(way=way)
     for seed in range(rounds(30)):
         draw = Random(seed)
         odd = draw.choice((None, 0, ctx.world_size - 1))
         new = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2, 2))]
-        handed = of_params(draw, new)
+        handed = make_odd_params(draw, new)
         group = draw.choice((handed, {"params": handed}, {"params": new, "lr": draw.choice(ODD)()}))
         mine = group if odd in (None, ctx.rank) else {"params": new}
         try:
             before = run.look()
-            failure = called(partial(run.optimizer.add_param_group, mine))
-            if not given_alike(failure):
+            failure = catch_error(partial(run.optimizer.add_param_group, mine))
+            if not failed_on_all_ranks(failure):
                 run = TrainingRun(way=way)
                 continue
-            if not is_torchs_own(failure):
-                require_sentence(failure)
+            if not is_torch_error(failure):
+                assert_helpful_error(failure)
             assert_same(run.look(), before, "what was running")
         except BaseException as error:
-            noted(error, f"example {seed}, on rank {odd}")
+            attach_note(error, f"example {seed}, on rank {odd}")
             raise
     train(run.model, run.optimizer, 1)
 
 
 @ranks(2, timeout=100)
-def test_ways_to_share(ctx: RankContext) -> None:
+def test_odd_sharding_arguments(ctx: RankContext) -> None:
     for seed in range(rounds(30)):
         draw = Random(seed)
         name, value, odd = (
@@ -174,21 +174,21 @@ def test_ways_to_share(ctx: RankContext) -> None:
         )
         options = {name: value} if odd in (None, ctx.rank) else {}
         try:
-            failure = called(partial(shard, net(), torch.optim.AdamW, **options))
-            given_alike(failure)
-            require_sentence(failure)
+            failure = catch_error(partial(shard, net(), torch.optim.AdamW, **options))
+            failed_on_all_ranks(failure)
+            assert_helpful_error(failure)
         except BaseException as error:
-            noted(error, f"example {seed}: {name}={value!r:.100} on rank {odd}")
+            attach_note(error, f"example {seed}: {name}={value!r:.100} on rank {odd}")
             raise
 
 
 @ranks(1)
-def test_lists_of_rules(ctx: RankContext) -> None:
+def test_odd_rule_lists(ctx: RankContext) -> None:
     for seed in range(rounds(30)):
         draw = Random(seed)
         odd = draw.choice(ODD)()
         good = [ParamRule(matrix_params(), torch.optim.SGD, lr=0.1), ParamRule(remaining_params, torch.optim.AdamW)]
         own = ParamRule(lambda *_, it=odd: it, torch.optim.AdamW)
-        failure = called(partial(shard, net(), draw.choice(([*good, odd], [odd], good[:1], good[1:] * 2, [own]))))
-        if not is_torchs_own(failure):
-            require_sentence(failure)
+        failure = catch_error(partial(shard, net(), draw.choice(([*good, odd], [odd], good[:1], good[1:] * 2, [own]))))
+        if not is_torch_error(failure):
+            assert_helpful_error(failure)

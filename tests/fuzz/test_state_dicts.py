@@ -1,4 +1,4 @@
-"""Spoiled state dicts on one rank or on all: refused everywhere and nothing changes, or loaded as torch loads them."""
+"""Corrupted state dicts on one rank or on all: rejected on all ranks without changes, or loaded as torch loads them."""
 
 from __future__ import annotations
 
@@ -23,44 +23,44 @@ from zeroshard.state.tensor_utils import map_tensors
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def with_masters(model: torch.nn.Module, group: Any = None) -> ZeroRedundancyOptimizer:
+def with_master_weights(model: torch.nn.Module, group: Any = None) -> ZeroRedundancyOptimizer:
     config = ZeroConfig(partition=FlatShards(bucket_bytes=160), master_dtype=torch.float64)
     return shard(model, torch.optim.AdamW, process_group=group, config=config, lr=0.05, weight_decay=0.1)
 
 
-def good_dict() -> dict[str, Any]:
+def make_valid_state_dict() -> dict[str, Any]:
     model = net()
     optimizer = plain(model)
     train(model, optimizer, 2)
     return optimizer.state_dict()
 
 
-def outline(value: Any) -> Any:
-    """Changes when anything in the value does."""
+def fingerprint(value: Any) -> Any:
+    """Return a fingerprint that changes when anything in the value does."""
     if isinstance(value, dict):
-        return [(repr(key), outline(part)) for key, part in value.items()]
+        return [(repr(key), fingerprint(part)) for key, part in value.items()]
     if isinstance(value, (list, tuple)):
-        return [outline(part) for part in value]
+        return [fingerprint(part) for part in value]
     return (id(value), value._version) if isinstance(value, torch.Tensor) else repr(value)
 
 
-LOADS: dict[str, Callable[[Any, Any], object]] = {
+LOAD_CALLS: dict[str, Callable[[Any, Any], object]] = {
     "load_state_dict": lambda optimizer, given: optimizer.load_state_dict(given),
     "assign": lambda optimizer, given: optimizer.load_state_dict(given, assign=True),
     "check": lambda optimizer, given: optimizer._check_state_dict(given),
 }
 
 
-def tried(run: TrainingRun, call: str, given: Any) -> Exception | None:
-    """What it raises; it does nothing else then, and never changes what it was given."""
-    before, was = run.look(), outline(given)
+def try_load(run: TrainingRun, call: str, given: Any) -> Exception | None:
+    """Return the error raised, if any. A failed load changes nothing, and the argument is never modified."""
+    before, was = run.look(), fingerprint(given)
     failure: Exception | None = None
     with watched():
         try:
-            LOADS[call](run.optimizer, given)
+            LOAD_CALLS[call](run.optimizer, given)
         except Exception as error:
             failure = error
-    assert outline(given) == was, "what was given is changed"
+    assert fingerprint(given) == was, "what was given is changed"
     if failure is not None or call == "check":
         assert_same(run.look(), before, "what was running")
     if failure is not None:
@@ -70,29 +70,29 @@ def tried(run: TrainingRun, call: str, given: Any) -> Exception | None:
     return failure
 
 
-def everywhere(value: bool) -> list[bool]:
+def gather_from_ranks(value: bool) -> list[bool]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
 
 
-def own(value: Any) -> Any:
-    """With tensors that may be changed."""
+def clone_tensors(value: Any) -> Any:
+    """Clone the tensors, so that they may be modified."""
     return map_tensors(value, lambda it: it.clone() if it.layout == torch.strided and it.numel() < 1000 else it)
 
 
-def goes_on_as_torch_does(run: TrainingRun, given: Any) -> None:
+def assert_trains_like_torch(run: TrainingRun, given: Any) -> None:
     model = net()
     model.load_state_dict(run.model.state_dict())
     theirs = plain(model)
-    theirs.load_state_dict(own(given))
-    ended = [_trained(run.model, run.optimizer), _trained(model, theirs)]
+    theirs.load_state_dict(clone_tensors(given))
+    ended = [_train_and_catch(run.model, run.optimizer), _train_and_catch(model, theirs)]
     if ended[1] is None:
         assert ended[0] is None, ended
-        assert_same(_numbers(run.model), _numbers(model), "what torch makes of it")
+        assert_same(_param_values(run.model), _param_values(model), "what torch makes of it")
 
 
-def _trained(model: torch.nn.Module, optimizer: Any) -> Exception | None:
+def _train_and_catch(model: torch.nn.Module, optimizer: Any) -> Exception | None:
     try:
         train(model, optimizer, 2, first=7)
     except Exception as error:
@@ -100,12 +100,12 @@ def _trained(model: torch.nn.Module, optimizer: Any) -> Exception | None:
     return None
 
 
-def _numbers(model: torch.nn.Module) -> list[torch.Tensor]:
+def _param_values(model: torch.nn.Module) -> list[torch.Tensor]:
     return [param.detach().nan_to_num(123.0).contiguous() for param in model.parameters()]
 
 
-def is_torchs(given: Any) -> bool:
-    """Whether torch itself can load it, and without keeping what it was given to write to it."""
+def is_loadable_by_torch(given: Any) -> bool:
+    """Whether torch itself can load it without keeping a given tensor and writing to it."""
     strange: list[bool] = []
 
     def look(it: torch.Tensor) -> None:
@@ -118,23 +118,23 @@ def is_torchs(given: Any) -> bool:
 
 @ranks(1, 2, timeout=100)
 @sampled("way", [flat, dropin])
-def test_spoiled_dicts(ctx: RankContext, way: Way) -> None:
-    good, run, accepted = good_dict(), TrainingRun(way=way), 0
+def test_corrupted_state_dicts(ctx: RankContext, way: Way) -> None:
+    good, run, accepted = make_valid_state_dict(), TrainingRun(way=way), 0
     for seed in range(rounds(60)):
         draw = Random(seed)
         bad, odd = mutated(good, draw), draw.choice((None, None, 0, ctx.world_size - 1))
         call = draw.choice(("load_state_dict", "load_state_dict", "assign", "check"))
         given = bad if odd in (None, ctx.rank) else good
         try:
-            failed = tried(run, call, own(given))
+            failed = try_load(run, call, clone_tensors(given))
             if call == "check":
                 continue
-            assert len(set(everywhere(failed is not None))) == 1, failed
+            assert len(set(gather_from_ranks(failed is not None))) == 1, failed
             if failed is not None:
                 continue
             accepted += 1
-            if odd is None and is_torchs(bad) and call == "load_state_dict":
-                goes_on_as_torch_does(run, bad)
+            if odd is None and is_loadable_by_torch(bad) and call == "load_state_dict":
+                assert_trains_like_torch(run, bad)
             run = TrainingRun(way=way)
         except BaseException as error:
             error.add_note(f"example {seed}: {call} on rank {odd}") if hasattr(error, "add_note") else None
@@ -145,40 +145,40 @@ def test_spoiled_dicts(ctx: RankContext, way: Way) -> None:
 
 
 @ranks(1, 2)
-@sampled("way", [flat, dropin, with_masters])
-def test_each_kind_of_tensor(ctx: RankContext, way: Way) -> None:
-    good, run = good_dict(), TrainingRun(way=way)
+@sampled("way", [flat, dropin, with_master_weights])
+def test_unusual_state_tensors(ctx: RankContext, way: Way) -> None:
+    good, run = make_valid_state_dict(), TrainingRun(way=way)
     for kind, change in TENSORS.items():
         for index in (0, 1):
             bad = {**good, "state": {**good["state"]}}
             bad["state"][index] = {**good["state"][index], "exp_avg": change(good["state"][index]["exp_avg"])}
-            failed = tried(run, "load_state_dict", own(bad))
-            assert len(set(everywhere(failed is not None))) == 1, (kind, failed)
+            failed = try_load(run, "load_state_dict", clone_tensors(bad))
+            assert len(set(gather_from_ranks(failed is not None))) == 1, (kind, failed)
             if failed is None:
-                if is_torchs(bad) and way is not with_masters:
-                    goes_on_as_torch_does(run, bad)
+                if is_loadable_by_torch(bad) and way is not with_master_weights:
+                    assert_trains_like_torch(run, bad)
                 run = TrainingRun(way=way)
 
 
-# ---- what was found
+# ---- regressions
 
 
 @ranks(1, 2)
-def test_state_that_is_less_precise_for_one_parameter(ctx: RankContext) -> None:
-    """Parameters that share a run of memory had all of it rounded as the first was."""
-    good = good_dict()
+def test_lower_precision_state_of_one_param(ctx: RankContext) -> None:
+    """Parameters that share a flat tensor were all rounded to the dtype of the first."""
+    good = make_valid_state_dict()
     for index in (0, 1):
-        run, bad = TrainingRun(way=flat), own(good)
+        run, bad = TrainingRun(way=flat), clone_tensors(good)
         bad["state"][index]["exp_avg"] = bad["state"][index]["exp_avg"].half()
         run.optimizer.load_state_dict(bad)
-        goes_on_as_torch_does(run, bad)
+        assert_trains_like_torch(run, bad)
 
 
 @ranks(1, 2)
-def test_state_that_one_parameter_has_and_its_neighbour_has_not(ctx: RankContext) -> None:
-    good, run = good_dict(), TrainingRun(way=flat)
+def test_state_key_of_only_one_param(ctx: RankContext) -> None:
+    good, run = make_valid_state_dict(), TrainingRun(way=flat)
     for index in good["state"]:
-        bad = own(good)
+        bad = clone_tensors(good)
         bad["state"][index]["more"] = torch.full_like(bad["state"][index]["exp_avg"], 2.5)
         for number, state in bad["state"].items():
             state["odd"] = torch.full((20,), float(number))
@@ -194,34 +194,34 @@ def test_state_that_one_parameter_has_and_its_neighbour_has_not(ctx: RankContext
 
 @ranks(1, 2)
 @sampled("master", [torch.ones(1), "x", torch.ones(7, 7), torch.empty(6, 4, device="meta"), None])
-def test_master_weights_of_another_shape(ctx: RankContext, master: Any) -> None:
-    """One element would have become all of them."""
-    run, bad = TrainingRun(way=with_masters), good_dict()
+def test_invalid_master_weights_are_rejected(ctx: RankContext, master: Any) -> None:
+    """A single element was broadcast to all elements."""
+    run, bad = TrainingRun(way=with_master_weights), make_valid_state_dict()
     bad["state"][0] = {**bad["state"][0], "master_weights": master}
-    failed = tried(run, "load_state_dict", bad)
-    assert everywhere(isinstance(failed, ZeroError)) == [True] * ctx.world_size
+    failed = try_load(run, "load_state_dict", bad)
+    assert gather_from_ranks(isinstance(failed, ZeroError)) == [True] * ctx.world_size
 
 
 @ranks(2, 3)
 @pytest.mark.parametrize("key", ["\ud800", 5, (1, 2)])
-def test_half_a_character_on_one_rank(ctx: RankContext, key: Any) -> None:
-    """It could not be told to the others, who waited."""
-    run, bad = TrainingRun(way=flat), good_dict()
+def test_invalid_group_key_on_one_rank(ctx: RankContext, key: Any) -> None:
+    """The failure could not be sent to the other ranks, which then hung."""
+    run, bad = TrainingRun(way=flat), make_valid_state_dict()
     if ctx.rank == ctx.world_size - 1:
         bad["param_groups"][0][key] = 1
-    failed = tried(run, "load_state_dict", bad)
-    assert everywhere(isinstance(failed, ZeroError)) == [True] * ctx.world_size
+    failed = try_load(run, "load_state_dict", bad)
+    assert gather_from_ranks(isinstance(failed, ZeroError)) == [True] * ctx.world_size
     train(run.model, run.optimizer, 1)
 
 
 @ranks(1, 2)
-def test_dicts_that_have_themselves_in_them(ctx: RankContext) -> None:
+def test_recursive_and_deeply_nested_state_dicts(ctx: RankContext) -> None:
     run, deep = TrainingRun(way=flat), 1
     for _ in range(5000):
         deep = [deep]  # type: ignore[assignment]
-    around: dict[str, Any] = good_dict()
+    around: dict[str, Any] = make_valid_state_dict()
     around["state"][0]["x"] = around
-    nested = good_dict()
+    nested = make_valid_state_dict()
     nested["state"][0]["x"] = deep
     for bad in (around, nested):
         before = run.look()

@@ -1,4 +1,4 @@
-"""Cuts at multiples: pieces are as an optimizer of blocks needs them, and shards as equal as that allows."""
+"""Aligned shards satisfy the granularity of a blockwise optimizer and are as equal as it allows."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from zeroshard.layout.partition import ShardGranularity
 from zeroshard.layout.spec import ParamSpec
 
 SIZES = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 30).map(lambda n: 8 * n)), min_size=1, max_size=6)
-GRAINS = st.sampled_from(
+GRANULARITIES = st.sampled_from(
     [
         ShardGranularity(8, 8),
         ShardGranularity(8, 24),
@@ -26,67 +26,69 @@ GRAINS = st.sampled_from(
 )
 
 
-def cut(made: Sequence[ParamSpec], ranks: int, grain: ShardGranularity, bucket_bytes: int = 1 << 20) -> Layout:
-    return FlatShards(bucket_bytes, grain.align, grain.min_numel).extend(Layout.empty(ranks), made)
+def make_layout(
+    made: Sequence[ParamSpec], ranks: int, granularity: ShardGranularity, bucket_bytes: int = 1 << 20
+) -> Layout:
+    return FlatShards(bucket_bytes, granularity.align, granularity.min_numel).extend(Layout.empty(ranks), made)
 
 
 @steadily
-@given(SIZES, WORLD_SIZES, GRAINS, st.sampled_from([100, 600, 1 << 20]))
-def test_pieces_are_as_long_as_they_must_be(
-    sizes: list[int], ranks: int, grain: ShardGranularity, bucket_bytes: int
+@given(SIZES, WORLD_SIZES, GRANULARITIES, st.sampled_from([100, 600, 1 << 20]))
+def test_shards_satisfy_granularity(
+    sizes: list[int], ranks: int, granularity: ShardGranularity, bucket_bytes: int
 ) -> None:
     made = specs(sizes)
-    layout = cut(made, ranks, grain, bucket_bytes)
+    layout = make_layout(made, ranks, granularity, bucket_bytes)
     for one in made:
         pieces = layout.param_shards(one.index)
         assert sum(piece.in_param.length for piece in pieces) == one.storage_numel
         if len(pieces) > 1:
-            assert all(piece.in_param.length % grain.align == 0 for piece in pieces)
-            assert all(piece.in_param.length >= grain.min_numel for piece in pieces)
+            assert all(piece.in_param.length % granularity.align == 0 for piece in pieces)
+            assert all(piece.in_param.length >= granularity.min_numel for piece in pieces)
 
 
 @steadily
-@given(st.integers(1, 60), st.integers(1, 9), GRAINS)
-def test_shards_of_what_can_be_cut_are_equal_up_to_the_grain(blocks: int, ranks: int, grain: ShardGranularity) -> None:
+@given(st.integers(1, 60), st.integers(1, 9), GRANULARITIES)
+def test_shards_are_equal_up_to_granularity(blocks: int, ranks: int, granularity: ShardGranularity) -> None:
     numel = 8 * blocks
-    layout = cut([spec(0, (numel,))], ranks, grain)
+    layout = make_layout([spec(0, (numel,))], ranks, granularity)
     lengths = [shard.length for shard in layout.buckets[0].shards]
-    slack = grain.align if numel // ranks >= 2 * grain.min_shard_numel else grain.min_shard_numel
-    enough = numel // ranks >= 2 * grain.min_shard_numel
+    slack = granularity.align if numel // ranks >= 2 * granularity.min_shard_numel else granularity.min_shard_numel
+    enough = numel // ranks >= 2 * granularity.min_shard_numel
     assert sum(lengths) == numel
     if enough:
         assert max(lengths) - min(lengths) <= 2 * slack
 
 
-def test_a_large_parameter_is_cut_and_small_ones_are_not() -> None:
-    layout = cut(specs([100, 64, 20]), 2, ShardGranularity(8, 16))
+def test_only_large_params_are_split() -> None:
+    layout = make_layout(specs([100, 64, 20]), 2, ShardGranularity(8, 16))
     assert [len(layout.param_shards(index)) for index in range(3)] == [1, 1, 1]
-    layout = cut(specs([20, 800, 12]), 2, ShardGranularity(8, 16))
+    layout = make_layout(specs([20, 800, 12]), 2, ShardGranularity(8, 16))
     assert [len(layout.param_shards(index)) for index in range(3)] == [1, 2, 1]
 
 
 @pytest.mark.parametrize("stride", [(1, 64), (32, 1)])
-def test_one_that_does_not_lie_in_order_stays_whole(stride: tuple[int, int]) -> None:
-    """Blocks are of neighbours in the order of elements, shards of neighbours in memory."""
-    layout = cut([spec(0, (64, 16), stride=stride)], 4, ShardGranularity(8, 8))
+def test_non_contiguous_param_is_not_split(stride: tuple[int, int]) -> None:
+    """Blocks are contiguous in element order, shards are contiguous in memory."""
+    layout = make_layout([spec(0, (64, 16), stride=stride)], 4, ShardGranularity(8, 8))
     assert len(layout.param_shards(0)) == 1
-    assert len(cut([spec(0, (64, 16))], 4, ShardGranularity(8, 8)).param_shards(0)) == 4
+    assert len(make_layout([spec(0, (64, 16))], 4, ShardGranularity(8, 8)).param_shards(0)) == 4
 
 
-def test_the_finest_grain_is_no_grain() -> None:
+def test_default_granularity_is_elementwise() -> None:
     made = specs([100, 64, 20])
-    assert cut(made, 3, ShardGranularity()) == FlatShards(1 << 20).extend(Layout.empty(3), made)
+    assert make_layout(made, 3, ShardGranularity()) == FlatShards(1 << 20).extend(Layout.empty(3), made)
     assert FlatShards().granularity is None
     assert FlatShards(align=64).granularity == ShardGranularity(64, 64)
 
 
 @pytest.mark.parametrize("options", [{"align": 0}, {"align": 2.0}, {"min_numel": -1}, {"align": True}], ids=str)
-def test_what_is_no_number_of_elements_is_refused(options: dict[str, int]) -> None:
+def test_invalid_options_are_rejected(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="takes a number of elements"):
         FlatShards(**options)
 
 
-def test_which_grains_suit_others() -> None:
+def test_satisfies() -> None:
     assert ShardGranularity(512, 4096).satisfies(ShardGranularity(256, 4096))
     assert ShardGranularity(256, 4096).satisfies(ShardGranularity())
     assert not ShardGranularity(256, 256).satisfies(ShardGranularity(256, 4096))
@@ -94,7 +96,7 @@ def test_which_grains_suit_others() -> None:
     assert not ShardGranularity().satisfies(ShardGranularity(2, 2))
 
 
-def test_contiguous() -> None:
+def test_spec_is_contiguous() -> None:
     for tensor in (
         torch.empty(3, 1, 5),
         torch.empty(3, 5).t(),

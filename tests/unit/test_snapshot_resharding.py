@@ -1,4 +1,4 @@
-"""A share of state is divided anew, in whatever places it was cut before, and nothing is lost or added."""
+"""Peer snapshots are resharded between arbitrary splits without losing or duplicating elements."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from zeroshard.state.shard_tensor import ShardTensor
 from zeroshard.state.state_dict import MASTER_KEY, StateShard
 
 
-def spec_of(*shape: int, stride: tuple[int, ...] | None = None) -> ParamSpec:
+def make_spec(*shape: int, stride: tuple[int, ...] | None = None) -> ParamSpec:
     steps = stride or torch.empty(shape).stride()
     return ParamSpec(0, "weight", shape, steps, torch.float32, torch.device("cpu"), 0, True)
 
 
-def spans(cuts: set[int], stop: int) -> list[Span]:
+def make_spans(cuts: set[int], stop: int) -> list[Span]:
     ends = sorted({0, stop, *(cut % (stop + 1) for cut in cuts)})
     return [Span(start, end) for start, end in pairwise(ends)]
 
 
-def share(spec: ParamSpec, span: Span, values: torch.Tensor) -> dict[str, Any]:
+def make_shard(spec: ParamSpec, span: Span, values: torch.Tensor) -> dict[str, Any]:
     piece = values[slice(*span)]
     state = {"step": torch.tensor(3.0), "exp_avg": 2 * piece}
     part = ShardTensor(piece, spec.shape, spec.stride, span.start)
@@ -39,14 +39,14 @@ def share(spec: ParamSpec, span: Span, values: torch.Tensor) -> dict[str, Any]:
 
 
 @given(st.sets(st.integers(0, 99), max_size=5), st.sets(st.integers(0, 99), max_size=5))
-def test_any_cuts_to_any_others(old: set[int], new: set[int]) -> None:
-    spec, values = spec_of(5, 7), torch.arange(35.0)
-    shares = [share(spec, span, values) for span in spans(old, 35)]
-    for mine in spans(new, 35):
-        rebuilding = ShardAssembler([spec], {0: mine})
-        for it in reversed(shares):
-            rebuilding.add(slice_shard(it, [spec], {0: mine}))
-        found = rebuilding.assemble()
+def test_reshard_between_arbitrary_splits(old: set[int], new: set[int]) -> None:
+    spec, values = make_spec(5, 7), torch.arange(35.0)
+    shards = [make_shard(spec, span, values) for span in make_spans(old, 35)]
+    for mine in make_spans(new, 35):
+        assembler = ShardAssembler([spec], {0: mine})
+        for it in reversed(shards):
+            assembler.add(slice_shard(it, [spec], {0: mine}))
+        found = assembler.assemble()
         assert torch.equal(found.weights[0], values[slice(*mine)])
         cut = found.state[0]["exp_avg"]
         assert isinstance(cut, ShardTensor)
@@ -56,8 +56,8 @@ def test_any_cuts_to_any_others(old: set[int], new: set[int]) -> None:
         assert list(found.state[0]) == ["step", "exp_avg"]
 
 
-def test_a_whole_one_is_cut_in_the_order_of_its_memory() -> None:
-    spec = spec_of(3, 4, stride=(1, 3))
+def test_unsharded_state_is_sliced_in_memory_order() -> None:
+    spec = make_spec(3, 4, stride=(1, 3))
     state = torch.arange(12.0).view(3, 4)
     whole = make_shard_data([StateShard(0, None, (), {"momentum": state})], {})
     found = slice_shard(whole, [spec], {0: Span(2, 7)})[STATE_KEY][0]
@@ -67,29 +67,29 @@ def test_a_whole_one_is_cut_in_the_order_of_its_memory() -> None:
     assert slice_shard(whole, [spec], {}) == {STATE_KEY: {}, WEIGHTS_KEY: {}}
 
 
-def test_the_most_precise_values_are_kept_and_once() -> None:
-    spec, master = spec_of(4), torch.tensor([1.0, 2.0, 3.0, 4.0])
+def test_master_weights_are_stored_instead_of_params() -> None:
+    spec, master = make_spec(4), torch.tensor([1.0, 2.0, 3.0, 4.0])
     part = ShardTensor(master.bfloat16(), (4,), (1,), 0)
     held = make_shard_data([StateShard(0, Span(0, 4), (MASTER_KEY,), {MASTER_KEY: master})], {0: part})
     assert held[WEIGHTS_KEY] == {}
-    rebuilding = ShardAssembler([spec], {0: Span(1, 3)})
-    rebuilding.add(slice_shard(held, [spec], {0: Span(1, 3)}))
-    assert rebuilding.assemble().weights[0].tolist() == [2, 3]
+    assembler = ShardAssembler([spec], {0: Span(1, 3)})
+    assembler.add(slice_shard(held, [spec], {0: Span(1, 3)}))
+    assert assembler.assemble().weights[0].tolist() == [2, 3]
 
 
-def test_what_is_not_all_there_is_refused() -> None:
-    spec, values = spec_of(10), torch.arange(10.0)
-    rebuilding = ShardAssembler([spec], {0: Span(2, 8)})
+def test_missing_elements_are_rejected() -> None:
+    spec, values = make_spec(10), torch.arange(10.0)
+    assembler = ShardAssembler([spec], {0: Span(2, 8)})
     with pytest.raises(CheckpointError, match=r"no values of parameter 0 \(weight\)"):
-        rebuilding.assemble()
+        assembler.assemble()
     for span in (Span(0, 4), Span(5, 10)):
-        rebuilding.add(slice_shard(share(spec, span, values), [spec], {0: Span(2, 8)}))
+        assembler.add(slice_shard(make_shard(spec, span, values), [spec], {0: Span(2, 8)}))
     with pytest.raises(CheckpointError, match=r"of parameter 0 \(weight\) up to element 4 only, and not up to 8"):
-        rebuilding.assemble()
+        assembler.assemble()
 
 
-def test_parcels_give_back_what_was_packed() -> None:
-    """Whatever optimizers keep; and nothing of it is shared. Gaps in memory go."""
+def test_pack_and_unpack_round_trip() -> None:
+    """Any optimizer state survives packing, shares no memory with its source and loses gaps between elements."""
     param = torch.nn.Parameter(torch.randn(3, 4).t())
     param.grad = torch.ones_like(param)
     keeper = Keeper([param])
@@ -106,6 +106,6 @@ def test_parcels_give_back_what_was_packed() -> None:
     assert len(found["flats"]) == len({it.dtype for it in found["flats"]})
 
 
-def test_parcels_refuse_what_would_run_code() -> None:
+def test_pack_rejects_unsafe_types() -> None:
     with pytest.raises(CheckpointError, match="cannot be sent safely"):
         pack_into_buffers({"optimizer": Keeper})

@@ -1,4 +1,4 @@
-"""Where may a parameter be cut? Asked of optimizers that work on blocks, and of those that need all of it."""
+"""Probe where an optimizer allows its parameters to be split: blockwise and whole-parameter optimizers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def grain_of(factory: Callable[..., Optimizer], **options: Any) -> ShardGranularity | None:
+def probe_granularity(factory: Callable[..., Optimizer], **options: Any) -> ShardGranularity | None:
     found = probe_split_rule(recipe(factory, **options))
     return None if found is None else found.granularity
 
@@ -35,22 +35,22 @@ def grain_of(factory: Callable[..., Optimizer], **options: Any) -> ShardGranular
 @pytest.mark.parametrize(
     ("block", "least"), [(64, 256), (128, 1024), (256, 256), (256, 4096), (2048, 4096), (4096, 4096)]
 )
-def test_of_blocks_the_finest_grain_that_is_right(block: int, least: int) -> None:
-    assert grain_of(Blocks, block=block, least=least) == ShardGranularity(block, least)
+def test_finest_valid_granularity_of_blockwise_optimizer(block: int, least: int) -> None:
+    assert probe_granularity(Blocks, block=block, least=least) == ShardGranularity(block, least)
 
 
-def test_odd_blocks_and_longer_ones_are_left_whole() -> None:
-    assert grain_of(Blocks, block=8192, least=8192) is None
+def test_unsupported_block_sizes_prevent_splitting() -> None:
+    assert probe_granularity(Blocks, block=8192, least=8192) is None
     for block in (96, 320, 1280, 1920):
-        assert grain_of(Blocks, block=block, least=1920) is None
+        assert probe_granularity(Blocks, block=block, least=1920) is None
 
 
-def test_element_wise_ones_may_be_cut_anywhere() -> None:
+def test_elementwise_optimizer_may_be_split_anywhere() -> None:
     assert probe_split_rule(recipe(AdamW)) == SplitRule()
 
 
-class RootMeanSquare(Own):
-    """Divides the update by something of the whole, once gradients grow beyond what they were."""
+class RMSClipping(Own):
+    """Scales the update by its RMS over the whole parameter once gradients grow."""
 
     def direction(self, param: Tensor) -> Tensor:
         grad, state = super().direction(param), self.state[param]
@@ -64,30 +64,30 @@ class RootMeanSquare(Own):
     "cls",
     [
         *(own.Lamb, own.NormClipping, own.SmallMeanBoost, own.ByDimensions, own.Quantizing, own.Noisy, own.KeepsNorm),
-        *(own.KeepsRows, own.Together, own.Unsteppable, RootMeanSquare),
+        *(own.KeepsRows, own.Together, own.Unsteppable, RMSClipping),
     ],
 )
-def test_what_looks_at_the_whole_is_not_cut_at_any_grain(cls: type[Optimizer]) -> None:
+def test_whole_param_optimizer_is_never_split(cls: type[Optimizer]) -> None:
     assert probe_split_rule(recipe(cls)) is None
 
 
-class Greedy(Own):
-    """Keeps a matrix of as many rows as the first dimension has."""
+class SquareMatrixState(Own):
+    """Keeps a square matrix as large as the first dimension."""
 
     largest = 0
 
     def direction(self, param: Tensor) -> Tensor:
-        Greedy.largest = max(Greedy.largest, len(param))
+        SquareMatrixState.largest = max(SquareMatrixState.largest, len(param))
         self.state[param]["matrix"] = torch.eye(len(param))
         return super().direction(param)
 
 
-def test_one_that_needs_much_memory_for_flat_parameters_is_asked_with_small_ones() -> None:
-    assert probe_split_rule(recipe(Greedy, [(4, 3)])) is None
-    assert Greedy.largest <= 128
+def test_memory_hungry_optimizer_is_probed_with_small_params() -> None:
+    assert probe_split_rule(recipe(SquareMatrixState, [(4, 3)])) is None
+    assert SquareMatrixState.largest <= 128
 
 
-def test_the_coarsest_grain_of_all_groups_is_taken() -> None:
+def test_coarsest_granularity_of_all_groups_is_used() -> None:
     sizes = [{"least": 1 << 30}, {"block": 128, "least": 2048}, {"block": 256, "least": 512}]
     groups: list[dict[str, Any]] = [{"params": [torch.nn.Parameter(torch.ones(4, 3))], **size} for size in sizes]
     found = probe_split_rule(OptimizerFactory(Blocks, groups, False, {}))
@@ -96,8 +96,8 @@ def test_the_coarsest_grain_of_all_groups_is_taken() -> None:
     assert probe_split_rule(OptimizerFactory(Blocks, groups[:1], False, {})) == SplitRule()
 
 
-class Doubly(Own):
-    """Differentiates gradients."""
+class SecondOrder(Own):
+    """Differentiates through the gradients."""
 
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -107,8 +107,8 @@ class Doubly(Own):
                     param.sub_(curvature, alpha=0.1)
 
 
-class WithModes(Own):
-    """Steps only where it was told to train."""
+class RequiresTrainMode(Own):
+    """Steps only in train mode."""
 
     trains = False
 
@@ -120,12 +120,12 @@ class WithModes(Own):
         return super().direction(param)
 
 
-def test_what_gradients_it_needs() -> None:
+def test_required_grads() -> None:
     assert probe_traits(recipe(Own)).required_grads == ""
     assert probe_traits(recipe(torch.optim.SparseAdam)).required_grads == "sparse"
-    assert probe_traits(recipe(Doubly)).required_grads == "graph"
+    assert probe_traits(recipe(SecondOrder)).required_grads == "graph"
     assert probe_traits(recipe(own.Unsteppable)).required_grads == ""
 
 
-def test_one_that_has_modes_is_told_to_train() -> None:
-    assert probe_split_rule(recipe(WithModes)) == SplitRule()
+def test_probe_switches_to_train_mode() -> None:
+    assert probe_split_rule(recipe(RequiresTrainMode)) == SplitRule()

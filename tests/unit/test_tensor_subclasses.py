@@ -1,4 +1,4 @@
-"""Tensors that are made of others: copied, cut, joined and sent without a bit lost."""
+"""Wrapper tensor subclasses are copied, sliced, concatenated and serialized bit for bit."""
 
 from __future__ import annotations
 
@@ -24,56 +24,56 @@ SHAPE = (48, 256)
 CLASSES = ["OptimState8bit", "OptimState4bit", "OptimStateFp8"]
 
 
-def quantized(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+def make_quantized(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
     kind: Any = getattr(pytest.importorskip(f"torchao.optim.subclass_{name[10:].lower()}"), name)
     made: Tensor = kind.zeros(SHAPE, dtype=dtype)
     made.copy_(torch.linspace(-1, 3, SHAPE[0] * SHAPE[1]).sin().view(SHAPE))
     return made
 
 
-def same(found: Tensor, expected: Tensor) -> bool:
+def is_bitwise_equal(found: Tensor, expected: Tensor) -> bool:
     assert (type(found), found.shape, found.dtype) == (type(expected), expected.shape, expected.dtype)
     return all(
-        torch.equal(it.view(torch.uint8), inner_tensors(found)[name].view(torch.uint8))
-        for name, it in inner_tensors(expected).items()
+        torch.equal(inner.view(torch.uint8), inner_tensors(found)[name].view(torch.uint8))
+        for name, inner in inner_tensors(expected).items()
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CLASSES)
-def test_pieces_make_the_whole_again(name: str, dtype: torch.dtype) -> None:
-    value, common = quantized(name, dtype), frozenset({"qmap"})
+def test_slice_and_concat_round_trip(name: str, dtype: torch.dtype) -> None:
+    value, common = make_quantized(name, dtype), frozenset({"qmap"})
     pieces = [slice_subclass(value, start, stop, common) for start, stop in [(0, 4096), (4096, 8448), (8448, 12288)]]
     assert [piece.shape for piece in pieces] == [(4096,), (4352,), (3840,)]
-    assert same(concat_subclass_shards(pieces, SHAPE, common), value)
+    assert is_bitwise_equal(concat_subclass_shards(pieces, SHAPE, common), value)
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_copies_are_copies(name: str) -> None:
-    value = quantized(name, torch.bfloat16)
+def test_copies_do_not_share_memory(name: str) -> None:
+    value = make_quantized(name, torch.bfloat16)
     for copied in (clone_tensor(value), snapshot_to_host(value)):
-        assert same(copied, value)
+        assert is_bitwise_equal(copied, value)
         inner_tensors(copied)["scale"].zero_()
         assert inner_tensors(value)["scale"].any()
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_what_is_sent_first_is_small(name: str) -> None:
-    """Structure, without the memory; and it is read back without running code."""
-    value = quantized(name)
+def test_skeleton_excludes_tensor_data(name: str) -> None:
+    """The skeleton holds only the structure, and loading it executes no code."""
+    value = make_quantized(name)
     skeleton, tensors = extract_tensors({"state": value})
-    assert [tuple(it.shape) for it in tensors] == [tuple(it.shape) for it in inner_tensors(value).values()]
+    assert [tuple(inner.shape) for inner in tensors] == [tuple(inner.shape) for inner in inner_tensors(value).values()]
     read = loads(dumps(skeleton))["state"]
     assert type(read) is type(value)
-    assert all(it.is_meta for it in inner_tensors(read).values())
+    assert all(inner.is_meta for inner in inner_tensors(read).values())
 
 
-def test_what_is_no_such_thing() -> None:
+def test_other_values_are_not_wrapper_subclasses() -> None:
     assert not is_wrapper_subclass(torch.ones(3))
     assert not is_wrapper_subclass(ShardTensor(torch.ones(3), (4,), (1,), 0))
     assert not is_wrapper_subclass([1])
 
 
-def test_a_piece_within_a_block_is_refused() -> None:
+def test_slice_inside_block_is_rejected() -> None:
     with pytest.raises(CheckpointError, match="blocks of 256"):
-        slice_subclass(quantized("OptimState8bit"), 0, 4100, frozenset({"qmap"}))
+        slice_subclass(make_quantized("OptimState8bit"), 0, 4100, frozenset({"qmap"}))

@@ -65,7 +65,7 @@ def test_one_variant_of_each_test_is_fast(pytester: pytest.Pytester) -> None:
     assert collect(pytester, "test_elsewhere", "-m", "not slow") == fast, "the file's name matters"
 
 
-def test_the_summary_names_the_slowest_and_warns_over_budget(tmp_path: Path) -> None:
+def test_summary_lists_slowest_tests_and_warns_over_budget(tmp_path: Path) -> None:
     (tmp_path / "junit.xml").write_text(
         '<testsuites><testsuite><testcase classname="a" name="x" time="1.5"/>'
         '<testcase classname="b" name="y[1]" time="30"/></testsuite></testsuites>'

@@ -1,4 +1,4 @@
-"""Warnings point at the user's line, however deep inside the package they are raised."""
+"""Warnings point at the user's line, no matter how deep in the package they are raised."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def step_with_nan() -> None:
     optimizer.step()  # here
 
 
-def step_the_plain_one() -> None:
+def step_plain_optimizer() -> None:
     """The warning is raised in a hook that torch calls."""
     model = nn.Linear(2, 2)
     zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
@@ -40,20 +40,20 @@ def step_the_plain_one() -> None:
     zero.step()
 
 
-def exclude_nothing() -> None:
+def exclude_unknown_name() -> None:
     rules = [ParamRule(matrix_params(exclude=("head",)), SGD), ParamRule(remaining_params, SGD)]
     shard(nn.Linear(2, 2), rules)  # here
 
 
-def offload_nothing() -> None:
+def offload_on_cpu() -> None:
     shard(nn.Linear(2, 2), SGD, config=ZeroConfig(offload=CPUOffload()))  # here
 
 
-def copy_to_nobody() -> None:
+def peer_checkpoint_on_single_rank() -> None:
     shard(nn.Linear(2, 2), SGD, config=ZeroConfig(peer_checkpoint=PeerCheckpoint()))  # here
 
 
-def read_an_old_dict() -> None:
+def read_stale_state_dict() -> None:
     model = nn.Linear(2, 2)
     zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
     zero.consolidate_state_dict()
@@ -62,7 +62,7 @@ def read_an_old_dict() -> None:
     zero.state_dict()  # here
 
 
-def load_other_names() -> None:
+def load_different_names() -> None:
     zero, other = (
         ZeroRedundancyOptimizer([(name, nn.Parameter(torch.ones(2)))], SGD, lr=0.1) for name in ("one", "two")
     )
@@ -75,16 +75,16 @@ def load_other_names() -> None:
     ("call", "text"),
     [
         (step_with_nan, "not finite"),
-        (step_the_plain_one, "plain SGD has updated"),
-        (exclude_nothing, "'head'"),
-        (offload_nothing, "CPUOffload"),
-        (copy_to_nobody, "PeerCheckpoint"),
-        (read_an_old_dict, "steps ago"),
-        (load_other_names, "matching by position"),
+        (step_plain_optimizer, "plain SGD has updated"),
+        (exclude_unknown_name, "'head'"),
+        (offload_on_cpu, "CPUOffload"),
+        (peer_checkpoint_on_single_rank, "PeerCheckpoint"),
+        (read_stale_state_dict, "steps ago"),
+        (load_different_names, "matching by position"),
     ],
     ids=lambda it: getattr(it, "__name__", ""),
 )
-def test_a_warning_points_at_the_users_line(single_rank: None, call: Callable[[], None], text: str) -> None:
+def test_warning_points_at_users_line(single_rank: None, call: Callable[[], None], text: str) -> None:
     with pytest.warns(Warning, match=text) as caught:
         call()
     (warning,) = (it for it in caught if text in str(it.message))

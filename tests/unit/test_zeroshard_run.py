@@ -1,4 +1,4 @@
-"""`python -m zeroshard run`: what a script sees is what python shows it, but for torch's class."""
+"""`python -m zeroshard run`: scripts run as under plain python, except that torch's optimizer class is replaced."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
-def test_a_script_sees_what_python_shows_it(folder: Path) -> None:
+def test_script_runs_as_under_plain_python(folder: Path) -> None:
     given = ["scripts/script.py", "7", "--json", "-m", "x"]
-    plain, ours = python(folder, *given), python(folder, "-m", "zeroshard", "run", *given)
+    plain, ours = run_python(folder, *given), run_python(folder, "-m", "zeroshard", "run", *given)
     expected, found = json.loads(plain.stdout), json.loads(ours.stdout)
     assert found == expected
     assert found["argv"] == given
@@ -76,11 +76,11 @@ def test_a_script_sees_what_python_shows_it(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_module_sees_what_python_shows_it(folder: Path) -> None:
+def test_module_runs_as_under_plain_python(folder: Path) -> None:
     code = SCRIPT.replace("import helper ", "from . import helper ").replace("__spec__ is None", "__spec__.name")
     (folder / "scripts" / "script.py").write_text(code)
     given = ["-m", "scripts.script", "0", "--x"]
-    plain, ours = python(folder, *given), python(folder, "-m", "zeroshard", "run", *given)
+    plain, ours = run_python(folder, *given), run_python(folder, "-m", "zeroshard", "run", *given)
     assert (plain.returncode, ours.returncode) == (0, 0), ours.stderr
     expected, found = json.loads(plain.stdout), json.loads(ours.stdout)
     del expected["builtins"], found["builtins"]  # which runpy makes a dict
@@ -88,7 +88,7 @@ def test_a_module_sees_what_python_shows_it(folder: Path) -> None:
     assert found["spec"] == "scripts.script"
 
 
-def test_exceptions_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_exception_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "fails.py"
     script.write_text("def f():\n    raise OSError('of the script')\nf()\n")
     monkeypatch.setattr(torch_patch, "replace_torch", lambda: None)
@@ -117,7 +117,7 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == (torch_patch.RUN_USAGE, "")
 
 
-def test_a_script_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = str(tmp_path / "missing.py")
     assert torch_patch.run_command([missing]) == 2
     assert capsys.readouterr() == ("", f"{missing} cannot be run: No such file or directory\n")
