@@ -1,4 +1,4 @@
-"""What is shipped: a wheel with the package alone, an sdist from which all can be made, and what they need."""
+"""Packaging: contents and metadata of the wheel and the sdist, and installing them."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ ROOT = Path(__file__).parents[2]
 pytest.importorskip("hatchling")
 
 
-DATA = {"zeroshard/py.typed", "zeroshard/planner/page.html"}
-"""What the package has beside Python."""
+DATA_FILES = {"zeroshard/py.typed", "zeroshard/planner/page.html"}
+"""Files of the package that are not Python."""
 
 
-def run(*words: str | Path, cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """This interpreter, elsewhere; with modules from `path` before all others."""
+def run_python(*words: str | Path, cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run this interpreter in `cwd`, with `path` first on its module search path."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [path, *sys.path[1:]] if path else sys.path[1:]))}
     return subprocess.run([sys.executable, *words], cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that `make wheel` would fill."""
+    """A directory with a fresh wheel and sdist, as built by `make wheel`."""
     folder = tmp_path_factory.mktemp("dist")
-    done = run("-m", "hatchling", "build", "-d", folder, cwd=ROOT)
+    done = run_python("-m", "hatchling", "build", "-d", folder, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -52,7 +52,7 @@ def wheel(dist: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def facts(wheel: Path) -> Message:
-    """What the wheel says of itself."""
+    """The metadata of the wheel."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (it for it in archive.namelist() if it.endswith(".dist-info/METADATA"))
         return email.message_from_bytes(archive.read(name))
@@ -60,17 +60,17 @@ def facts(wheel: Path) -> Message:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel in it and nothing else."""
+    """A directory with only the wheel installed."""
     folder = tmp_path_factory.mktemp("installed")
     words = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--disable-pip-version-check"]
-    done = run(*words, "--target", folder, wheel, cwd=folder)
+    done = run_python(*words, "--target", folder, wheel, cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder
 
 
 @pytest.fixture(scope="module")
 def torch_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with torch and what that needs, and nothing else."""
+    """A directory with only torch and its dependencies."""
     folder, left, found = tmp_path_factory.mktemp("torch"), ["torch"], set[str]()
     while left:
         name = left.pop()
@@ -84,7 +84,7 @@ def torch_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_torch_is_all_that_it_needs(installed: Path, torch_alone: Path, tmp_path: Path) -> None:
+def test_runs_with_only_torch_installed(installed: Path, torch_alone: Path, tmp_path: Path) -> None:
     code = """if True:
         import torch, torch.distributed as dist, zeroshard
         from zeroshard import checkpoint, ddp_hooks
@@ -105,18 +105,18 @@ def test_torch_is_all_that_it_needs(installed: Path, torch_alone: Path, tmp_path
     assert done.stdout.splitlines()[-1:] == ["True"], done.stderr
 
 
-def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
-    names = names_in(wheel)
+def test_wheel_contains_only_the_package(wheel: Path) -> None:
+    names = list_archive(wheel)
     folder = f"zeroshard-{zeroshard.__version__}.dist-info"
     assert {name.partition("/")[0] for name in names} == {"zeroshard", folder}
     sources = {it.relative_to(ROOT / "src").as_posix() for it in (ROOT / "src").rglob("*.py")}
-    assert {name for name in names if name.startswith("zeroshard/")} == sources | DATA
+    assert {name for name in names if name.startswith("zeroshard/")} == sources | DATA_FILES
     assert f"{folder}/licenses/LICENSE" in names
 
 
 @pytest.fixture(scope="module")
 def sdist(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Unpacked."""
+    """The unpacked sdist."""
     (file,), folder = dist.glob("*.tar.gz"), tmp_path_factory.mktemp("sdist")
     with tarfile.open(file) as archive:
         archive.extractall(folder, filter="data")
@@ -126,15 +126,13 @@ def sdist(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @sampled("source", ["wheel", "sdist"])
 @pytest.mark.timeout(300)
-def test_an_empty_environment_has_it_and_its_command(
-    wheel: Path, sdist: Path, torch_alone: Path, tmp_path: Path, source: str
-) -> None:
-    """With torch and nothing else. An sdist is made a wheel there, as pip does."""
+def test_install_in_empty_venv(wheel: Path, sdist: Path, torch_alone: Path, tmp_path: Path, source: str) -> None:
+    """Only torch is available. The sdist is built into a wheel first, as pip does."""
     if source == "sdist":
-        done = run("-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path, cwd=sdist)
+        done = run_python("-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path, cwd=sdist)
         assert done.returncode == 0, done.stderr
         (made,) = tmp_path.glob("*.whl")
-        assert names_in(made) == names_in(wheel)
+        assert list_archive(made) == list_archive(wheel)
         wheel = made
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
@@ -164,12 +162,12 @@ def test_an_empty_environment_has_it_and_its_command(
     assert "pip install 'zeroshard[cli]'" in said["--help"].stderr
 
 
-def names_in(wheel: Path) -> set[str]:
+def list_archive(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
         return set(archive.namelist())
 
 
-def test_the_sdist_has_all_that_makes_and_tests_it(sdist: Path) -> None:
+def test_sdist_contains_everything_to_build_and_test(sdist: Path) -> None:
     names = {it.relative_to(sdist).as_posix() for it in sdist.rglob("*")}
     wanted = {"pyproject.toml", "LICENSE", "README.md", "Makefile", "mkdocs.yml", "src/zeroshard/py.typed"}
     wanted |= {"docs/index.md", "docs/hooks.py", "examples/demo.py", "benchmarks/peers.py", "tests/conftest.py"}
@@ -178,7 +176,7 @@ def test_the_sdist_has_all_that_makes_and_tests_it(sdist: Path) -> None:
     assert not {it for it in tops if it.startswith(".venv")} | (tops & {"site", "dist", "checkpoints"})
 
 
-def test_it_needs_torch_alone_and_names_its_extras(facts: Message) -> None:
+def test_requires_only_torch_and_declares_extras(facts: Message) -> None:
     needs = facts.get_all("Requires-Dist") or []
     assert [need for need in needs if "extra ==" not in need] == ["torch>=2.11"]
     assert {"bench", "checkpoint", "cli", "dev", "docs", "fuzz", "optimizers", "plot"} <= set(
@@ -186,7 +184,7 @@ def test_it_needs_torch_alone_and_names_its_extras(facts: Message) -> None:
     )
 
 
-def test_it_says_what_it_is(facts: Message) -> None:
+def test_wheel_metadata(facts: Message) -> None:
     assert (facts["Name"], facts["Version"]) == ("zeroshard", zeroshard.__version__)
     assert facts["License-Expression"] == "BSD-3-Clause"
     assert facts["Requires-Python"] == ">=3.10"
@@ -194,9 +192,7 @@ def test_it_says_what_it_is(facts: Message) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_installed_can_be_used_and_its_command_says_which_extra_it_lacks(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_installed_package_works_and_command_names_missing_extra(installed: Path, tmp_path: Path) -> None:
     code = """if True:
         import sys, torch, torch.distributed as dist, zeroshard
         from zeroshard import checkpoint
@@ -212,7 +208,7 @@ def test_what_is_installed_can_be_used_and_its_command_says_which_extra_it_lacks
         sys.argv = ["zeroshard", "--help"]
         main()
     """
-    done = run("-c", code, cwd=tmp_path, path=installed)
+    done = run_python("-c", code, cwd=tmp_path, path=installed)
     assert done.stdout == f"{installed / 'zeroshard' / '__init__.py'} {zeroshard.__version__}\n"
     first, second = done.stderr.splitlines()
     assert first == "The command line needs typer, which is not installed: pip install 'zeroshard[cli]'"
@@ -220,12 +216,12 @@ def test_what_is_installed_can_be_used_and_its_command_says_which_extra_it_lacks
     assert done.returncode == 1
 
 
-def test_the_command_is_installed(installed: Path) -> None:
+def test_console_script_is_installed(installed: Path) -> None:
     (file,) = installed.glob("*.dist-info/entry_points.txt")
     assert "zeroshard = zeroshard.__main__:main" in file.read_text(encoding="utf-8")
 
 
-def test_the_changelog_begins_with_this_version_or_if_it_is_none_yet_with_what_is_to_come() -> None:
+def test_changelog_starts_with_current_version_or_unreleased() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     heading, first = re.findall(r"^## \[(.*?)\].*\n+(.*)", text, re.MULTILINE)[0]
     assert heading == ("Unreleased" if "dev" in zeroshard.__version__ else zeroshard.__version__)

@@ -1,4 +1,4 @@
-"""What a layout knows of a parameter."""
+"""ParamSpec: what the layout knows about a parameter."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from tests.support.oracles import spec
 from zeroshard.layout.spec import ParamSpec, make_param_specs
 
 
-def read(param: torch.Tensor) -> ParamSpec:
+def make_spec(param: torch.Tensor) -> ParamSpec:
     (made,) = make_param_specs([{"params": [param]}])
     return made
 
 
-SHAPES: dict[str, tuple[torch.Tensor, int, int]] = {
+TENSORS: dict[str, tuple[torch.Tensor, int, int]] = {
     "contiguous": (torch.empty(3, 4), 12, 12),
     "transposed": (torch.empty(3, 4).t(), 12, 12),
     "channels_last": (torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last), 120, 120),
@@ -24,18 +24,18 @@ SHAPES: dict[str, tuple[torch.Tensor, int, int]] = {
     "0-dim": (torch.empty(()), 1, 1),
     "empty": (torch.empty(0), 0, 0),
     "empty in one dimension": (torch.empty(3, 0, 2), 0, 0),
-    "one element with odd strides": (torch.empty(9, 9)[4:5, 4:5], 1, 1),
+    "one element of a larger matrix": (torch.empty(9, 9)[4:5, 4:5], 1, 1),
 }
 
 
-@pytest.mark.parametrize(("tensor", "numel", "extent"), SHAPES.values(), ids=SHAPES)
-def test_elements_and_the_memory_between_the_first_and_the_last(tensor: torch.Tensor, numel: int, extent: int) -> None:
-    made = read(tensor)
+@pytest.mark.parametrize(("tensor", "numel", "extent"), TENSORS.values(), ids=TENSORS)
+def test_numel_and_storage_numel(tensor: torch.Tensor, numel: int, extent: int) -> None:
+    made = make_spec(tensor)
     assert (made.shape, made.stride) == (tuple(tensor.shape), tensor.stride())
     assert (made.numel, made.storage_numel) == (numel, extent)
 
 
-def test_parameters_are_numbered_over_all_groups() -> None:
+def test_params_are_numbered_across_groups() -> None:
     groups: list[dict[str, Any]] = [
         {"params": [torch.empty(1), torch.empty(2)], "param_names": ["a", "b.weight"], "lr": 1.0},
         {"params": []},
@@ -53,30 +53,30 @@ def test_parameters_are_numbered_over_all_groups() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
-def test_sparse_parameters_are_numbered_too() -> None:
+def test_sparse_params_are_numbered_too() -> None:
     for sparse in (torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr()):
-        assert (read(sparse).shape, read(sparse).stride) == ((2, 2), ())
+        assert (make_spec(sparse).shape, make_spec(sparse).stride) == ((2, 2), ())
 
 
-def test_a_spec_is_what_the_parameter_was() -> None:
+def test_spec_is_a_snapshot() -> None:
     param = torch.nn.Parameter(torch.empty(2, 2))
-    before = read(param)
+    before = make_spec(param)
     param.data = torch.empty(3, dtype=torch.float64)
     param.requires_grad_(False)
     assert before == spec(0, (2, 2))
 
 
-def test_labels_name_the_parameter() -> None:
+def test_label_contains_index_and_name() -> None:
     assert spec(3).label == "parameter 3"
     assert spec(3, name="head.bias").label == "parameter 3 (head.bias)"
 
 
-def test_a_description_says_all_that_must_be_equal_on_all_ranks() -> None:
+def test_description_contains_everything_that_must_match_across_ranks() -> None:
     text = spec(1, (2, 3), dtype=torch.bfloat16, group=2, trainable=False, name="w").describe()
     assert text == "parameter 1 (w) in group 2: shape (2, 3), strides (3, 1), bfloat16 on cpu, frozen"
 
 
-def test_descriptions_differ_where_ranks_may_not() -> None:
+def test_description_differs_if_any_field_differs() -> None:
     one = spec(0, (2, 2), name="w")
     others = [
         spec(1, (2, 2), name="w"),
@@ -91,5 +91,5 @@ def test_descriptions_differ_where_ranks_may_not() -> None:
     assert one.describe() not in {other.describe() for other in others}
 
 
-def test_descriptions_do_not_tell_device_numbers() -> None:
+def test_description_omits_device_index() -> None:
     assert spec(device="cuda:0").describe() == spec(device="cuda:5").describe()

@@ -1,4 +1,4 @@
-"""Where parameters lie, and the parcels that carry them from their owners to the others."""
+"""Parameter storage, and the messages that broadcast parameters from their owners."""
 
 import io
 import random
@@ -22,53 +22,53 @@ from zeroshard.layout.partition import FlatShards, WholeParams
 from zeroshard.layout.spec import make_param_specs
 
 RANKS = 3
-Kind = Callable[[], ParamStore]
-STORES: list[Kind] = [UnflattenedParams, FlatParamBuffers, partial(FlatParamBuffers, by_owner=True)]
+StoreFactory = Callable[[], ParamStore]
+STORES: list[StoreFactory] = [UnflattenedParams, FlatParamBuffers, partial(FlatParamBuffers, by_owner=True)]
 
 
-def filled(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+def random_tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     kind = dtype if dtype.is_complex else torch.float64
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=kind).to(dtype)
 
 
-FORMS: dict[str, Callable[[int], torch.Tensor]] = {
-    "matrix": lambda seed: filled(3, 5, seed=seed),
-    "square": lambda seed: filled(4, 4, seed=seed),
-    "vector": lambda seed: filled(7, seed=seed),
-    "channels_last": lambda seed: filled(2, 3, 4, 4, seed=seed).to(memory_format=torch.channels_last),
-    "transposed": lambda seed: filled(4, 4, seed=seed).t(),
-    "with gaps": lambda seed: filled(4, 6, seed=seed)[:, ::2],
-    "0-dim": lambda seed: filled(seed=seed),
-    "empty": lambda seed: filled(0, 3, seed=seed),
-    "large": lambda seed: filled(20, 20, seed=seed),
-    "large and transposed": lambda seed: filled(30, 20, seed=seed).t(),
-    "float64": lambda seed: filled(3, dtype=torch.float64, seed=seed),
-    "bf16": lambda seed: filled(5, 3, dtype=torch.bfloat16, seed=seed),
-    "fp16, transposed": lambda seed: filled(5, 3, dtype=torch.float16, seed=seed).t(),
-    "complex": lambda seed: filled(3, 3, dtype=torch.complex64, seed=seed),
-    "integers": lambda seed: (filled(9, dtype=torch.float64, seed=seed) * 9).to(torch.int64),
-    "flags": lambda seed: filled(9, dtype=torch.float64, seed=seed) > 0,
+TENSORS: dict[str, Callable[[int], torch.Tensor]] = {
+    "matrix": lambda seed: random_tensor(3, 5, seed=seed),
+    "square": lambda seed: random_tensor(4, 4, seed=seed),
+    "vector": lambda seed: random_tensor(7, seed=seed),
+    "channels_last": lambda seed: random_tensor(2, 3, 4, 4, seed=seed).to(memory_format=torch.channels_last),
+    "transposed": lambda seed: random_tensor(4, 4, seed=seed).t(),
+    "with gaps": lambda seed: random_tensor(4, 6, seed=seed)[:, ::2],
+    "0-dim": lambda seed: random_tensor(seed=seed),
+    "empty": lambda seed: random_tensor(0, 3, seed=seed),
+    "large": lambda seed: random_tensor(20, 20, seed=seed),
+    "large and transposed": lambda seed: random_tensor(30, 20, seed=seed).t(),
+    "float64": lambda seed: random_tensor(3, dtype=torch.float64, seed=seed),
+    "bf16": lambda seed: random_tensor(5, 3, dtype=torch.bfloat16, seed=seed),
+    "fp16, transposed": lambda seed: random_tensor(5, 3, dtype=torch.float16, seed=seed).t(),
+    "complex": lambda seed: random_tensor(3, 3, dtype=torch.complex64, seed=seed),
+    "integers": lambda seed: (random_tensor(9, dtype=torch.float64, seed=seed) * 9).to(torch.int64),
+    "flags": lambda seed: random_tensor(9, dtype=torch.float64, seed=seed) > 0,
 }
 
 
 def make_params(seed: int = 0) -> list[torch.Tensor]:
-    tensors = [form(seed + i) for i, form in enumerate(FORMS.values())]
+    tensors = [form(seed + i) for i, form in enumerate(TENSORS.values())]
     return [nn.Parameter(t, requires_grad=t.is_floating_point() or t.is_complex()) for t in tensors]
 
 
-def layout_of(params: Sequence[torch.Tensor], world_size: int = RANKS) -> Layout:
+def make_layout(params: Sequence[torch.Tensor], world_size: int = RANKS) -> Layout:
     return WholeParams().extend(Layout.empty(world_size), make_param_specs([{"params": params}]))
 
 
-def bound(kind: Kind, params: Sequence[torch.Tensor]) -> ParamStore:
+def make_store(kind: StoreFactory, params: Sequence[torch.Tensor]) -> ParamStore:
     made = kind()
-    made.extend(layout_of(params), params)
+    made.extend(make_layout(params), params)
     return made
 
 
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits that a few hundred elements reach."""
+    """Lower the limits so that a few hundred elements reach them."""
     monkeypatch.setattr(param_store, "MIN_IN_PLACE_BYTES", 1024)
     monkeypatch.setattr(param_store, "MESSAGE_BYTES", 1536)
     monkeypatch.setattr(param_store, "STAGING_BYTES", 6144)
@@ -77,15 +77,15 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- flat buffers
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_a_flat_store_keeps_what_the_user_sees(name: str) -> None:
-    index = list(FORMS).index(name)
+@pytest.mark.parametrize("name", TENSORS)
+def test_flattening_preserves_user_visible_properties(name: str) -> None:
+    index = list(TENSORS).index(name)
     params = make_params()
     param = params[index]
     before, grad = param.detach().clone(), torch.zeros_like(param)
     stride, trainable, pointer = param.stride(), param.requires_grad, param.data_ptr()
     param.grad = grad if trainable else None
-    bound(FlatParamBuffers, params)
+    make_store(FlatParamBuffers, params)
     assert torch.equal(param, before)
     assert (param.shape, param.stride(), param.dtype) == (before.shape, stride, before.dtype)
     assert (param.requires_grad, param.is_leaf) == (trainable, True)
@@ -93,20 +93,20 @@ def test_a_flat_store_keeps_what_the_user_sees(name: str) -> None:
     assert param.data_ptr() != pointer or not param.numel()
 
 
-def test_parameters_of_a_dtype_lie_in_one_buffer_as_the_layout_says() -> None:
+def test_one_buffer_per_dtype_in_layout_order() -> None:
     params = make_params()
-    bound(FlatParamBuffers, params)
-    for bucket in layout_of(params).buckets:
+    make_store(FlatParamBuffers, params)
+    for bucket in make_layout(params).buckets:
         pieces = [piece for piece in bucket.param_shards if params[piece.param].numel()]
         starts = {params[piece.param].data_ptr() - piece.in_bucket.start * bucket.dtype.itemsize for piece in pieces}
         assert len(starts) == 1
         assert starts.pop() % 64 == 0
 
 
-def test_each_parameter_has_a_storage_of_its_own() -> None:
-    """Saving one parameter writes that one."""
+def test_each_param_has_its_own_storage() -> None:
+    """Saving one parameter does not write the whole buffer."""
     params = make_params()
-    bound(FlatParamBuffers, params)
+    make_store(FlatParamBuffers, params)
     for spec, param in zip(make_param_specs([{"params": params}]), params, strict=True):
         assert param.untyped_storage().nbytes() == spec.storage_numel * param.element_size()
     buffer = io.BytesIO()
@@ -114,27 +114,27 @@ def test_each_parameter_has_a_storage_of_its_own() -> None:
     assert len(buffer.getvalue()) < 2500
 
 
-def test_later_parameters_do_not_move_the_earlier_ones() -> None:
+def test_adding_params_does_not_move_existing_ones() -> None:
     first, second = make_params(), make_params(seed=50)
-    store = bound(FlatParamBuffers, first)
+    store = make_store(FlatParamBuffers, first)
     pointers = [param.data_ptr() for param in first]
     values = [param.detach().clone() for param in second]
     specs = make_param_specs([{"params": second}], first_index=len(first), first_group=1)
-    store.extend(WholeParams().extend(layout_of(first), specs), second)
+    store.extend(WholeParams().extend(make_layout(first), specs), second)
     assert [param.data_ptr() for param in first] == pointers
     assert all(map(torch.equal, second, values))
 
 
-# ---- parameters on their way in
+# ---- moving parameters into the buffers
 
 
-def in_buckets(params: Sequence[torch.Tensor], nbytes: int) -> Layout:
+def make_flat_layout(params: Sequence[torch.Tensor], nbytes: int) -> Layout:
     return FlatShards(bucket_bytes=nbytes).extend(Layout.empty(RANKS), make_param_specs([{"params": params}]))
 
 
-def test_they_move_bucket_by_bucket_so_that_only_one_is_there_twice() -> None:
-    params = [nn.Parameter(filled(100, seed=seed)) for seed in range(6)]
-    layout = in_buckets(params, 2 * 400)
+def test_params_are_moved_one_bucket_at_a_time() -> None:
+    params = [nn.Parameter(random_tensor(100, seed=seed)) for seed in range(6)]
+    layout = make_flat_layout(params, 2 * 400)
     assert len(layout.buckets) == 3
     old = [ref(param.untyped_storage()) for param in params]
     left: list[int] = []
@@ -149,13 +149,13 @@ def test_they_move_bucket_by_bucket_so_that_only_one_is_there_twice() -> None:
     assert not any(storage() is not None for storage in old)
 
 
-def test_buffers_of_owners_are_filled_one_after_the_other() -> None:
-    """So that only one owner's share is there twice, and padding is zero."""
-    params = [nn.Parameter(filled(100, seed=seed)) for seed in range(9)]
+def test_owner_buffers_are_filled_one_at_a_time() -> None:
+    """At most one owner's shard exists twice, and padding is zero."""
+    params = [nn.Parameter(random_tensor(100, seed=seed)) for seed in range(9)]
     values = [param.detach().clone() for param in params]
     with allocated() as found:
         inside = [nn.Parameter(value.clone()) for value in values]
-        store = bound(partial(FlatParamBuffers, by_owner=True), inside)
+        store = make_store(partial(FlatParamBuffers, by_owner=True), inside)
     padded = 4 * 112  # 64 bytes are the alignment
     assert found.peak <= 9 * 400 + 3 * padded + 400
     assert found.kept <= 9 * padded
@@ -165,39 +165,41 @@ def test_buffers_of_owners_are_filled_one_after_the_other() -> None:
     assert all(map(torch.equal, inside, values))
 
 
-def memory_of(tensor: torch.Tensor) -> int:
+def storage_address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def test_those_that_are_not_taken_in_have_memory_of_their_own_again() -> None:
+def test_rollback_restores_separate_storage() -> None:
     first, second = make_params(), make_params(seed=50)
     store = FlatParamBuffers()
-    layout = layout_of(first)
+    layout = make_layout(first)
     store.prepare(layout, first)
     store.extend(layout, first)
-    homes = [param.data_ptr() for param in first]
+    addresses = [param.data_ptr() for param in first]
     values, strides = [it.detach().clone() for it in second], [it.stride() for it in second]
     specs = make_param_specs([{"params": second}], first_index=len(first), first_group=1)
     grown = WholeParams().extend(layout, specs)
     store.prepare(grown, [*first, *second])
-    buffers = [store.buffer(bucket) for bucket in range(len(grown.buckets))]  # alive, so that nobody gets their memory
+    buffers = [store.buffer(bucket) for bucket in range(len(grown.buckets))]  # kept alive so their memory is not reused
     store.rollback()
-    assert [param.data_ptr() for param in first] == homes
+    assert [param.data_ptr() for param in first] == addresses
     assert all(map(torch.equal, second, values))
     assert [param.stride() for param in second] == strides
-    assert {memory_of(it) for it in buffers}.isdisjoint(memory_of(param) for param in second if param.numel())
+    assert {storage_address(it) for it in buffers}.isdisjoint(
+        storage_address(param) for param in second if param.numel()
+    )
     store.prepare(grown, [*first, *second])
     store.extend(grown, second)
     assert all(map(torch.equal, second, values))
 
 
-def test_what_cannot_be_moved_leaves_the_others_with_memory_of_their_own() -> None:
-    params = [nn.Parameter(filled(100, seed=seed)) for seed in range(4)]
+def test_failed_move_leaves_other_params_intact() -> None:
+    params = [nn.Parameter(random_tensor(100, seed=seed)) for seed in range(4)]
     values = [param.detach().clone() for param in params]
-    layout = in_buckets(params, 2 * 400)
+    layout = make_flat_layout(params, 2 * 400)
     store = FlatParamBuffers()
     with pytest.raises(RuntimeError, match="must match"):
-        store.prepare(layout, [nn.Parameter(filled(99)), *params[1:]])  # it comes last
+        store.prepare(layout, [nn.Parameter(random_tensor(99)), *params[1:]])  # moved last
     assert params[2].untyped_storage().data_ptr() != 0
     store.rollback()
     assert all(map(torch.equal, params, values))
@@ -206,13 +208,13 @@ def test_what_cannot_be_moved_leaves_the_others_with_memory_of_their_own() -> No
     assert all(map(torch.equal, params, values))
 
 
-# ---- parameters whose memory was exchanged
+# ---- parameters whose data was reassigned
 
 
 @pytest.mark.parametrize("change", [torch.clone, lambda t: t.clone().t().contiguous().t(), torch.zeros_like])
-def test_exchanged_memory_moves_home_with_its_values(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_reassigned_data_is_moved_back_with_its_values(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     params = make_params()
-    store = bound(FlatParamBuffers, params)
+    store = make_store(FlatParamBuffers, params)
     param = params[0]
     home, stride = param.data_ptr(), param.stride()
     fresh = change(param.data + 1)
@@ -223,41 +225,41 @@ def test_exchanged_memory_moves_home_with_its_values(change: Callable[[torch.Ten
     assert torch.equal(param, fresh)
 
 
-def test_parameters_that_changed_places_change_back_with_their_values() -> None:
+def test_swapped_params_are_moved_back_with_their_values() -> None:
     one, other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.full((4,), 2.0))
-    store = bound(FlatParamBuffers, [one, other])
-    homes = [one.data_ptr(), other.data_ptr()]
+    store = make_store(FlatParamBuffers, [one, other])
+    addresses = [one.data_ptr(), other.data_ptr()]
     one.data, other.data = other.data, one.data
     store.rebind_if_moved()
-    assert [one.data_ptr(), other.data_ptr()] == homes
+    assert [one.data_ptr(), other.data_ptr()] == addresses
     assert (one.tolist(), other.tolist()) == ([2.0] * 4, [1.0] * 4)
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_parcels_follow_exchanged_memory(kind: Kind) -> None:
+def test_messages_follow_reassigned_data(kind: StoreFactory) -> None:
     params = make_params()
-    store = bound(kind, params)
-    moving = bytes([1] * len(params))
-    store.plan_broadcast(moving)
+    store = make_store(kind, params)
+    selected = bytes([1] * len(params))
+    store.plan_broadcast(selected)
     with torch.no_grad():
         params[2].data = params[2].data + 1
         store.rebind_if_moved()
-        for parcel in store.plan_broadcast(moving).messages:
-            parcel.pack()
-            parcel.payload.zero_()
-            parcel.unpack()
+        for message in store.plan_broadcast(selected).messages:
+            message.pack()
+            message.payload.zero_()
+            message.unpack()
     assert not any(param.any() for param in params)
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_what_stayed_needs_no_new_parcels(kind: Kind) -> None:
+def test_plan_is_reused_if_nothing_moved(kind: StoreFactory) -> None:
     params = make_params()
-    store = bound(kind, params)
-    moving = bytes([1] * len(params))
-    shipment = store.plan_broadcast(moving)
+    store = make_store(kind, params)
+    selected = bytes([1] * len(params))
+    plan = store.plan_broadcast(selected)
     params[0].data.add_(1)
     store.rebind_if_moved()
-    assert store.plan_broadcast(moving) is shipment
+    assert store.plan_broadcast(selected) is plan
 
 
 @pytest.mark.parametrize("kind", STORES)
@@ -267,120 +269,120 @@ def test_what_stayed_needs_no_new_parcels(kind: Kind) -> None:
         (lambda t: t.double(), r"torch.float64 on cpu with shape \(3, 5\) now"),
         (lambda t: t[:2].clone(), r"torch.float32 on cpu with shape \(2, 5\) now"),
     ],
-    ids=["cast", "cut"],
+    ids=["dtype", "shape"],
 )
-def test_another_kind_of_parameter_is_refused(
-    kind: Kind, change: Callable[[torch.Tensor], torch.Tensor], now: str
+def test_changed_dtype_or_shape_is_rejected(
+    kind: StoreFactory, change: Callable[[torch.Tensor], torch.Tensor], now: str
 ) -> None:
     params = make_params()
-    store = bound(kind, params)
+    store = make_store(kind, params)
     params[0].data = change(params[0].data)
     with pytest.raises(BindingError, match=rf"parameter 0 was torch.float32 on cpu with shape \(3, 5\).*{now}"):
         store.rebind_if_moved()
 
 
-# ---- parcels, between several ranks' stores in one process
+# ---- messages between the stores of several ranks in one process
 
 
 class Ranks:
-    """The stores of all ranks over parameters of the same kinds and different values."""
+    """The stores of all ranks, with parameters of the same shapes and different values."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: StoreFactory) -> None:
         self.params = [make_params(seed=100 * rank) for rank in range(RANKS)]
-        self.stores = [bound(kind, params) for params in self.params]
-        self.layout = layout_of(self.params[0])
+        self.stores = [make_store(kind, params) for params in self.params]
+        self.layout = make_layout(self.params[0])
 
     @property
     def everything(self) -> bytes:
-        return bytes([1] * len(FORMS))
+        return bytes([1] * len(TENSORS))
 
-    def sizes(self, moving: bytes) -> list[list[tuple[int, int]]]:
-        """Owner and bytes of each parcel, as each rank sees them."""
-        return [[(p.owner, p.payload.nbytes) for p in store.plan_broadcast(moving).messages] for store in self.stores]
+    def sizes(self, selected: bytes) -> list[list[tuple[int, int]]]:
+        """Return owner and size in bytes of each message, for each rank."""
+        return [[(p.owner, p.payload.nbytes) for p in store.plan_broadcast(selected).messages] for store in self.stores]
 
     @torch.no_grad()
-    def ship(self, moving: bytes) -> None:
-        """Send as real ranks do, each parcel unpacked as late as the window allows."""
-        shipments = [store.plan_broadcast(moving) for store in self.stores]
+    def broadcast(self, selected: bytes) -> None:
+        """Broadcast like real ranks do, unpacking each message as late as the in-flight window allows."""
+        plans = [store.plan_broadcast(selected) for store in self.stores]
         waiting: deque[tuple[param_store.BroadcastMessage, ...]] = deque()
-        window = min(shipment.max_in_flight for shipment in shipments)
-        for parcels in zip(*(shipment.messages for shipment in shipments), strict=True):
+        window = min(plan.max_in_flight for plan in plans)
+        for messages in zip(*(plan.messages for plan in plans), strict=True):
             if len(waiting) == window:
-                self._arrive(waiting.popleft())
-            source = parcels[parcels[0].owner]
+                self._deliver(waiting.popleft())
+            source = messages[messages[0].owner]
             source.pack()
-            for parcel in parcels:
-                if parcel is not source:
-                    parcel.payload.copy_(source.payload)
-            waiting.append(parcels)
+            for message in messages:
+                if message is not source:
+                    message.payload.copy_(source.payload)
+            waiting.append(messages)
         while waiting:
-            self._arrive(waiting.popleft())
+            self._deliver(waiting.popleft())
 
-    def _arrive(self, parcels: tuple[param_store.BroadcastMessage, ...]) -> None:
-        for rank, parcel in enumerate(parcels):
-            if rank != parcel.owner:
-                parcel.unpack()
+    def _deliver(self, messages: tuple[param_store.BroadcastMessage, ...]) -> None:
+        for rank, message in enumerate(messages):
+            if rank != message.owner:
+                message.unpack()
 
 
-def some(seed: int) -> bytes:
+def random_flags(seed: int) -> bytes:
     rng = random.Random(seed)
-    return bytes(rng.random() < 0.6 for _ in FORMS)
+    return bytes(rng.random() < 0.6 for _ in TENSORS)
 
 
 @pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize("kind", STORES)
-def test_what_moves_arrives_and_the_rest_stays(kind: Kind) -> None:
+def test_only_selected_params_are_broadcast(kind: StoreFactory) -> None:
     ranks = Ranks(kind)
-    for moving in (some(1), some(2), bytes(len(FORMS)), ranks.everything, some(3)):
+    for selected in (random_flags(1), random_flags(2), bytes(len(TENSORS)), ranks.everything, random_flags(3)):
         before = [[param.detach().clone() for param in params] for params in ranks.params]
-        ranks.ship(moving)
-        for index, flag in enumerate(moving):
+        ranks.broadcast(selected)
+        for index, flag in enumerate(selected):
             owner = ranks.layout.owner_of(index)
             for rank in range(RANKS):
                 expected = before[owner if flag else rank][index]
-                assert torch.equal(ranks.params[rank][index], expected), (list(FORMS)[index], rank)
+                assert torch.equal(ranks.params[rank][index], expected), (list(TENSORS)[index], rank)
 
 
 @pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize("kind", STORES)
-def test_strides_of_one_rank_do_not_matter_to_the_others(kind: Kind) -> None:
-    """All ranks agree on owners and sizes of parcels, though the memory of one of them is laid out otherwise."""
+def test_strides_may_differ_between_ranks(kind: StoreFactory) -> None:
+    """All ranks agree on owners and sizes of messages even if one rank has a different memory layout."""
     ranks = Ranks(kind)
-    expected = {moving: ranks.sizes(moving)[0] for moving in (some(1), some(2), ranks.everything)}
+    expected = {selected: ranks.sizes(selected)[0] for selected in (random_flags(1), random_flags(2), ranks.everything)}
     for param in ranks.params[1]:
         other = param.data.t().contiguous().t() if param.dim() == 2 else param.data.contiguous()
         param.data = other.clone(memory_format=torch.preserve_format)
     ranks.stores[1].rebind_if_moved()
-    for moving, sizes in expected.items():
-        assert ranks.sizes(moving) == [sizes] * RANKS
-    ranks.ship(ranks.everything)
+    for selected, sizes in expected.items():
+        assert ranks.sizes(selected) == [sizes] * RANKS
+    ranks.broadcast(ranks.everything)
     for params in ranks.params[1:]:
         assert all(map(torch.equal, params, ranks.params[0]))
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_strides_may_change_in_place(kind: Kind) -> None:
-    """A square matrix that is transposed on all ranks stays where it is; its parcel was made before."""
+def test_strides_may_change_in_place(kind: StoreFactory) -> None:
+    """A square matrix that is transposed on all ranks stays in place; its message was planned before."""
     ranks = Ranks(kind)
-    index, moving = list(FORMS).index("square"), bytes(name == "square" for name in FORMS)
+    index, selected = list(TENSORS).index("square"), bytes(name == "square" for name in TENSORS)
     square = [params[index] for params in ranks.params]
-    ranks.ship(moving)
+    ranks.broadcast(selected)
     for param, store in zip(square, ranks.stores, strict=True):
         param.data = param.data.t()
         store.rebind_if_moved()
-    expected = filled(4, 4, seed=77)
+    expected = random_tensor(4, 4, seed=77)
     square[ranks.layout.owner_of(index)].data.copy_(expected)
-    ranks.ship(moving)
+    ranks.broadcast(selected)
     assert all(torch.equal(param, expected) for param in square)
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_a_remote_update_counts_as_a_change_in_place(kind: Kind) -> None:
+def test_remote_update_increments_version_counter(kind: StoreFactory) -> None:
     ranks = Ranks(kind)
-    moving = some(1)
+    selected = random_flags(1)
     before = [[param._version for param in params] for params in ranks.params]
-    ranks.ship(moving)
-    for index, flag in enumerate(moving):
+    ranks.broadcast(selected)
+    for index, flag in enumerate(selected):
         owner = ranks.layout.owner_of(index)
         arrives = bool(flag) and ranks.params[0][index].numel() > 0
         for rank in range(RANKS):
@@ -390,102 +392,102 @@ def test_a_remote_update_counts_as_a_change_in_place(kind: Kind) -> None:
 
 @pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize("kind", STORES)
-def test_owners_take_turns(kind: Kind) -> None:
+def test_messages_alternate_between_owners(kind: StoreFactory) -> None:
     ranks = Ranks(kind)
-    for moving in (ranks.everything, some(4)):
-        owners = [parcel.owner for parcel in ranks.stores[0].plan_broadcast(moving).messages]
+    for selected in (ranks.everything, random_flags(4)):
+        owners = [message.owner for message in ranks.stores[0].plan_broadcast(selected).messages]
         turns = [owners[:place].count(owner) for place, owner in enumerate(owners)]
         assert list(zip(turns, owners, strict=True)) == sorted(zip(turns, owners, strict=True))
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_nothing_to_move_needs_no_parcels(kind: Kind) -> None:
+def test_no_messages_if_nothing_to_broadcast(kind: StoreFactory) -> None:
     ranks = Ranks(kind)
-    assert ranks.stores[0].plan_broadcast(bytes(len(FORMS))).messages == []
-    empty = bytes(name == "empty" for name in FORMS)
+    assert ranks.stores[0].plan_broadcast(bytes(len(TENSORS))).messages == []
+    empty = bytes(name == "empty" for name in TENSORS)
     assert ranks.stores[0].plan_broadcast(empty).messages == []
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_a_bucket_travels_by_itself(kind: Kind) -> None:
+def test_single_bucket_broadcast(kind: StoreFactory) -> None:
     ranks = Ranks(kind)
     for number, bucket in enumerate(ranks.layout.buckets):
-        parcels = ranks.stores[0].plan_bucket_broadcast(number).messages
+        messages = ranks.stores[0].plan_bucket_broadcast(number).messages
         owners = {piece.owner for piece in bucket.param_shards if piece.in_param.length}
-        assert {parcel.owner for parcel in parcels} == owners
-        assert {parcel.payload.dtype for parcel in parcels} == {bucket.dtype}
-        assert ranks.stores[0].plan_bucket_broadcast(number).messages == parcels
+        assert {message.owner for message in messages} == owners
+        assert {message.payload.dtype for message in messages} == {bucket.dtype}
+        assert ranks.stores[0].plan_bucket_broadcast(number).messages == messages
 
 
-def test_one_message_an_owner_and_dtype() -> None:
-    """However many parameters there are."""
+def test_one_message_per_owner_and_dtype() -> None:
+    """Independent of the number of parameters."""
     params = [nn.Parameter(torch.zeros(10)) for _ in range(200)]
     for kind in STORES:
-        assert len(bound(kind, params).plan_broadcast(bytes([1] * 200)).messages) == RANKS
+        assert len(make_store(kind, params).plan_broadcast(bytes([1] * 200)).messages) == RANKS
 
 
-def test_a_flat_parcel_is_a_run_of_neighbours() -> None:
-    """What does not move splits a run. One that is alone is the memory of its parameters; several are packed."""
+def test_flat_message_covers_adjacent_params() -> None:
+    """Unselected parameters split a run. A single run is sent in place; several runs are packed."""
     params = [nn.Parameter(torch.zeros(16)) for _ in range(9)]
-    store = bound(FlatParamBuffers, params)
-    for moving in ([1] * 9, [1, 1, 1, 0, 1, 1, 1, 1, 0], [0, 1, 0] * 3):
-        parcels = store.plan_broadcast(bytes(moving)).messages
-        owned = [[moving[i] for i in range(rank, 9, RANKS)] for rank in range(RANKS)]
+    store = make_store(FlatParamBuffers, params)
+    for selected in ([1] * 9, [1, 1, 1, 0, 1, 1, 1, 1, 0], [0, 1, 0] * 3):
+        messages = store.plan_broadcast(bytes(selected)).messages
+        owned = [[selected[i] for i in range(rank, 9, RANKS)] for rank in range(RANKS)]
         runs = [sum(flag for flag, _ in groupby(flags)) for flags in owned]
-        assert [runs[parcel.owner] > 1 for parcel in parcels] == [isinstance(it, StagedMessage) for it in parcels]
-        assert len(parcels) == sum(count > 0 for count in runs)
-        for parcel in parcels:
-            parcel.payload.fill_(1)
-            parcel.unpack()
-        assert [int(param.detach().min()) for param in params] == list(moving)
-        assert [int(param.detach().max()) for param in params] == list(moving)
+        assert [runs[message.owner] > 1 for message in messages] == [isinstance(it, StagedMessage) for it in messages]
+        assert len(messages) == sum(count > 0 for count in runs)
+        for message in messages:
+            message.payload.fill_(1)
+            message.unpack()
+        assert [int(param.detach().min()) for param in params] == list(selected)
+        assert [int(param.detach().max()) for param in params] == list(selected)
         for param in params:
             param.data.zero_()
 
 
 @pytest.mark.usefixtures("small_limits")
-def test_large_parameters_travel_alone_and_small_ones_together() -> None:
+def test_large_params_are_sent_in_place_and_small_ones_packed() -> None:
     sizes = [100, 255, 256, 700, 90, 255, 3]
     params = [nn.Parameter(torch.zeros(size)) for size in sizes]
     store = UnflattenedParams()
-    store.extend(layout_of(params, world_size=1), params)
-    parcels = store.plan_broadcast(bytes([1] * len(params))).messages
-    alone = [parcel for parcel in parcels if isinstance(parcel, InPlaceMessage)]
-    packed = [parcel for parcel in parcels if isinstance(parcel, StagedMessage)]
-    assert [parcel.payload.data_ptr() for parcel in alone] == [params[2].data_ptr(), params[3].data_ptr()]
-    assert [parcel.payload.numel() for parcel in packed] == [100 + 255, 90 + 255 + 3]  # 384 are the limit
+    store.extend(make_layout(params, world_size=1), params)
+    messages = store.plan_broadcast(bytes([1] * len(params))).messages
+    alone = [message for message in messages if isinstance(message, InPlaceMessage)]
+    packed = [message for message in messages if isinstance(message, StagedMessage)]
+    assert [message.payload.data_ptr() for message in alone] == [params[2].data_ptr(), params[3].data_ptr()]
+    assert [message.payload.numel() for message in packed] == [100 + 255, 90 + 255 + 3]  # the limit is 384
 
 
 @pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_staging_stays_within_its_bound(world_size: int) -> None:
-    """Over all shipments that a store keeps, and whatever they are asked for in between."""
+def test_staging_memory_is_bounded(world_size: int) -> None:
+    """The bound holds over all cached plans, in whatever order they are requested."""
     params = [nn.Parameter(torch.zeros(1 + 7 * i % 250)) for i in range(60)]
     params += [nn.Parameter(torch.zeros(40, 30).t())]
     store = UnflattenedParams()
-    store.extend(layout_of(params, world_size), params)
+    store.extend(make_layout(params, world_size), params)
     rng = random.Random(0)
-    wishes = [bytes(rng.random() < share for _ in params) for share in (0.1, 0.9, 0.3, 1.0)]
-    for moving in (*wishes, *reversed(wishes)):
-        store.plan_broadcast(moving)
+    selections = [bytes(rng.random() < share for _ in params) for share in (0.1, 0.9, 0.3, 1.0)]
+    for selected in (*selections, *reversed(selections)):
+        store.plan_broadcast(selected)
     storages: dict[int, int] = {}
-    for moving in wishes:
-        shipment = store.plan_broadcast(moving)
-        staged = [parcel.payload for parcel in shipment.messages if isinstance(parcel, StagedMessage)]
+    for selected in selections:
+        plan = store.plan_broadcast(selected)
+        staged = [message.payload for message in plan.messages if isinstance(message, StagedMessage)]
         largest = max(wire.nbytes for wire in staged)
-        assert shipment.max_in_flight == 1 or shipment.max_in_flight * largest <= param_store.STAGING_BYTES
+        assert plan.max_in_flight == 1 or plan.max_in_flight * largest <= param_store.STAGING_BYTES
         storages |= {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in staged}
     assert sum(storages.values()) <= param_store.STAGING_BYTES
 
 
 @pytest.mark.usefixtures("small_limits")
-def test_parcels_within_a_window_do_not_share_memory() -> None:
+def test_messages_in_flight_do_not_share_memory() -> None:
     params = [nn.Parameter(torch.zeros(200)) for _ in range(40)]
     store = UnflattenedParams()
-    store.extend(layout_of(params, world_size=1), params)
-    shipment = store.plan_broadcast(bytes([1] * 40))
-    assert len(shipment.messages) > shipment.max_in_flight > 1
-    for first in range(len(shipment.messages) - shipment.max_in_flight + 1):
-        wires = [parcel.payload for parcel in shipment.messages[first : first + shipment.max_in_flight]]
+    store.extend(make_layout(params, world_size=1), params)
+    plan = store.plan_broadcast(bytes([1] * 40))
+    assert len(plan.messages) > plan.max_in_flight > 1
+    for first in range(len(plan.messages) - plan.max_in_flight + 1):
+        wires = [message.payload for message in plan.messages[first : first + plan.max_in_flight]]
         spans = sorted((wire.data_ptr(), wire.data_ptr() + wire.nbytes) for wire in wires)
         assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))

@@ -1,4 +1,4 @@
-"""What may be handed in as parameters, and what is refused."""
+"""Parsing and validation of the `params` argument."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,7 +16,7 @@ A, B, C, D = MODEL.parameters()
 PLAIN = torch.ones(2)
 NAMED = list(MODEL.named_parameters())
 
-# Factories, since a generator can be read once.
+# Factories, because a generator can be consumed only once.
 ACCEPTED: dict[str, Callable[[], Any]] = {
     "a list": lambda: [A, B],
     "a tuple": lambda: (A, B),
@@ -24,19 +24,19 @@ ACCEPTED: dict[str, Callable[[], Any]] = {
     "the values of a dict": lambda: dict(NAMED).values(),
     "an iterator": lambda: iter([A, B]),
     "a plain tensor": lambda: [PLAIN],
-    "names": MODEL.named_parameters,
-    "a list of names": lambda: NAMED,
+    "named parameters": MODEL.named_parameters,
+    "a list of named parameters": lambda: NAMED,
     "one group": lambda: [{"params": [A, B], "lr": 2.0}],
     "a generator of groups": lambda: ({"params": [p]} for p in (A, B)),
     "a generator in a group": lambda: [{"params": MODEL.parameters()}, {"params": iter(())}],
     "a tensor in a group": lambda: [{"params": A}, {"params": B, "lr": 3.0}],
-    "names in a group": lambda: [{"params": MODEL[0].named_parameters()}, {"params": NAMED[2:], "lr": 3.0}],
-    "an empty group beside another": lambda: [{"params": []}, {"params": [A]}],
+    "named parameters in a group": lambda: [{"params": MODEL[0].named_parameters()}, {"params": NAMED[2:], "lr": 3.0}],
+    "an empty and a non-empty group": lambda: [{"params": []}, {"params": [A]}],
 }
 
 
 @pytest.mark.parametrize("form", ACCEPTED.values(), ids=ACCEPTED)
-def test_what_torch_takes_is_taken_alike(form: Callable[[], Any]) -> None:
+def test_accepts_the_same_params_as_torch(form: Callable[[], Any]) -> None:
     expected = torch.optim.SGD(form(), lr=1.0)
     groups, plain = parse_params(form())
     ours = torch.optim.SGD(groups, lr=1.0)
@@ -48,7 +48,7 @@ def test_what_torch_takes_is_taken_alike(form: Callable[[], Any]) -> None:
         assert (mine["lr"], mine.get("param_names")) == (theirs["lr"], theirs.get("param_names"))
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+REJECTED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a bare tensor": (lambda: A, TypeError, "params must be an iterable of tensors or dicts, not a tensor"),
     "a number": (lambda: 3, TypeError, "iterable of tensors or dicts, not int"),
     "None": (lambda: None, TypeError, "not NoneType"),
@@ -60,13 +60,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a frozenset": (lambda: frozenset([A]), TypeError, "ordered; the order of a frozenset changes"),
     "an empty list": (list, ValueError, "empty parameter list"),
     "an empty generator": (lambda: iter(()), ValueError, "empty parameter list"),
-    "a tensor beside a group": (lambda: [A, {"params": [B]}], TypeError, "all tensors or all dicts; found dict"),
-    "a group beside a tensor": (lambda: [{"params": [B]}, A], TypeError, "all tensors or all dicts; found dict"),
+    "a tensor and a group": (lambda: [A, {"params": [B]}], TypeError, "all tensors or all dicts; found dict"),
+    "a group and a tensor": (lambda: [{"params": [B]}, A], TypeError, "all tensors or all dicts; found dict"),
     "another type": (lambda: [A, "bias"], TypeError, "found str"),
     "numbers": (lambda: [1.0, 2.0], TypeError, "found float"),
     "bytes": (lambda: b"ab", TypeError, "found int"),
     "lists of tensors": (lambda: [[A], [B]], TypeError, "found list"),
-    "a pair the wrong way round": (lambda: [(A, "a")], TypeError, "found tuple"),
+    "a reversed (tensor, name) pair": (lambda: [(A, "a")], TypeError, "found tuple"),
     "a name without a tensor": (lambda: [("a", None)], TypeError, "found tuple"),
     "a group without params": (lambda: [{"lr": 1.0, "b": 2}], ValueError, r"'params'; found \['b', 'lr'\]"),
     "another type in a group": (lambda: [{"params": [A, 1]}], TypeError, "found int"),
@@ -77,18 +77,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize(("form", "error", "message"), REFUSED.values(), ids=REFUSED)
-def test_the_rest_is_refused(form: Callable[[], Any], error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(("form", "error", "message"), REJECTED.values(), ids=REJECTED)
+def test_invalid_params_are_rejected(form: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         parse_params(form())
 
 
-def test_a_single_group_must_be_a_dict() -> None:
+def test_param_group_must_be_a_dict() -> None:
     with pytest.raises(TypeError, match="a param group must be a dict, not list"):
         parse_group([A])
 
 
-def test_what_was_given_stays_as_it_was() -> None:
+def test_input_is_not_modified() -> None:
     listed = [A, B]
     group = {"params": listed, "lr": 1.0}
     given_groups = [group]
@@ -105,7 +105,7 @@ def test_what_was_given_stays_as_it_was() -> None:
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that only wraps another, as quantized and distributed tensors do."""
+    """A wrapper subclass, like quantized and distributed tensors."""
 
     wrapped: torch.Tensor
 
@@ -130,36 +130,36 @@ class Wrapper(torch.Tensor):
         return cls(args[0].wrapped) if func is torch.ops.aten.detach.default else NotImplemented
 
 
-def check(*params: torch.Tensor, mixed: bool = False, names: list[str] | None = None) -> None:
+def check_params(*params: torch.Tensor, mixed: bool = False, names: list[str] | None = None) -> None:
     group = {"params": list(params), "param_names": names}
     check_specs(make_param_specs([group]), params, allow_mixed_dtypes=mixed)
 
 
 GRID = torch.zeros(6, 6)
-UNFIT: dict[str, tuple[torch.Tensor, str]] = {
+UNSUPPORTED: dict[str, tuple[torch.Tensor, str]] = {
     "sparse": (torch.eye(3).to_sparse(), "layout torch.sparse_coo; only dense"),
     "expanded": (torch.zeros(1, 3).expand(4, 3), r"share memory \(strides \(0, 1\)\)"),
     "a sliding window": (torch.zeros(9).unfold(0, 3, 1), r"share memory \(strides \(1, 1\)\)"),
-    "half overlapping rows": (torch.zeros(9).as_strided((2, 4), (3, 1)), "share memory"),
-    "a wrapper": (Wrapper(torch.zeros(2)), "is a Wrapper, which cannot be sharded"),
+    "partly overlapping rows": (torch.zeros(9).as_strided((2, 4), (3, 1)), "share memory"),
+    "a wrapper subclass": (Wrapper(torch.zeros(2)), "is a Wrapper, which cannot be sharded"),
 }
 
 
-@pytest.mark.parametrize(("param", "message"), UNFIT.values(), ids=UNFIT)
-def test_parameters_that_cannot_be_sharded(param: torch.Tensor, message: str) -> None:
+@pytest.mark.parametrize(("param", "message"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_unsupported_params_are_rejected(param: torch.Tensor, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        check(torch.zeros(2), param, names=["fine", "odd"])
+        check_params(torch.zeros(2), param, names=["fine", "odd"])
     assert str(caught.value).startswith("parameter 1 (odd)")
     assert isinstance(caught.value, ValueError)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
-def test_compressed_sparse_parameters_are_named_too() -> None:
+def test_compressed_sparse_param_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"parameter 0 has the layout torch\.sparse_csr"):
-        check(torch.eye(3).to_sparse_csr())
+        check_params(torch.eye(3).to_sparse_csr())
 
 
-FIT: dict[str, Iterable[torch.Tensor]] = {
+SUPPORTED: dict[str, Iterable[torch.Tensor]] = {
     "none": [],
     "transposed, channels_last, with gaps": [
         torch.zeros(2, 3).t(),
@@ -171,36 +171,36 @@ FIT: dict[str, Iterable[torch.Tensor]] = {
     "columns of one matrix": torch.split(GRID, 2, dim=1),
     "every second column": [GRID[:, ::2], GRID[:, 1::2]],
     "empty views of a parameter": [GRID, GRID[:0], GRID[2:2]],
-    "without memory": [torch.empty(3, device="meta"), torch.empty(3, device="meta")],
+    "on the meta device": [torch.empty(3, device="meta"), torch.empty(3, device="meta")],
 }
 
 
-@pytest.mark.parametrize("params", FIT.values(), ids=FIT)
-def test_parameters_that_can(params: Iterable[torch.Tensor]) -> None:
-    check(*params)
+@pytest.mark.parametrize("params", SUPPORTED.values(), ids=SUPPORTED)
+def test_supported_params(params: Iterable[torch.Tensor]) -> None:
+    check_params(*params)
 
 
-SHARED: dict[str, list[torch.Tensor]] = {
+OVERLAPPING: dict[str, list[torch.Tensor]] = {
     "the same memory": [GRID, GRID.detach()],
-    "another shape": [GRID, GRID.view(36)],
-    "another order": [GRID, GRID.t()],
-    "a part": [GRID, GRID[2]],
-    "a part with gaps": [GRID, GRID[:, 3]],
-    "two with gaps from one place on": [GRID[:, ::2], GRID[:, ::3]],
-    "not next to each other in the list": [GRID[3:], torch.zeros(3), GRID[:4]],
+    "a different shape": [GRID, GRID.view(36)],
+    "transposed": [GRID, GRID.t()],
+    "a row": [GRID, GRID[2]],
+    "a column": [GRID, GRID[:, 3]],
+    "two strided views with the same start": [GRID[:, ::2], GRID[:, ::3]],
+    "not adjacent in the list": [GRID[3:], torch.zeros(3), GRID[:4]],
 }
 
 
-@pytest.mark.parametrize("params", SHARED.values(), ids=SHARED)
-def test_two_parameters_over_the_same_memory_are_refused(params: list[torch.Tensor]) -> None:
+@pytest.mark.parametrize("params", OVERLAPPING.values(), ids=OVERLAPPING)
+def test_overlapping_params_are_rejected(params: list[torch.Tensor]) -> None:
     with pytest.raises(ConfigError, match=r"parameter \d and parameter \d share memory; tie them"):
-        check(*params)
+        check_params(*params)
 
 
-def test_several_dtypes_must_be_asked_for() -> None:
+def test_mixed_dtypes_require_opt_in() -> None:
     params = torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.float64)
     with pytest.raises(
         ConfigError, match=r"parameter 0 is torch.float32, parameter 2 is torch.float64.*allow_mixed_dtypes"
     ):
-        check(*params)
-    check(*params, mixed=True)
+        check_params(*params)
+    check_params(*params, mixed=True)

@@ -1,4 +1,4 @@
-"""Who owns which parameter, and where it lies, for any parameters and any number of ranks."""
+"""WholeParams: owners and bucket layout, for any parameters and world size."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ steadily = settings(
 
 @st.composite
 def params(draw: st.DrawFn) -> torch.Tensor:
-    """A tensor of up to three dimensions, perhaps empty, transposed or with gaps; no memory behind it."""
+    """Draw a meta tensor of up to three dimensions, possibly empty, transposed or with gaps."""
     shape = draw(st.lists(st.integers(0, 6), max_size=3))
     made = torch.empty(shape, dtype=draw(st.sampled_from(DTYPES)), device="meta")
     form = draw(st.sampled_from(["plain", "plain", "transposed", "gaps"]))
@@ -42,18 +42,18 @@ GROUPS = st.lists(st.lists(params(), max_size=8), min_size=1, max_size=4).map(
 )
 
 
-def whole(made: Sequence[ParamSpec], world_size: int) -> Layout:
+def partition_whole(made: Sequence[ParamSpec], world_size: int) -> Layout:
     return WholeParams().extend(Layout.empty(world_size), made)
 
 
-def owners(layout: Layout) -> list[int]:
+def owners_of(layout: Layout) -> list[int]:
     return [layout.owner_of(param) for param in range(len(layout.params))]
 
 
-def by_hand(made: Sequence[ParamSpec], world_size: int, fixed: Mapping[int, int] | None = None) -> list[int]:
-    """The rule in plain words: group after group, the largest that is left goes to the first rank of least load.
+def expected_owners(made: Sequence[ParamSpec], world_size: int, fixed: Mapping[int, int] | None = None) -> list[int]:
+    """Reference: group by group, assign the largest remaining parameter to the least loaded rank.
 
-    First the trainable parameters of a group, then the frozen ones: among equal frozen loads the trainable ones decide.
+    Trainable parameters of a group come before frozen ones. Ties between frozen loads are broken by trainable loads.
     """
     loads = {True: [0] * world_size, False: [0] * world_size}
     found = [-1] * len(made)
@@ -77,16 +77,16 @@ def by_hand(made: Sequence[ParamSpec], world_size: int, fixed: Mapping[int, int]
 
 @steadily
 @given(GROUPS, WORLD_SIZES)
-def test_owners_follow_the_rule(groups: Groups, world_size: int) -> None:
+def test_owners_match_reference(groups: Groups, world_size: int) -> None:
     made = make_param_specs(groups)
-    assert owners(whole(made, world_size)) == by_hand(made, world_size)
+    assert owners_of(partition_whole(made, world_size)) == expected_owners(made, world_size)
 
 
 @steadily
 @given(GROUPS, WORLD_SIZES)
-def test_every_parameter_has_one_place_of_its_own(groups: Groups, world_size: int) -> None:
+def test_each_param_has_one_aligned_slot(groups: Groups, world_size: int) -> None:
     made = make_param_specs(groups)
-    layout = whole(made, world_size)
+    layout = partition_whole(made, world_size)
     pieces = [piece for bucket in layout.buckets for piece in bucket.param_shards]
     assert Counter(piece.param for piece in pieces) == Counter(range(len(made)))
     for piece in pieces:
@@ -102,9 +102,9 @@ def test_every_parameter_has_one_place_of_its_own(groups: Groups, world_size: in
 
 @steadily
 @given(GROUPS, WORLD_SIZES)
-def test_trainable_parameters_form_one_run_in_each_shard(groups: Groups, world_size: int) -> None:
+def test_trainable_params_are_contiguous_in_each_shard(groups: Groups, world_size: int) -> None:
     made = make_param_specs(groups)
-    for bucket in whole(made, world_size).buckets:
+    for bucket in partition_whole(made, world_size).buckets:
         for _, pieces in groupby(bucket.param_shards, key=lambda piece: piece.owner):
             flags = [made[piece.param].trainable for piece in pieces]
             assert flags == sorted(flags, reverse=True)
@@ -112,9 +112,9 @@ def test_trainable_parameters_form_one_run_in_each_shard(groups: Groups, world_s
 
 @steadily
 @given(GROUPS, WORLD_SIZES)
-def test_no_rank_is_ahead_by_more_than_one_parameter(groups: Groups, world_size: int) -> None:
+def test_load_difference_is_at_most_one_param(groups: Groups, world_size: int) -> None:
     made = make_param_specs(groups)
-    layout = whole(made, world_size)
+    layout = partition_whole(made, world_size)
     for trainable in (True, False):
         loads = layout.numel_per_rank(trainable=trainable)
         sizes = [one.numel for one in made if one.trainable == trainable]
@@ -124,36 +124,36 @@ def test_no_rank_is_ahead_by_more_than_one_parameter(groups: Groups, world_size:
 
 @steadily
 @given(GROUPS, GROUPS, WORLD_SIZES)
-def test_extending_goes_on_with_the_loads_and_moves_nothing(first: Groups, second: Groups, world_size: int) -> None:
+def test_extending_keeps_owners_and_continues_balancing(first: Groups, second: Groups, world_size: int) -> None:
     made = make_param_specs([*first, *second])
     known = sum(len(group["params"]) for group in first)
-    before = whole(made[:known], world_size)
+    before = partition_whole(made[:known], world_size)
     after = WholeParams().extend(before, made[known:])
     assert after.params == made
     assert after.buckets[: len(before.buckets)] == before.buckets
-    assert owners(after) == by_hand(made, world_size)
+    assert owners_of(after) == expected_owners(made, world_size)
 
 
 @pytest.mark.parametrize("world_size", range(1, 10))
 @pytest.mark.parametrize("trainable", [True, False])
 def test_repeated_sizes_balance_exactly(world_size: int, trainable: bool) -> None:
     for sizes in ([9, 7, 5, 3] * world_size, sorted([9, 7, 5, 3] * world_size)):
-        layout = whole(specs(sizes, trainable=trainable), world_size)
+        layout = partition_whole(specs(sizes, trainable=trainable), world_size)
         assert layout.numel_per_rank(trainable=trainable) == [24] * world_size
         assert layout.numel_per_rank(trainable=not trainable) == [0] * world_size
 
 
-def test_frozen_parameters_do_not_disturb_the_trainable_ones() -> None:
-    """A frozen giant costs its owner no state, so it gets its share of the others all the same."""
+def test_frozen_params_do_not_affect_trainable_balance() -> None:
+    """A large frozen parameter has no state, so its owner still gets its share of trainable ones."""
     giant = spec(0, (1000,), trainable=False)
     small = specs([4, 4, 4, 4], first=1)
-    layout = whole([giant, *small], 2)
+    layout = partition_whole([giant, *small], 2)
     assert layout.numel_per_rank(trainable=True) == [8, 8]
-    assert owners(layout) == [0, 0, 1, 0, 1]
+    assert owners_of(layout) == [0, 0, 1, 0, 1]
 
 
-def test_equal_frozen_loads_go_to_the_rank_with_fewest_trainable_elements() -> None:
-    trained = whole(specs([9, 7, 5, 3, 9, 7, 5]), 2)
+def test_frozen_ties_go_to_rank_with_fewest_trainable_elements() -> None:
+    trained = partition_whole(specs([9, 7, 5, 3, 9, 7, 5]), 2)
     assert trained.numel_per_rank(trainable=True) == [24, 21]
     added = WholeParams().extend(trained, specs([3], first=7, group=1, trainable=False))
     assert added.owner_of(7) == 1
@@ -161,38 +161,39 @@ def test_equal_frozen_loads_go_to_the_rank_with_fewest_trainable_elements() -> N
         24,
         24,
     ]
-    assert owners(WholeParams().extend(trained, specs([3, 2, 2], first=7, group=1, trainable=False)))[7:] == [1, 0, 0]
+    extended = WholeParams().extend(trained, specs([3, 2, 2], first=7, group=1, trainable=False))
+    assert owners_of(extended)[7:] == [1, 0, 0]
 
 
-def test_frozen_parameters_of_a_mixed_group_come_after_the_trainable_ones() -> None:
-    """Also where the frozen one is the largest."""
-    assert owners(whole([spec(0, (100,), trainable=False), *specs([4], first=1)], 2)) == [1, 0]
+def test_trainable_params_of_a_group_are_assigned_first() -> None:
+    """Even if the frozen parameter is the largest."""
+    assert owners_of(partition_whole([spec(0, (100,), trainable=False), *specs([4], first=1)], 2)) == [1, 0]
 
 
-def test_loads_run_on_across_groups_but_sorting_does_not() -> None:
+def test_loads_accumulate_across_groups_but_sorting_is_per_group() -> None:
     first, second = specs([1, 2]), specs([8, 3], group=1, first=2)
-    assert owners(whole([*first, *second], 2)) == [1, 0, 1, 0]
+    assert owners_of(partition_whole([*first, *second], 2)) == [1, 0, 1, 0]
 
 
-def test_ties_go_to_the_given_order_and_the_lowest_rank() -> None:
-    assert owners(whole(specs([5, 5, 5, 5]), 3)) == [0, 1, 2, 0]
+def test_ties_keep_order_and_prefer_lowest_rank() -> None:
+    assert owners_of(partition_whole(specs([5, 5, 5, 5]), 3)) == [0, 1, 2, 0]
 
 
-def test_more_ranks_than_parameters() -> None:
-    layout = whole(specs([3, 2]), 5)
+def test_more_ranks_than_params() -> None:
+    layout = partition_whole(specs([3, 2]), 5)
     assert [layout.params_owned_by(Rank(rank)) for rank in range(5)] == [(0,), (1,), (), (), ()]
     assert [shard.length for shard in layout.buckets[0].shards[2:]] == [0, 0, 0]
 
 
-def test_devices_are_kept_apart() -> None:
+def test_separate_buckets_per_device() -> None:
     made = [spec(0, device="cuda:0"), spec(1, device="cpu"), spec(2, device="cuda:0")]
-    buckets = whole(made, 1).buckets
+    buckets = partition_whole(made, 1).buckets
     assert [bucket.params for bucket in buckets] == [[0, 2], [1]]
     assert [bucket.device.type for bucket in buckets] == ["cuda", "cpu"]
 
 
-def test_dealing_10000_parameters_costs_the_same_for_any_number_of_ranks() -> None:
-    """Each parameter is compared with a few ranks, not with all of them: counted, not timed."""
+def test_assignment_cost_does_not_grow_with_world_size() -> None:
+    """Each of 10,000 parameters is compared with a few ranks, not with all. Comparisons are counted, not timed."""
     made = specs([1 + i % 97 for i in range(10_000)])
     comparisons: dict[int, int] = {}
 
@@ -216,20 +217,20 @@ def test_dealing_10000_parameters_costs_the_same_for_any_number_of_ranks() -> No
     assert comparisons[1024] < 25 * len(made)
 
 
-NAMED = [spec(0, (2,)), spec(1, (9,)), spec(2, (4,)), spec(3, (7,), trainable=False), spec(4, (3,))]
+SPECS = [spec(0, (2,)), spec(1, (9,)), spec(2, (4,)), spec(3, (7,), trainable=False), spec(4, (3,))]
 
 
-def test_assigned_owners_are_taken_as_they_are() -> None:
+def test_assigned_owners_are_used() -> None:
     owned = {4: Rank(1), 2: Rank(1), 1: Rank(0), 0: Rank(1)}
-    layout = AssignedOwners(owned, {4: 0, 2: 0, 1: 1, 0: 1}).extend(Layout.empty(2), NAMED)
-    assert owners(layout) == [1, 0, 1, 0, 1]  # rank 0 has 9 trainable elements, rank 1 as many
+    layout = AssignedOwners(owned, {4: 0, 2: 0, 1: 1, 0: 1}).extend(Layout.empty(2), SPECS)
+    assert owners_of(layout) == [1, 0, 1, 0, 1]  # ranks 0 and 1 have 9 trainable elements each
     assert [bucket.params for bucket in layout.buckets] == [[2, 4], [1, 0], [3]]
 
 
-def test_what_is_not_assigned_is_dealt_out() -> None:
-    """What is assigned counts: the frozen one goes to the rank with the fewest trainable elements."""
+def test_unassigned_params_are_balanced() -> None:
+    """Assigned parameters count as load: the frozen one goes to the rank with the fewest trainable elements."""
     for fixed in ({1: Rank(2)}, {0: Rank(0), 1: Rank(1), 2: Rank(2), 4: Rank(0)}, {3: Rank(1)}):
-        layout = AssignedOwners(fixed, dict.fromkeys(fixed, 0)).extend(Layout.empty(3), NAMED)
-        assert owners(layout) == by_hand(NAMED, 3, fixed)
+        layout = AssignedOwners(fixed, dict.fromkeys(fixed, 0)).extend(Layout.empty(3), SPECS)
+        assert owners_of(layout) == expected_owners(SPECS, 3, fixed)
     taken = {0: Rank(0), 1: Rank(0), 2: Rank(1), 4: Rank(2)}
-    assert AssignedOwners(taken, dict.fromkeys(taken, 0)).extend(Layout.empty(3), NAMED).owner_of(3) == 2
+    assert AssignedOwners(taken, dict.fromkeys(taken, 0)).extend(Layout.empty(3), SPECS).owner_of(3) == 2

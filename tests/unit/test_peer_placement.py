@@ -1,4 +1,4 @@
-"""Who keeps whose copy: always somebody else, elsewhere if there is an elsewhere, and evenly."""
+"""Peer placement: each snapshot is stored on another rank, in another failure domain if possible, and evenly."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from hypothesis import strategies as st
 from zeroshard.peer_checkpoint.placement import assign_peers, ranks_stored_on
 
 
-def test_one_rank_keeps_its_own() -> None:
+def test_single_rank_stores_its_own_snapshot() -> None:
     assert assign_peers(["here"]) == [0]
     assert ranks_stored_on([0], 0) == []
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_within_one_domain_the_next_keeps_it(size: int) -> None:
+def test_next_rank_is_peer_within_one_domain(size: int) -> None:
     assert assign_peers(["here"] * size) == [*range(1, size), 0]
 
 
-def test_equal_domains_are_one_apart() -> None:
+def test_peer_is_in_next_domain() -> None:
     assert assign_peers([0, 0, 1, 1]) == [2, 3, 0, 1]
     assert assign_peers([0, 0, 1, 1, 2, 2]) == [2, 3, 4, 5, 0, 1]
 
 
-def test_ranks_of_a_domain_need_not_be_neighbours() -> None:
+def test_ranks_of_a_domain_may_be_interleaved() -> None:
     assert assign_peers(["a", "b", "a", "b"]) == [1, 0, 3, 2]
 
 
-def test_a_domain_of_more_than_half_is_shared_by_the_others() -> None:
+def test_majority_domain_is_spread_over_the_others() -> None:
     found = assign_peers([0, 0, 0, 0, 0, 1, 1])
     assert found == [5, 6, 5, 6, 5, 0, 1]
     assert ranks_stored_on(found, 5) == [0, 2, 4]
@@ -38,15 +38,15 @@ def test_a_domain_of_more_than_half_is_shared_by_the_others() -> None:
 
 
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=24))
-def test_elsewhere_and_evenly(domains: list[int]) -> None:
+def test_peers_are_in_other_domains_and_balanced(domains: list[int]) -> None:
     found = assign_peers(domains)
     counts, largest = Counter(found), max(Counter(domains).values())
     outside = len(domains) - largest
-    for rank, keeper in enumerate(found):
-        assert keeper != rank
-        assert domains[keeper] != domains[rank] or len(set(domains)) == 1
+    for rank, peer in enumerate(found):
+        assert peer != rank
+        assert domains[peer] != domains[rank] or len(set(domains)) == 1
     most = 1 if outside == 0 or largest <= outside else -(-largest // outside)
     assert max(counts.values()) == most
-    assert sorted(ward for rank in range(len(domains)) for ward in ranks_stored_on(found, rank)) == list(
+    assert sorted(stored for rank in range(len(domains)) for stored in ranks_stored_on(found, rank)) == list(
         range(len(domains))
     )

@@ -1,6 +1,6 @@
-"""The page of `zeroshard plan --html` in a real browser: every control is moved, and numbers shown are Python's.
+"""The page of `zeroshard plan --html` in a real browser: every control shows the numbers that `plan` computes.
 
-Needs chromium and the package playwright. Where one is missing, only `make browser` fails.
+Needs chromium and playwright. If one of them is missing, these tests are skipped, except in `make browser`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if "ZEROSHARD_BROWSER" not in os.environ:
     pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make browser")
 playwright: Any = import_module("playwright.sync_api")
 
-WORLDS = (1, 2, 4, 64, 1024)
+WORLD_SIZES = (1, 2, 4, 64, 1024)
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "plan.html"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pictures, "PAGE_WORLD_SIZES", WORLDS)
+        patch.setattr(pictures, "PAGE_WORLD_SIZES", WORLD_SIZES)
         patch.setattr(pictures, "COMMON_OPTIMIZERS", (ADAMW, SGD))
         pictures.write_page(small_wish(EVIL), ADAMW, "bf16+fp32", path)
     return path
@@ -50,7 +50,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, file: Path) -> Iterator[Any]:
-    """Errors in the page, and requests for anything but the file, fail the test."""
+    """Open the page. JavaScript errors and requests for other URLs fail the test."""
     made, wrong = browser.new_page(viewport={"width": 1240, "height": 900}), []
     made.on("pageerror", lambda error: wrong.append(str(error)))
     made.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
@@ -62,8 +62,8 @@ def page(browser: Any, file: Path) -> Iterator[Any]:
     assert not wrong
 
 
-def table(page: Any) -> dict[str, dict[str, str]]:
-    """Values by method and field."""
+def read_table(page: Any) -> dict[str, dict[str, str]]:
+    """Return the values of the table by method and field."""
     found: dict[str, dict[str, str]] = page.evaluate(
         """() => Object.fromEntries([...document.querySelectorAll("#table tbody tr")].map((row) => [
             row.querySelector("th").textContent,
@@ -73,9 +73,9 @@ def table(page: Any) -> dict[str, dict[str, str]]:
     return found
 
 
-def assert_shows(page: Any, plan: Plan, ranks: int) -> None:
-    """The table in exact bytes, and the bars."""
-    shown = table(page)
+def assert_page_shows(page: Any, plan: Plan, ranks: int) -> None:
+    """Check the table in exact bytes, and the bars."""
+    shown = read_table(page)
     assert list(shown) == [it.method for it in plan if it.ranks == ranks]
     for method, cells in shown.items():
         it = plan.estimate_for(method, ranks)
@@ -89,34 +89,34 @@ def assert_shows(page: Any, plan: Plan, ranks: int) -> None:
         assert f"{method}, parameters: {it.memory.parameters:,} bytes" in titles
 
 
-def move(page: Any, world: int) -> None:
-    page.locator("#world").fill(str(WORLDS.index(world)))
+def set_world_size(page: Any, world: int) -> None:
+    page.locator("#world").fill(str(WORLD_SIZES.index(world)))
 
 
-def test_it_begins_with_what_was_asked_for(page: Any) -> None:
+def test_page_starts_with_the_requested_plan(page: Any) -> None:
     assert page.locator("h1").text_content() == EVIL
     assert page.title() == f"{EVIL}: will it fit?"
     assert page.locator("#world-value").text_content() == "4 ranks"
     page.locator("#exact").check()
-    assert_shows(page, small_wish().make_plan(ADAMW, "bf16+fp32"), 4)
+    assert_page_shows(page, small_wish().make_plan(ADAMW, "bf16+fp32"), 4)
 
 
-def test_every_control_shows_pythons_numbers(page: Any) -> None:
+def test_every_control_shows_the_numbers_of_plan(page: Any) -> None:
     wish = small_wish()
     page.locator("#exact").check()
     for optimizer, label in ((SGD, "SGD, momentum 0.9"), (ADAMW, "AdamW")):
         page.locator("#optimizer").select_option(label)
         for precision in ("fp32", "bf16", "bf16+fp32"):
             page.locator(f'#precisions input[value="{precision}"]').check()
-            plan = wish.make_plan(optimizer, precision, WORLDS)
+            plan = wish.make_plan(optimizer, precision, WORLD_SIZES)
             for world in (1, 64, 1024):
-                move(page, world)
-                assert_shows(page, plan, world)
+                set_world_size(page, world)
+                assert_page_shows(page, plan, world)
             assert f"{label}, {precision}" in page.locator("#table-title").text_content()
 
 
-def test_memory_changes_what_fits(page: Any) -> None:
-    plan = small_wish().make_plan(ADAMW, "bf16+fp32", WORLDS)
+def test_memory_limit_updates_verdict(page: Any) -> None:
+    plan = small_wish().make_plan(ADAMW, "bf16+fp32", WORLD_SIZES)
     for memory in (500_000, 700_000, 900_000):
         page.locator("#memory").fill(str(memory / 1e9))
         sentence = page.locator("#verdict").text_content()
@@ -131,18 +131,18 @@ def test_memory_changes_what_fits(page: Any) -> None:
     assert "Say how much memory" in page.locator("#verdict").text_content()
 
 
-def test_methods_can_be_left_out(page: Any) -> None:
+def test_methods_can_be_hidden(page: Any) -> None:
     page.locator('#methods input[value="DDP"]').uncheck()
-    assert "DDP" not in table(page)
+    assert "DDP" not in read_table(page)
     assert "DDP" not in " ".join(page.locator("svg text").all_text_contents())
     for name in ("torch ZeRO", "zeroshard 1", "zeroshard 2", "FSDP2"):
         page.locator(f'#methods input[value="{name}"]').uncheck()
-    assert table(page) == {}
+    assert read_table(page) == {}
     page.locator('#methods input[value="FSDP2"]').check()
-    assert list(table(page)) == ["FSDP2"]
+    assert list(read_table(page)) == ["FSDP2"]
 
 
-def test_the_keyboard_is_enough(page: Any) -> None:
+def test_keyboard_navigation(page: Any) -> None:
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.id") == "world"
     page.keyboard.press("ArrowRight")
@@ -159,7 +159,7 @@ def test_the_keyboard_is_enough(page: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "width", "scheme"), [("light", 1240, "light"), ("dark", 1240, "dark"), ("narrow", 400, "light")]
 )
-def test_it_fits_the_window(browser: Any, file: Path, name: str, width: int, scheme: str) -> None:
+def test_page_fits_the_window(browser: Any, file: Path, name: str, width: int, scheme: str) -> None:
     made = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
     made.goto(file.as_uri())
     assert made.evaluate("document.documentElement.scrollWidth") <= width
@@ -176,11 +176,11 @@ def test_it_fits_the_window(browser: Any, file: Path, name: str, width: int, sch
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_single_number_of_ranks_is_drawn(browser: Any, tmp_path: Path, frozen: bool) -> None:
-    """Also of a model that sends nothing, since nothing in it trains."""
+def test_single_world_size_is_drawn(browser: Any, tmp_path: Path, frozen: bool) -> None:
+    """Also for a fully frozen model, which has no traffic."""
     path, wish = tmp_path / "plan.html", replace(small_wish(), ranks=[96], shard_group_size=96)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pictures, "PAGE_WORLD_SIZES", WORLDS[:3])
+        patch.setattr(pictures, "PAGE_WORLD_SIZES", WORLD_SIZES[:3])
         patch.setattr(pictures, "COMMON_OPTIMIZERS", ())
         pictures.write_page(
             replace(wish, model=freeze_params(wish.model, ["*"] if frozen else [])), ADAMW, "fp32", path

@@ -1,4 +1,4 @@
-"""`zeroshard plan`: what it prints, draws and refuses."""
+"""`zeroshard plan`: output, pictures and rejected arguments."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from zeroshard.planner.request import (
 )
 from zeroshard.planner.shapes import load_model_shape
 
-NAMES = [method.name for method in METHODS]
+METHOD_NAMES = [method.name for method in METHODS]
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
+def run_plan_json(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
     assert status_of("plan", *arguments, "--json") == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+def run_rejected_plan(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     assert status_of("plan", *arguments) == 2
     return capsys.readouterr().err
 
@@ -53,8 +53,8 @@ def planned() -> Plan:
 # ---- JSON
 
 
-def test_json_is_what_plan_returns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = said(
+def test_json_equals_plan_as_dict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_plan_json(
         *(capsys, write_module(tmp_path), "--ranks", "2,4", "--memory", "1MB", "--activations", "10kB"),
         *("--options", "lr=1e-3,betas=(0.8,0.9)", "--bandwidth", "1GB/s", "--latency", "20us"),
     )
@@ -73,14 +73,14 @@ def test_json_is_what_plan_returns(tmp_path: Path, capsys: pytest.CaptureFixture
     assert found.pop("model") == {"name": "make", "parameters": 40_320, "tensors": 5}
     expected.pop("model")
     assert found == expected
-    assert [row["method"] for row in found["estimates"]] == NAMES * 2
-    assert set(found["least_ranks"]) == set(NAMES)
+    assert [row["method"] for row in found["estimates"]] == METHOD_NAMES * 2
+    assert set(found["least_ranks"]) == set(METHOD_NAMES)
 
 
-def test_rows_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shard_group_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, slow, row = write_module(tmp_path), ("--bandwidth", "1GB/s"), ("--shard-group-size", "8")
     one, rows, fast = (
-        said(capsys, source, "--ranks", "8,64", *slow, *options)
+        run_plan_json(capsys, source, "--ranks", "8,64", *slow, *options)
         for options in ((), row, (*row, "--bandwidth-within", "100GB/s"))
     )
     assert (one["shard_group_size"], rows["shard_group_size"]) == (None, 8)
@@ -98,34 +98,36 @@ def test_rows_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert told in capsys.readouterr().err
 
 
-def test_the_case_of_the_zero_paper(capsys: pytest.CaptureFixture[str]) -> None:
+def test_zero_paper_example(capsys: pytest.CaptureFixture[str]) -> None:
     """7.5 billion parameters, Adam in mixed precision, 64 ranks: 120, 31.4 and 16.6 GB."""
-    found = said(capsys, "7.5B", "--optimizer", "Adam", "--precision", "bf16+fp32", "--ranks", "64")
+    found = run_plan_json(capsys, "7.5B", "--optimizer", "Adam", "--precision", "bf16+fp32", "--ranks", "64")
     totals = {row["method"]: round(row["total"] / 1e9, 1) for row in found["estimates"]}
     assert (totals["DDP"], totals["zeroshard 1"], totals["zeroshard 2"]) == (120.0, 31.4, 16.6)
 
 
 def test_options_reach_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_module(tmp_path)
-    base = {row["method"]: row for row in said(capsys, source, "--ranks", "2")["estimates"]}
+    base = {row["method"]: row for row in run_plan_json(capsys, source, "--ranks", "2")["estimates"]}
     options = ("--reduce", "bf16", "--peer-checkpoint", "--offload", "--bucket", "64kB", "--frozen", "embed*")
-    found = {row["method"]: row for row in said(capsys, source, "--ranks", "2", *options)["estimates"]}
+    found = {row["method"]: row for row in run_plan_json(capsys, source, "--ranks", "2", *options)["estimates"]}
     assert found["DDP"]["gradients"] == base["DDP"]["gradients"] - 4 * 32_000
     assert found["zeroshard 2"]["state"] == 0 < found["zeroshard 2"]["host"]
     assert found["zeroshard 2"]["peer_checkpoint_sent"] > 0 == base["zeroshard 2"]["peer_checkpoint_sent"]
     assert found["zeroshard 2"]["sent"] < found["DDP"]["sent"]
-    small, large = (said(capsys, source, "--ranks", "2", "--bucket", it)["estimates"][3] for it in ("20kB", "1MB"))
+    small, large = (
+        run_plan_json(capsys, source, "--ranks", "2", "--bucket", it)["estimates"][3] for it in ("20kB", "1MB")
+    )
     assert small["messages"] > large["messages"]
 
 
-def test_a_pair_of_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = said(capsys, write_module(tmp_path), "--optimizer", "muon+adamw", "--ranks", "1")
+def test_muon_with_adamw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_plan_json(capsys, write_module(tmp_path), "--optimizer", "muon+adamw", "--ranks", "1")
     assert found["optimizer"] == "Muon + AdamW"
     adamw, muon = 2 * 4 * (32_000 + 64 + 64), 4 * 2 * 64 * 64
     assert found["estimates"][0]["state"] == pytest.approx(adamw + muon, abs=64)
 
 
-def test_muon_alone_where_there_are_only_matrices() -> None:
+def test_muon_only_if_all_params_are_matrices() -> None:
     rules = OptimizerChoice("muon+adamw").resolve(load_model_shape("1M"))
     assert [rule.optimizer_class for rule in rules] == [torch.optim.Muon]
 
@@ -133,7 +135,7 @@ def test_muon_alone_where_there_are_only_matrices() -> None:
 # ---- tables
 
 
-def shown(plan: Plan, width: int) -> str:
+def render_plan(plan: Plan, width: int) -> str:
     console = Console(width=width, file=StringIO(), color_system=None)
     print_plan(plan, console)
     assert isinstance(console.file, StringIO)
@@ -141,8 +143,8 @@ def shown(plan: Plan, width: int) -> str:
 
 
 @pytest.mark.parametrize("width", [100, 160])
-def test_tables_have_room_for_every_word(planned: Plan, width: int) -> None:
-    text = shown(planned, width)
+def test_tables_are_not_truncated(planned: Plan, width: int) -> None:
+    text = render_plan(planned, width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     heads = (
@@ -162,7 +164,7 @@ def test_tables_have_room_for_every_word(planned: Plan, width: int) -> None:
         "network",
         "fits",
         *heads,
-        *NAMES,
+        *METHOD_NAMES,
     ):
         assert word in text
     assert ("█" in text) is (width == 160)
@@ -175,7 +177,7 @@ def test_tables_have_room_for_every_word(planned: Plan, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [100, 160])
-def test_tables_of_large_numbers_with_all_columns(capsys: pytest.CaptureFixture[str], width: int) -> None:
+def test_tables_with_large_numbers_and_all_columns(capsys: pytest.CaptureFixture[str], width: int) -> None:
     wish = small_wish()
     large = zeroshard.planner.plan(
         *(small_model().cast(torch.bfloat16), torch.optim.AdamW),
@@ -187,7 +189,7 @@ def test_tables_of_large_numbers_with_all_columns(capsys: pytest.CaptureFixture[
         ),
         network=wish.network,
     )
-    text = shown(large, width)
+    text = render_plan(large, width)
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
     assert "host" in text
@@ -197,24 +199,24 @@ def test_tables_of_large_numbers_with_all_columns(capsys: pytest.CaptureFixture[
     )
 
 
-def test_names_do_not_reach_the_terminal_as_commands() -> None:
+def test_terminal_control_sequences_in_names_are_escaped() -> None:
     plan = small_wish("[red]\x1b[2J").make_plan(ADAMW, None)
-    assert "[red]?[2J" in shown(plan, 100)
+    assert "[red]?[2J" in render_plan(plan, 100)
 
 
-def test_what_fits_in_a_sentence(planned: Plan) -> None:
+def test_min_ranks_sentence(planned: Plan) -> None:
     expected = {it.method: it.ranks for it in reversed(planned.estimates) if planned.fits(it)}
     sentence = format_min_ranks(planned)
     assert sentence is not None
     assert sentence.startswith("With 600 kB a rank, on 2 and 4 ranks: DDP ")
-    for method in NAMES:
+    for method in METHOD_NAMES:
         least = expected.get(method)
         assert f"{method} {'never' if least is None else 'always' if least == 2 else 'from 4 ranks'}" in sentence
-    assert len({*expected.values()}) + (len(expected) < len(NAMES)) > 1, "the memory should tell methods apart"
+    assert len({*expected.values()}) + (len(expected) < len(METHOD_NAMES)) > 1, "the memory should tell methods apart"
     assert format_min_ranks(small_wish(memory=None).make_plan(ADAMW, None)) is None
 
 
-def test_parts_add_up_to_the_peak(planned: Plan) -> None:
+def test_breakdown_sums_to_peak(planned: Plan) -> None:
     for row in planned.as_dict()["estimates"]:
         parts = breakdown_at_peak(row, row["peak_phase"])
         assert sum(parts.values()) == row["peak"]
@@ -224,7 +226,7 @@ def test_parts_add_up_to_the_peak(planned: Plan) -> None:
 # ---- the picture
 
 
-def test_the_picture_is_a_png_of_the_expected_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_picture_is_png_of_expected_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     target = tmp_path / "plan.png"
     assert status_of("plan", "1M", "--ranks", "2,4", "--memory", "1GB", "--picture", target) == 0
@@ -234,28 +236,30 @@ def test_the_picture_is_a_png_of_the_expected_size(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().err == f"Written: {target}\n"
 
 
-def test_a_picture_without_an_ending_is_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_picture_without_suffix_is_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     assert status_of("plan", "1M", "--ranks", "2", "--picture", tmp_path / "plan") == 0
     assert capsys.readouterr().err == f"Written: {tmp_path / 'plan.png'}\n"
     assert [it.name for it in tmp_path.iterdir()] == ["plan.png"]
 
 
-def test_a_picture_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_picture_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     arguments = ("1M", "--ranks", "1", "--picture")
-    assert "could not be written" in refused(capsys, *arguments, tmp_path / "none" / "plan.png")
-    assert "could not be written" in refused(capsys, *arguments, tmp_path / "plan.strange")
+    assert "could not be written" in run_rejected_plan(capsys, *arguments, tmp_path / "none" / "plan.png")
+    assert "could not be written" in run_rejected_plan(capsys, *arguments, tmp_path / "plan.strange")
 
 
-def test_a_picture_without_matplotlib(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_without_matplotlib_names_the_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "pip install 'zeroshard[plot]'" in refused(capsys, "1M", "--ranks", "1", "--picture", "x.png")
+    assert "pip install 'zeroshard[plot]'" in run_rejected_plan(capsys, "1M", "--ranks", "1", "--picture", "x.png")
 
 
-# ---- what is refused
+# ---- rejected arguments
 
 
 @pytest.mark.parametrize(
@@ -285,24 +289,24 @@ def test_a_picture_without_matplotlib(capsys: pytest.CaptureFixture[str], monkey
         (("gpt2", "--bucket", "0"), "bucket_bytes"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(
+def test_invalid_arguments_are_reported_without_traceback(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
 ) -> None:
-    error = refused(capsys, *arguments)
+    error = run_rejected_plan(capsys, *arguments)
     assert words in error
     assert "Traceback" not in error
 
 
-def test_a_spoiled_file_is_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_corrupt_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bad.safetensors").write_bytes(b"\xff" * 40)
     assert status_of("plan", tmp_path / "bad.safetensors") == 1
     assert "is no file of safetensors" in capsys.readouterr().err
 
 
-# ---- words of the command line
+# ---- parsing of command-line values
 
 
-def test_quantities() -> None:
+def test_parse_and_format_quantities() -> None:
     assert (parse_bytes("--memory", "80GB"), parse_bytes("--memory", "80 GiB"), parse_bytes("--memory", "1.5kb")) == (
         80 * 10**9,
         80 * 2**30,
@@ -325,7 +329,7 @@ def test_quantities() -> None:
     )
 
 
-def test_ranks() -> None:
+def test_parse_ranks() -> None:
     assert parse_ranks("8, 64,8") == [8, 64]
     assert parse_ranks("1-4096") == [2**it for it in range(13)]
     assert parse_ranks("3-20,96") == [4, 8, 16, 96]
@@ -334,7 +338,7 @@ def test_ranks() -> None:
             parse_ranks(wrong)
 
 
-def test_options_are_literals() -> None:
+def test_options_must_be_literals() -> None:
     assert parse_options("lr=1e-3,betas=(0.9, 0.95),nesterov=True") == {
         "lr": 1e-3,
         "betas": (0.9, 0.95),
@@ -346,7 +350,7 @@ def test_options_are_literals() -> None:
             parse_options(wrong)
 
 
-def test_classes_of_anywhere() -> None:
+def test_resolve_optimizer_class() -> None:
     assert resolve_optimizer_class("SGD") is torch.optim.SGD
     assert resolve_optimizer_class("torch.optim.adamw:AdamW") is torch.optim.AdamW
     with pytest.raises(ConfigError, match="such as AdamW"):
@@ -354,21 +358,21 @@ def test_classes_of_anywhere() -> None:
 
 
 @pytest.mark.parametrize("place", ["mine_of_a_test", "mine_of_a_test.py"])
-def test_a_class_next_to_the_user(
+def test_optimizer_class_from_current_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
 ) -> None:
     (tmp_path / "mine_of_a_test.py").write_text("import torch\nclass Mine(torch.optim.SGD):\n    pass\n")
     monkeypatch.chdir(tmp_path)
     options = ("--optimizer", f"{place}:Mine", "--options", "momentum=0.9", "--ranks", "1")
-    found = said(capsys, write_module(tmp_path), *options)
+    found = run_plan_json(capsys, write_module(tmp_path), *options)
     assert found["optimizer"] == "Mine"
     assert found["estimates"][0]["state"] == 4 * 40_320
 
 
-# ---- what Python hands over
+# ---- the Python API
 
 
-WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+INVALID_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"memory": "80GB"}, ConfigError, "such as 80e9, not '80GB'"),
     ({"memory": -1}, ConfigError, "such as 80e9, not -1"),
     ({"memory": float("nan")}, ConfigError, "such as 80e9, not nan"),
@@ -384,25 +388,25 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "kind", "words"), WRONG)
-def test_values_that_no_plan_can_be_made_of(given: dict[str, Any], kind: type[Exception], words: str) -> None:
+@pytest.mark.parametrize(("given", "kind", "words"), INVALID_ARGUMENTS)
+def test_plan_rejects_invalid_values(given: dict[str, Any], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         zeroshard.planner.plan(small_model(), torch.optim.AdamW, **given)
 
 
-def test_one_number_of_ranks() -> None:
+def test_ranks_as_single_number() -> None:
     alone, listed = (zeroshard.planner.plan(small_model(), torch.optim.AdamW, ranks=it) for it in (8, [8]))
     assert alone == listed
 
 
-def test_a_model_that_is_frozen_as_a_whole_is_balanced(capsys: pytest.CaptureFixture[str]) -> None:
-    found = said(capsys, "1M", "--frozen", "*", "--ranks", "8")
+def test_fully_frozen_model_is_balanced(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_plan_json(capsys, "1M", "--frozen", "*", "--ranks", "8")
     assert {row["balance"] for row in found["estimates"]} == {1.0}
     assert {row["state"] for row in found["estimates"]} == {0}
 
 
-def test_time_on_the_network_by_hand() -> None:
-    """Each of 4 collectives takes log2 of 4,096 messages of 10 us; a gigabyte at a gigabyte a second takes one."""
+def test_network_time_formula() -> None:
+    """Each of 4 collectives takes log2(4,096) latencies of 10 us; 1 GB at 1 GB/s takes 1 s."""
     network = zeroshard.planner.Network(1e9, 1e-5)
     assert network.estimate_seconds(1e9, 4, 4096) == pytest.approx(1 + 4 * 12 * 1e-5)
     assert network.estimate_seconds(0, 1, 5) == pytest.approx(3e-5)

@@ -1,4 +1,4 @@
-"""docs/planner.md says what the code says."""
+"""docs/planner.md matches the code."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from zeroshard.planner.shapes import PRESETS, load_model_shape
 PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
 
 
-def test_all_presets_are_listed() -> None:
+def test_all_presets_are_documented() -> None:
     assert [name for name in PRESETS if f"`{name}`" not in PAGE] == []
 
 
-def test_all_options_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_options_are_documented(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert status_of("plan", "--help") == 0
     words = capsys.readouterr().out.replace("│", " ").split()
@@ -31,7 +31,7 @@ def test_all_options_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert [option for option in sorted(options) if f"`{option}" not in PAGE] == []
 
 
-def test_the_case_of_the_paper_is_shown_as_it_is_printed() -> None:
+def test_zero_paper_output_is_current() -> None:
     command, printed = PAGE.split("## The case of the ZeRO paper")[1].split("```")[1:4:2]
     assert command == "console\nzeroshard plan 7.5B --optimizer Adam --precision bf16+fp32 --ranks 64\n"
     model, config = load_model_shape("7.5B").cast(torch.bfloat16), ZeroConfig(master_dtype=torch.float32)
@@ -41,7 +41,7 @@ def test_the_case_of_the_paper_is_shown_as_it_is_printed() -> None:
     assert printed.removeprefix("text\n").splitlines() == lines[: len(printed.splitlines()) - 1]
 
 
-def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     code = PAGE.split("```python\n")[1].split("```")[0]
     printed: list[str] = []
     exec(

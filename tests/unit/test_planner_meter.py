@@ -1,4 +1,4 @@
-"""Not all equal tensors are stepped to know what a step takes; the answer is that of stepping them all."""
+"""StateMeter steps only some of the equal tensors; the result equals stepping all of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from zeroshard.engine.inner import OptimizerFactory
 from zeroshard.planner.meter import StateMeter, TensorMeta, _measure_on_meta
 
-SHAPES: list[TensorMeta] = [
+TENSORS: list[TensorMeta] = [
     (shape, torch.float32) for shape in ((40, 30), (30, 20), (30, 20), (40, 30), (40, 30), (16, 16), (30, 20), (8, 64))
 ]
 
@@ -25,10 +25,10 @@ SHAPES: list[TensorMeta] = [
         (torch.optim.Muon, {}),
     ],
 )
-def test_moments_of_a_step(made: Any, options: dict[str, Any]) -> None:
-    recipe = OptimizerFactory(made, [{"params": [torch.zeros(4, 4)]}], True, options)
-    for shapes in (SHAPES, SHAPES[:1], SHAPES[1:3], SHAPES[::-1]):
-        taken = _measure_on_meta(recipe, shapes)
-        assert taken is not None
-        assert StateMeter(recipe).temporary_bytes(shapes) == taken.temporary_bytes
-        assert taken.temporary_bytes > 0 or made is torch.optim.SGD
+def test_temporary_bytes_equal_full_measurement(made: Any, options: dict[str, Any]) -> None:
+    factory = OptimizerFactory(made, [{"params": [torch.zeros(4, 4)]}], True, options)
+    for shapes in (TENSORS, TENSORS[:1], TENSORS[1:3], TENSORS[::-1]):
+        measured = _measure_on_meta(factory, shapes)
+        assert measured is not None
+        assert StateMeter(factory).temporary_bytes(shapes) == measured.temporary_bytes
+        assert measured.temporary_bytes > 0 or made is torch.optim.SGD

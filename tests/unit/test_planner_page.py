@@ -1,4 +1,4 @@
-"""The page of `zeroshard plan --html`: it needs nothing else, obeys no name, and holds Python's numbers."""
+"""The page of `zeroshard plan --html`: self-contained, escapes names, and embeds the numbers of `plan`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from zeroshard.planner.pictures import MEMORY_COLOURS
 from zeroshard.planner.plan import METHODS
 from zeroshard.planner.request import OptimizerChoice
 
-WORLDS = (2, 4, 64)
+WORLD_SIZES = (2, 4, 64)
 
 
 @pytest.fixture(scope="module")
 def page() -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pictures, "PAGE_WORLD_SIZES", WORLDS)
+        patch.setattr(pictures, "PAGE_WORLD_SIZES", WORLD_SIZES)
         patch.setattr(pictures, "PAGE_PRECISIONS", ("fp32",))
         return pictures.render_page(small_wish(EVIL), SGD, "bf16+fp32")
 
 
-def test_it_parses_and_needs_nothing_else(page: str) -> None:
+def test_page_is_valid_and_self_contained(page: str) -> None:
     found = Reader(page)
     assert found.open == []
     assert not re.search(r"https?:|//[a-z]|@import|url\(|\bfetch\(|XMLHttpRequest|import\(", page.replace("</", ""))
@@ -39,7 +39,7 @@ def test_it_parses_and_needs_nothing_else(page: str) -> None:
     assert len(page) < 1_000_000
 
 
-def test_names_are_only_shown(page: str) -> None:
+def test_names_are_escaped(page: str) -> None:
     assert page.count("<script") == 2
     assert "<img" not in page
     assert Reader(page).text["title"] == f"{EVIL}: will it fit?"
@@ -55,18 +55,18 @@ def test_controls_have_labels(page: str) -> None:
     assert all({"role", "aria-label"} <= it.keys() for tag, it in tags if tag == "svg")
 
 
-def test_numbers_are_those_of_plan(page: str) -> None:
+def test_embedded_numbers_equal_plan(page: str) -> None:
     data, wish = embedded(page), small_wish(EVIL)
-    assert data["worlds"] == list(WORLDS)
+    assert data["worlds"] == list(WORLD_SIZES)
     assert data["methods"] == [it.name for it in METHODS]
     assert data["optimizers"] == ["SGD, momentum 0.9", "AdamW", "Muon + AdamW", "Adafactor"]
     assert data["precisions"] == ["bf16+fp32", "fp32"]
     assert data["colours"] == MEMORY_COLOURS
     for label, optimizer in (("SGD, momentum 0.9", SGD), ("AdamW", ADAMW)):
         for precision in ("fp32", "bf16+fp32"):
-            estimates = wish.make_plan(optimizer, precision, WORLDS).as_dict()["estimates"]
+            estimates = wish.make_plan(optimizer, precision, WORLD_SIZES).as_dict()["estimates"]
             rows = [dict(zip(data["fields"], row, strict=True)) for row in data["rows"][label][precision]]
-            assert len(rows) == len(estimates) == len(WORLDS) * len(METHODS)
+            assert len(rows) == len(estimates) == len(WORLD_SIZES) * len(METHODS)
             for row, expected in zip(rows, estimates, strict=True):
                 same = {name: expected[name] for name in (*pictures.PAGE_FIELDS, "sent", "messages")}
                 assert {name: row[name] for name in same} == same
@@ -78,14 +78,16 @@ def test_numbers_are_those_of_plan(page: str) -> None:
 
 
 @pytest.mark.parametrize(("row", "worlds"), [(None, [1, 2, 4, 64]), (3, [3, 6, 12]), (32, [32, 64]), (96, [96])])
-def test_numbers_of_ranks_are_whole_rows(monkeypatch: pytest.MonkeyPatch, row: int | None, worlds: list[int]) -> None:
+def test_world_sizes_are_multiples_of_shard_group_size(
+    monkeypatch: pytest.MonkeyPatch, row: int | None, worlds: list[int]
+) -> None:
     monkeypatch.setattr(pictures, "PAGE_WORLD_SIZES", (1, 2, 4, 64))
     monkeypatch.setattr(pictures, "COMMON_OPTIMIZERS", ())
     wish = replace(small_wish(), ranks=worlds[-1:], shard_group_size=row)
     assert pictures.collect_page_data(wish, ADAMW, "fp32")["worlds"] == worlds
 
 
-def test_what_cannot_be_planned_is_left_out_unless_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_optimizers_are_omitted_unless_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "PAGE_WORLD_SIZES", (2,))
     monkeypatch.setattr(pictures, "PAGE_PRECISIONS", ())
     monkeypatch.setattr(pictures, "COMMON_OPTIMIZERS", (ADAMW, OptimizerChoice("SparseAdam")))
@@ -96,7 +98,7 @@ def test_what_cannot_be_planned_is_left_out_unless_it_was_asked_for(monkeypatch:
         pictures.collect_page_data(small_wish(), OptimizerChoice("SparseAdam"), None)
 
 
-def test_the_command_writes_it(
+def test_command_writes_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(pictures, "PAGE_WORLD_SIZES", (1, 2))

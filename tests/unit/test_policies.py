@@ -1,4 +1,4 @@
-"""Policies are values that check themselves."""
+"""Validation, equality and descriptions of ZeroConfig and its policies."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from zeroshard.config import MasterWeights, Reduce, ZeroStage1, ZeroStage2, reje
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64, "bfloat16", float, 16])
-def test_only_floating_point_dtypes_are_sent(dtype: Any) -> None:
+def test_reduce_dtype_must_be_floating_point(dtype: Any) -> None:
     with pytest.raises(ConfigError, match=r"ZeroConfig\(reduce_dtype=\.\.\.\) takes a floating-point dtype"):
         ZeroConfig(reduce_dtype=dtype)
 
 
 @pytest.mark.parametrize("value", [None, 1, "yes"])
-def test_a_deterministic_reduce_is_on_or_off(value: Any) -> None:
+def test_deterministic_reduce_must_be_bool(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"ZeroConfig\(deterministic_reduce=\.\.\.\) takes True or False"):
         ZeroConfig(deterministic_reduce=value)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.complex128, "float32", 32])
-def test_masters_are_of_a_floating_point_dtype(dtype: Any) -> None:
+def test_master_dtype_must_be_floating_point(dtype: Any) -> None:
     with pytest.raises(ConfigError, match=r"ZeroConfig\(master_dtype=\.\.\.\) takes a floating-point dtype"):
         ZeroConfig(master_dtype=dtype)
 
 
 @pytest.mark.parametrize("stage", [0, 3, True, 1.0, "2", torch.float32])
-def test_a_stage_is_1_or_2(stage: Any) -> None:
+def test_stage_must_be_1_or_2(stage: Any) -> None:
     with pytest.raises(ConfigError, match=r"ZeroConfig\(stage=\.\.\.\) takes 1, 2 or None") as raised:
         ZeroConfig(stage=stage)
     assert ("fully_shard" in str(raised.value)) == (stage == 3)
@@ -52,27 +52,27 @@ def test_a_stage_is_1_or_2(stage: Any) -> None:
         (torch.bfloat16, torch.complex64, torch.complex64),
     ],
 )
-def test_gradients_never_travel_larger_than_they_are(
+def test_reduce_dtype_never_widens_gradients(
     asked: torch.dtype | None, gradient: torch.dtype, wire: torch.dtype
 ) -> None:
     assert Reduce(asked).wire_dtype(gradient) == wire
 
 
-def test_masters_cover_what_is_less_precise() -> None:
+def test_master_weights_cover_less_precise_dtypes() -> None:
     covered = [torch.bfloat16, torch.float16]
     for dtype in (*covered, torch.float32, torch.float64, torch.complex64, torch.int8):
         assert MasterWeights().covers(dtype) == (dtype in covered)
     assert MasterWeights(torch.float64).covers(torch.float32)
 
 
-def test_sums_are_made_in_float32_at_least() -> None:
+def test_sums_use_at_least_float32() -> None:
     assert [sum_dtype(dtype) for dtype in (torch.bfloat16, torch.float16)] == [torch.float32] * 2
     for dtype in (torch.float32, torch.float64, torch.complex64):
         assert sum_dtype(dtype) == dtype
 
 
-def test_values() -> None:
-    """Equal when their contents are, and nobody changes them."""
+def test_policies_are_immutable_values() -> None:
+    """Policies compare and hash by value, and are frozen."""
     for value in (ZeroStage2(), ZeroStage1(), Reduce(torch.bfloat16), MasterWeights()):
         assert value == type(value)(**vars(value))
         assert hash(value) == hash(type(value)(**vars(value)))
@@ -96,13 +96,13 @@ def test_values() -> None:
         {"nonfinite": "skip"},
     ],
 )
-def test_a_config_takes_policies_and_nothing_else(options: dict[str, Any]) -> None:
+def test_config_rejects_values_of_wrong_type(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(ConfigError, match=rf"ZeroConfig\({name}=\.\.\.\) takes"):
         ZeroConfig(**options)
 
 
-def test_configs_describe_themselves_alike_on_all_ranks() -> None:
+def test_equal_configs_have_equal_descriptions() -> None:
     options: dict[str, Any] = {"reduce_dtype": torch.bfloat16, "master_dtype": torch.float32, "stage": 1}
     assert ZeroConfig(**options).describe() == ZeroConfig(**options).describe()
     changes: list[dict[str, Any]] = [
@@ -117,7 +117,7 @@ def test_configs_describe_themselves_alike_on_all_ranks() -> None:
     assert len({ZeroConfig(**options).describe(), *others}) == len(changes) + 1
 
 
-def test_an_unknown_option_names_the_closest_one() -> None:
+def test_unknown_option_suggests_the_closest_name() -> None:
     message = "ZeroConfig() has no option 'overlap_param_gathr'; did you mean 'overlap_param_gather'?"
     with pytest.raises(TypeError, match=re.escape(message)):
         ZeroConfig(overlap_param_gathr=True)  # type: ignore[call-arg]
@@ -125,39 +125,39 @@ def test_an_unknown_option_names_the_closest_one() -> None:
         replace(ZeroConfig(), zzz=1)  # type: ignore[call-arg]
 
 
-def test_the_signature_shows_every_option() -> None:
+def test_signature_lists_every_option() -> None:
     assert list(signature(ZeroConfig).parameters) == [it.name for it in fields(ZeroConfig)]
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.0, True, None, "100"])
-def test_drift_is_looked_for_every_so_many_steps(every: Any) -> None:
+def test_consistency_check_interval_must_be_positive_int(every: Any) -> None:
     with pytest.raises(ConfigError, match=r"ConsistencyCheck\(every=\.\.\.\) takes a number of steps, 1 or more"):
         ConsistencyCheck(every=every)
 
 
-@pytest.mark.parametrize("then", ["Skip", "", None, True, ["skip"]])
-def test_what_is_not_finite_has_three_consequences(then: Any) -> None:
+@pytest.mark.parametrize("action", ["Skip", "", None, True, ["skip"]])
+def test_unknown_nonfinite_action_is_rejected(action: Any) -> None:
     with pytest.raises(ConfigError, match=r'NonFiniteGrads\(\.\.\.\) takes "skip", "raise" or "warn"'):
-        NonFiniteGrads(then)
+        NonFiniteGrads(action)
 
 
-@pytest.mark.parametrize("most", [0, -3, 2.0, True, "2"])
-def test_the_most_steps_that_are_left_out_are_a_number(most: Any) -> None:
+@pytest.mark.parametrize("limit", [0, -3, 2.0, True, "2"])
+def test_max_consecutive_must_be_positive_int(limit: Any) -> None:
     with pytest.raises(
         ConfigError, match=r"NonFiniteGrads\(max_consecutive=\.\.\.\) takes a number of steps, 1 or more"
     ):
-        NonFiniteGrads("skip", max_consecutive=most)
+        NonFiniteGrads("skip", max_consecutive=limit)
 
 
-@pytest.mark.parametrize("then", ["raise", "warn"])
-def test_only_steps_that_are_left_out_have_a_most(then: Any) -> None:
+@pytest.mark.parametrize("action", ["raise", "warn"])
+def test_max_consecutive_requires_skip(action: Any) -> None:
     with pytest.raises(
         ConfigError, match=r'NonFiniteGrads\(max_consecutive=\.\.\.\) counts steps that are left out: .*"skip"'
     ):
-        NonFiniteGrads(then, max_consecutive=2)
+        NonFiniteGrads(action, max_consecutive=2)
 
 
-def test_looking_is_off_unless_asked_for() -> None:
+def test_checks_are_off_by_default() -> None:
     assert (ZeroConfig().consistency_check, ZeroConfig().nonfinite) == (None, None)
     config = ZeroConfig(
         consistency_check=ConsistencyCheck(every=3), nonfinite=NonFiniteGrads("skip", max_consecutive=2)
@@ -171,14 +171,14 @@ def test_looking_is_off_unless_asked_for() -> None:
 
 
 @pytest.mark.parametrize("policy", [ConsistencyCheck(), NonFiniteGrads("raise")])
-def test_they_are_no_options_of_an_optimizer_class(policy: Any) -> None:
+def test_policies_are_rejected_as_optimizer_options(policy: Any) -> None:
     with pytest.raises(
         ConfigError, match=r"is not an option of an optimizer class: pass config=ZeroConfig\(it=\.\.\.\)"
     ):
         reject_config_options(torch.optim.AdamW, {"it": policy})
 
 
-def test_what_is_given_beside_the_config_is_sent_there() -> None:
+def test_config_options_are_rejected_as_optimizer_options() -> None:
     with pytest.raises(
         ConfigError, match=r"overlap_param_gather=True is not an option .* config=ZeroConfig\(overlap_param_gather="
     ):
@@ -189,7 +189,7 @@ def test_what_is_given_beside_the_config_is_sent_there() -> None:
         reject_config_options(torch.optim.AdamW, {"master_dtype": torch.float32})
 
 
-def test_a_class_may_have_options_of_these_names() -> None:
+def test_optimizer_class_may_define_options_with_the_same_names() -> None:
     def makes(params: Any, offload: bool, **others: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=float(offload), **others)
 

@@ -1,4 +1,4 @@
-"""What probes find out about an optimizer class is remembered while nothing changes that could change the answer."""
+"""The probe cache: results are reused until something changes that could affect them."""
 
 from __future__ import annotations
 
@@ -25,70 +25,70 @@ def _empty_cache() -> None:
     probe.clear_probe_cache()
 
 
-class Probe:
-    """Counts how often it is asked."""
+class CountingProbe:
+    """A memoized probe that counts its calls."""
 
-    def __init__(self, answer: Callable[[OptimizerFactory], str] = lambda recipe: recipe.name) -> None:
+    def __init__(self, answer: Callable[[OptimizerFactory], str] = lambda factory: factory.name) -> None:
         self.calls = 0
         self._answer = answer
         self.ask = memoize_probe(on_failure="failed")(self._probe)
 
-    def _probe(self, recipe: OptimizerFactory) -> str:
+    def _probe(self, factory: OptimizerFactory) -> str:
         self.calls += 1
-        return self._answer(recipe)
+        return self._answer(factory)
 
-    def is_cached(self, recipe: OptimizerFactory) -> bool:
+    def is_cached(self, factory: OptimizerFactory) -> bool:
         before = self.calls
-        self.ask(recipe)
+        self.ask(factory)
         return self.calls == before
 
 
-def recipe(
+def make_factory(
     factory: Callable[..., Optimizer] = SGD, *, group: dict[str, Any] | None = None, **defaults: Any
 ) -> OptimizerFactory:
     group = {"params": [torch.nn.Parameter(torch.ones(2, 3))], **(group or {})}
     return OptimizerFactory(factory, [group], False, {"lr": 0.1, **defaults})
 
 
-def with_param(param: torch.Tensor, **attributes: Any) -> OptimizerFactory:
+def make_factory_for(param: torch.Tensor, **attributes: Any) -> OptimizerFactory:
     vars(param).update(attributes)
-    return recipe(group={"params": [param]})
+    return make_factory(group={"params": [param]})
 
 
-def test_equal_recipes_are_probed_once() -> None:
-    probe = Probe()
-    assert probe.ask(recipe()) == "SGD"
-    assert probe.is_cached(recipe())
-    assert probe.is_cached(recipe(group={"params": [torch.nn.Parameter(torch.zeros(5, 7)) for _ in range(9)]}))
-    assert probe.ask(recipe()) == "SGD"
+def test_equal_factories_are_probed_once() -> None:
+    probe = CountingProbe()
+    assert probe.ask(make_factory()) == "SGD"
+    assert probe.is_cached(make_factory())
+    assert probe.is_cached(make_factory(group={"params": [torch.nn.Parameter(torch.zeros(5, 7)) for _ in range(9)]}))
+    assert probe.ask(make_factory()) == "SGD"
 
 
-CHANGES: dict[str, Callable[[], OptimizerFactory]] = {
-    "class": lambda: recipe(torch.optim.Adam),
-    "partial": lambda: recipe(partial(SGD, momentum=0.9)),
-    "default": lambda: recipe(momentum=0.9),
-    "type of a default": lambda: recipe(momentum=0),
-    "tensor": lambda: recipe(lr=torch.tensor(0.1)),
-    "tensor value": lambda: recipe(lr=torch.tensor(0.2)),
-    "tensor dtype": lambda: recipe(lr=torch.tensor(0.1, dtype=torch.float64)),
-    "group option": lambda: recipe(group={"lr": 0.2}),
-    "group key": lambda: recipe(group={"name": "head"}),
-    "names": lambda: recipe(group={"param_names": ["a"]}),
-    "two groups": lambda: OptimizerFactory(SGD, recipe().groups * 2, False, {"lr": 0.1}),
-    "plain": lambda: OptimizerFactory(SGD, recipe().groups, True, {"lr": 0.1}),
-    "dims": lambda: with_param(torch.nn.Parameter(torch.ones(3))),
-    "dtype": lambda: with_param(torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))),
-    "device": lambda: with_param(torch.nn.Parameter(torch.ones(2, 3, device="meta"))),
-    "attribute": lambda: with_param(torch.nn.Parameter(torch.ones(2, 3)), lr_scale=2.0),
-    "attribute value": lambda: with_param(torch.nn.Parameter(torch.ones(2, 3)), lr_scale=3.0),
+DIFFERENT_FACTORIES: dict[str, Callable[[], OptimizerFactory]] = {
+    "class": lambda: make_factory(torch.optim.Adam),
+    "partial": lambda: make_factory(partial(SGD, momentum=0.9)),
+    "default": lambda: make_factory(momentum=0.9),
+    "type of a default": lambda: make_factory(momentum=0),
+    "tensor": lambda: make_factory(lr=torch.tensor(0.1)),
+    "tensor value": lambda: make_factory(lr=torch.tensor(0.2)),
+    "tensor dtype": lambda: make_factory(lr=torch.tensor(0.1, dtype=torch.float64)),
+    "group option": lambda: make_factory(group={"lr": 0.2}),
+    "group key": lambda: make_factory(group={"name": "head"}),
+    "names": lambda: make_factory(group={"param_names": ["a"]}),
+    "two groups": lambda: OptimizerFactory(SGD, make_factory().groups * 2, False, {"lr": 0.1}),
+    "plain": lambda: OptimizerFactory(SGD, make_factory().groups, True, {"lr": 0.1}),
+    "dims": lambda: make_factory_for(torch.nn.Parameter(torch.ones(3))),
+    "dtype": lambda: make_factory_for(torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))),
+    "device": lambda: make_factory_for(torch.nn.Parameter(torch.ones(2, 3, device="meta"))),
+    "attribute": lambda: make_factory_for(torch.nn.Parameter(torch.ones(2, 3)), lr_scale=2.0),
+    "attribute value": lambda: make_factory_for(torch.nn.Parameter(torch.ones(2, 3)), lr_scale=3.0),
 }
 
 
-def test_whatever_can_change_an_answer_is_part_of_the_key() -> None:
-    """Each recipe differs from all others, and is found again."""
-    probe = Probe()
-    probe.ask(recipe())
-    for name, make in CHANGES.items():
+def test_cache_key_covers_all_inputs() -> None:
+    """Each factory misses the cache the first time and hits it the second time."""
+    probe = CountingProbe()
+    probe.ask(make_factory())
+    for name, make in DIFFERENT_FACTORIES.items():
         assert not probe.is_cached(make()), name
         assert probe.is_cached(make()), name
 
@@ -130,41 +130,41 @@ def _restored_flags() -> Any:
 
 @pytest.mark.usefixtures("_restored_flags")
 @pytest.mark.parametrize("flag", FLAGS)
-def test_global_flags_are_part_of_the_key(flag: str) -> None:
-    probe, one = Probe(), recipe()
+def test_cache_key_covers_global_flags(flag: str) -> None:
+    probe, one = CountingProbe(), make_factory()
     probe.ask(one)
     with FLAGS[flag]():
         assert not probe.is_cached(one)
 
 
-def test_a_class_that_changes_is_probed_again() -> None:
+def test_modified_class_is_probed_again() -> None:
     class Own(SGD):
         nesterov_by_default = False
 
-    probe = Probe()
-    probe.ask(recipe(Own))
+    probe = CountingProbe()
+    probe.ask(make_factory(Own))
     Own.nesterov_by_default = True
-    assert not probe.is_cached(recipe(Own))
+    assert not probe.is_cached(make_factory(Own))
     setattr(Own, "step", lambda *_: None)  # noqa: B010 (mypy refuses the assignment)
-    assert not probe.is_cached(recipe(Own))
-    assert probe.is_cached(recipe(Own))
+    assert not probe.is_cached(make_factory(Own))
+    assert probe.is_cached(make_factory(Own))
 
 
 def scale_by_two(self: Any, closure: Any = None) -> None:
     self.scale = 2.0
 
 
-def test_code_that_is_replaced_in_place_is_probed_again() -> None:
-    """As reloading a module in a notebook does it."""
+def test_replaced_code_is_probed_again() -> None:
+    """Reloading a module in a notebook does this."""
 
     def step(self: Any, closure: Any = None) -> None:
         self.scale = 1.0
 
-    probe, own = Probe(), type("Own", (SGD,), {"step": step})
-    probe.ask(recipe(own))
-    assert probe.is_cached(recipe(own))
+    probe, own = CountingProbe(), type("Own", (SGD,), {"step": step})
+    probe.ask(make_factory(own))
+    assert probe.is_cached(make_factory(own))
     step.__code__ = scale_by_two.__code__
-    assert not probe.is_cached(recipe(own))
+    assert not probe.is_cached(make_factory(own))
 
 
 SCALE = 1.0
@@ -176,80 +176,80 @@ class ReadsGlobal(SGD):
         return super().step(closure)
 
 
-def test_a_global_value_that_a_method_reads_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = Probe()
-    probe.ask(recipe(ReadsGlobal))
-    assert probe.is_cached(recipe(ReadsGlobal))
+def test_cache_key_covers_globals_read_by_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = CountingProbe()
+    probe.ask(make_factory(ReadsGlobal))
+    assert probe.is_cached(make_factory(ReadsGlobal))
     monkeypatch.setitem(globals(), "SCALE", 2.0)
-    assert not probe.is_cached(recipe(ReadsGlobal))
+    assert not probe.is_cached(make_factory(ReadsGlobal))
 
 
 class NotReferable(SGD):
-    """Its property runs what no weak reference can be made to."""
+    """Its property calls an object that does not support weak references."""
 
     first_group = property(attrgetter("param_groups"))
 
 
-def test_any_class_can_be_probed() -> None:
-    probe = Probe()
-    assert probe.ask(recipe(NotReferable)) == "NotReferable"
-    assert not probe.is_cached(recipe(NotReferable))
+def test_class_without_weak_references_is_probed_uncached() -> None:
+    probe = CountingProbe()
+    assert probe.ask(make_factory(NotReferable)) == "NotReferable"
+    assert not probe.is_cached(make_factory(NotReferable))
 
 
-def test_nothing_is_kept_of_what_happens_inside_a_dispatch_mode() -> None:
-    probe = Probe()
+def test_nothing_is_cached_inside_a_dispatch_mode() -> None:
+    probe = CountingProbe()
     with FlopCounterMode(display=False):
-        probe.ask(recipe())
-        assert not probe.is_cached(recipe())
+        probe.ask(make_factory())
+        assert not probe.is_cached(make_factory())
 
 
 def make_sgd(params: Any, **options: Any) -> SGD:
     return SGD(params, **options)
 
 
-def test_factories_and_options_that_cannot_be_compared_are_probed_every_time() -> None:
-    probe = Probe()
-    for one in (recipe(make_sgd), recipe(schedule=object())):
+def test_incomparable_factories_and_options_are_not_cached() -> None:
+    probe = CountingProbe()
+    for one in (make_factory(make_sgd), make_factory(schedule=object())):
         probe.ask(one)
         assert not probe.is_cached(one)
 
 
-def test_a_class_can_be_collected() -> None:
+def test_cache_does_not_keep_classes_alive() -> None:
     class Own(SGD):
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
 
-    probe_traits(recipe(Own))
+    probe_traits(make_factory(Own))
     gone = weakref.ref(Own)
     del Own
     gc.collect()
     assert gone() is None
 
 
-def test_failures_are_not_kept() -> None:
-    """Memory may have run out, on this rank and only now."""
+def test_failures_are_not_cached() -> None:
+    """The failure may be temporary and local to this rank, such as running out of memory."""
 
     def fail(_: OptimizerFactory) -> str:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    probe = Probe(fail)
-    assert probe.ask(recipe()) == "failed"
-    assert not probe.is_cached(recipe())
+    probe = CountingProbe(fail)
+    assert probe.ask(make_factory()) == "failed"
+    assert not probe.is_cached(make_factory())
 
 
-def test_a_self_test_that_runs_out_of_memory_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_is_repeated_after_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("full")
 
     with monkeypatch.context() as patch:
         patch.setattr(SGD, "step", full)
-        assert probe_traits(recipe(momentum=0.9)) == OptimizerTraits()
-    assert probe_traits(recipe(momentum=0.9)).param_shaped_keys == {"momentum_buffer"}
+        assert probe_traits(make_factory(momentum=0.9)) == OptimizerTraits()
+    assert probe_traits(make_factory(momentum=0.9)).param_shaped_keys == {"momentum_buffer"}
 
 
-def test_old_answers_make_room() -> None:
-    counting = Probe()
+def test_oldest_answer_is_evicted() -> None:
+    counting = CountingProbe()
     for number in range(probe.MAX_ANSWERS_PER_CLASS + 1):
-        counting.ask(recipe(lr=float(number)))
-    assert counting.is_cached(recipe(lr=1.0))
-    assert not counting.is_cached(recipe(lr=0.0))
+        counting.ask(make_factory(lr=float(number)))
+    assert counting.is_cached(make_factory(lr=1.0))
+    assert not counting.is_cached(make_factory(lr=0.0))

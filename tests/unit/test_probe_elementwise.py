@@ -1,4 +1,4 @@
-"""May a parameter be cut into flat pieces? Asked of optimizers that are separable, and of all kinds that are not."""
+"""The probe that decides whether an optimizer is elementwise, so that its parameters may be split anywhere."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ SHAPES: Shapes = [(4, 3), (7,), (2, 3, 2)]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Threads that wait for each other on a busy machine take seconds for nothing."""
+    """Use one thread: on a busy machine, thread synchronization takes seconds."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-def is_separable(made: OptimizerFactory) -> bool:
-    """Whether parameters may be cut anywhere."""
+def is_elementwise(made: OptimizerFactory) -> bool:
+    """Return whether parameters may be split anywhere."""
     found = probe_split_rule(made)
     return found is not None and found.granularity.is_elementwise
 
@@ -64,28 +64,28 @@ ELEMENTWISE: list[tuple[type[Optimizer], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("cls", "options"), ELEMENTWISE, ids=lambda it: getattr(it, "__name__", None))
-def test_element_wise_classes_are(cls: type[Optimizer], options: dict[str, Any]) -> None:
-    assert is_separable(recipe(cls, **options))
+def test_elementwise_torch_optimizers(cls: type[Optimizer], options: dict[str, Any]) -> None:
+    assert is_elementwise(recipe(cls, **options))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
-def test_they_are_in_every_dtype(dtype: torch.dtype) -> None:
+def test_elementwise_in_every_dtype(dtype: torch.dtype) -> None:
     for cls in (optim.SGD, optim.AdamW):
-        assert is_separable(recipe(cls, dtype=dtype, lr=0.1))
+        assert is_elementwise(recipe(cls, dtype=dtype, lr=0.1))
 
 
 @pytest.mark.parametrize("shapes", [[()], [(0,)], [(3,)], [(2, 0)], [(2, 3, 2, 2, 2)]], ids=str)
-def test_they_are_whatever_the_shapes(shapes: Shapes) -> None:
-    assert is_separable(recipe(optim.AdamW, shapes))
+def test_elementwise_for_any_shape(shapes: Shapes) -> None:
+    assert is_elementwise(recipe(optim.AdamW, shapes))
 
 
 @pytest.mark.parametrize("cls", [optim.Adafactor, optim.Muon, optim.SparseAdam, optim.LBFGS])
-def test_torchs_other_classes_are_not(cls: type[Optimizer]) -> None:
+def test_other_torch_optimizers_are_not_elementwise(cls: type[Optimizer]) -> None:
     matrices: Shapes = [(4, 3), (5, 5)]
-    assert not is_separable(recipe(cls, matrices))
+    assert not is_elementwise(recipe(cls, matrices))
 
 
-# ---- what people write themselves
+# ---- custom optimizers
 
 
 def norm(tensor: Tensor) -> float:
@@ -93,7 +93,7 @@ def norm(tensor: Tensor) -> float:
 
 
 class Own(Optimizer):
-    """Gradient descent in a direction of one's own."""
+    """Gradient descent in a direction that subclasses define."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -116,7 +116,7 @@ class ElementClipping(Own):
 
 
 class Lion(Own):
-    """Keeps an average, and moves by signs."""
+    """Updates by the sign of a moving average."""
 
     def direction(self, param: Tensor) -> Tensor:
         grad = super().direction(param)
@@ -136,7 +136,7 @@ class Lamb(Own):
 
 
 class NormClipping(Own):
-    """Looks at a norm only beyond a threshold."""
+    """Uses a norm only above a threshold."""
 
     def direction(self, param: Tensor) -> Tensor:
         grad = super().direction(param)
@@ -144,7 +144,7 @@ class NormClipping(Own):
 
 
 class SmallMeanBoost(Own):
-    """Looks at a mean only below a threshold."""
+    """Uses a mean only below a threshold."""
 
     def direction(self, param: Tensor) -> Tensor:
         grad = super().direction(param)
@@ -153,7 +153,7 @@ class SmallMeanBoost(Own):
 
 
 class ByDimensions(Own):
-    """Decays matrices and what has more dimensions, as recipes for transformers do."""
+    """Applies weight decay to parameters with two or more dimensions, as is usual for transformers."""
 
     def direction(self, param: Tensor) -> Tensor:
         grad = super().direction(param)
@@ -161,7 +161,7 @@ class ByDimensions(Own):
 
 
 class MatricesOnly(Own):
-    """Treats matrices in a way of its own, but neither vectors nor the kernels of convolutions."""
+    """Treats matrices differently, but neither vectors nor convolution kernels."""
 
     def direction(self, param: Tensor) -> Tensor:
         grad = super().direction(param)
@@ -169,7 +169,7 @@ class MatricesOnly(Own):
 
 
 class ScalarsOnly(Own):
-    """Treats scalars (temperatures, gates) in a way of their own."""
+    """Treats scalars (temperatures, gates) differently."""
 
     def direction(self, param: Tensor) -> Tensor:
         grad = super().direction(param)
@@ -177,7 +177,7 @@ class ScalarsOnly(Own):
 
 
 class Quantizing(Own):
-    """Keeps the momentum of large parameters in 8 bits, with one scale for each block."""
+    """Keeps the momentum of large parameters in 8 bits, with one scale per block."""
 
     block = 2048
     least = 4096
@@ -203,7 +203,7 @@ class Noisy(Own):
 
 
 class NoisyByPython(Own):
-    """One draw for each parameter."""
+    """Draws one number per parameter."""
 
     def direction(self, param: Tensor) -> Tensor:
         return super().direction(param) * random.random()
@@ -217,7 +217,7 @@ class NoisyByItself(Own):
 
 
 class KeepsNorm(Own):
-    """Steps element by element, but keeps something of the whole."""
+    """Elementwise update, but keeps a norm of the whole parameter as state."""
 
     def direction(self, param: Tensor) -> Tensor:
         grad = super().direction(param)
@@ -226,7 +226,7 @@ class KeepsNorm(Own):
 
 
 class KeepsRows(Own):
-    """Steps element by element, but keeps something for each row."""
+    """Elementwise update, but keeps one state value per row."""
 
     def direction(self, param: Tensor) -> Tensor:
         self.state[param]["rows"] = torch.zeros(len(param))
@@ -234,7 +234,7 @@ class KeepsRows(Own):
 
 
 class Together(Own):
-    """Updates a parameter by the number of all."""
+    """Scales each update by the number of parameters."""
 
     def direction(self, param: Tensor) -> Tensor:
         return super().direction(param) * sum(len(group["params"]) for group in self.param_groups)
@@ -248,7 +248,7 @@ class Unsteppable(Own):
 
 
 class OptionalNorm(Optimizer):
-    """Normalizes where a group asks for it."""
+    """Normalizes gradients of groups with `normalize`."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1, "normalize": False})
@@ -263,8 +263,8 @@ class OptionalNorm(Optimizer):
 
 
 @pytest.mark.parametrize("cls", [Own, ElementClipping, Lion])
-def test_own_element_wise_optimizers_are(cls: type[Optimizer]) -> None:
-    assert is_separable(recipe(cls))
+def test_custom_elementwise_optimizers(cls: type[Optimizer]) -> None:
+    assert is_elementwise(recipe(cls))
 
 
 @pytest.mark.parametrize(
@@ -274,53 +274,53 @@ def test_own_element_wise_optimizers_are(cls: type[Optimizer]) -> None:
         *(KeepsNorm, KeepsRows, Together, Unsteppable),
     ],
 )
-def test_own_optimizers_that_look_at_more_are_not(cls: type[Optimizer]) -> None:
-    assert not is_separable(recipe(cls))
+def test_custom_optimizers_that_are_not_elementwise(cls: type[Optimizer]) -> None:
+    assert not is_elementwise(recipe(cls))
 
 
 @pytest.mark.parametrize("shapes", [[(4, 3)], [(4, 3), (7,)], [(4, 3), (8, 4, 3, 3)], [(8, 4, 3, 3), (7,), (4, 3)]])
-def test_those_that_act_by_dimensions_are_not_whatever_stands_beside(shapes: Shapes) -> None:
-    assert not is_separable(recipe(MatricesOnly, shapes))
+def test_dimension_dependent_optimizer_is_not_elementwise_for_matrices(shapes: Shapes) -> None:
+    assert not is_elementwise(recipe(MatricesOnly, shapes))
 
 
-def test_those_that_act_on_scalars_are_not() -> None:
-    assert not is_separable(recipe(ScalarsOnly, [(), (4, 3)]))
-    assert is_separable(recipe(ScalarsOnly, [(7,)]))
+def test_scalar_dependent_optimizer_is_elementwise_only_without_scalars() -> None:
+    assert not is_elementwise(recipe(ScalarsOnly, [(), (4, 3)]))
+    assert is_elementwise(recipe(ScalarsOnly, [(7,)]))
 
 
-def test_those_that_act_by_dimensions_are_where_it_makes_no_difference() -> None:
-    assert is_separable(recipe(ByDimensions, [(7,), (3,)]))
+def test_dimension_dependent_optimizer_is_elementwise_for_vectors() -> None:
+    assert is_elementwise(recipe(ByDimensions, [(7,), (3,)]))
 
 
-def test_a_small_learning_rate_hides_nothing() -> None:
-    assert not is_separable(recipe(Lamb, lr=0.0))
-    assert not is_separable(recipe(Lamb, lr=1e-9))
+def test_small_learning_rate_does_not_hide_differences() -> None:
+    assert not is_elementwise(recipe(Lamb, lr=0.0))
+    assert not is_elementwise(recipe(Lamb, lr=1e-9))
 
 
-def test_every_group_is_asked() -> None:
+def test_every_group_is_probed() -> None:
     def grouped(**second: Any) -> OptimizerFactory:
         groups: list[dict[str, Any]] = [{"params": [torch.nn.Parameter(torch.ones(shape))]} for shape in SHAPES]
         groups[1].update(second)
         return OptimizerFactory(OptionalNorm, [*groups, {"params": []}], False, {})
 
-    assert is_separable(grouped())
-    assert not is_separable(grouped(normalize=True))
+    assert is_elementwise(grouped())
+    assert not is_elementwise(grouped(normalize=True))
 
 
-def test_asking_leaves_no_trace() -> None:
+def test_probing_has_no_side_effects() -> None:
     calls: list[str] = []
     hook = register_optimizer_step_pre_hook(lambda *_: calls.append("step"))
     lr = torch.tensor(0.1)
-    asked = [recipe(Noisy), recipe(NoisyByPython), recipe(partial(optim.Adam, lr=lr)), recipe(Unsteppable)]
-    kept = [param.detach().clone() for one in asked for param in one.groups[0]["params"]]
+    factories = [recipe(Noisy), recipe(NoisyByPython), recipe(partial(optim.Adam, lr=lr)), recipe(Unsteppable)]
+    kept = [param.detach().clone() for one in factories for param in one.groups[0]["params"]]
     numbers, words, filters = torch.get_rng_state(), random.getstate(), list(warnings.filters)
-    for one in asked:
-        is_separable(one)
+    for one in factories:
+        is_elementwise(one)
     hook.remove()
     assert not calls
     assert torch.equal(torch.get_rng_state(), numbers)
     assert random.getstate() == words
     assert list(warnings.filters) == filters
     assert lr == torch.tensor(0.1)
-    params = [param for one in asked for param in one.groups[0]["params"]]
+    params = [param for one in factories for param in one.groups[0]["params"]]
     assert all(torch.equal(param, before) and param.grad is None for param, before in zip(params, kept, strict=True))

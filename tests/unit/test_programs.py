@@ -1,4 +1,4 @@
-"""Random programs as data: drawn from a seed, written as JSON and as scripts, shrunk."""
+"""Random programs as data: drawing from a seed, JSON, scripts and shrinking."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from tests.programs.shrink import shrink
 from tests.programs.strategies import Draws, draw_program, random_program
 
 
-def test_programs_survive_json() -> None:
+def test_json_round_trip() -> None:
     for seed in range(100):
         program = random_program(seed, 3)
         assert Program.from_json(program.to_json()) == program
 
 
-def test_a_seed_is_a_program_and_a_script() -> None:
+def test_seed_determines_the_script() -> None:
     for seed in range(20):
         text = write_script(random_program(seed, 2))
         assert text == write_script(random_program(seed, 2))
         compile(text, "program.py", "exec")
 
 
-def test_every_mode_and_part_is_drawn() -> None:
+def test_every_mode_is_drawn() -> None:
     found = Counter(part for seed in range(400) for part in random_program(seed, 2).parts())
     assert {mode for mode in MODES if any(mode in part for part in found)} == set(MODES)
     assert min(count for part, count in found.items() if part.startswith("mode: ")) >= 10
 
 
-def test_a_failing_program_is_made_small() -> None:
-    """Here all programs with a closure and tied weights fail."""
+def test_failing_program_is_shrunk() -> None:
+    """In this test, every program with a closure and tied weights fails."""
 
     def fails(program: Program) -> bool:
         return {"loop: closure", "model: tied weights"} <= set(program.parts())
@@ -51,7 +51,7 @@ def test_a_failing_program_is_made_small() -> None:
     raise AssertionError("no such program was drawn")
 
 
-def test_the_page_counts_programs_and_pairs(tmp_path: Path) -> None:
+def test_page_counts_programs(tmp_path: Path) -> None:
     tally = Tally(2)
     for seed in range(10):
         tally.add(random_program(seed, 2), Verdict(SAME))

@@ -1,4 +1,4 @@
-"""What the package shows to its users, and what it needs from them."""
+"""The public API: names, signatures, docstrings and imports."""
 
 import importlib
 import inspect
@@ -71,13 +71,13 @@ METHODS = {
 
 
 def run_python(code: str, *options: str) -> str:
-    """The output of a fresh interpreter."""
+    """Run `code` in a fresh interpreter and return its output."""
     done = subprocess.run([sys.executable, *options, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_the_public_names_are_the_documented_ones() -> None:
+def test_public_names() -> None:
     assert set(zeroshard.__all__) == PUBLIC
     assert set(ddp_hooks.__all__) == HOOKS
     assert all(hasattr(zeroshard, name) for name in PUBLIC)
@@ -85,30 +85,30 @@ def test_the_public_names_are_the_documented_ones() -> None:
     assert importlib.import_module("zeroshard.ddp_hooks") is ddp_hooks
 
 
-def test_the_version_is_that_of_the_package() -> None:
+def test_version_matches_metadata() -> None:
     assert metadata.version("zeroshard") == zeroshard.__version__
 
 
-def test_types_are_shipped() -> None:
+def test_py_typed_is_shipped() -> None:
     assert resources.files("zeroshard").joinpath("py.typed").is_file()
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))
-def test_every_public_name_says_what_it_is(name: str) -> None:
+def test_public_names_have_docstrings(name: str) -> None:
     assert inspect.getdoc(getattr(zeroshard, name))
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))
-def test_every_method_says_what_it_does(name: str) -> None:
+def test_methods_have_docstrings(name: str) -> None:
     assert inspect.getdoc(inspect.getattr_static(ZeroRedundancyOptimizer, name))
 
 
 @pytest.mark.parametrize("name", sorted(HOOKS))
-def test_every_hook_says_what_it_does(name: str) -> None:
+def test_hooks_have_docstrings(name: str) -> None:
     assert inspect.getdoc(getattr(ddp_hooks, name))
 
 
-def test_the_errors_form_a_tree() -> None:
+def test_error_hierarchy() -> None:
     errors = {name: getattr(zeroshard, name) for name in PUBLIC if name.endswith("Error")}
     assert all(issubclass(error, zeroshard.ZeroError) for error in errors.values())
     values = {name for name, error in errors.items() if issubclass(error, ValueError)}
@@ -124,13 +124,13 @@ def test_the_errors_form_a_tree() -> None:
     }
 
 
-def parameters_of(function: Any) -> list[tuple[str, Any, Any]]:
+def signature_of(function: Any) -> list[tuple[str, Any, Any]]:
     return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
 
-def test_the_signature_is_torchs_and_ours_is_keyword_only() -> None:
+def test_signature_and_keyword_only_config() -> None:
     word, keyword, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY, inspect._empty
-    assert parameters_of(ZeroRedundancyOptimizer) == [
+    assert signature_of(ZeroRedundancyOptimizer) == [
         ("params", word, empty),
         ("optimizer_class", word, empty),
         ("process_group", word, None),
@@ -142,13 +142,13 @@ def test_the_signature_is_torchs_and_ours_is_keyword_only() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_torchs_own_class_has_the_same_signature() -> None:
+def test_signatures_match_torch() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer as Theirs
 
-    ours = [entry for entry in parameters_of(ZeroRedundancyOptimizer) if entry[0] != "config"]
-    assert ours == parameters_of(Theirs)
+    ours = [entry for entry in signature_of(ZeroRedundancyOptimizer) if entry[0] != "config"]
+    assert ours == signature_of(Theirs)
     for name in METHODS - {"add_param_groups", "full_state_dict", "join_device", "join_process_group"}:
-        mine, theirs = parameters_of(getattr(ZeroRedundancyOptimizer, name)), parameters_of(getattr(Theirs, name))
+        mine, theirs = signature_of(getattr(ZeroRedundancyOptimizer, name)), signature_of(getattr(Theirs, name))
         mine = [entry for entry in mine if entry[1] != inspect.Parameter.KEYWORD_ONLY or entry in theirs]
         assert [kind for _, kind, _ in mine] == [kind for _, kind, _ in theirs], name
         names = [entry for entry in mine if entry[1] != inspect.Parameter.VAR_KEYWORD]
@@ -156,20 +156,20 @@ def test_torchs_own_class_has_the_same_signature() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_hooks_have_torchs_signatures() -> None:
+def test_hook_signatures_match_torch() -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook as theirs
 
     for name in HOOKS:
-        pairs = zip(parameters_of(getattr(ddp_hooks, name)), parameters_of(getattr(theirs, name)), strict=True)
+        pairs = zip(signature_of(getattr(ddp_hooks, name)), signature_of(getattr(theirs, name)), strict=True)
         assert all(mine == other for mine, other in pairs)
 
 
-def test_it_is_an_optimizer_and_can_be_joined() -> None:
+def test_is_optimizer_and_joinable() -> None:
     assert issubclass(ZeroRedundancyOptimizer, torch.optim.Optimizer)
     assert issubclass(ZeroRedundancyOptimizer, Joinable)
 
 
-def test_everything_public_is_typed() -> None:
+def test_public_functions_are_typed() -> None:
     functions = [getattr(ZeroRedundancyOptimizer, name) for name in METHODS if not name.startswith("join_")]
     functions += [zeroshard.broadcast_object, *(getattr(ddp_hooks, name) for name in HOOKS)]
     for function in functions:
@@ -178,7 +178,7 @@ def test_everything_public_is_typed() -> None:
         assert hints.keys() == {*named, "return"}, function
 
 
-def test_modules_that_few_programs_need_are_imported_on_use() -> None:
+def test_optional_modules_are_imported_lazily() -> None:
     code = """if True:
         import sys, zeroshard
         lazy = ["checkpoint", "peer_checkpoint", "planner", "report"]
@@ -188,7 +188,7 @@ def test_modules_that_few_programs_need_are_imported_on_use() -> None:
     assert run_python(code).split() == []
 
 
-def test_importing_it_gives_no_warning_and_brings_in_torch_alone() -> None:
+def test_import_gives_no_warnings_and_only_imports_torch() -> None:
     code = """if True:
         import sys, torch, torch.distributed.algorithms.join, torch.nn.parallel
         before = set(sys.modules)
@@ -199,8 +199,8 @@ def test_importing_it_gives_no_warning_and_brings_in_torch_alone() -> None:
     assert set(run_python(code, "-W", "error").split()) <= {"zeroshard", "torch"}
 
 
-def test_it_works_without_the_extras_numpy_and_torchs_own_class() -> None:
-    """An interpreter in which these cannot be imported makes a step."""
+def test_works_without_extras_numpy_and_torch_zero() -> None:
+    """A step succeeds in an interpreter that cannot import these modules."""
     code = """if True:
         import sys, warnings
         theirs = "torch.distributed.optim.zero_redundancy_optimizer"

@@ -1,4 +1,4 @@
-"""What is made and looked at does not grow with the number of ranks: counted, not timed."""
+"""Work per rank does not grow with the world size. Objects are counted, not timed."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 FEW, MANY = 8, 4096
 
 
-def costs(one: ParamSpec) -> float:
+def numel_cost(one: ParamSpec) -> float:
     return one.numel
 
 
-PARTITIONS: dict[str, Any] = {
-    "cut": FlatShards(4096),
-    "dealt": WholeParams(),
-    "both": MixedPartitioner({0: costs}, 4096),
+PARTITIONERS: dict[str, Any] = {
+    "flat": FlatShards(4096),
+    "whole": WholeParams(),
+    "mixed": MixedPartitioner({0: numel_cost}, 4096),
 }
 
 
-class Counting:
-    """Stands in for a class and counts what is made."""
+class CountingFactory:
+    """Stands in for a class and counts the instances it creates."""
 
     def __init__(self, made: type) -> None:
         self._made, self.count = made, 0
@@ -54,41 +54,41 @@ class Counting:
         return self._made(*args)
 
 
-def made_for(kind: str, ranks: int) -> Counter[str]:
-    """Objects that one rank makes to lay out 400 buckets of 2,000 parameters and find its own, by class."""
-    given_ = [spec(i, (512 if i % 5 else 1024,), group=i % 2) for i in range(2000)]
-    spans, pieces = Counting(Span), Counting(layouts.ParamShard)
+def count_objects(kind: str, ranks: int) -> Counter[str]:
+    """Count the objects that one rank creates to lay out 2,000 parameters in 400 buckets and find its own."""
+    specs = [spec(i, (512 if i % 5 else 1024,), group=i % 2) for i in range(2000)]
+    spans, pieces = CountingFactory(Span), CountingFactory(layouts.ParamShard)
     with pytest.MonkeyPatch.context() as patch:
         for module in (layouts, partition, shards):
             patch.setattr(module, "Span", spans)
         patch.setattr(layouts, "ParamShard", pieces)
-        layout = PARTITIONS[kind].extend(Layout.empty(ranks), given_)
+        layout = PARTITIONERS[kind].extend(Layout.empty(ranks), specs)
         assert layout.params_owned_by(Rank(3))
         assert layout.digest
-        assert kind == "dealt" or len(layout.buckets) >= 400
+        assert kind == "whole" or len(layout.buckets) >= 400
     return Counter(spans=spans.count, pieces=pieces.count)
 
 
-@sampled("kind", PARTITIONS)
-def test_no_more_is_made_for_more_ranks(kind: str) -> None:
-    few, many = made_for(kind, FEW), made_for(kind, MANY)
+@sampled("kind", PARTITIONERS)
+def test_object_count_does_not_grow_with_world_size(kind: str) -> None:
+    few, many = count_objects(kind, FEW), count_objects(kind, MANY)
     assert many["pieces"] <= few["pieces"] <= 2000
-    # Shards of dealt buckets have one span for each rank that has something, so no more than parameters.
-    assert many["spans"] <= few["spans"] + (0 if kind == "cut" else 3 * 2000)
+    # Whole-parameter buckets have one span per rank with a non-empty shard, so at most one per parameter.
+    assert many["spans"] <= few["spans"] + (0 if kind == "flat" else 3 * 2000)
 
 
-@sampled("kind", PARTITIONS)
-def test_loads_are_found_without_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = PARTITIONS[kind].extend(Layout.empty(MANY), [spec(i, (5000,), group=i % 2) for i in range(400)])
+@sampled("kind", PARTITIONERS)
+def test_loads_are_computed_without_param_shards(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = PARTITIONERS[kind].extend(Layout.empty(MANY), [spec(i, (5000,), group=i % 2) for i in range(400)])
     monkeypatch.setattr(layouts, "ParamShard", None)
     assert sum(layout.numel_per_rank(trainable=True)) == 400 * 5000
-    assert sum(compute_balance(layout, costs).cost_per_rank) == pytest.approx(400 * 5000)
+    assert sum(compute_balance(layout, numel_cost).cost_per_rank) == pytest.approx(400 * 5000)
 
 
 @steadily
-@given(GROUPS, WORLD_SIZES, st.sampled_from(list(PARTITIONS)), st.booleans())
-def test_loads_are_those_of_all_pieces(groups: Groups, world_size: int, kind: str, trainable: bool) -> None:
-    layout = PARTITIONS[kind].extend(Layout.empty(world_size), make_param_specs(groups))
+@given(GROUPS, WORLD_SIZES, st.sampled_from(list(PARTITIONERS)), st.booleans())
+def test_loads_match_sum_over_param_shards(groups: Groups, world_size: int, kind: str, trainable: bool) -> None:
+    layout = PARTITIONERS[kind].extend(Layout.empty(world_size), make_param_specs(groups))
     expected = [0] * world_size
     for piece in (piece for bucket in layout.buckets for piece in bucket.param_shards):
         one = layout.params[piece.param]
@@ -97,33 +97,33 @@ def test_loads_are_those_of_all_pieces(groups: Groups, world_size: int, kind: st
     assert layout.numel_per_rank(trainable=trainable) == expected
 
 
-def test_ranks_that_have_nothing_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    dealt = WholeParamShards({Rank(7): Span(0, 5), Rank(9): Span(5, 5), Rank(4000): Span(5, 8)}, MANY)
+def test_empty_shards_are_not_visited(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole_shards = WholeParamShards({Rank(7): Span(0, 5), Rank(9): Span(5, 5), Rank(4000): Span(5, 8)}, MANY)
     monkeypatch.delattr(ExplicitShards, "_span_of")
-    assert list(non_empty_shards(dealt)) == [(7, Span(0, 5)), (4000, Span(5, 8))]
+    assert list(non_empty_shards(whole_shards)) == [(7, Span(0, 5)), (4000, Span(5, 8))]
 
 
-def test_shards_of_any_kind_tell_which_have_elements() -> None:
+def test_non_empty_shards_of_any_shard_list() -> None:
     equal = EqualShards(2, 4, 5)
     expected = [(0, Span(0, 2)), (1, Span(2, 4)), (2, Span(4, 5))]
     assert list(non_empty_shards(equal)) == list(non_empty_shards(list(equal))) == expected
 
 
 @pytest.mark.parametrize("ranks", [nccl.MAX_SEQUENTIAL_ADDS + 1, MANY])
-def test_slices_of_many_ranks_are_added_by_one_call(ranks: int) -> None:
-    class Arrived:
+def test_batched_sum_over_many_ranks(ranks: int) -> None:
+    class CompletedWork:
         def wait(self) -> None:
             pass
 
     rows, into = torch.randn(ranks, 5).bfloat16(), torch.empty(5)
-    nccl._BatchedSumWork(rows, Arrived(), into, 1 / ranks).wait()
+    nccl._BatchedSumWork(rows, CompletedWork(), into, 1 / ranks).wait()
     torch.testing.assert_close(into, rows.double().mean(0).float(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.timeout(400)
 @sampled("kind", ["shard", "rules", "dropin"])
-def test_one_of_thousands_of_ranks_updates_its_own(kind: str) -> None:
-    """2,000 parameters on 4,096 ranks that are not there, in a process of its own."""
+def test_one_of_4096_ranks_updates_its_shard(kind: str) -> None:
+    """2,000 parameters on 4,096 fake ranks, in a subprocess."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.unit.test_rank_scaling", kind]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=360, check=False)
     assert done.returncode == 0, done.stderr
@@ -137,7 +137,7 @@ def main(kind: str, rank: int = 1234, steps: int = 3) -> None:
     shapes: list[tuple[int, ...]] = [(64 * (1 + i % 64),) if i % 2 else (8, 8 * (1 + i % 16)) for i in range(2000)]
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(shape)) for shape in shapes])
     plain = [torch.nn.Parameter(param.detach().clone()) for param in model]
-    sharded, reference, share = optimizers(kind, model, plain)
+    sharded, reference, share = make_optimizers(kind, model, plain)
     for _ in range(steps):
         grads = [torch.randn_like(param) for param in plain]
         products = [(ours * grad).view(-1) for ours, grad in zip(model, grads, strict=True)]
@@ -154,8 +154,10 @@ def main(kind: str, rank: int = 1234, steps: int = 3) -> None:
         assert torch.equal(ours, theirs), f"parameter {param}: {(ours - theirs).abs().max()}"
 
 
-def optimizers(kind: str, model: torch.nn.ParameterList, plain: list[torch.nn.Parameter]) -> tuple[Any, Any, float]:
-    """The sharded one, the step of plain ones, and the share of this rank in the average: no other sends anything."""
+def make_optimizers(
+    kind: str, model: torch.nn.ParameterList, plain: list[torch.nn.Parameter]
+) -> tuple[Any, Any, float]:
+    """Return the sharded optimizer, the plain step, and this rank's weight in the average (the others send nothing)."""
     if kind == "dropin":
         return (
             zeroshard.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW),

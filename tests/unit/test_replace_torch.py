@@ -1,4 +1,4 @@
-"""Our class and hooks in the place of torch's, and torch's back in theirs."""
+"""`replace_torch`: patching torch's ZeRO class and hooks, and undoing it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ THEIRS = {NAME: optim.ZeroRedundancyOptimizer, **{name: getattr(ddp_zero_hook, n
 OURS = {NAME: zeroshard.ZeroRedundancyOptimizer, **{name: getattr(ddp_hooks, name) for name in HOOKS}}
 
 
-def seen() -> list[dict[str, Any]]:
-    """Torch's names, as its modules have them."""
+def current_names() -> list[dict[str, Any]]:
+    """Return the current values of torch's names, per module."""
     hooks = {name: getattr(ddp_zero_hook, name) for name in HOOKS}
     modules = (optim, zero_redundancy_optimizer, ddp_zero_hook)
     return [{NAME: getattr(module, NAME), **hooks} for module in modules]
@@ -34,7 +34,7 @@ def seen() -> list[dict[str, Any]]:
 
 @pytest.fixture
 def user() -> Iterator[ModuleType]:
-    """A module that has imported torch's before, the class by another name."""
+    """A module that imported torch's names earlier, the class under an alias."""
     module = ModuleType("a_user_of_torchs")
     module.__dict__.update(ZeRO=THEIRS[NAME], hook=THEIRS[HOOKS[0]], other=len)
     sys.modules[module.__name__] = module
@@ -45,12 +45,12 @@ def user() -> Iterator[ModuleType]:
 @pytest.fixture(autouse=True)
 def _torchs_is_back() -> Iterator[None]:
     yield
-    assert seen() == [THEIRS] * 3
+    assert current_names() == [THEIRS] * 3
 
 
-def test_torchs_names_are_ours_until_the_end(user: ModuleType) -> None:
+def test_torch_names_are_replaced_inside_the_context(user: ModuleType) -> None:
     with zeroshard.replace_torch() as done:
-        assert seen() == [OURS] * 3
+        assert current_names() == [OURS] * 3
         assert vars(user)["ZeRO"] is OURS[NAME]
         assert vars(user)["hook"] is OURS[HOOKS[0]]
         assert vars(user)["other"] is len
@@ -62,7 +62,7 @@ def test_torchs_names_are_ours_until_the_end(user: ModuleType) -> None:
     assert done.patched_names == ()
 
 
-def test_private_names_of_torchs_module_are_ours_too() -> None:
+def test_private_torch_names_are_replaced_too() -> None:
     theirs = {name: vars(zero_redundancy_optimizer)[name] for name in compat.PATCHED_NAMES}
     with zeroshard.replace_torch():
         assert all(vars(zero_redundancy_optimizer)[name] is getattr(compat, name) for name in theirs)
@@ -71,46 +71,46 @@ def test_private_names_of_torchs_module_are_ours_too() -> None:
     assert vars(zero_redundancy_optimizer)["functional_optim_map"] is compat.functional_optim_map
 
 
-def test_it_is_undone_when_what_is_inside_fails() -> None:
+def test_undone_after_exception() -> None:
     with pytest.raises(KeyError), zeroshard.replace_torch():
         raise KeyError
-    assert seen() == [THEIRS] * 3
+    assert current_names() == [THEIRS] * 3
 
 
-def test_undone_twice_is_undone_once(user: ModuleType) -> None:
+def test_second_undo_does_nothing(user: ModuleType) -> None:
     done = zeroshard.replace_torch()
     assert done.undo() == ()
     with zeroshard.replace_torch():
         assert done.undo() == ()
-        assert seen() == [OURS] * 3
+        assert current_names() == [OURS] * 3
 
 
-def test_a_second_call_inside_replaces_only_what_is_new(user: ModuleType) -> None:
+def test_nested_call_replaces_only_new_names(user: ModuleType) -> None:
     with zeroshard.replace_torch():
         vars(user)["ZeRO"] = THEIRS[NAME]
         with zeroshard.replace_torch() as inner:
             assert inner.patched_names == ("a_user_of_torchs.ZeRO",)
             assert vars(user)["ZeRO"] is OURS[NAME]
         assert vars(user)["ZeRO"] is THEIRS[NAME]
-        assert seen() == [OURS] * 3
+        assert current_names() == [OURS] * 3
         vars(user)["ZeRO"] = OURS[NAME]
 
 
-def test_one_after_the_other() -> None:
+def test_repeated_replacement() -> None:
     for _ in range(2):
         with zeroshard.replace_torch():
-            assert seen() == [OURS] * 3
-        assert seen() == [THEIRS] * 3
+            assert current_names() == [OURS] * 3
+        assert current_names() == [THEIRS] * 3
 
 
-def test_undone_in_the_order_of_the_calls() -> None:
+def test_outer_undo_before_inner_undo() -> None:
     first, second = zeroshard.replace_torch(), zeroshard.replace_torch()
     first.undo()
-    assert seen() == [THEIRS] * 3
+    assert current_names() == [THEIRS] * 3
     assert second.undo() == ()
 
 
-def test_what_was_set_to_something_else_meanwhile_is_left_alone(user: ModuleType) -> None:
+def test_names_changed_by_others_are_left_alone(user: ModuleType) -> None:
     done = zeroshard.replace_torch()
     vars(user)["ZeRO"] = dict
     del vars(user)["hook"]
@@ -122,8 +122,8 @@ def test_what_was_set_to_something_else_meanwhile_is_left_alone(user: ModuleType
     assert caught[0].filename == __file__
 
 
-def test_a_module_that_is_there_by_two_names(user: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a script is after it has started processes: `__main__` and `__mp_main__`."""
+def test_module_with_two_names(user: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example a script in a spawned process: `__main__` and `__mp_main__`."""
     monkeypatch.setitem(sys.modules, "by_another_name", user)
     done = zeroshard.replace_torch()
     assert done.patched_names.count("a_user_of_torchs.ZeRO") == 1
@@ -131,7 +131,7 @@ def test_a_module_that_is_there_by_two_names(user: ModuleType, monkeypatch: pyte
     assert vars(user)["ZeRO"] is THEIRS[NAME]
 
 
-def test_modules_that_import_more_when_they_are_asked_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lazy_modules_are_not_triggered(monkeypatch: pytest.MonkeyPatch) -> None:
     class Lazy(ModuleType):
         def __getattr__(self, name: str) -> Any:
             raise AssertionError(name)
@@ -143,7 +143,7 @@ def test_modules_that_import_more_when_they_are_asked_are_not_asked(monkeypatch:
     monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
     monkeypatch.setitem(sys.modules, "a_proxy", proxy())
     with zeroshard.replace_torch():
-        assert seen() == [OURS] * 3
+        assert current_names() == [OURS] * 3
 
 
 def test_without_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ def test_without_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
         zeroshard.replace_torch()
 
 
-def test_in_a_fresh_interpreter_it_gives_no_warning() -> None:
+def test_no_warnings_in_fresh_interpreter() -> None:
     code = """if True:
         import torch, zeroshard
         done = zeroshard.replace_torch()
@@ -171,7 +171,7 @@ def test_in_a_fresh_interpreter_it_gives_no_warning() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_filters_of_warnings_stay_as_they_were() -> None:
+def test_warning_filters_are_unchanged() -> None:
     before = list(warnings.filters)
     torch_patch._make_patches.cache_clear()
     zeroshard.replace_torch().undo()

@@ -1,4 +1,4 @@
-"""Small files that would take memory or time without end, or slip past a check: they are refused in a moment."""
+"""Malicious files that would exhaust memory or time, or bypass a check, are rejected quickly."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def little_memory() -> Iterator[None]:
 
 
 def nested(depth: int) -> Any:
-    """Written in a few bytes a level, and each level has the one below twice."""
+    """Return a tuple with 2**depth leaves that is pickled in a few bytes per level."""
     value: Any = ()
     for _ in range(depth):
         value = (value, value)
     return value
 
 
-def refuse_whole(directory: Path, content: bytes, match: str) -> None:
+def assert_metadata_rejected(directory: Path, content: bytes, match: str) -> None:
     (directory / ".metadata").write_bytes(content)
     with pytest.raises(CheckpointError, match=match):
         CheckpointMetadata(directory)
@@ -62,38 +62,38 @@ def refuse_whole(directory: Path, content: bytes, match: str) -> None:
 
 
 @pytest.mark.parametrize("content", [b"\x80\x02Nr\xff\xff\xff\x07.", b"\x80\x02Np123456789\n.", b"Np123456789\n."])
-def test_numbers_of_values_take_no_memory(directory: Path, content: bytes) -> None:
-    refuse_whole(directory, content, r"not the metadata|cannot be read")
+def test_large_memo_indices_allocate_no_memory(directory: Path, content: bytes) -> None:
+    assert_metadata_rejected(directory, content, r"not the metadata|cannot be read")
 
 
 @pytest.mark.parametrize("opcode", [b"\x8e", b"\x96", b"\x8d", b"\x95", b"B", b"\x8b"])
-def test_lengths_that_are_longer_than_the_file(directory: Path, opcode: bytes) -> None:
-    refuse_whole(directory, b"\x80\x05" + opcode + b"\xff\xff\xff\x7f\x01\0\0\0.", r"cannot be read")
+def test_lengths_beyond_end_of_file_are_rejected(directory: Path, opcode: bytes) -> None:
+    assert_metadata_rejected(directory, b"\x80\x05" + opcode + b"\xff\xff\xff\x7f\x01\0\0\0.", r"cannot be read")
 
 
 @pytest.mark.parametrize("depth", [100, 50_000])
-def test_keys_are_not_hashed_without_end(directory: Path, depth: int) -> None:
-    """A deep one would overflow the stack of the process."""
+def test_nested_keys_are_rejected_before_hashing(directory: Path, depth: int) -> None:
+    """Hashing a deep key would overflow the stack."""
     deep = b")" + (b"\x85" if depth > 1000 else b"2\x86") * depth
     for content in (b"}" + deep + b"Ns.", b"}(" + deep + b"Nu.", b"\x8f(" + deep + b"\x90.", b"(" + deep + b"Nd."):
-        refuse_whole(directory, b"\x80\x04" + content, r"cannot be read: it has")
+        assert_metadata_rejected(directory, b"\x80\x04" + content, r"cannot be read: it has")
     index = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n)\x81}X\x03\0\0\0fqn" + deep + b"sb"
-    refuse_whole(directory, b"\x80\x04}" + index + b"Ns.", "a MetadataIndex as a key|cannot be read")
+    assert_metadata_rejected(directory, b"\x80\x04}" + index + b"Ns.", "a MetadataIndex as a key|cannot be read")
     pairs = b"ccollections\nOrderedDict\n]" + deep + b"N\x86a\x85R."
-    refuse_whole(directory, b"\x80\x04" + pairs, "cannot be read")
+    assert_metadata_rejected(directory, b"\x80\x04" + pairs, "cannot be read")
 
 
-def spoil_places(it: Metadata, field: str, value: Any) -> None:
+def set_storage_field(it: Metadata, field: str, value: Any) -> None:
     for info in it.storage_data.values():
         setattr(info, field, value)
 
 
-SPOILED: dict[str, Callable[[Metadata], object]] = {
+CORRUPTIONS: dict[str, Callable[[Metadata], object]] = {
     "path": lambda it: it.planner_data.update({WEIGHT: nested(60)}),
-    "name": lambda it: spoil_places(it, "relative_path", nested(60)),
-    "offset": lambda it: spoil_places(it, "offset", nested(60)),
-    "length": lambda it: spoil_places(it, "length", 1 << 100_000),
-    "transforms": lambda it: spoil_places(it, "transform_descriptors", nested(60)),
+    "name": lambda it: set_storage_field(it, "relative_path", nested(60)),
+    "offset": lambda it: set_storage_field(it, "offset", nested(60)),
+    "length": lambda it: set_storage_field(it, "length", 1 << 100_000),
+    "transforms": lambda it: set_storage_field(it, "transform_descriptors", nested(60)),
     "size": lambda it: setattr(it.state_dict_metadata[WEIGHT], "size", nested(60)),
     "dimensions": lambda it: setattr(it.state_dict_metadata[WEIGHT], "size", torch.Size([1 << 62] * 100_000)),
     "chunks": lambda it: setattr(it.state_dict_metadata[WEIGHT], "chunks", [nested(60)]),
@@ -102,15 +102,15 @@ SPOILED: dict[str, Callable[[Metadata], object]] = {
 }
 
 
-@pytest.mark.parametrize("case", SPOILED)
-def test_errors_are_short(directory: Path, case: str) -> None:
-    edit_metadata(directory, SPOILED[case])
+@pytest.mark.parametrize("case", CORRUPTIONS)
+def test_error_messages_are_short(directory: Path, case: str) -> None:
+    edit_metadata(directory, CORRUPTIONS[case])
     with pytest.raises(CheckpointError) as caught:
         CheckpointMetadata(directory)
     assert len(str(caught.value)) < 1000 + len(str(directory))
 
 
-def test_what_is_shown() -> None:
+def test_safe_repr() -> None:
     assert safe_repr((1, "a", torch.Size([2, 3]))) == "(1, 'a', (2, 3))"
     assert (safe_repr(None), safe_repr(True), safe_repr(-5), safe_repr("x")) == ("None", "True", "-5", "'x'")
     assert len(safe_repr("x" * 10_000)) < 100
@@ -119,8 +119,8 @@ def test_what_is_shown() -> None:
     assert safe_repr(CheckpointMetadata) == "a type"
 
 
-def test_many_values_in_one_place(directory: Path) -> None:
-    """Each would get memory of its own."""
+def test_overlapping_values_are_rejected(directory: Path) -> None:
+    """Otherwise each value would allocate its own memory."""
 
     def multiply(it: Metadata) -> None:
         at, info = next((at, info) for at, info in it.storage_data.items() if at.fqn == WEIGHT)
@@ -133,8 +133,8 @@ def test_many_values_in_one_place(directory: Path) -> None:
         CheckpointMetadata(directory)
 
 
-def test_no_attribute_hides_the_places_from_the_check(directory: Path) -> None:
-    """An ordered dict takes attributes, and they would come before its methods."""
+def test_attributes_cannot_bypass_path_check(directory: Path) -> None:
+    """OrderedDict accepts instance attributes, which take precedence over its methods."""
     (directory / "__0_0.distcp").rename(directory.parent / "outside")
 
     def hide(it: Metadata) -> None:
@@ -147,7 +147,7 @@ def test_no_attribute_hides_the_places_from_the_check(directory: Path) -> None:
         CheckpointMetadata(directory)
 
 
-def compressed(content: bytes) -> bytes:
+def compress_records(content: bytes) -> bytes:
     found = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(found, "w", zipfile.ZIP_DEFLATED) as new:
         for name in old.namelist():
@@ -155,29 +155,29 @@ def compressed(content: bytes) -> bytes:
     return found.getvalue()
 
 
-def saved(value: Any) -> bytes:
+def torch_save_bytes(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
-needs_sizes = pytest.mark.skipif(
-    not hasattr(torch._C.PyTorchFileReader, "get_record_size"), reason="this torch does not tell sizes of records"
+needs_record_sizes = pytest.mark.skipif(
+    not hasattr(torch._C.PyTorchFileReader, "get_record_size"), reason="this torch version does not expose record sizes"
 )
 
 
-@needs_sizes
-def test_compressed_records() -> None:
-    content = compressed(saved(torch.zeros(4 * MIB)))
+@needs_record_sizes
+def test_compressed_records_are_rejected() -> None:
+    content = compress_records(torch_save_bytes(torch.zeros(4 * MIB)))
     assert len(content) < MIB
     with pytest.raises(CheckpointError, match=r"its records take 1\d+ bytes, and it has \d+"):
         loads(content)
     assert parse_tensor_header(io.BytesIO(content), torch.float32) is None
 
 
-@needs_sizes
-def test_a_compressed_value_in_a_directory(directory: Path) -> None:
-    content = compressed(saved(["x" * 4 * MIB]))
+@needs_record_sizes
+def test_compressed_value_in_checkpoint_is_rejected(directory: Path) -> None:
+    content = compress_records(torch_save_bytes(["x" * 4 * MIB]))
     (directory / "__0_0.distcp").write_bytes(content)
 
     def point(it: Metadata) -> None:
@@ -190,7 +190,7 @@ def test_a_compressed_value_in_a_directory(directory: Path) -> None:
         read_values(CheckpointMetadata(directory), {"note": None})
 
 
-def test_what_is_no_file_of_torch_save() -> None:
+def test_other_file_formats_are_rejected() -> None:
     old = io.BytesIO()
     torch.save(torch.ones(3), old, _use_new_zipfile_serialization=False)
     for content in (b"", b"PK", old.getvalue(), pickle.dumps(3)):
@@ -199,11 +199,13 @@ def test_what_is_no_file_of_torch_save() -> None:
 
 
 @pytest.mark.parametrize(("shape", "stride"), [((30, 30), (1, 1)), ((4, 9), (3, 1)), ((5, 2, 2), (2, 1, 2))])
-def test_elements_that_lie_on_each_other(tmp_path: Path, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
-    """No box of memory has such elements: they are read as torch reads them."""
+def test_overlapping_elements_are_read_like_torch(
+    tmp_path: Path, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> None:
+    """No DCP chunk describes such elements, so they are read through torch."""
     overlapping = torch.arange(2000.0).as_strided(shape, stride)
     dcp_save({"it": overlapping.clone()}, checkpoint_id=tmp_path / "it", no_dist=True)
-    content = saved(overlapping)
+    content = torch_save_bytes(overlapping)
     (tmp_path / "it" / "__0_0.distcp").write_bytes(content)
     edit_metadata(
         tmp_path / "it",

@@ -1,4 +1,4 @@
-"""Which rule takes which parameter, and what is said where that is not clear."""
+"""Assignment of parameters to rules, and errors about invalid or ambiguous rules."""
 
 import functools
 import re
@@ -16,8 +16,8 @@ from zeroshard.rules import Selector, assign_params_to_rules, make_class_names, 
 MATRIX, VECTOR = torch.zeros(3, 2), torch.zeros(3)
 
 
-class Tied(nn.Module):
-    """A small language model whose head is its embedding."""
+class TiedModel(nn.Module):
+    """A small language model with tied embedding and head."""
 
     def __init__(self, *, tied: bool = True) -> None:
         super().__init__()
@@ -28,11 +28,11 @@ class Tied(nn.Module):
             self.lm_head.weight = self.tok_embed.weight
 
 
-def every_name(model: nn.Module) -> list[tuple[str, Tensor]]:
+def all_named_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
     return list(model.named_parameters(remove_duplicate=False))
 
 
-def names(chosen: list[list[tuple[str, Tensor]]]) -> list[list[str]]:
+def names_of(chosen: list[list[tuple[str, Tensor]]]) -> list[list[str]]:
     return [[name for name, _ in members] for members in chosen]
 
 
@@ -58,35 +58,35 @@ def names(chosen: list[list[tuple[str, Tensor]]]) -> list[list[str]]:
         ("blocks.0.weight", [], False),
     ],
 )
-def test_words_and_patterns(name: str, words: list[str], excluded: bool) -> None:
+def test_exclude_words_and_patterns(name: str, words: list[str], excluded: bool) -> None:
     assert matrix_params(exclude=words)(name, MATRIX) is not excluded
     assert not matrix_params(exclude=words)(name, VECTOR)
     assert not matrix_params(exclude=words)(name, torch.zeros(3, 2, 1))
 
 
 @pytest.mark.parametrize("given", ["embed", ("embed", ""), (1,)])
-def test_words_are_words(given: Any) -> None:
+def test_exclude_must_be_a_sequence_of_strings(given: Any) -> None:
     with pytest.raises(TypeError, match=re.escape("matrix_params(exclude=...) takes")):
         matrix_params(exclude=given)
 
 
-def test_each_parameter_goes_to_its_rule_in_the_order_of_the_model() -> None:
-    model = Tied(tied=False)
+def test_params_are_assigned_in_model_order() -> None:
+    model = TiedModel(tied=False)
     given = [ParamRule(remaining_params, AdamW), ParamRule(matrix_params(("embed", "head")), Muon)]
-    rest, chosen = names(assign_params_to_rules(every_name(model), given))
+    rest, chosen = names_of(assign_params_to_rules(all_named_parameters(model), given))
     assert chosen == ["blocks.0.0.weight", "blocks.1.0.weight"]
     assert rest == [name for name, _ in model.named_parameters() if name not in chosen]
     assert rest[0] == "tok_embed.weight"
 
 
-def test_frozen_parameters_have_a_rule_too() -> None:
-    model = Tied().requires_grad_(False)
+def test_frozen_params_are_assigned_too() -> None:
+    model = TiedModel().requires_grad_(False)
     assert (
         sum(
             map(
                 len,
                 assign_params_to_rules(
-                    every_name(model), [ParamRule(matrix_params(), Muon), ParamRule(remaining_params, AdamW)]
+                    all_named_parameters(model), [ParamRule(matrix_params(), Muon), ParamRule(remaining_params, AdamW)]
                 ),
             )
         )
@@ -95,19 +95,22 @@ def test_frozen_parameters_have_a_rule_too() -> None:
 
 
 @pytest.mark.parametrize("words", [("embed",), ("head",), ("embed", "head")])
-def test_a_tied_weight_is_excluded_by_any_of_its_names(words: tuple[str, ...]) -> None:
+def test_tied_weight_is_excluded_by_any_of_its_names(words: tuple[str, ...]) -> None:
     given = [ParamRule(matrix_params(words), Muon), ParamRule(remaining_params, AdamW)]
-    chosen, rest = names(assign_params_to_rules(every_name(Tied()), given))
+    chosen, rest = names_of(assign_params_to_rules(all_named_parameters(TiedModel()), given))
     assert chosen == ["blocks.0.0.weight", "blocks.1.0.weight"]
     assert rest[0] == "tok_embed.weight"
     assert "lm_head.weight" not in rest, "it is there once"
 
 
 @pytest.mark.parametrize("wrapping", ["_orig_mod.", "_checkpoint_wrapped_module."])
-def test_selectors_see_names_without_what_wrappers_put_into_them(wrapping: str) -> None:
+def test_selectors_see_names_without_wrapper_prefixes(wrapping: str) -> None:
     named = [(f"{wrapping}embed.weight", MATRIX), (f"blocks.0.{wrapping}weight", torch.zeros(2, 2))]
     given = [ParamRule(matrix_params(("embed.*",)), Muon), ParamRule(remaining_params, AdamW)]
-    assert names(assign_params_to_rules(named, given)) == [[f"blocks.0.{wrapping}weight"], [f"{wrapping}embed.weight"]]
+    assert names_of(assign_params_to_rules(named, given)) == [
+        [f"blocks.0.{wrapping}weight"],
+        [f"{wrapping}embed.weight"],
+    ]
     seen: list[str] = []
 
     def selector(name: str, _: Tensor) -> bool:
@@ -152,9 +155,9 @@ def is_bias(name: str, _: Tensor) -> bool:
         ),
     ],
 )
-def test_what_is_not_clear_is_refused_with_names(given: list[ParamRule], problem: str) -> None:
+def test_ambiguous_rules_are_rejected(given: list[ParamRule], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        assign_params_to_rules(every_name(Tied()), given)
+        assign_params_to_rules(all_named_parameters(TiedModel()), given)
     assert str(caught.value).startswith(problem)
 
 
@@ -185,33 +188,33 @@ def by_hand(params: Any) -> AdamW:
         ),
     ],
 )
-def test_rules_check_what_they_are_given(make: Callable[[], ParamRule], problem: str) -> None:
+def test_invalid_rule_arguments_are_rejected(make: Callable[[], ParamRule], problem: str) -> None:
     with pytest.raises((TypeError, ConfigError)) as caught:
         make()
     assert str(caught.value).startswith(problem)
 
 
-def test_rules_keep_options_and_show_themselves() -> None:
+def test_rule_options_and_repr() -> None:
     rule = ParamRule(matrix_params(["embed"]), Muon, partition=WholeParams(), lr=0.1, selector_of_its_own=1)
     assert rule.options == {"lr": 0.1, "selector_of_its_own": 1}
     assert repr(rule) == "ParamRule(matrix_params(exclude=('embed',)), Muon)"
     assert repr(ParamRule(remaining_params, by_hand)) == "ParamRule(remaining_params, by_hand)"
 
 
-def test_everything_else_is_known_when_the_others_have_chosen() -> None:
+def test_remaining_params_cannot_be_called_directly() -> None:
     selector: Selector = remaining_params
     with pytest.raises(NotImplementedError, match="when the other rules have chosen"):
         selector("weight", MATRIX)
 
 
-def test_names_of_classes_are_different() -> None:
+def test_class_names_are_unique() -> None:
     classes = [Muon, AdamW, functools.partial(Muon, lr=1), by_hand, AdamW, AdamW]
     found = make_class_names([ParamRule(matrix_params(), it) for it in classes])
     assert found == ["Muon", "AdamW", "Muon 2", "by_hand", "AdamW 2", "AdamW 3"]
 
 
-def test_a_word_that_excludes_nothing_is_told() -> None:
-    """Else an embedding of another name would be trained as a matrix, in silence."""
+def test_unmatched_exclude_word_warns() -> None:
+    """Otherwise an embedding with a different name would silently be trained as a matrix."""
     model = nn.ModuleDict({"tokens": nn.Embedding(4, 3), "lm_head": nn.Linear(3, 4)})
     rules = [ParamRule(matrix_params(exclude=("embed", "head", "*.gain")), Muon), ParamRule(remaining_params, AdamW)]
     with pytest.warns(UserWarning, match=r"no parameter of the model has 'embed' or '\*.gain' in its name"):
