@@ -47,7 +47,7 @@ from .layout.partition import Balance, Partitioner
 from .layout.spec import make_param_specs
 from .params import ParsedParams, parse_groups, parse_params
 from .profiling import Phase
-from .state import dcp_compat as callers
+from .state import dcp_compat
 from .state.state_dict import StateDict, describe_groups
 from .state.tensor_utils import deepcopy_except_tensors, tensor_versions
 from .state_dict_mixin import StateDictMixin, run_state_dict_hooks, state_dict_for_dcp
@@ -373,8 +373,8 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
         With `FlatShards()` the state of a parameter is this rank's slice, as a flat tensor. Assigned tensors may have
         the shape of the slice or of the parameter; from the latter, this rank copies its slice.
         """
-        if callers.is_dcp_initializing_state():
-            if callers.is_dcp_loading_flattened():
+        if dcp_compat.is_dcp_initializing_state():
+            if dcp_compat.is_dcp_loading_flattened():
                 self._engine.materialize_initial_state()  # DCP loads into it
             return self._engine.state() or {None: "nothing to be made by a step"}
         return self._engine.state()
@@ -468,7 +468,7 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
             RuntimeError: If no state was gathered on this rank, or the gathered tensors were modified in place.
         """
         self._require_final_layout("state_dict")
-        request = callers.detect_dcp_call()
+        request = dcp_compat.detect_dcp_call()
         if request is not None:
             return run_state_dict_hooks(self, state_dict_for_dcp(self._engine, self.param_groups, request))
         if self._consolidated_state is None:

@@ -31,6 +31,8 @@ from .peer_checkpoint.snapshot import PeerSnapshots
 from .profiling import Phase, StepTimes
 from .state.tensor_utils import collect_plain_tensors
 
+__all__ = ["Report"]
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Values of a report.
 

@@ -29,6 +29,8 @@ from .layout.partition import FlatShards, WholeParams
 from .layout.spec import ParamSpec, make_param_specs
 from .state.state_dict import strip_wrapper_prefixes
 
+__all__ = ["ParamRule", "matrix_params", "profile_step_cost", "remaining_params"]
+
 Selector = Callable[[str, torch.Tensor], bool]
 """Whether a rule selects the parameter with this name."""
 NamedParam = tuple[str, torch.Tensor]

@@ -205,7 +205,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         return new_groups
 
     def _step(self, closure: Any, kwargs: dict[str, Any], *, is_joined: bool) -> Any:
-        self._require_not_superseded("step")
+        self._require_not_superseded("step()")
         try:
             result = super()._step(closure, kwargs, is_joined=is_joined)
             if self._should_check_unreduced:  # only now: another optimizer may have taken these parameters before
@@ -312,7 +312,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         Raises:
             RuntimeError: If a later `shard()` call took over parameters of this optimizer.
         """
-        self._require_not_superseded("sync")
+        self._require_not_superseded("broadcast_buffers()")
         check_all_equal(self._comm, "broadcast_buffers", ())
         self._buffer_broadcast.broadcast(Rank(0))
 
@@ -323,9 +323,12 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
     def _is_accumulating(self) -> bool:
         return self._grad_reducer.is_paused
 
-    def _require_not_superseded(self, action: str) -> None:
+    def _require_not_superseded(self, method: str) -> None:
         if self._grad_hooks.is_superseded:
-            raise RuntimeError(f"another optimizer was made by shard() for parameters of this one: {action} that one")
+            raise RuntimeError(
+                "another optimizer was made by shard() for parameters of this one: "
+                f"call {method} of that optimizer instead"
+            )
 
     def _is_buffer_broadcast_disabled(self) -> bool:
         is_superseded = self._grad_hooks.is_superseded  # the ranks of this optimizer may be gone

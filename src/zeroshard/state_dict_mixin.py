@@ -1,7 +1,8 @@
 """State dicts: gather the state of all ranks into a dict in torch's format, return this rank's shard, load.
 
 `gather_state_dict` gathers on one rank, `all_gather_state_dict` on all ranks; `local_state_dict` communicates nothing.
-`StateDictMixin` adds the corresponding methods to the optimizer.
+`StateDictMixin` adds the corresponding methods to the optimizer. These functions need an engine, so they cannot be in
+`state/`, which knows none.
 """
 
 from collections.abc import Callable, Sequence

@@ -74,7 +74,7 @@ def test_json_equals_plan_as_dict(tmp_path: Path, capsys: pytest.CaptureFixture[
     expected.pop("model")
     assert found == expected
     assert [row["method"] for row in found["estimates"]] == METHOD_NAMES * 2
-    assert set(found["least_ranks"]) == set(METHOD_NAMES)
+    assert set(found["min_ranks"]) == set(METHOD_NAMES)
 
 
 def test_shard_group_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -409,7 +409,7 @@ def save(
     """
     comm = Comm(choose_group(process_group, optimizer))
     components = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    request = _SaveRequest(path, step, keep, components, extra, False, _shown(step, progress, comm))
+    request = _SaveRequest(path, step, keep, components, extra, False, _make_progress(step, progress, comm))
     return request.write(comm, request.collect(comm))
 
 
@@ -436,11 +436,11 @@ def async_save(
     """
     comm = Comm(choose_group(process_group, optimizer))
     components = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    request = _SaveRequest(path, step, keep, components, extra, True, _shown(step, progress, comm))
+    request = _SaveRequest(path, step, keep, components, extra, True, _make_progress(step, progress, comm))
     return request.start(comm, request.collect(comm))
 
 
-def _shown(step: int, progress: bool | ProgressFn | None, comm: Comm) -> Progress:
+def _make_progress(step: int, progress: bool | ProgressFn | None, comm: Comm) -> Progress:
     return Progress(f"saving step {step}", progress, comm.group.rank)
 
 

@@ -10,6 +10,8 @@
 
 Hazard: gloo reports a lost connection only to ranks that wait for that very rank. If ranks did not close their
 connections, all others would wait for their timeout.
+
+The module has four parts: shutdown of background threads, the flight recorder, the reports, and the detector itself.
 """
 
 import atexit

@@ -92,7 +92,7 @@ class Plan:
             "memory": self.memory,
             "shard_group_size": self.shard_group_size,
             "estimates": [self._estimate_as_dict(estimate) for estimate in self.estimates],
-            "least_ranks": self.min_ranks() if self.memory is not None else None,
+            "min_ranks": self.min_ranks() if self.memory is not None else None,
         }
 
     def _estimate_as_dict(self, estimate: Estimate) -> dict[str, Any]:
