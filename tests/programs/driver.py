@@ -69,8 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for worker in workers:
             worker.start()
         tallies, failures = _collect(workers, results, options)
-    for failure in failures:
-        _print_failure(failure, options)
     record = {
         "started": int(started),
         "seed": options.seed,
@@ -83,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.page:
             report.write_page(options.records, options.page)
     done = sum(tally.programs for tally in tallies)
-    print(f"{done} programs in {record['seconds']} s, {len(failures)} failures")  # noqa: T201
+    print(f"{done} of {options.count} programs in {record['seconds']} s, {len(failures)} failures")  # noqa: T201
     return 1 if failures else 0
 
 
@@ -92,7 +90,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=5000, help="programs in all")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ranks", default="2,3", help="world sizes")
-    parser.add_argument("--minutes", type=float, default=60.0, help="stop after so many")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=60.0,
+        help="start no program after so many; shrinking a failing one may take longer",
+    )
     parser.add_argument("--pools", type=int, default=POOLS, help="pools of worker processes, side by side")
     parser.add_argument("--records", type=Path, help="append what was run to this file")
     parser.add_argument("--page", type=Path, help="write this page from all records")
@@ -176,7 +179,7 @@ def _collect(
                 print(f"{done} of {options.count} programs, {len(failures)} failures", flush=True)  # noqa: T201
         elif kind == "failure":
             failures.append(rest[0])
-            print(f"program {rest[0]['index']}: {rest[0]['kind']}", flush=True)  # noqa: T201
+            _print_failure(rest[0], options)
         elif kind == "tally":
             tallies.append(rest[0])
         else:
@@ -198,5 +201,6 @@ def _print_failure(failure: dict[str, Any], options: argparse.Namespace) -> None
 
 
 def _shorten(detail: str) -> str:
-    """What the first rank says; the rest is in the folder of failures."""
-    return detail.split("\n[rank 1]", maxsplit=1)[0][:4000]
+    """Return what one rank reports; the rest is in the folder of failures."""
+    head, *ranks = detail.split("\n[rank ")
+    return "\n[rank ".join([head, *ranks[:1]])[:4000]
