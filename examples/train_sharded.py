@@ -40,7 +40,7 @@ torch.manual_seed(1000 * scheduler.last_epoch + dist.get_rank())  # other inputs
 for _ in range(STEPS):
     for number in range(1, PASSES + 1):
         inputs = torch.randn(64, 32, device=device)
-        # Without no_sync every pass travels, and gradients never take more than 1/N of their size.
+        # Without no_sync every pass is reduced, and gradients never take more than 1/N of their size.
         with optimizer.no_sync() if number < PASSES else nullcontext():
             loss = nn.functional.mse_loss(model(inputs), inputs.square().mean(1, keepdim=True))
             (loss / PASSES).backward()

@@ -119,10 +119,10 @@ class Fsdp2(BackgroundPeer):
         set_state_dict(self.model, self.optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optim"])
 
     def start_saving(self, folder: Path) -> Wait:
-        under_way: Any = dcp_async_save(
+        in_flight: Any = dcp_async_save(
             self._parts(), storage_writer=_writer(folder / "later"), process_group=self._behind
         )
-        return under_way.result  # type: ignore[no-any-return]
+        return in_flight.result  # type: ignore[no-any-return]
 
     def _parts(self) -> dict[str, Any]:
         model, optim = get_state_dict(self.model, self.optimizer)
