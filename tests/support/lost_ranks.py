@@ -220,7 +220,7 @@ FALLS: dict[str, tuple[Any, str]] = {
     "what ranks hold is compared": (recovery, "_take_inventory"),
     "shares are sent": (StateSender, "send"),
     "all that was rebuilt is taken over": (recovery, "_write_params_and_buffers"),
-    "the next copy is made": (PeerCheckpointer, "take"),
+    "the next copy is made": (PeerCheckpointer, "capture"),
 }
 """Moments in `restore` at which a process kills itself, and what it would have done then."""
 

@@ -320,12 +320,16 @@ class RankPool:
     """Runs functions on real gloo ranks.
 
     A worker is replaced if it took part in a failed run, or has threads of the package left afterwards.
+
+    Hazard: a process is the same rank in all runs. torch caches what it computes for a device mesh, which depends on
+    the rank, and takes a later mesh of the same ranks for the same.
     """
 
     def __init__(self) -> None:
         self._store = open_store()
         self._stacks = TemporaryDirectory()
-        self._workers: list[WorkerHandle] = []
+        self._workers: dict[int, WorkerHandle] = {}
+        """By rank."""
         self._serial = count()
 
     def run(
@@ -350,7 +354,7 @@ class RankPool:
         return [pickle.loads(outcomes[rank].value) for rank in range(world_size)]
 
     def close(self) -> None:
-        self._discard(list(self._workers))
+        self._discard(list(self._workers.values()))
         self._stacks.cleanup()
 
     def _jobs(
@@ -363,15 +367,15 @@ class RankPool:
         ]
 
     def _claim(self, size: int) -> list[WorkerHandle]:
-        self._discard([worker for worker in self._workers if not worker.is_alive()])
-        fresh = [self._start() for _ in range(size - len(self._workers))]
+        self._discard([worker for worker in self._workers.values() if not worker.is_alive()])
+        fresh = [self._start(rank) for rank in range(size) if rank not in self._workers]
         with self._discarded_on_error(fresh):
             _collect(fresh, START_TIMEOUT)
-        return self._workers[:size]
+        return [self._workers[rank] for rank in range(size)]
 
-    def _start(self) -> WorkerHandle:
+    def _start(self, rank: int) -> WorkerHandle:
         worker = WorkerHandle(self._store.port, Path(self._stacks.name, f"worker{next(self._serial)}"))
-        self._workers.append(worker)
+        self._workers[rank] = worker
         return worker
 
     @contextmanager
@@ -383,9 +387,10 @@ class RankPool:
             raise
 
     def _discard(self, workers: Sequence[WorkerHandle]) -> None:
-        for worker in workers:
-            self._workers.remove(worker)
-            worker.close()
+        for rank, worker in list(self._workers.items()):
+            if worker in workers:
+                del self._workers[rank]
+                worker.close()
 
 
 def _send(workers: Sequence[WorkerHandle], requests: Sequence[Job | None]) -> None:

@@ -270,8 +270,7 @@ def register_accumulation_hook(reducer: GradReducer, index: int, param: torch.Te
     """Make autograd notify `reducer` before a backward pass accumulates into `param.grad`."""
     if index in reducer.grad_accumulators:
         return
-    if not reducer.has_placeholder(index):
-        drop_placeholder(param)  # of an optimizer that this one supersedes
+    drop_placeholder(param)  # of an optimizer that this one supersedes
     # Hazard: a hook on the parameter itself would also run for torch.autograd.grad(), which accumulates nothing.
     accumulator = get_gradient_edge(param).node
     accumulator.register_prehook(partial(_accumulation_pre_hook, weakref.ref(reducer), index))

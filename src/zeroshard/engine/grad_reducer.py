@@ -624,15 +624,13 @@ class GradReducer(GradSource):
         if not self._stage.frees:
             return
         for index, param in enumerate(self._params):
-            if self._grad_mask[index] and param.grad is None:
+            # Hazard: a parameter that was unfrozen since the last step has no hook yet that would remove the placeholder
+            # before the next backward pass accumulates into it.
+            if self._grad_mask[index] and param.grad is None and index in self.grad_accumulators:
                 if index not in self._placeholders:
                     self._placeholders[index] = ShardedGrad(param, self._layout.params[index].label)
                 param.grad = self._placeholders[index]
                 self._placeholder_params.add(index)
-
-    def has_placeholder(self, index: int) -> bool:
-        """Return whether this reducer has put a placeholder into `param.grad`."""
-        return index in self._placeholder_params
 
     def drop_placeholders(self) -> None:
         self._placeholder_params.clear()
