@@ -624,8 +624,8 @@ class GradReducer(GradSource):
         if not self._stage.frees:
             return
         for index, param in enumerate(self._params):
-            # Hazard: a parameter that was unfrozen since the last step has no hook yet that would remove the placeholder
-            # before the next backward pass accumulates into it.
+            # Hazard: a parameter that was unfrozen since the last step has no hook yet that would remove the
+            # placeholder before the next backward pass accumulates into it.
             if self._grad_mask[index] and param.grad is None and index in self.grad_accumulators:
                 if index not in self._placeholders:
                     self._placeholders[index] = ShardedGrad(param, self._layout.params[index].label)
