@@ -556,10 +556,10 @@ def list_differences(
 
 
 def scale_tolerances(
-    tolerances: dict[torch.dtype, tuple[float, float]], key: Any
+    tolerances: dict[torch.dtype, tuple[float, float]], state: dict[Any, Any], key: Any
 ) -> dict[torch.dtype, tuple[float, float]]:
     """RMSprop's momentum holds updates before they are multiplied by the learning rate, which is 0.01."""
-    scale = 100.0 if key == "momentum_buffer" else 1.0
+    scale = 100.0 if key == "momentum_buffer" and "square_avg" in state else 1.0
     return {dtype: (relative, absolute * scale) for dtype, (relative, absolute) in tolerances.items()}
 
 
@@ -568,7 +568,7 @@ def describe_difference(found: Any, expected: Any, tolerances: dict[torch.dtype,
         if not isinstance(found, dict) or list(found) != list(expected):
             return f"zeroshard has {found if not isinstance(found, dict) else list(found)}, expected {list(expected)}"
         texts = [
-            (key, describe_difference(found[key], value, scale_tolerances(tolerances, key)))
+            (key, describe_difference(found[key], value, scale_tolerances(tolerances, expected, key)))
             for key, value in expected.items()
         ]
         return "; ".join(f"{key}: {text}" for key, text in texts if text)

@@ -321,8 +321,7 @@ class RankPool:
 
     A worker is replaced if it took part in a failed run, or has threads of the package left afterwards.
 
-    Hazard: a process is the same rank in all runs. torch caches what it computes for a device mesh, which depends on
-    the rank, and takes a later mesh of the same ranks for the same.
+    A process is the same rank in all runs, so nothing that torch may cache per device mesh is used by another rank.
     """
 
     def __init__(self) -> None:
