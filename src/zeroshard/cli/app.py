@@ -14,20 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
 
-from .._types import replace_unprintable
-from ..checkpoint.progress import Progress
+from .._formatting import replace_unprintable
+from ..checkpoint.progress import Progress, errors_as_checkpoint_error
 from ..doctor.report import main as run_doctor
 from ..errors import ZeroError
 from ..torch_patch import run_command
-from .checkpoint import (
-    FORMAT_WRITERS,
-    atomic_output,
-    describe_checkpoint,
-    open_checkpoint,
-    print_description,
-    select_weights,
-    wrap_errors_for,
-)
+from .checkpoint import convert_checkpoint, describe_checkpoint, infer_format, print_description
 from .plan import plan
 
 _TABLE_WIDTH = 160
@@ -35,7 +27,7 @@ _TABLE_WIDTH = 160
 
 
 class TargetFormat(str, Enum):
-    """Choices of `convert --to`, the keys of `FORMAT_WRITERS`."""
+    """Choices of `convert --to`."""
 
     torch = "torch"
     dcp = "dcp"
@@ -54,43 +46,45 @@ app.add_typer(checkpoints, name="checkpoint")
 
 @app.callback()
 def global_options(
-    version: Annotated[bool, typer.Option("--version", help="Say which zeroshard this is.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version of zeroshard.")] = False,
 ) -> None:
-    """Plan memory and traffic; look at jobs and at checkpoints, convert these, run scripts."""
+    """Plan memory and traffic, inspect and convert checkpoints, diagnose jobs, run scripts."""
     del version  # handled in __main__, which works without the extra
 
 
 @checkpoints.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="a folder of checkpoints (the latest counts), or one checkpoint")],
+    path: Annotated[Path, typer.Argument(help="a checkpoint, or a folder of checkpoints (the latest is used)")],
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Say what is in a checkpoint. Only its metadata and the sizes of its files are read."""
-    with wrap_errors_for(path):
+    """Print a summary and the contents of a checkpoint. Only its metadata and the sizes of its files are read."""
+    with errors_as_checkpoint_error(f"{path} cannot be read"):
         description = describe_checkpoint(path)
     if as_json:
-        typer.echo(json.dumps(description.as_dict(), indent=2))
+        typer.echo(json.dumps(description, indent=2))
     else:
         print_description(description, Console() if sys.stdout.isatty() else Console(width=_TABLE_WIDTH))
 
 
 @checkpoints.command()
 def convert(
-    source: Annotated[Path, typer.Argument(help="a folder of checkpoints, one checkpoint, or a file of torch.save")],
+    source: Annotated[Path, typer.Argument(help="a checkpoint, a folder of checkpoints, or a torch.save file")],
     target: Annotated[Path, typer.Argument(help="the file or directory to write, which must not exist")],
-    to: Annotated[TargetFormat, typer.Option("--to", help="the format to write")],
+    to: Annotated[
+        TargetFormat | None,
+        typer.Option(
+            "--to", help="default: by the suffix of TARGET (.pt and .pth: torch, .safetensors, no suffix: dcp)"
+        ),
+    ] = None,
     weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="the model alone, as model.load_state_dict takes it")
+        bool, typer.Option("--weights-only", help="write only the model, as model.load_state_dict takes it")
     ] = False,
 ) -> None:
     """Write a checkpoint in another format, a few MiB at a time. TARGET appears when it is complete."""
-    with atomic_output(target) as hidden, _progress_bar(to.value) as progress:
-        contents = open_checkpoint(source, progress)
-        if weights_only:
-            contents = select_weights(source, contents)
-        progress.add_expected(contents.nbytes)
-        with wrap_errors_for(source, is_reading=False):
-            FORMAT_WRITERS[to.value](contents, hidden, progress)
+    target_format = infer_format(target) if to is None else to.value
+    with _progress_bar(target_format) as progress:
+        result = convert_checkpoint(source, target, target_format, progress, weights_only=weights_only)
+    typer.echo(replace_unprintable(result))
 
 
 _PASSTHROUGH_SETTINGS: dict[str, Any] = {
@@ -103,13 +97,13 @@ _PASSTHROUGH_SETTINGS: dict[str, Any] = {
 
 @app.command(context_settings=_PASSTHROUGH_SETTINGS, add_help_option=False)
 def run(context: typer.Context) -> None:
-    """Run a script as python does, with zeroshard's classes in the place of torch's. See `run --help`."""
+    """Run a script as python does, with zeroshard's classes in place of torch's. See `run --help`."""
     raise SystemExit(run_command(context.args))
 
 
 @app.command(context_settings=_PASSTHROUGH_SETTINGS, add_help_option=False)
 def doctor(context: typer.Context) -> None:
-    """Look whether a job is fit for training: `torchrun ... -m zeroshard doctor`. See `doctor --help`."""
+    """Check whether a job is ready for training: `torchrun ... -m zeroshard doctor`. See `doctor --help`."""
     raise SystemExit(run_doctor(context.args))
 
 

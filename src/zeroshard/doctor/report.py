@@ -1,47 +1,27 @@
-"""The report of `zeroshard doctor`, as text and JSON, and the command itself."""
+"""The report of `zeroshard doctor`, as text and JSON, and the command itself. Needs only torch."""
 
 import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from math import isfinite
+from statistics import median
 from textwrap import indent
 from typing import Any
 
+from .._formatting import format_bytes, format_count, format_error, format_table
 from ..comm.process_group import init_from_env, is_launched_by_torchrun
 from ..errors import ZeroError
-from .checks import (
-    ERROR,
-    WARNING,
-    Advice,
-    Finding,
-    is_healthy,
-    profile_network,
-    recommend_options,
-    run_checks,
-    slowest_timings,
-)
-from .collect import (
-    TRIAL_STEPS,
-    CollectiveTiming,
-    JobInfo,
-    RankInfo,
-    RankMeasurements,
-    Watchdog,
-    collect_job_info,
-    ranks_by_host,
-)
+from .checks import Advice, Finding, clock_offset, combine_ranks, recommend_options, run_checks, summarize_collectives
+from .collect import TRIAL_STEPS, JobInfo, collect_job_info, ranks_by_host
 
 _MAX_RANKS_SHOWN = 16
 """Ranks in the text table. JSON lists all."""
-_RANK_COLUMNS: tuple[str, ...] = (
-    *("rank", "host", "local", "device", "free there", "free on host", "threads/cores", "clock"),
-    *("to rank 0", "products", "copies"),
-)
+_GRACE_PERIOD_S = 15.0
+"""Extra time of the watchdog, so that the process-group timeout fires first: its error says more."""
 
 
 @dataclass(frozen=True)
@@ -53,226 +33,192 @@ class DoctorReport:
     advice: Advice
 
     @property
-    def exit_status(self) -> int:
-        """0 if the job is healthy, else 1."""
-        return 0 if is_healthy(self.findings) else 1
+    def is_healthy(self) -> bool:
+        return all(finding.level != "error" for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
         """Return values for JSON. Non-finite numbers, which JSON cannot represent, become strings."""
         job = self.job
         values = {
-            "healthy": self.exit_status == 0,
+            "healthy": self.is_healthy,
             "backend": job.backend,
-            "world_size": len(job.rank_infos),
-            "hosts": ranks_by_host(job.rank_infos),
-            "findings": [asdict(finding) for finding in self.findings],
+            "world_size": len(job.ranks),
+            "hosts": ranks_by_host(job.ranks),
+            "findings": list(map(asdict, self.findings)),
             "advice": asdict(self.advice),
-            "collectives": [{**asdict(timing), "rate": timing.rate} for timing in slowest_timings(job)],
+            "collectives": list(map(asdict, summarize_collectives(job))),
             "ranks": [
-                {**asdict(info), **asdict(measured)}
-                for info, measured in zip(job.rank_infos, job.measurements, strict=True)
+                {**asdict(info), **asdict(measured)} for info, measured in zip(job.ranks, job.measurements, strict=True)
             ],
         }
-        return {key: _to_json_value(value) for key, value in values.items()}
+        copied: dict[str, Any] = json.loads(json.dumps(values), parse_constant=str)
+        return copied
 
     def as_text(self) -> str:
-        lines = [
-            self._headline(),
-            _format_versions(self.job.rank_infos[0]),
-            *_format_section("ranks", _format_rank_table(self.job)),
-            *_format_section(
-                "collectives, as the slowest rank has timed them (a few bytes: the quickest; else medians)",
-                _format_collectives(self.job),
-            ),
-            *_format_section("sharded steps", _format_trial(self.job)),
-            *_format_section("findings", _format_findings(self.findings)),
-            *_format_section("advice", [self.advice.call, *(f"- {reason}" for reason in self.advice.reasons)]),
+        errors, warnings = (sum(finding.level == level for finding in self.findings) for level in ("error", "warning"))
+        ranks, hosts = self.job.ranks, ranks_by_host(self.job.ranks)
+        health = f"{'healthy' if self.is_healthy else 'not healthy'} ({format_count(errors, 'error')}, "
+        where = f"{format_count(len(ranks), 'rank')} on {format_count(len(hosts), 'host')}, {self.job.backend}"
+        findings = [
+            f"{finding.level}: {finding.what}: {finding.found}\n    expected: {finding.expected}\n    do: {finding.do}"
+            for finding in self.findings
         ]
-        return "\n".join(lines) + "\n"
-
-    def _headline(self) -> str:
-        errors, warnings = (sum(finding.level == level for finding in self.findings) for level in (ERROR, WARNING))
-        ranks, hosts = len(self.job.rank_infos), len(ranks_by_host(self.job.rank_infos))
-        counts = f"{_pluralize(errors, 'error')}, {_pluralize(warnings, 'warning')}"
-        health = f"{'not healthy' if errors else 'healthy'} ({counts})"
-        where = f"{_pluralize(ranks, 'rank')} on {_pluralize(hosts, 'host')}"
-        return f"zeroshard doctor: {health}; {where}, {self.job.backend}"
-
-
-def _to_json_value(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _to_json_value(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_to_json_value(item) for item in value]
-    return str(value) if isinstance(value, float) and not isfinite(value) else value
+        sections = {
+            "ranks (speeds: median of all rounds)": _format_ranks(self.job),
+            "collectives on the slowest rank (median of all rounds, and its 96 % confidence interval)": (
+                _format_collectives(self.job)
+            ),
+            "sharded steps": [_format_trial(self.job)],
+            "findings": findings or ["none"],
+            "advice": [self.advice.call, *(f"- {reason}" for reason in self.advice.reasons)],
+        }
+        text = f"zeroshard doctor: {health}{format_count(warnings, 'warning')}); {where}\n"
+        text += ", ".join(f"{name} {version}" for name, version in ranks[0].versions.items()) + " on rank 0\n"
+        return text + "".join(
+            f"\n{title}\n" + indent("\n".join(lines), "  ") + "\n" for title, lines in sections.items()
+        )
 
 
 def make_report(job: JobInfo) -> DoctorReport:
     """Run all checks on the collected data."""
-    return DoctorReport(job, run_checks(job), recommend_options(profile_network(job)))
+    return DoctorReport(job, run_checks(job), recommend_options(job))
 
 
-def _format_section(title: str, lines: Sequence[str]) -> Iterator[str]:
-    yield f"\n{title}"
-    yield indent("\n".join(lines), "  ")
+def _format_ranks(job: JobInfo) -> list[str]:
+    rows = []
+    for info, measured in list(zip(job.ranks, job.measurements, strict=True))[:_MAX_RANKS_SHOWN]:
+        gpu, samples, clock, link = info.gpu if job.backend == "nccl" else None, measured.samples, "-", "-"
+        if "link" in samples:
+            offset, error = clock_offset(samples)
+            clock, link = f"{offset * 1e3:+.2f} ± {error * 1e3:.2f} ms", f"{median(samples['link']) / 1e9:.2f} GB/s"
+        row = {
+            "rank": str(info.rank),
+            "host": info.host,
+            "local rank": f"{info.local_rank} of {info.local_size}" if info.local_rank >= 0 else "-",
+            "device": f"cuda:{gpu.index}" if gpu else "cpu",
+            "free GPU memory": _format_free(gpu.free, gpu.total) if gpu else "-",
+            "free host memory": _format_free(info.host_free, info.host_total),
+            "threads/cores": f"{info.threads}/{len(info.cores)}",
+            "clock offset": clock,
+            "link to rank 0": link,
+            "matmul": f"{median(samples['matmul']) / 1e9:.0f} GFLOP/s",
+            "memcpy": f"{median(samples['memcpy']) / 1e9:.1f} GB/s",
+        }
+        rows.append(row)
+    hidden = len(job.ranks) - len(rows)
+    return _format_rows(rows) + ([f"... and {format_count(hidden, 'rank')} more: see --json"] if hidden else [])
 
 
-def _format_versions(rank_info: RankInfo) -> str:
-    return ", ".join(f"{name} {version}" for name, version in rank_info.versions.items()) + " on rank 0"
+def _format_rows(rows: Sequence[dict[str, str]]) -> list[str]:
+    """Format a table whose columns are named by the keys."""
+    return format_table([list(rows[0]), *(list(row.values()) for row in rows)])
 
 
-def _format_rank_table(job: JobInfo) -> list[str]:
-    rows = [_RANK_COLUMNS]
-    ranks = list(zip(job.rank_infos, job.measurements, strict=True))
-    rows += [_format_rank_row(info, measured, job.backend) for info, measured in ranks[:_MAX_RANKS_SHOWN]]
-    num_hidden = len(ranks) - _MAX_RANKS_SHOWN
-    return _format_table(rows) + (
-        [f"... and {_pluralize(num_hidden, 'rank')} more: see --json"] if num_hidden > 0 else []
-    )
-
-
-def _format_rank_row(rank_info: RankInfo, measurements: RankMeasurements, backend: str) -> tuple[str, ...]:
-    gpu = rank_info.gpu if backend == "nccl" else None
-    local = f"{rank_info.local_rank} of {rank_info.local_size}" if rank_info.local_rank >= 0 else "-"
-    clock = (
-        f"{measurements.link.ahead * 1e3:+.2f} ± {measurements.link.give_or_take * 1e3:.2f} ms"
-        if measurements.link
-        else "-"
-    )
-    return (
-        str(rank_info.rank),
-        rank_info.host,
-        local,
-        f"cuda:{gpu.index}" if gpu else "cpu",
-        f"{gpu.free / 2**30:.1f} of {gpu.total / 2**30:.1f} GiB" if gpu else "-",
-        f"{rank_info.host_free / 2**30:.1f} of {rank_info.host_total / 2**30:.1f} GiB",
-        f"{rank_info.threads}/{len(rank_info.cores)}",
-        clock,
-        f"{measurements.link.rate / 1e9:.2f} GB/s" if measurements.link else "-",
-        f"{measurements.speed.product / 1e9:.0f} GFLOP/s",
-        f"{measurements.speed.copy / 1e9:.1f} GB/s",
-    )
+def _format_free(free: int, total: int) -> str:
+    return f"{format_bytes(free, binary=True)} of {format_bytes(total, binary=True)}"
 
 
 def _format_collectives(job: JobInfo) -> list[str]:
-    rows = [("verb", "way", "tiny", "large", "takes", "a rank gets"), *map(_format_timing, slowest_timings(job))]
-    agreement = max(measured.agreement for measured in job.measurements)
-    return [*_format_table(rows), f"to agree on something takes all ranks {agreement * 1e3:.3f} ms"]
+    rows = [
+        {
+            "collective": row.collective,
+            "transport": row.transport,
+            "latency": f"{row.latency_s.median * 1e3:.3f} ms",
+            "message": format_bytes(row.nbytes, binary=True),
+            "time": f"{row.duration_s.median * 1e3:.2f} ms",
+            "interval": f"{row.duration_s.low * 1e3:.2f} to {row.duration_s.high * 1e3:.2f} ms",
+            "received": f"{row.bandwidth / 1e9:.2f} GB/s" if row.received_fraction else "-",
+        }
+        for row in summarize_collectives(job)
+    ]
+    consensus_s = median(combine_ranks(job, max, "consensus"))
+    return [*_format_rows(rows), f"consensus of all ranks: {consensus_s * 1e3:.3f} ms"]
 
 
-def _format_timing(timing: CollectiveTiming) -> tuple[str, ...]:
-    return (
-        timing.verb,
-        timing.way,
-        f"{timing.small * 1e3:.3f} ms",
-        f"{timing.nbytes / 2**20:.1f} MiB",
-        f"{timing.large * 1e3:.2f} ms",
-        f"{timing.rate / 1e9:.2f} GB/s" if timing.crossing else "-",
-    )
-
-
-def _format_trial(job: JobInfo) -> list[str]:
-    trial = job.measurements[0].trial
-    if trial is None:
-        return ["could not be made"]
-    worst = max(measured.trial.difference for measured in job.measurements if measured.trial is not None)
-    losses = f"the loss went from {trial.before:.4f} to {trial.after:.4f}"
-    return [f"{TRIAL_STEPS} of AdamW: {losses}; the largest difference to the unsharded optimizer is {worst:.1e}"]
-
-
-def _format_findings(findings: Sequence[Finding]) -> list[str]:
-    if not findings:
-        return ["none"]
-    lines = []
-    for finding in findings:
-        lines += [
-            f"{finding.level}: {finding.what}: {finding.found}",
-            f"    expected: {finding.expected}",
-            f"    do: {finding.do}",
-        ]
-    return lines
-
-
-def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _pluralize(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def _format_trial(job: JobInfo) -> str:
+    trials = [measured.trial for measured in job.measurements]
+    if any(trial.error for trial in trials):
+        return "failed"
+    losses = f"the loss went from {trials[0].initial_loss:.4f} to {trials[0].final_loss:.4f}"
+    worst = max(trial.max_difference for trial in trials)
+    return f"{TRIAL_STEPS} steps of AdamW: {losses}; the largest difference from the unsharded optimizer is {worst:.1e}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The command, which `torchrun ... -m zeroshard doctor` runs on every rank. Needs only torch.
+# The command, which `torchrun ... -m zeroshard doctor` runs on every rank.
 
 
-_GRACE_PERIOD_S = 15.0
-"""Extra time of the watchdog, so that the process-group timeout fires first: its error says more."""
+class Watchdog:
+    """Ends the process if a single phase takes longer than `timeout_s`.
+
+    Hazard: `os._exit` is the only way to interrupt a rank that waits for a GPU.
+    """
+
+    def __init__(self, timeout_s: float, process_name: str) -> None:
+        self._timeout_s, self._process_name = timeout_s, process_name
+        self._timer: threading.Timer | None = None
+
+    def set_phase(self, phase: str) -> None:
+        """Start a phase, and the time for it."""
+        self.stop()
+        self._timer = threading.Timer(self._timeout_s, self._exit, (phase,))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _exit(self, phase: str) -> None:
+        sys.stderr.write(
+            f"zeroshard doctor: {self._process_name} timed out after {self._timeout_s:g} s while {phase}\n"
+        )
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return the exit status, the same on all ranks: 0 healthy, 1 not. Wrong usage exits with 2."""
-    options = _make_parser().parse_args(arguments)
-    process_name = (
-        f"rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE', '?')}"
-        if is_launched_by_torchrun()
-        else "this process"
-    )
-    with Watchdog(options.timeout + _GRACE_PERIOD_S, process_name) as watchdog:
-        try:
-            report = _run_doctor(options, watchdog)
-        except Exception as error:
-            reason = str(error) if isinstance(error, ZeroError) else f"{type(error).__name__}: {error}"
-            sys.stderr.write(f"zeroshard doctor: not healthy: {process_name}: {reason}\n")
-            return 1
-    return report.exit_status
+    options = _parse(arguments)
+    process_name = "this process"
+    if is_launched_by_torchrun():
+        process_name = f"rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE', '?')}"
+    watchdog = Watchdog(options.timeout + _GRACE_PERIOD_S, process_name)
+    try:
+        watchdog.set_phase("looking for the other ranks")
+        with init_from_env(timedelta(seconds=options.timeout)) as group:
+
+            def set_phase(phase: str) -> None:
+                watchdog.set_phase(phase)
+                group.failure_detector.set_activity(phase)
+
+            report = make_report(collect_job_info(group, options.backend or "", set_phase))
+            if group.rank == 0:
+                text = json.dumps(report.as_dict(), indent=2) + "\n" if options.json else report.as_text()
+                sys.stdout.write(text)
+                sys.stdout.flush()
+            watchdog.set_phase("leaving")
+    except Exception as error:
+        reason = str(error) if isinstance(error, ZeroError) else format_error(error)
+        sys.stderr.write(f"zeroshard doctor: not healthy: {process_name}: {reason}\n")
+        return 1
+    finally:
+        watchdog.stop()
+    return 0 if report.is_healthy else 1
 
 
-def _run_doctor(options: argparse.Namespace, watchdog: Watchdog) -> DoctorReport:
-    watchdog.set_phase("looking for the other ranks")
-    with init_from_env(timedelta(seconds=options.timeout)) as group:
-
-        def set_phase(phase: str) -> None:
-            watchdog.set_phase(phase)
-            group.failure_detector.set_activity(phase)
-
-        report = make_report(collect_job_info(group, options.backend or "", set_phase))
-        if group.rank == 0:
-            _print_report(report, as_json=options.json)
-        watchdog.set_phase("leaving")
-    return report
-
-
-def _print_report(report: DoctorReport, *, as_json: bool) -> None:
-    sys.stdout.write(json.dumps(report.as_dict(), indent=2) + "\n" if as_json else report.as_text())
-    sys.stdout.flush()
-
-
-def _make_parser() -> argparse.ArgumentParser:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="zeroshard doctor",
-        description="Look whether a job is fit for training, and recommend options. Start it as training is started: "
-        "torchrun [options] -m zeroshard doctor. Exit status: 0 healthy, 1 not, 2 wrong usage.",
+        description="Check whether a job is ready for training, and recommend options. Start it like the training "
+        "script: torchrun [options] -m zeroshard doctor. Exit status: 0 healthy, 1 not, 2 wrong usage.",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, with all that each rank knows and measured")
-    parser.add_argument(
-        "--backend",
-        choices=("gloo", "nccl"),
-        help="what to measure; by default nccl where every rank has a GPU of its own, else gloo on the CPU",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=_parse_timeout,
-        default=60.0,
-        metavar="SECONDS",
-        help="how long ranks wait for each other (60)",
-    )
-    return parser
-
-
-def _parse_timeout(text: str) -> float:
-    with suppress(ValueError):
-        value = float(text)
-        if 0 < value < 1e6:
-            return value
-    raise argparse.ArgumentTypeError(f"takes a number of seconds above 0, not {text}")
+    parser.add_argument("--json", action="store_true", help="print JSON, with all facts and measurements of each rank")
+    backend_help = "what to measure (default: nccl if every rank has its own GPU, else gloo on the CPU)"
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help=backend_help)
+    timeout_help = "how long ranks wait for each other (60)"
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help=timeout_help)
+    options = parser.parse_args(arguments)
+    if not 0 < options.timeout < 1e6:
+        parser.error(f"argument --timeout: expected a positive number of seconds, got {options.timeout:g}")
+    return options

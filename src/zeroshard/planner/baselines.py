@@ -1,123 +1,83 @@
 """Estimates of the alternatives, with their defaults: DDP, DDP with torch's ZeroRedundancyOptimizer, and FSDP2."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 from .._types import MIB
 from ..layout.layout import Layout
 from ..layout.partition import WholeParams
 from ..layout.spec import ParamSpec
-from .estimate import Estimate, MemoryEstimate, Traffic, TrainingSetup
+from .estimate import Estimate, MemoryEstimate, TrainingSetup
 from .shapes import ParamShape
 
 _DDP_BUCKET_BYTES = 25 * MIB
 
 
-@dataclass(frozen=True)
-class DDPBaseline:
-    """DDP: everything is replicated. Gradients are copied into buckets."""
-
-    name: ClassVar[str] = "DDP"
-
-    def estimate(self, training: TrainingSetup, ranks: int) -> Estimate:
-        memory = _estimate_ddp_memory(training, training.param_specs)
-        return Estimate(self.name, ranks, memory, _estimate_ddp_traffic(training, ranks))
+def estimate_ddp(training: TrainingSetup, ranks: int) -> Estimate:
+    """DDP: everything is replicated. An all-reduce sends as much as a reduce-scatter and an all-gather."""
+    traffic = training.collective_traffic(2 * training.grad_bytes, _num_ddp_messages(training), ranks)
+    return Estimate("DDP", ranks, _estimate_ddp_memory(training, training.param_specs), traffic)
 
 
-@dataclass(frozen=True)
-class TorchZeroBaseline:
+def estimate_torch_zero(training: TrainingSetup, ranks: int) -> Estimate:
     """DDP with `ZeroRedundancyOptimizer`: the owner of a parameter keeps its state and broadcasts its update."""
-
-    name: ClassVar[str] = "torch ZeRO"
-
-    def estimate(self, training: TrainingSetup, ranks: int) -> Estimate:
-        layout = WholeParams().extend(Layout.empty(ranks), training.param_specs)
-        loads = layout.sum_per_rank(
-            lambda spec, _: training.state_bytes(spec, spec.shape) + _master_bytes(training, [spec])
-        )
-        fullest = max(range(ranks), key=lambda rank: loads[rank])
-        owned = [spec for spec in training.param_specs if layout.owner_of(spec.index) == fullest]
-        imbalance = max(loads) * ranks / sum(loads) if any(loads) else 1.0
-        return Estimate(
-            self.name, ranks, _estimate_ddp_memory(training, owned), self._estimate_traffic(training, ranks), imbalance
-        )
-
-    def _estimate_traffic(self, training: TrainingSetup, ranks: int) -> Traffic:
-        """Return DDP's traffic plus one broadcast per parameter."""
-        reduced, trainable = _estimate_ddp_traffic(training, ranks), training.model.trainable_params
-        if ranks == 1:
-            return reduced
-        sent = reduced.sent + sum(param.nbytes for param in trainable) * (ranks - 1) // ranks
-        messages = reduced.messages + len(trainable)
-        return Traffic(sent, messages, training.network_for(ranks).estimate_seconds(sent, messages, ranks))
+    layout = WholeParams().extend(Layout.empty(ranks), training.param_specs)
+    loads = layout.sum_per_rank(lambda spec, _: training.state_bytes(spec, spec.shape) + _master_bytes(training, spec))
+    fullest = max(range(ranks), key=lambda rank: loads[rank])
+    owned = [spec for spec in training.param_specs if layout.owner_of(spec.index) == fullest]
+    messages = _num_ddp_messages(training) + len(training.model.trainable_params)
+    traffic = training.collective_traffic(3 * training.grad_bytes, messages, ranks)
+    imbalance = max(loads) * ranks / sum(loads) if any(loads) else 1.0
+    return Estimate("torch ZeRO", ranks, _estimate_ddp_memory(training, owned), traffic, imbalance)
 
 
-@dataclass(frozen=True)
-class FSDP2Baseline:
-    """FSDP2 with `fully_shard` on each block, resharded after forward. The sharded parameters are the masters."""
+def estimate_fsdp2(training: TrainingSetup, ranks: int) -> Estimate:
+    """FSDP2 with `fully_shard` on each block, resharded after forward. The sharded parameters are the masters.
 
-    name: ClassVar[str] = "FSDP2"
-
-    def estimate(self, training: TrainingSetup, ranks: int) -> Estimate:
-        shapes = {spec.index: _fsdp2_shard_shape(spec.shape, ranks) for spec in training.param_specs}
-        elements = {spec.index: _shape_numel(shapes[spec.index]) for spec in training.param_specs}
-        itemsizes = {spec.index: training.update_dtype(spec.dtype).itemsize for spec in training.param_specs}
-        trainable = [spec for spec in training.param_specs if spec.trainable]
-        state = sum(training.state_bytes(spec, shapes[spec.index]) for spec in trainable if elements[spec.index])
-        tensors = [(spec, shapes[spec.index]) for spec in trainable]
-        memory = MemoryEstimate(
-            parameters=sum(elements[i] * itemsizes[i] for i in elements) + training.model.buffer_bytes,
-            gradients=sum(elements[spec.index] * itemsizes[spec.index] for spec in trainable),
-            state=state,
-            backward_overhead=_fsdp2_unsharded_bytes(training),
-            step_overhead=training.temporary_bytes(tensors, use_fused=False),
-            activations=training.activations,
-        )
-        most, mean = sum(elements[spec.index] for spec in trainable), sum(spec.numel for spec in trainable) / ranks
-        imbalance = most / mean if mean else 1.0
-        return Estimate(self.name, ranks, memory, self._estimate_traffic(training, ranks), imbalance)
-
-    def _estimate_traffic(self, training: TrainingSetup, ranks: int) -> Traffic:
-        """Return the traffic: blocks are all-gathered for forward and for backward, root parameters once."""
-        if ranks == 1:
-            return Traffic(0, 0)
-        root, *blocks = training.model.blocks
-        gathered = _params_nbytes(root) + 2 * sum(map(_params_nbytes, blocks))
-        reduced = sum(param.nbytes for param in training.model.trainable_params)
-        sent, messages = (gathered + reduced) * (ranks - 1) // ranks, 2 + 3 * len(blocks)
-        return Traffic(sent, messages, training.network_for(ranks).estimate_seconds(sent, messages, ranks))
+    Blocks are all-gathered for forward and for backward, root parameters once.
+    """
+    # The rank with the most: FSDP2 splits the first dimension.
+    shards = [
+        (spec, (-(-spec.shape[0] // ranks), *spec.shape[1:]) if spec.shape else ()) for spec in training.param_specs
+    ]
+    nbytes = [math.prod(shape) * training.update_dtype(spec.dtype).itemsize for spec, shape in shards]
+    trainable = [(spec, shape) for spec, shape in shards if spec.trainable]
+    memory = MemoryEstimate(
+        parameters=sum(nbytes) + training.model.buffer_bytes,
+        gradients=sum(size for (spec, _), size in zip(shards, nbytes, strict=True) if spec.trainable),
+        state=sum(training.state_bytes(spec, shape) for spec, shape in trainable if math.prod(shape)),
+        backward_overhead=_unsharded_bytes(training),
+        step_overhead=training.temporary_bytes(trainable, use_fused=False),
+        activations=training.activations,
+    )
+    most, total = sum(math.prod(shape) for _, shape in trainable), sum(spec.numel for spec, _ in trainable)
+    root, *blocks = map(_params_nbytes, training.model.blocks)
+    traffic = training.collective_traffic(root + 2 * sum(blocks) + training.grad_bytes, 2 + 3 * len(blocks), ranks)
+    return Estimate("FSDP2", ranks, memory, traffic, most * ranks / total if total else 1.0)
 
 
-def _estimate_ddp_memory(training: TrainingSetup, updated_specs: Sequence[ParamSpec]) -> MemoryEstimate:
-    """Estimate DDP on a rank with state for `updated_specs`. Its buckets are as large as all gradients."""
-    model = training.model
-    gradients = sum(param.nbytes for param in model.trainable_params)
-    temporaries = training.temporary_bytes([(spec, spec.shape) for spec in updated_specs], use_fused=False)
-    parameters = _params_nbytes(model.params) + model.buffer_bytes
+def _estimate_ddp_memory(training: TrainingSetup, updated: Sequence[ParamSpec]) -> MemoryEstimate:
+    """Estimate DDP on a rank that updates these parameters. Gradients are copied into buckets."""
+    parameters, gradients = _params_nbytes(training.model.params) + training.model.buffer_bytes, training.grad_bytes
+    temporary = training.temporary_bytes([(spec, spec.shape) for spec in updated], use_fused=False)
     return MemoryEstimate(
         parameters=parameters,
         gradients=gradients,
-        state=sum(training.state_bytes(spec, spec.shape) for spec in updated_specs),
-        masters=_master_bytes(training, updated_specs),
+        state=sum(training.state_bytes(spec, spec.shape) for spec in updated),
+        masters=sum(_master_bytes(training, spec) for spec in updated),
         backward_overhead=gradients,
-        step_overhead=gradients + temporaries,
+        step_overhead=gradients + temporary,
         construction_peak=parameters + gradients,
         activations=training.activations,
     )
 
 
-def _estimate_ddp_traffic(training: TrainingSetup, ranks: int) -> Traffic:
-    """Return the traffic of all-reducing each bucket, which equals a reduce-scatter and an all-gather."""
-    if ranks == 1:
-        return Traffic(0, 0)
-    gradients = sum(param.nbytes for param in training.model.trainable_params)
-    sent, messages = 2 * gradients * (ranks - 1) // ranks, 2 * -(-gradients // _DDP_BUCKET_BYTES)
-    return Traffic(sent, messages, training.network_for(ranks).estimate_seconds(sent, messages, ranks))
+def _num_ddp_messages(training: TrainingSetup) -> int:
+    return 2 * -(-training.grad_bytes // _DDP_BUCKET_BYTES)
 
 
-def _fsdp2_unsharded_bytes(training: TrainingSetup) -> int:
-    """Return the peak of unsharded memory in backward.
+def _unsharded_bytes(training: TrainingSetup) -> int:
+    """Return FSDP2's peak of unsharded memory in backward.
 
     A block's gradients, their reduce-scatter buffer and the two prefetched blocks; in addition the root parameters all
     the time, with their gradients at the end.
@@ -127,18 +87,9 @@ def _fsdp2_unsharded_bytes(training: TrainingSetup) -> int:
     return root + max(2 * root, *block_peaks, 0)
 
 
-def _master_bytes(training: TrainingSetup, specs: Sequence[ParamSpec]) -> int:
-    covered = [spec for spec in specs if spec.trainable and training.update_dtype(spec.dtype) != spec.dtype]
-    return sum(spec.numel * training.update_dtype(spec.dtype).itemsize for spec in covered)
-
-
-def _fsdp2_shard_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Return the shard shape on the fullest rank. FSDP2 splits the first dimension."""
-    return (-(-shape[0] // ranks), *shape[1:]) if shape else ()
-
-
-def _shape_numel(shape: tuple[int, ...]) -> int:
-    return ParamShape("", shape).numel
+def _master_bytes(training: TrainingSetup, spec: ParamSpec) -> int:
+    updated = training.update_dtype(spec.dtype)
+    return spec.numel * updated.itemsize if spec.trainable and updated != spec.dtype else 0
 
 
 def _params_nbytes(params: Sequence[ParamShape]) -> int:

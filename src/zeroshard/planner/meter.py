@@ -1,162 +1,103 @@
-"""Measure the state and the temporary memory of any optimizer class.
+"""Measure the state and the temporary memory of any optimizer class, without a formula for any of them.
 
-`StateMeter` steps the optimizer on meta tensors of the real shapes and counts bytes. An optimizer that does not run on
-the meta device is stepped on two small CPU tensors instead, and the result is extrapolated linearly.
+`OptimizerMeter` steps the optimizer on meta tensors and counts the bytes that it allocates. An optimizer that does not
+run on the meta device is stepped on two small CPU tensors instead, and the bytes are extrapolated linearly.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import finalize
 
 import torch
 
 from .._torch_compat import ITEM_OP, TorchDispatchMode, tree_leaves
-from ..engine.inner import LocalOptimizer, OptimizerFactory
+from ..engine.inner import OptimizerFactory
 from ..engine.probe import build_for_probes, isolated_probe, step_once
 from ..state.tensor_utils import inner_tensors, is_wrapper_subclass, map_tensors
 
 TensorMeta = tuple[tuple[int, ...], torch.dtype]
 
-_SMALL_PROBE_ROWS, _LARGE_PROBE_ROWS = 64, 256
+_PROBE_ROWS = (64, 256)
 """Rows of the CPU probes. With 1,024 columns, blocks of quantized state fit into them."""
 
 
 class StepMemory(NamedTuple):
     """Bytes of one optimizer on some tensors."""
 
-    state_bytes: int
-    temporary_bytes: int
+    state: float
+    temporary: float
     """Peak during a step, beyond the state."""
 
 
-class StateMeter:
-    """Measures one optimizer class, and caches the results."""
+class OptimizerMeter:
+    """Measures the optimizers of `factory`, with the options of its first group, and caches the results."""
 
     def __init__(self, factory: OptimizerFactory) -> None:
-        """Measure the optimizers of `factory`, with the options of its first group."""
         self._factory = factory
-        self._state_cache: dict[TensorMeta, int] = {}
-        self._temporary_cache: dict[tuple[TensorMeta, ...], int] = {}
-        self._multi_tensor: bool | None = None
-        self._linear_fits: tuple[_LinearFit, _LinearFit] | None = None
+        self._measured: dict[tuple[TensorMeta, int], StepMemory] = {}
+        self._cpu_probes: list[StepMemory] = []
 
-    def state_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    def state_bytes(self, tensor: TensorMeta) -> int:
         """Return the state bytes of one tensor."""
-        if (shape, dtype) not in self._state_cache:
-            self._state_cache[shape, dtype] = self._measure_state_bytes(shape, dtype)
-        return self._state_cache[shape, dtype]
+        return round(self._measure(tensor).state)
 
-    def temporary_bytes(self, shapes: Sequence[TensorMeta]) -> int:
-        """Return the peak of temporary memory in a step on all these tensors. Equal shapes are measured once.
+    def temporary_bytes(self, tensors: Sequence[TensorMeta]) -> int:
+        """Return the peak of temporary memory in a step on all these tensors.
 
-        A class updates tensors one by one, and temporaries of one may still be alive at the next, or all at once.
+        The step is measured on one, two and three copies of the largest tensor. What the second and the third one add
+        is scaled to the second largest tensor and to the others: nothing for classes that update tensor by tensor and
+        free everything in between, all of it for `foreach` implementations.
         """
-        counts = Counter(shapes)
-        if not self._is_multi_tensor(shapes[0]):
-            return max(map(self._peak_temporary_bytes, {*pairwise(shapes)}), default=0) or self._peak_temporary_bytes(
-                (shapes[0],)
-            )
-        together, alone = (
-            self._peak_temporary_bytes(tuple(counts)),
-            {shape: self._peak_temporary_bytes((shape,)) for shape in counts},
-        )
-        if together == sum(alone.values()):
-            return sum(alone[shape] * count for shape, count in counts.items())
-        return self._peak_temporary_bytes(tuple(shapes))
+        largest, *others = sorted(tensors, key=lambda tensor: math.prod(tensor[0]), reverse=True)
+        one, two, three = (self._measure(largest, copies).temporary for copies in (1, 2, 3))
+        second, *rest = [math.prod(shape) / max(1, math.prod(largest[0])) for shape, _ in others] or [0.0]
+        return round(one + (two - one) * second + (three - two) * sum(rest))
 
-    def _is_multi_tensor(self, shape: TensorMeta) -> bool:
-        if self._multi_tensor is None:
-            self._multi_tensor = self._peak_temporary_bytes((shape,) * 3) > self._peak_temporary_bytes((shape,) * 2)
-        return self._multi_tensor
+    def _measure(self, tensor: TensorMeta, copies: int = 1) -> StepMemory:
+        if (tensor, copies) not in self._measured:
+            self._measured[tensor, copies] = self._measure_on_meta(tensor, copies) or self._extrapolate(tensor)
+        return self._measured[tensor, copies]
 
-    def _peak_temporary_bytes(self, shapes: tuple[TensorMeta, ...]) -> int:
-        if shapes not in self._temporary_cache:
-            measured = _measure_on_meta(self._factory, shapes)
-            elements = max(math.prod(shape) for shape, _ in shapes)
-            self._temporary_cache[shapes] = (
-                measured.temporary_bytes if measured else self._linear_fits_for(shapes[0][1])[1].predict(elements)
-            )
-        return self._temporary_cache[shapes]
+    def _measure_on_meta(self, tensor: TensorMeta, copies: int) -> StepMemory | None:
+        """Step on meta tensors. Return None if the optimizer does not support them."""
+        with isolated_probe(self._factory), suppress(Exception):
+            return measure_step(self._factory, [tensor] * copies, "meta")
+        return None
 
-    def _measure_state_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        measured = _measure_on_meta(self._factory, [(shape, dtype)])
-        if measured is not None:
-            return measured.state_bytes
-        return self._linear_fits_for(dtype)[0].predict(math.prod(shape))
-
-    def _linear_fits_for(self, dtype: torch.dtype) -> "tuple[_LinearFit, _LinearFit]":
-        self._linear_fits = self._linear_fits or _fit_on_cpu(self._factory, dtype)
-        return self._linear_fits
+    def _extrapolate(self, tensor: TensorMeta) -> StepMemory:
+        """Extrapolate from one small and one larger CPU tensor. Raises what the optimizer raises."""
+        (shape, dtype), columns = tensor, 1024
+        if not self._cpu_probes:
+            with isolated_probe(self._factory):
+                probes = (measure_step(self._factory, [((rows, columns), dtype)], "cpu") for rows in _PROBE_ROWS)
+                self._cpu_probes = list(probes)
+        position = (math.prod(shape) / columns - _PROBE_ROWS[0]) / (_PROBE_ROWS[1] - _PROBE_ROWS[0])
+        small, large = self._cpu_probes
+        return StepMemory(*(low + position * (high - low) for low, high in zip(small, large, strict=True)))
 
 
-class _LinearFit(NamedTuple):
-    """Bytes as a linear function of the number of elements."""
-
-    fixed: float
-    per_element: float
-
-    def predict(self, numel: int) -> int:
-        return round(self.fixed + self.per_element * numel)
-
-
-def _measure_on_meta(factory: OptimizerFactory, shapes: Sequence[TensorMeta]) -> StepMemory | None:
-    """Step on meta tensors. Return None if the optimizer does not support them."""
-    with isolated_probe(factory), suppress(Exception):
-        return _measure_two_steps(factory, [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes])
-    return None
-
-
-def _fit_on_cpu(factory: OptimizerFactory, dtype: torch.dtype) -> tuple[_LinearFit, _LinearFit]:
-    """Fit the bytes of state and of temporaries on two CPU tensors. Raises what the optimizer raises."""
-    with isolated_probe(factory):
-        small, large = (
-            _measure_two_steps(factory, [torch.ones(rows, 1024, dtype=dtype, device="cpu")])
-            for rows in (_SMALL_PROBE_ROWS, _LARGE_PROBE_ROWS)
-        )
-    return _fit_line(small.state_bytes, large.state_bytes), _fit_line(small.temporary_bytes, large.temporary_bytes)
-
-
-def _fit_line(small: int, large: int) -> _LinearFit:
-    per_element = (large - small) / (1024 * (_LARGE_PROBE_ROWS - _SMALL_PROBE_ROWS))
-    return _LinearFit(small - per_element * 1024 * _SMALL_PROBE_ROWS, per_element)
-
-
-def _measure_two_steps(factory: OptimizerFactory, values: Sequence[torch.Tensor]) -> StepMemory:
-    params = [torch.nn.Parameter(value) for value in values]
+def measure_step(factory: OptimizerFactory, tensors: Sequence[TensorMeta], device: str) -> StepMemory:
+    """Measure the second step on these tensors: the first one also creates state."""
+    params = [torch.nn.Parameter(torch.ones(shape, dtype=dtype, device=device)) for shape, dtype in tensors]
     inner = build_for_probes(factory, factory.groups[0], params)
-    _measure_step_peak(inner, params)
-    state_bytes = sum(map(_total_nbytes, inner.optimizer.state.values()))
-    return StepMemory(
-        state_bytes, _measure_step_peak(inner, params)
-    )  # the second step: the first one also creates state
-
-
-def _measure_step_peak(inner: LocalOptimizer, params: Sequence[torch.nn.Parameter]) -> int:
-    """Return the peak of memory that one step allocates."""
-    for param in params:
-        param.grad = torch.ones_like(param)
-    tracker = _MemoryTracker()
-    with tracker:
-        step_once(inner)
-    return tracker.peak_bytes
-
-
-def _total_nbytes(value: Any) -> int:
-    """Return the bytes of all tensors in nested values."""
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        with MemoryTracker() as tracker:
+            step_once(inner)
     sizes: list[int] = []
-    map_tensors(value, lambda tensor: sizes.append(_tensor_nbytes(tensor)))
-    return sum(sizes)
+    for state in inner.optimizer.state.values():
+        map_tensors(state, lambda tensor: sizes.append(_nbytes(tensor)))
+    return StepMemory(sum(sizes), tracker.peak_bytes)
 
 
-def _tensor_nbytes(tensor: torch.Tensor) -> int:
-    return sum(map(_tensor_nbytes, inner_tensors(tensor).values())) if is_wrapper_subclass(tensor) else tensor.nbytes
+def _nbytes(tensor: torch.Tensor) -> int:
+    return sum(map(_nbytes, inner_tensors(tensor).values())) if is_wrapper_subclass(tensor) else tensor.nbytes
 
 
-class _MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tracks the storages that are allocated while the mode is active, until they are freed."""
 
     def __init__(self) -> None:
@@ -170,15 +111,10 @@ class _MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is ITEM_OP and args[0].is_meta:
             return 1.0  # lets an optimizer that calls `.item()` continue; its state has the same size
-        input_storages = {
-            id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-        }
+        inputs = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if (
-                isinstance(tensor, torch.Tensor)
-                and id(tensor.untyped_storage()) not in input_storages | self._live_storages
-            ):
+            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in inputs | self._live_storages:
                 self._track(tensor.untyped_storage())
         return result
 

@@ -1,36 +1,24 @@
 """`plan`: estimate every training method on every number of ranks, side by side."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
+from .._formatting import format_bytes
 from ..config import ZeroConfig
 from ..engine.inner import OptimizerConstructor
 from ..errors import ConfigError
 from ..rules import ParamRule
-from .baselines import DDPBaseline, FSDP2Baseline, TorchZeroBaseline
-from .estimate import ZERO1, ZERO2, Estimate, Network, TrainingSetup
+from .baselines import estimate_ddp, estimate_fsdp2, estimate_torch_zero
+from .estimate import Estimate, Network, TrainingSetup, estimate_zeroshard
 from .shapes import ModelShape
 
-Option = TypeVar("Option", Network, ZeroConfig)
 DEFAULT_RANKS = (1, 8, 64, 512)
 MEMORY_FIELDS = ("parameters", "gradients", "state", "masters", "total", "buffers", "activations", "peak", "host")
 """Attributes of `MemoryEstimate` in the JSON output."""
-
-
-class Method(Protocol):
-    """A training method that can be estimated."""
-
-    @property
-    def name(self) -> str: ...
-
-    def estimate(self, training: TrainingSetup, ranks: int) -> Estimate: ...
-
-
-METHODS: tuple[Method, ...] = (DDPBaseline(), TorchZeroBaseline(), ZERO1, ZERO2, FSDP2Baseline())
 
 
 @dataclass(frozen=True)
@@ -51,23 +39,36 @@ class Plan:
         return iter(self.estimates)
 
     def __str__(self) -> str:
-        return "\n".join([self.title, *map(self._format_line, self.estimates)])
+        lines = [f"{self.model.name}: {self.headline}"]
+        for estimate in self.estimates:
+            fits = {None: "", True: "  fits", False: "  does not fit"}[self.fits(estimate)]
+            peak = estimate.memory.peak / 1e9
+            lines.append(f"{estimate.ranks:>5} ranks  {estimate.method:<12} {peak:>9.2f} GB peak per rank{fits}")
+        return "\n".join(lines)
 
     @property
-    def title(self) -> str:
-        groups = "" if self.shard_group_size is None else f", in shard groups of {self.shard_group_size} ranks"
-        return f"{self.model.name}: {self.model.numel:,} parameters, {self.optimizer}, {self.precision}{groups}"
+    def headline(self) -> str:
+        """Model size, optimizer and precision. The model's name is untrusted text and not included."""
+        frozen = self.model.numel - sum(param.numel for param in self.model.trainable_params)
+        parts = [f"{self.model.numel:,} parameters" + (f" ({frozen:,} frozen)" if frozen else "")]
+        parts += [f"{format_bytes(self.model.buffer_bytes)} of buffers"] * bool(self.model.buffer_bytes)
+        groups = f"; zeroshard in shard groups of {self.shard_group_size} ranks" if self.shard_group_size else ""
+        return ", ".join([*parts, self.optimizer, self.precision]) + groups
+
+    @property
+    def methods(self) -> list[str]:
+        return list(dict.fromkeys(estimate.method for estimate in self.estimates))
+
+    @property
+    def rank_counts(self) -> list[int]:
+        return sorted({estimate.ranks for estimate in self.estimates})
 
     def estimate_for(self, method: str, ranks: int) -> Estimate:
         """Return the estimate of a method, such as "zeroshard 2". Raises KeyError if it was not planned."""
         for estimate in self.estimates:
             if (estimate.method, estimate.ranks) == (method, ranks):
                 return estimate
-        planned = (
-            sorted({estimate.method for estimate in self.estimates}),
-            sorted({estimate.ranks for estimate in self.estimates}),
-        )
-        raise KeyError(f"no estimate of {method!r} on {ranks} ranks, but of {planned[0]} on {planned[1]}")
+        raise KeyError(f"no estimate of {method!r} on {ranks} ranks: got {self.methods} on {self.rank_counts}")
 
     def fits(self, estimate: Estimate) -> bool | None:
         """Return whether the peak fits into the given memory; None if no memory was given."""
@@ -75,12 +76,10 @@ class Plan:
 
     def min_ranks(self) -> dict[str, int | None]:
         """Return the smallest planned number of ranks on which each method fits, or None."""
-        fitting: dict[str, int | None] = {estimate.method: None for estimate in self.estimates}
-        for estimate in self.estimates:
-            smallest = fitting[estimate.method]
-            if self.fits(estimate) and (smallest is None or estimate.ranks < smallest):
-                fitting[estimate.method] = estimate.ranks
-        return fitting
+        fitting = [(estimate.method, estimate.ranks) for estimate in self.estimates if self.fits(estimate)]
+        return {
+            name: min((ranks for method, ranks in fitting if method == name), default=None) for name in self.methods
+        }
 
     def as_dict(self) -> dict[str, Any]:
         """Return values for JSON, in bytes and seconds."""
@@ -91,26 +90,60 @@ class Plan:
             "network": asdict(self.network),
             "memory": self.memory,
             "shard_group_size": self.shard_group_size,
-            "estimates": [self._estimate_as_dict(estimate) for estimate in self.estimates],
+            "estimates": [
+                {
+                    "method": estimate.method,
+                    "ranks": estimate.ranks,
+                    **{name: getattr(estimate.memory, name) for name in MEMORY_FIELDS},
+                    "peak_phase": estimate.memory.peak_phase,
+                    "balance": estimate.state_imbalance,
+                    **estimate.traffic._asdict(),
+                    "peer_checkpoint_sent": estimate.peer_checkpoint_bytes,
+                    "fits": self.fits(estimate),
+                }
+                for estimate in self.estimates
+            ],
             "min_ranks": self.min_ranks() if self.memory is not None else None,
         }
 
-    def _estimate_as_dict(self, estimate: Estimate) -> dict[str, Any]:
-        return {
-            "method": estimate.method,
-            "ranks": estimate.ranks,
-            **{name: getattr(estimate.memory, name) for name in MEMORY_FIELDS},
-            "peak_phase": estimate.memory.peak_phase,
-            "balance": estimate.state_imbalance,
-            **estimate.traffic._asdict(),
-            "peer_checkpoint_sent": estimate.peer_checkpoint_bytes,
-            "fits": self.fits(estimate),
-        }
+    def explain(self) -> list[str]:
+        """Return sentences on what fits, on the network time, and on what the numbers do not include."""
+        return [*self._describe_fit(), *self._describe_peer_checkpoints(), self._describe_network(), self.exclusions]
 
-    def _format_line(self, estimate: Estimate) -> str:
-        fits = {None: "", True: "  fits", False: "  does not fit"}[self.fits(estimate)]
-        peak = estimate.memory.peak / 1e9
-        return f"{estimate.ranks:>5} ranks  {estimate.method:<12} {peak:>9.2f} GB a rank at most{fits}"
+    def _describe_fit(self) -> list[str]:
+        """Describe from how many ranks each method fits: "With 80 GB per rank: DDP never, FSDP2 from 64 ranks."."""
+        if self.memory is None:
+            return []
+        methods = []
+        for method, ranks in self.min_ranks().items():
+            always = ranks == self.rank_counts[0]
+            methods.append(f"{method} {'never' if ranks is None else 'always' if always else f'from {ranks:,} ranks'}")
+        planned = ", ".join(f"{ranks:,}" for ranks in self.rank_counts)
+        before = "" if any(estimate.memory.activations for estimate in self) else ", before activations"
+        noun = "rank" if planned == "1" else "ranks"
+        return [f"With {format_bytes(self.memory)} per rank, on {planned} {noun}{before}: {', '.join(methods)}."]
+
+    def _describe_peer_checkpoints(self) -> list[str]:
+        sent = {estimate.ranks: estimate.peer_checkpoint_bytes for estimate in self if estimate.peer_checkpoint_bytes}
+        numbers = ", ".join(f"{format_bytes(nbytes)} on {ranks:,} ranks" for ranks, nbytes in sent.items())
+        return [f"A peer checkpoint sends {numbers}. Host memory includes the next one in flight."] * bool(sent)
+
+    def _describe_network(self) -> str:
+        within = f" ({format_bytes(self.network.within)}/s inside a shard group)" if self.network.within else ""
+        return (
+            f"Network time of a step without any overlap, at {format_bytes(self.network.bandwidth)}/s{within} and "
+            f"{self.network.latency * 1e6:g} us per message, with log2 N sequential messages per collective: a lower "
+            "bound."
+        )
+
+    @property
+    def exclusions(self) -> str:
+        nbytes = max(estimate.memory.activations for estimate in self)
+        counted = f"Backward includes {format_bytes(nbytes)} of activations. " if nbytes else ""
+        activations = "" if nbytes else "activations (see --activations), "
+        return (
+            f"{counted}Not included: {activations}fragmentation of the allocator, and the CUDA context (about 0.5 GB)."
+        )
 
 
 def plan(
@@ -121,6 +154,7 @@ def plan(
     config: ZeroConfig | None = None,
     memory: float | None = None,
     activations: float = 0,
+    autocast: torch.dtype | None = None,
     device: str = "cuda",
     network: Network | None = None,
     shard_group_size: int | None = None,
@@ -138,6 +172,8 @@ def plan(
         config: as for `shard`. `master_dtype` applies to all methods, the other options to zeroshard.
         memory: bytes of GPU memory, to report what fits.
         activations: bytes of activations per rank, which the planner cannot know.
+        autocast: dtype of `torch.autocast` around the forward pass. Backward needs the casts of all matrices, which
+            are added to the activations.
         device: device of training, "cuda" or "cpu".
         network: bandwidth and latency between ranks.
         shard_group_size: as for `shard`: groups of this many ranks shard the state, and each group holds all of it.
@@ -146,57 +182,50 @@ def plan(
     Raises:
         ConfigError: for invalid arguments, or if constructing the optimizer would raise it.
     """
-    placement = (
-        torch.device(device),
-        _validate_type("network", network, Network()),
-        _validate_bytes("activations", activations),
+    types = (("network", network, Network), ("config", config, ZeroConfig), ("autocast", autocast, torch.dtype))
+    for name, value, expected in types:
+        if not isinstance(value, (expected, type(None))):
+            raise TypeError(f"expected plan({name}=...) to be a {expected.__name__}, got a {type(value).__name__}")
+    if not isinstance(model, (torch.nn.Module, ModelShape)):
+        raise TypeError(f"expected plan() to get a torch.nn.Module, got a {type(model).__name__}")
+    shape = ModelShape.from_module(model) if isinstance(model, torch.nn.Module) else model
+    training = TrainingSetup(
+        *(shape, optimizer_class, defaults, config or ZeroConfig(), torch.device(device), network or Network()),
+        activations=_validate_bytes("activations", activations) + _cast_bytes(shape, autocast),
+        shard_group_size=shard_group_size,
     )
-    settings = _validate_type("config", config, ZeroConfig())
-    training = TrainingSetup(_to_model_shape(model), optimizer_class, defaults, settings, *placement, shard_group_size)
-    rank_counts, memory_bytes = _validate_ranks(ranks), None if memory is None else _validate_bytes("memory", memory)
-    training.validate()
-    estimates = [method.estimate(training, count) for count in rank_counts for method in METHODS]
-    precision = _format_precision(training.model, settings)
-    return Plan(
-        training.model,
-        training.optimizer_name,
-        precision,
-        tuple(estimates),
-        training.network,
-        memory_bytes,
-        shard_group_size,
-    )
+    memory_bytes = None if memory is None else _validate_bytes("memory", memory)
+    estimates: list[Estimate] = []
+    for count in _validate_ranks(ranks):
+        estimates += [estimate_ddp(training, count), estimate_torch_zero(training, count)]
+        estimates += [*estimate_zeroshard(training, count), estimate_fsdp2(training, count)]
+    optimizer = " + ".join(spec.name for spec in training.optimizer_specs)
+    precision = _format_precision(shape, training.config.master_dtype, autocast)
+    return Plan(shape, optimizer, precision, tuple(estimates), training.network, memory_bytes, shard_group_size)
 
 
-def _to_model_shape(model: Any) -> ModelShape:
-    if isinstance(model, ModelShape):
-        return model
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"plan() takes a torch.nn.Module, not a {type(model).__name__}")
-    return ModelShape.from_module(model)
-
-
-def _validate_type(name: str, value: Any, default: Option) -> Option:
-    if value is not None and not isinstance(value, type(default)):
-        raise TypeError(f"plan({name}=...) takes a {type(default).__name__}, not a {type(value).__name__}")
-    return default if value is None else value
+def _cast_bytes(model: ModelShape, autocast: torch.dtype | None) -> int:
+    """Return the bytes of parameters cast by autocast: one cast of every matrix is saved for backward."""
+    if autocast is None:
+        return 0
+    cast = [param for param in model.params if len(param.shape) > 1 and param.dtype.itemsize > autocast.itemsize]
+    return sum(param.numel for param in cast) * autocast.itemsize
 
 
 def _validate_bytes(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ConfigError(f"plan({name}=...) takes a number of bytes, such as 80e9, not {value!r}")
+        raise ConfigError(f"expected plan({name}=...) to be a number of bytes such as 80e9, got {value!r}")
     return round(value)
 
 
 def _validate_ranks(ranks: Any) -> list[int]:
     counts = list(ranks) if isinstance(ranks, Iterable) else [ranks]
-    invalid = [count for count in counts if isinstance(count, bool) or not isinstance(count, int) or count < 1]
-    if invalid or not counts:
-        raise ConfigError(f"plan(ranks=...) takes numbers of 1 or more, not {invalid[0] if invalid else 'none'!r}")
+    if not counts or not all(type(count) is int and count >= 1 for count in counts):
+        raise ConfigError(f"expected plan(ranks=...) to be positive numbers of ranks, got {ranks!r}")
     return sorted(set(counts))
 
 
-def _format_precision(model: ModelShape, config: ZeroConfig) -> str:
-    unique: Mapping[torch.dtype, None] = dict.fromkeys(param.dtype for param in model.params)
-    names = " and ".join(str(dtype).removeprefix("torch.") for dtype in unique)
-    return names if config.master_dtype is None else f"{names} with {str(config.master_dtype)[6:]} masters"
+def _format_precision(model: ModelShape, master_dtype: torch.dtype | None, autocast: torch.dtype | None) -> str:
+    names = " and ".join(dict.fromkeys(str(param.dtype).removeprefix("torch.") for param in model.params))
+    masters = f" with {str(master_dtype).removeprefix('torch.')} masters" if master_dtype else ""
+    return names + masters + (f" with {str(autocast).removeprefix('torch.')} autocast" if autocast else "")
