@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .._formatting import format_count
 from .._torch_compat import mark_stepped, share_step_hooks
 from ..checkpoint import latest, save
 from ..comm.collectives import Comm
@@ -22,7 +23,7 @@ from ..optimizer import ZeroRedundancyOptimizer
 from ..shard import ShardedOptimizer, shard
 from ..zero_redundancy_optimizer import broadcast_object
 
-_SHARD_HINT = "Make the sharded one yourself: zeroshard.shard(model, ...) in its place."
+_SHARD_HINT = "Create the sharded optimizer yourself: zeroshard.shard(model, ...)."
 
 
 def shard_optimizer(model: torch.nn.Module, optimizer: Optimizer, shard_options: Mapping[str, Any]) -> ShardedOptimizer:
@@ -37,12 +38,12 @@ def shard_optimizer(model: torch.nn.Module, optimizer: Optimizer, shard_options:
         shard_options: Further arguments of `shard`.
 
     Raises:
-        ConfigError: the optimizer cannot be replaced, for example because its constructor arguments are unknown.
+        ConfigError: The optimizer cannot be replaced, for example because its constructor arguments are unknown.
     """
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer
     init_single_rank()  # some frameworks do not initialize a process group for a single process
-    args = prepare_all(Comm(Group()), "taking over an optimizer", lambda: _prepare_constructor_args(optimizer))
+    args = prepare_all(Comm(Group()), "replacing the optimizer", lambda: _prepare_constructor_args(optimizer))
     sharded = shard(model, type(optimizer), params=_iter_named_groups(model, optimizer), **args, **shard_options)
     if optimizer.state:
         saved = optimizer.state_dict()
@@ -128,38 +129,40 @@ def _next_checkpoint_step(directory: Path) -> int:
 def _iter_named_groups(model: torch.nn.Module, optimizer: Optimizer) -> Iterable[dict[str, Any]]:
     """Yield the optimizer's groups with named parameters.
 
-    A generator, so that `shard` iterates it where all ranks agree: an error on one rank is then raised on all.
+    A generator: `shard` iterates it where all ranks agree, which raises an error of one rank on all.
     """
     names = {id(param): name for name, param in model.named_parameters()}
     unknown = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in names]
     if unknown:
         raise ConfigError(
-            f"{len(unknown)} parameters of the {type(optimizer).__name__} are not those of the "
-            f"{type(model).__name__}, the first has the shape {tuple(unknown[0].shape)}. Make the optimizer of the "
-            "parameters of the model that is trained with it."
+            f"expected {type(optimizer).__name__} to update parameters of {type(model).__name__}, got "
+            f"{format_count(len(unknown), 'parameter')} not in the model, the first with shape "
+            f"{tuple(unknown[0].shape)}. Create the optimizer over the model's parameters."
         )
     defaults = optimizer.defaults
     for group in optimizer.param_groups:
-        # Defaults are left out, so that the sharded optimizer can choose a fused implementation.
+        # Leave out defaults: the sharded optimizer may then choose a fused implementation.
         options = {
             key: value
             for key, value in group.items()
             if key != "param_names" and (key not in defaults or _differs_from_default(value, defaults[key]))
         }
+        if not group["params"]:
+            options["param_names"] = []  # else torch takes an empty group for one without names and refuses it
         yield {**options, "params": [(names[id(param)], param) for param in group["params"]]}
 
 
 def _prepare_constructor_args(optimizer: Optimizer) -> Prepared[dict[str, Any]]:
     """Return the constructor arguments of an optimizer that differ from the defaults of its class."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        raise ConfigError(f"a {type(optimizer).__name__} is sharded in a way that needs DDP. {_SHARD_HINT}")
+        raise ConfigError(f"{type(optimizer).__name__} needs DDP, which this integration replaces. {_SHARD_HINT}")
     values = {**vars(optimizer), **optimizer.defaults}
     _, *arguments = signature(type(optimizer)).parameters.values()
     unknown = [arg.name for arg in arguments if arg.name not in values and arg.kind is not Parameter.VAR_KEYWORD]
     if unknown:
         raise ConfigError(
-            f"a {type(optimizer).__name__} does not say what it was made with as {', '.join(unknown)}, so that no "
-            f"other can be made in its place. {_SHARD_HINT}"
+            f"{type(optimizer).__name__} does not store its arguments {', '.join(unknown)}, so it cannot be recreated. "
+            f"{_SHARD_HINT}"
         )
     changed = {
         arg.name: values[arg.name]

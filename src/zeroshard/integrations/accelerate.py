@@ -66,8 +66,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
             super().load_state_dict(state_dict)
         elif not self._has_shard_dir:  # else all ranks load their shards
             raise CheckpointError(
-                f"this has no state in it, but says that all ranks have saved theirs in a folder {SHARD_DIR_NAME} "
-                "beside it: load the whole checkpoint as it was saved, or take optimizer.optimizer.full_state_dict()"
+                f"this state dict is a placeholder: all ranks saved their state in the folder {SHARD_DIR_NAME} of the "
+                "checkpoint. Load it with load_state(), or save optimizer.optimizer.full_state_dict()."
             )
 
     def detect_shard_dir(self, directory: Path, file: Path) -> bool:
@@ -79,8 +79,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._has_shard_dir = check_on_rank0(directory.is_dir)
         if not self._has_shard_dir and check_on_rank0(lambda: _is_placeholder_file(file)):
             raise CheckpointError(
-                f"{directory} is missing, into which all ranks have saved the optimizer's state: {file.name} says only "
-                "that it is there. Copy the checkpoint with all of its folders, or go on from another one."
+                f"{directory} is missing: it holds the optimizer state of all ranks, and {file.name} is only a "
+                "placeholder. Copy the checkpoint with all of its folders, or resume from another one."
             )
         return self._has_shard_dir
 
@@ -125,8 +125,8 @@ class Accelerator(accelerate.Accelerator):
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if world_size != self.num_processes:
             raise ConfigError(
-                f"{world_size} processes were started, and Accelerate sees {self.num_processes}: on CPUs tell it so, "
-                "with Accelerator(cpu=True)"
+                f"expected {world_size} processes, as started by the launcher, but Accelerate uses "
+                f"{self.num_processes}. On CPUs pass Accelerator(cpu=True)."
             )
         self._shard_options = {"config": config, "shard_group_size": shard_group_size}
         if self.scaler is not None and not isinstance(self.scaler, GradScaler):
@@ -143,7 +143,9 @@ class Accelerator(accelerate.Accelerator):
         """
         placements = device_placement or [None] * len(args)
         if len(placements) != len(args):
-            raise ConfigError(f"device_placement has {len(placements)} entries for {len(args)} objects")
+            raise ConfigError(
+                f"expected {len(args)} entries in device_placement, one per object, got {len(placements)}"
+            )
         prepared = list(args)
         for index, (arg, placement) in enumerate(zip(args, placements, strict=True)):
             if isinstance(arg, torch.nn.Module):
@@ -169,7 +171,10 @@ class Accelerator(accelerate.Accelerator):
         del device_placement  # state is on the device of the parameters
         if isinstance(optimizer, AcceleratedOptimizer):
             if not isinstance(optimizer, PreparedOptimizer):
-                raise ConfigError("the optimizer was prepared by an Accelerator of Accelerate's own")
+                raise ConfigError(
+                    "the optimizer was prepared by Accelerate's own Accelerator. Prepare it with "
+                    "zeroshard.integrations.accelerate.Accelerator."
+                )
             prepared = optimizer
         else:
             model = self._find_model(optimizer)
@@ -191,12 +196,12 @@ class Accelerator(accelerate.Accelerator):
         matches = [model for model in models if params & {id(param) for param in model.parameters()}]
         if len(matches) != 1:
             raise ConfigError(
-                f"the parameters of the {type(optimizer).__name__} belong to {len(matches)} of the {len(models)} "
-                "models that were prepared: prepare the one model that it trains in the same call, or before"
+                f"expected the parameters of {type(optimizer).__name__} to belong to one prepared model, got "
+                f"{len(matches)} of {len(models)}. Prepare the model that it trains in the same call, or before."
             )
         if self._find_optimizers(matches[0]):
             raise ConfigError(
-                f"the {type(matches[0]).__name__} has an optimizer already. For several classes in one prepare "
+                f"{type(matches[0]).__name__} already has an optimizer. To use several optimizer classes, prepare "
                 "zeroshard.shard(model, [ParamRule(...), ParamRule(...)])."
             )
         return matches[0]
@@ -213,7 +218,8 @@ class Accelerator(accelerate.Accelerator):
         for model in self._models:
             if not self._find_optimizers(model) and any(param.grad is not None for param in model.parameters()):
                 raise ConfigError(
-                    f"nobody averages the gradients of the {type(model).__name__}: prepare its optimizer, too"
+                    f"gradients of {type(model).__name__} are not averaged, since its optimizer is not prepared. "
+                    "Prepare it."
                 )
 
     @contextmanager
@@ -244,14 +250,16 @@ class Accelerator(accelerate.Accelerator):
         """Return the sharded optimizer of these parameters; None if their gradients are in `param.grad`."""
         param_ids = {id(param) for param in params}
         optimizers = [prepared.optimizer for prepared in self._optimizers]
-        ids_by_optimizer = [(optimizer, {id(param) for param in optimizer._engine.params}) for optimizer in optimizers]
+        ids_by_optimizer = [
+            (optimizer, {id(param) for param in optimizer._engine.params.tensors}) for optimizer in optimizers
+        ]
         matches = [(optimizer, ids) for optimizer, ids in ids_by_optimizer if param_ids & ids]
         if not matches:
             return None
         if len(matches) > 1 or matches[0][1] - param_ids:
             raise ConfigError(
-                "gradients are spread over ranks, and are clipped for all parameters of one optimizer at a time: "
-                "give the parameters of its model"
+                "sharded gradients can only be clipped for all parameters of one optimizer. Pass the parameters of its "
+                "model."
             )
         return matches[0][0]
 

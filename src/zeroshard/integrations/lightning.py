@@ -52,9 +52,9 @@ class ZeroShardStrategy(DDPStrategy):
     Args:
         config: Options of sharding.
         shard_group_size: "node" or the number of ranks to shard over, as in `zeroshard.shard`.
-        sync_every_pass: With gradient accumulation, reduce-scatter gradients after each backward pass, so that they
-            never take more than 1/N of their size. By default they accumulate in full size and are reduced once, with
-            bit-identical results to DDP.
+        sync_every_pass: With gradient accumulation, reduce-scatter gradients after each backward pass, which
+            keeps only 1/N of them. By default they accumulate in full size and are reduced once, with results that
+            are bit-identical to DDP.
         **options: Options of `DDPStrategy` that do not concern DDP.
     """
 
@@ -72,7 +72,10 @@ class ZeroShardStrategy(DDPStrategy):
     ) -> None:
         unknown = sorted(set(options) - _ALLOWED_OPTIONS)
         if unknown:
-            raise ConfigError(f"there is no DDP in a ZeroShardStrategy: it has no use for {', '.join(unknown)}")
+            raise ConfigError(
+                f"ZeroShardStrategy does not use DDP and does not support {', '.join(unknown)}. Leave out these "
+                "options."
+            )
         super().__init__(**options)
         self._shard_options = {"config": config, "shard_group_size": shard_group_size}
         self._sync_every_pass = sync_every_pass
@@ -83,8 +86,8 @@ class ZeroShardStrategy(DDPStrategy):
     def setup(self, trainer: Any) -> None:
         if type(self.checkpoint_io) is not TorchCheckpointIO:
             raise ConfigError(
-                f"a ZeroShardStrategy writes checkpoints itself, from all ranks: leave out the "
-                f"{type(self.checkpoint_io).__name__}"
+                f"ZeroShardStrategy writes checkpoints itself, from all ranks, and does not support "
+                f"{type(self.checkpoint_io).__name__}. Leave out checkpoint_io."
             )
         super().setup(trainer)
 
@@ -92,8 +95,8 @@ class ZeroShardStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise ConfigError(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers, and a ZeroShardStrategy takes one. "
-                "For several classes in one return zeroshard.shard(self, [ParamRule(...), ParamRule(...)])."
+                f"ZeroShardStrategy expects one optimizer from configure_optimizers, got {len(self.optimizers)}. To "
+                "use several optimizer classes, return zeroshard.shard(self, [ParamRule(...), ParamRule(...)])."
             )
         (original,) = self.optimizers
         sharded = shard_optimizer(self.lightning_module, original, self._shard_options)
@@ -140,7 +143,7 @@ class ZeroShardStrategy(DDPStrategy):
 
         def prepare() -> Prepared[_ReplacedFile]:
             if storage_options is not None:
-                raise ConfigError("a ZeroShardStrategy writes checkpoints itself: it has no use for storage_options")
+                raise ConfigError("ZeroShardStrategy writes checkpoints itself. Leave out storage_options.")
             self._check_module_state(checkpoint["state_dict"])
             replaced = _ReplacedFile(path)
             if self.is_global_zero:
@@ -178,7 +181,7 @@ class ZeroShardStrategy(DDPStrategy):
         result = load(path, model=self.lightning_module, optimizer=optimizer, strict=strict)
         others = result.extra_by_rank.get(0)
         if not isinstance(others, dict) or "loops" not in others:
-            raise CheckpointError(f"{path} was not saved by a Trainer: load it with zeroshard.checkpoint.load")
+            raise CheckpointError(f"{path} was not saved by a Trainer. Load it with zeroshard.checkpoint.load().")
         return {**others, "optimizer_states": []}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -192,7 +195,7 @@ class ZeroShardStrategy(DDPStrategy):
     def _broadcast_path(self, filepath: Any) -> Path:
         path = self.broadcast(filepath)
         if "://" in str(path):
-            raise ConfigError(f"a ZeroShardStrategy saves to and loads from directories, not {path}")
+            raise ConfigError(f"ZeroShardStrategy expects a local path for checkpoints, got {path}")
         return Path(path)
 
     def _check_module_state(self, state_dict: Mapping[str, Any]) -> None:
@@ -201,13 +204,13 @@ class ZeroShardStrategy(DDPStrategy):
         changed = [key for key in {**own, **state_dict} if not _is_same_value(own.get(key), state_dict.get(key))]
         if changed:
             raise ConfigError(
-                f"on_save_checkpoint has changed the 'state_dict' at {changed[0]}, and a ZeroShardStrategy saves the "
-                "module itself: put such values under a key of their own"
+                f"on_save_checkpoint changed 'state_dict' at {changed[0]}, but ZeroShardStrategy saves the module "
+                "itself. Store such values under another key of the checkpoint."
             )
 
 
 class _ReplacedFile:
-    """A checkpoint file of another strategy, to be replaced by a directory; removed once that is complete."""
+    """A checkpoint file of another strategy; removed once the directory that replaces it is complete."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._backup = path, path.with_name(f"{path.name}.former")
@@ -232,7 +235,7 @@ class _ReplacedFile:
             if self._is_moved:
                 self._backup.unlink()
         except OSError as error:
-            warn_at_caller(f"{self._backup}, in whose place {self._path} is, could not be removed: {error}")
+            warn_at_caller(f"removing {self._backup}, which {self._path} replaces, failed: {error}")
 
 
 class _ForwardWrapper(torch.nn.Module):

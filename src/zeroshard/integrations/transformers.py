@@ -50,30 +50,28 @@ class Trainer(transformers.Trainer):
         missing = [name for name in _OVERRIDDEN_METHODS if not hasattr(transformers.Trainer, name)]
         if missing:
             raise ConfigError(
-                f"the Trainer of Transformers {transformers.__version__} has no {', '.join(missing)}, in the place of "
-                "which zeroshard shards, saves and loads. Take a version that its page on frameworks names."
+                f"the Trainer of Transformers {transformers.__version__} has no {', '.join(missing)}, which zeroshard "
+                "overrides. Install a supported version: docs/frameworks.md lists them."
             )
         self._shard_options = (config, shard_group_size)
         super().__init__(*args, **options)
         if self.args.n_gpu > 1:
             raise ConfigError(
-                f"one process has {self.args.n_gpu} GPUs here, and zeroshard needs one for each: start the script with "
-                "torchrun --nproc-per-node"
+                f"zeroshard needs one process per GPU, got one process with {self.args.n_gpu} GPUs. Start the script "
+                "with torchrun --nproc-per-node."
             )
 
     def create_accelerator_and_postprocess(self) -> None:
         conflicts = [name for name in _CONFLICTING_ARGS if getattr(self.args, name, None)]
         if conflicts:
-            raise ConfigError(
-                f"zeroshard shards the optimizer itself: leave {', '.join(conflicts)} out of the arguments"
-            )
+            raise ConfigError(f"zeroshard shards the optimizer itself. Leave out {', '.join(conflicts)}.")
         if getattr(self.args, "ddp_broadcast_buffers", None) is False:
             raise ConfigError(
-                "there is no DDP: for ddp_broadcast_buffers=False give ZeroConfig(broadcast_buffers=False)"
+                "ddp_broadcast_buffers=False has no effect without DDP. Pass ZeroConfig(broadcast_buffers=False)."
             )
         super().create_accelerator_and_postprocess()
-        # Hazard: the base class hard-codes the accelerator's class and has already passed on its bound methods, so that
-        # the object must stay and only its class can change.
+        # Hazard: the base class hard-codes the accelerator's class and has already passed on its bound methods. The
+        # object must stay; only its class can change.
         self.accelerator.__class__ = Accelerator
         self.accelerator.enable_sharding(*self._shard_options)
 
