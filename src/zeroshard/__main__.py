@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 
-_EXTRA = ("typer", "rich")
+_EXTRA = ("typer", "rich", "numpy")
 
 
 def main() -> None:

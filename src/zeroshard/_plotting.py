@@ -17,7 +17,7 @@ def new_figure(feature: str, **options: Any) -> Any:
         figure_class: Any = import_module("matplotlib.figure").Figure
     except ImportError as error:
         raise ConfigError(
-            f"{feature} draws with matplotlib, which is not installed: pip install 'zeroshard[plot]'"
+            f"{feature} needs matplotlib, which is not installed. Run: pip install 'zeroshard[plot]'"
         ) from error
     return figure_class(layout="constrained", **options)
 

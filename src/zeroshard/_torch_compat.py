@@ -15,8 +15,9 @@ Some private names stay where they are used, because a wrapper would only hide t
 - `Tensor._version`, the version counter that torch's notes on autograd describe.
 """
 
+import inspect
 import json
-from collections.abc import Callable, MutableMapping, MutableSequence
+from collections.abc import Callable, MutableMapping, MutableSequence, Sequence
 from datetime import timedelta
 from types import CodeType
 from typing import Any, BinaryIO, NamedTuple
@@ -29,7 +30,12 @@ import torch.utils._pytree
 from torch._compile import _disable_dynamo
 from torch.autograd.function import BackwardCFunction
 from torch.distributed.algorithms.join import Joinable
-from torch.distributed.distributed_c10d import _get_default_store, _world
+from torch.distributed.distributed_c10d import (
+    _get_default_store,
+    _get_default_timeout,
+    _new_process_group_helper,
+    _world,
+)
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -238,6 +244,14 @@ def is_open(group: dist.ProcessGroup) -> bool:
     return group in _world.pg_map
 
 
+def wrapped_excepthook(hook: Callable[..., object]) -> Callable[..., object] | None:
+    """Return the `sys.excepthook` that torch has wrapped in `hook` to print the rank; None if `hook` is not torch's."""
+    if getattr(hook, "__qualname__", "") != "init_process_group.<locals>._distributed_excepthook":
+        return None
+    wrapped: Callable[..., object] | None = inspect.getclosurevars(hook).nonlocals.get("old_hook")
+    return wrapped
+
+
 def default_store() -> Any:
     """Wrap `distributed_c10d._get_default_store`: the store of the rendezvous, where ranks report failures."""
     return _get_default_store()
@@ -257,6 +271,29 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     """Wrap `Backend.options._timeout`: the timeout of collectives, which companion groups inherit."""
     backend = group._get_backend(group._device_types[0])
     return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+def new_gloo_group(name: str, global_ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup:
+    """Wrap `distributed_c10d._new_process_group_helper`: create a gloo group with this name. Its ranks must call.
+
+    `dist.new_group` would derive the name of a group that only its members create from the number of groups that the
+    process is in. If that differs between members, they would wait for each other until the timeout.
+    """
+    while name in _world.pg_names.values():
+        name += "+"  # on all members: they have created equally many
+    ranks, rank = list(global_ranks), dist.get_rank()
+    group: dist.ProcessGroup
+    group, _ = _new_process_group_helper(
+        len(ranks),
+        ranks.index(rank),
+        ranks,
+        dist.Backend("gloo"),
+        _get_default_store(),
+        name,  # type: ignore[arg-type]
+        timeout=timeout or _get_default_timeout(dist.Backend("gloo")),
+    )
+    _world.pg_group_ranks[group] = {member: position for position, member in enumerate(ranks)}
+    return group
 
 
 def collective_sequence_numbers() -> list[int]:

@@ -1,7 +1,10 @@
-"""Types and small helpers that every package uses: ranks, spans, formatting."""
+"""Types and small helpers that every package uses: ranks and spans."""
 
-from collections.abc import Sequence
-from typing import NamedTuple, NewType
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple, NewType, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
 
 Rank = NewType("Rank", int)
 """A rank within the optimizer's process group; layouts use these."""
@@ -10,7 +13,6 @@ GlobalRank = NewType("GlobalRank", int)
 """A rank of the whole job; ``torch.distributed`` takes these as source or destination."""
 
 MIB = 1 << 20
-_MAX_RANKS_SHOWN = 8
 
 
 class Span(NamedTuple):
@@ -32,12 +34,9 @@ def align_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Format the first few ranks for a message: "ranks 0, 1, 2"."""
-    shown = ", ".join(map(str, ranks[:_MAX_RANKS_SHOWN])) + (", ..." if len(ranks) > _MAX_RANKS_SHOWN else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-
-def replace_unprintable(text: str) -> str:
-    """Replace characters that a terminal may interpret: names may come from untrusted files."""
-    return "".join(char if char.isprintable() else "?" for char in text)
+def group_ranks(values: Iterable[Key]) -> dict[Key, list[int]]:
+    """Group ranks by value, in order of first occurrence. `values` has one for each rank, in rank order."""
+    groups: dict[Key, list[int]] = defaultdict(list)
+    for rank, value in enumerate(values):
+        groups[value].append(rank)
+    return dict(groups)

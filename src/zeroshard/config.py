@@ -8,10 +8,11 @@ from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, signature
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
+from ._tracebacks import install as shorten_printed_tracebacks
 from .errors import ConfigError
 from .layout.partition import FlatShards, Partitioner, WholeParams
 
@@ -20,32 +21,7 @@ from .layout.partition import FlatShards, Partitioner, WholeParams
 
 
 @dataclass(frozen=True)
-class ZeroStage1:
-    """ZeRO-1: `param.grad` is kept and holds the sum of this rank's own backward passes, not the average.
-
-    Do not modify `param.grad` after it was reduced: the step raises on all ranks. To edit gradients, accumulate them
-    inside `no_sync()` and edit them before the step.
-    """
-
-    frees: ClassVar[bool] = False
-
-
-@dataclass(frozen=True)
-class ZeroStage2:
-    """ZeRO-2: a gradient is freed when its bucket is sent, and each owner keeps its shard of the average.
-
-    Further backward passes add to that shard: every pass is reduced, so gradients never take more than 1/N of their
-    full size. Inside `no_sync()` gradients accumulate in `param.grad` at full size, and nothing is sent.
-    """
-
-    frees: ClassVar[bool] = True
-
-
-ZeroStage = ZeroStage1 | ZeroStage2
-
-
-@dataclass(frozen=True)
-class Reduce:
+class ReducePolicy:
     """How gradients are averaged: `ZeroConfig`'s `reduce_dtype` and `deterministic_reduce`.
 
     Args:
@@ -66,7 +42,7 @@ class Reduce:
 
 
 @dataclass(frozen=True)
-class MasterWeights:
+class MasterWeightPolicy:
     """Master weights of `dtype`, sharded across ranks, for parameters of lower precision.
 
     The update runs in `dtype`, and its result is rounded once to the dtype of the parameter.
@@ -95,9 +71,9 @@ class CPUOffload:
 
     def __post_init__(self) -> None:
         if self.device != "cpu":
-            raise ConfigError(f'CPUOffload(device=...) takes "cpu", not {self.device!r}')
+            raise ConfigError(f'expected CPUOffload(device="cpu"), got {self.device!r}')
         if not isinstance(self.pin, bool):
-            raise ConfigError(f"CPUOffload(pin=...) takes True or False, not {self.pin!r}")
+            raise ConfigError(f"expected CPUOffload(pin=True) or CPUOffload(pin=False), got {self.pin!r}")
 
 
 @dataclass(frozen=True)
@@ -125,7 +101,9 @@ class ConsistencyCheck:
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise ConfigError(f"ConsistencyCheck(every=...) takes a number of steps, 1 or more, not {self.every!r}")
+            raise ConfigError(
+                f"expected ConsistencyCheck(every=...) to be a positive number of steps, got {self.every!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -150,7 +128,9 @@ class NonFiniteGrads:
 
     def __post_init__(self) -> None:
         if not isinstance(self.action, str) or self.action not in ("skip", "raise", "warn"):
-            raise ConfigError(f'NonFiniteGrads(...) takes "skip", "raise" or "warn", not {self.action!r}')
+            raise ConfigError(
+                f'expected NonFiniteGrads(action=...) to be "skip", "raise" or "warn", got {self.action!r}'
+            )
         if self.max_consecutive is None:
             return
         if (
@@ -159,12 +139,12 @@ class NonFiniteGrads:
             or self.max_consecutive < 1
         ):
             raise ConfigError(
-                f"NonFiniteGrads(max_consecutive=...) takes a number of steps, 1 or more, not {self.max_consecutive!r}"
+                "expected NonFiniteGrads(max_consecutive=...) to be a positive number of steps, got "
+                f"{self.max_consecutive!r}"
             )
         if self.action != "skip":
             raise ConfigError(
-                'NonFiniteGrads(max_consecutive=...) counts steps that are left out: it goes with "skip", not '
-                f"{self.action!r}"
+                f'NonFiniteGrads(max_consecutive=...) counts skipped steps: it needs action="skip", got {self.action!r}'
             )
 
 
@@ -189,12 +169,14 @@ class PeerCheckpoint:
 
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 1:
-            raise ConfigError(f"PeerCheckpoint(every=...) takes a number of steps from 1 on, not {self.every!r}")
+            raise ConfigError(
+                f"expected PeerCheckpoint(every=...) to be a positive number of steps, got {self.every!r}"
+            )
         if self.failure_domain_size is not None and (
             type(self.failure_domain_size) is not int or self.failure_domain_size < 1
         ):
             raise ConfigError(
-                "PeerCheckpoint(failure_domain_size=...) takes a number of ranks from 1 on, or None, not "
+                "expected PeerCheckpoint(failure_domain_size=...) to be a positive number of ranks or None, got "
                 f"{self.failure_domain_size!r}"
             )
 
@@ -210,20 +192,24 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 _REDUCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
+_SUGGESTION_CUTOFF = 0.75
+"""Minimum `difflib` similarity of a suggested option: typos and longer forms, not words that merely look alike."""
+
 Config = TypeVar("Config")
 
 
 def _suggest_options(cls: type[Config]) -> type[Config]:
-    """Make an unknown option raise `TypeError` with the closest valid name."""
+    """Make an unknown option raise `TypeError` with the closest valid name, or all names if none is close."""
     original_init, names = cls.__init__, [option.name for option in fields(cls)]  # type: ignore[arg-type]
 
     @wraps(original_init)
     def checked_init(self: Config, *args: Any, **options: Any) -> None:
+        shorten_printed_tracebacks()  # config errors often come before any optimizer exists
         for name in options:
             if name not in names:
-                close = get_close_matches(name, names, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"its options are {', '.join(names)}"
-                raise TypeError(f"{cls.__name__}() has no option {name!r}; {hint}")
+                close = get_close_matches(name, names, n=1, cutoff=_SUGGESTION_CUTOFF)
+                hint = f"Did you mean {close[0]!r}?" if close else f"Its options are {', '.join(names)}."
+                raise TypeError(f"{cls.__name__}() has no option {name!r}. {hint}")
         original_init(self, *args, **options)
 
     cls.__init__ = checked_init  # type: ignore[assignment]
@@ -264,7 +250,7 @@ class ZeroConfig:
 
     Raises:
         ConfigError: If an option has an unsupported value.
-        TypeError: If an option does not exist; the message suggests the closest name.
+        TypeError: If an option does not exist; the message suggests a similar name or lists all.
     """
 
     stage: Literal[1, 2] | None = None
@@ -284,7 +270,9 @@ class ZeroConfig:
         self._check_stage()
         partition = self.partition
         if partition is not None and (isinstance(partition, type) or not callable(getattr(partition, "extend", None))):
-            raise ConfigError(f"ZeroConfig(partition=...) takes a partitioner such as FlatShards(), not {partition!r}")
+            raise ConfigError(
+                f"expected ZeroConfig(partition=...) to be a partitioner such as FlatShards(), got {partition!r}"
+            )
         self._check_dtypes()
         self._require("offload", (CPUOffload, type(None)), "CPUOffload(...) or None")
         self._require("consistency_check", (ConsistencyCheck, type(None)), "ConsistencyCheck(...) or None")
@@ -294,18 +282,14 @@ class ZeroConfig:
             self._require(name, (bool,), "True or False")
 
     @property
-    def _stage_policy(self) -> ZeroStage:
-        return ZeroStage1() if self.stage == 1 else ZeroStage2()
+    def _reduce_policy(self) -> ReducePolicy:
+        return ReducePolicy(self.reduce_dtype, self.deterministic_reduce)
 
     @property
-    def _reduce_policy(self) -> Reduce:
-        return Reduce(self.reduce_dtype, self.deterministic_reduce)
+    def _master_policy(self) -> MasterWeightPolicy | None:
+        return None if self.master_dtype is None else MasterWeightPolicy(self.master_dtype)
 
-    @property
-    def _master_policy(self) -> MasterWeights | None:
-        return None if self.master_dtype is None else MasterWeights(self.master_dtype)
-
-    def describe(self) -> tuple[str, ...]:
+    def _describe(self) -> tuple[str, ...]:
         """Return one line per option. Lines of equal options are equal on all ranks."""
         return tuple(
             f"ZeroConfig({option.name}={_describe_option(getattr(self, option.name))})" for option in fields(self)
@@ -315,21 +299,21 @@ class ZeroConfig:
         if self.stage is None or (type(self.stage) is int and self.stage in (1, 2)):
             return
         fsdp = ". ZeRO-3 also shards parameters: use torch's fully_shard (FSDP2)" if _is_three(self.stage) else ""
-        raise ConfigError(f"ZeroConfig(stage=...) takes 1, 2 or None, not {self.stage!r}{fsdp}")
+        raise ConfigError(f"expected ZeroConfig(stage=...) to be 1, 2 or None, got {self.stage!r}{fsdp}")
 
     def _check_dtypes(self) -> None:
         wire, master = self.reduce_dtype, self.master_dtype
         if wire is not None and not (isinstance(wire, torch.dtype) and wire in _REDUCE_DTYPES):
             raise ConfigError(
-                f"ZeroConfig(reduce_dtype=...) takes a floating-point dtype of 16 bits or more, not {wire!r}"
+                f"expected ZeroConfig(reduce_dtype=...) to be a floating-point dtype of at least 16 bits, got {wire!r}"
             )
         if master is not None and not (isinstance(master, torch.dtype) and master.is_floating_point):
-            raise ConfigError(f"ZeroConfig(master_dtype=...) takes a floating-point dtype, not {master!r}")
+            raise ConfigError(f"expected ZeroConfig(master_dtype=...) to be a floating-point dtype, got {master!r}")
 
     def _require(self, name: str, types: tuple[type, ...], expected: str) -> None:
         value = getattr(self, name)
         if not isinstance(value, types):
-            raise ConfigError(f"ZeroConfig({name}=...) takes {expected}, not {value!r}")
+            raise ConfigError(f"expected ZeroConfig({name}=...) to be {expected}, got {value!r}")
 
 
 _POLICIES = (FlatShards, WholeParams, CPUOffload, ConsistencyCheck, NonFiniteGrads, PeerCheckpoint)
@@ -344,7 +328,7 @@ def reject_config_options(factory: Callable[..., object], options: Mapping[str, 
             name in _CONFIG_FIELDS and not _accepts_keyword(factory, name)
         ):
             correct = "config=..." if isinstance(value, ZeroConfig) else f"config=ZeroConfig({name}=...)"
-            raise ConfigError(f"{name}={value!r} is not an option of an optimizer class: pass {correct} instead")
+            raise ConfigError(f"{name}={value!r} is a zeroshard option, not an optimizer argument: pass {correct}")
 
 
 def _is_three(stage: object) -> bool:

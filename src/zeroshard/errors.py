@@ -65,7 +65,9 @@ class RankLostError(ZeroError, RuntimeError):
 
     def copy(self) -> "RankLostError":
         """Return a new, equal exception: raising the same object again would extend its traceback."""
-        return RankLostError(str(self), self.failed, self.exited, self.unresponsive)
+        copied = RankLostError(str(self), self.failed, self.exited, self.unresponsive)
+        vars(copied).update(vars(self))
+        return copied
 
 
 class ReplicaMismatchError(ZeroError, RuntimeError):

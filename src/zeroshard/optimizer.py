@@ -2,19 +2,14 @@
 
 The class parses arguments, builds an engine and delegates to it:
 
+- `build_engine` (build.py) constructs the engine, and `ModelBinding` installs any hooks on the model.
 - `StepDriver` runs a step: directly, under a GradScaler, or inside `Join`.
-- `TrainEvalMixin` forwards `train()` and `eval()` of schedule-free optimizers.
 - `StateDictMixin` gathers and loads state.
-- `EngineBuilder` chooses the layout and the engine.
 """
 
-import warnings
-import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,38 +17,38 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from . import zero_redundancy_optimizer as compat
+from ._formatting import format_count
 from ._logging import warn_at_caller
 from ._torch_compat import disable_dynamo, is_in_join
 from ._types import GlobalRank, Rank
-from .build import EngineBuilder, format_param_count
+from .build import DropInArguments, OptimizerArguments, build_engine
 from .comm.collectives import Comm
 from .comm.consensus import Prepared, exchange_status, prepare_all, raise_failure, rollback_on_error
-from .comm.process_group import Group
-from .config import ZeroConfig, ZeroStage1, reject_config_options
+from .config import ZeroConfig
 from .engine import amp, clip
-from .engine.autograd_hooks import register_accumulation_hook, watch_plain_steps
-from .engine.base import Closure, Engine, StepOutcome
+from .engine.base import Engine
 from .engine.checks import NonFiniteSteps
-from .engine.ddp import CommHook, DDPOverlap, make_comm_hook, resolve_optimizer_class
-from .engine.flat_engine import FlatShardEngine
+from .engine.ddp import CommHook, DDPOverlap, make_comm_hook
 from .engine.grad_reducer import GradReducer
-from .engine.inner import OptimizerConstructor, OptimizerFactory, ParamGroup
+from .engine.grad_stage import Stage1
+from .engine.inner import OptimizerConstructor, ParamGroup
 from .engine.join import JoinedStep, broadcast_options
-from .engine.optimizer_shard import OptimizerSpec
-from .engine.whole_engine import WholeParamEngine
+from .engine.model_binding import DDPHookBinding, ModelBinding
+from .engine.plain_steps import watch_plain_steps
+from .engine.step import Closure, StepOutcome
 from .errors import ConfigError
 from .layout.layout import Layout
-from .layout.partition import Balance, Partitioner
-from .layout.spec import make_param_specs
-from .params import ParsedParams, parse_groups, parse_params
-from .profiling import Phase
+from .layout.partition import Balance
+from .params import parse_groups
+from .profiling import Phase, StepProfiler
 from .state import dcp_compat
 from .state.state_dict import StateDict, describe_groups
 from .state.tensor_utils import deepcopy_except_tensors, tensor_versions
 from .state_dict_mixin import StateDictMixin, run_state_dict_hooks, state_dict_for_dcp
+from .summary import log_summary
 
 if TYPE_CHECKING:
-    from .peer_checkpoint.snapshot import NamedBuffers, PeerCheckpointer, PeerSnapshots
+    from .peer_checkpoint.snapshot import PeerCheckpointer, PeerSnapshots
     from .report import Report
 
 
@@ -61,227 +56,184 @@ if TYPE_CHECKING:
 # Step driver: a plain step, a step under GradScaler, a step inside `Join`.
 
 
-class SteppableOptimizer(Protocol):
-    """The part of the user-facing optimizer that `StepDriver` needs."""
-
-    param_groups: list[ParamGroup]
-    _engine: Engine
-
-    def _before_join_step(self, source: Rank) -> None:
-        """Run on all ranks before a step in which some ranks have joined; `source` is a rank that still trains."""
-
-    def _after_step(self) -> None:
-        """Run on all ranks after a step, also after a skipped one."""
-
-
 class StepDriver:
-    """Runs the engine's step on behalf of the user-facing optimizer."""
+    """Runs the engine's step: directly, under a GradScaler, or inside `Join`.
 
-    def __init__(self, optimizer: "SteppableOptimizer", comm: Comm) -> None:
-        # Weak: the optimizer owns this driver, and a cycle would delay its release until garbage collection.
-        self._optimizer: Any = weakref.proxy(optimizer)
-        self._comm = comm
+    Methods take the optimizer that owns this driver: a reference to it would form a cycle.
+    """
+
+    def __init__(self, comm: Comm, profiler: StepProfiler) -> None:
+        self._comm, self._profiler = comm, profiler
         self._has_cleared_grads = False
         self._has_checked_inf = False
         self._num_steps = 0
 
-    @property
-    def _engine(self) -> Engine:
-        engine: Engine = self._optimizer._engine
-        return engine
-
     def start_join(self) -> None:
         self._has_cleared_grads = False
 
-    def step(self, closure: Closure | None, kwargs: dict[str, Any], *, in_join: bool, is_joined: bool) -> Any:
+    def step(
+        self,
+        optimizer: "ZeroRedundancyOptimizer",
+        closure: Closure | None,
+        kwargs: dict[str, Any],
+        *,
+        in_join: bool,
+        is_joined: bool,
+    ) -> Any:
         """Step on all ranks and return the result of the inner optimizer's step.
 
         Args:
+            optimizer: The owner of this driver.
             closure: Passed to the inner optimizer, as are `kwargs`.
             kwargs: Further arguments of `step()`.
             in_join: The step runs inside `Join`, so some ranks may be out of inputs.
             is_joined: This rank is out of inputs.
         """
-        with self._comm.profiler.step():
-            result = self._run_step(closure, kwargs, in_join=in_join, is_joined=is_joined)
-            self._optimizer._after_step()
-            return result
-
-    def _run_step(self, closure: Closure | None, kwargs: dict[str, Any], *, in_join: bool, is_joined: bool) -> Any:
+        engine = optimizer._engine
         try:
-            self._check_consistency_if_due()
-            self._engine.grad_check.is_paused = in_join
+            self._check_consistency_if_due(engine)
+            engine.grad_consistency.is_paused = in_join
             if in_join and not self._comm.is_single_rank:
-                step = self._step_with_join_sharded if self._engine.reduces_grads else self._step_with_join
-                return step(closure, kwargs, is_joined=is_joined)
-            if amp.is_scaler_step(self._optimizer) and self._should_skip_step(in_join=False):
+                step = self._step_with_join_sharded if engine.grads.reduces else self._step_with_join
+                return step(optimizer, closure, kwargs, is_joined=is_joined)
+            if amp.is_scaler_step(optimizer) and self._scaler_skips_step(optimizer, in_join=False):
                 return None
-            return self._engine.step(self._optimizer.param_groups, closure, kwargs)
+            return engine.step(optimizer.param_groups, closure, kwargs)
         except BaseException:
-            amp.clear_scaler_attrs(self._optimizer)  # GradScaler removes its attributes only if step() returns
+            amp.clear_scaler_attrs(optimizer)  # GradScaler removes its attributes only if step() returns
             raise
         finally:
             self._has_checked_inf = False
-            amp.clear_scaler_attrs(*self._inner_optimizers)
+            amp.clear_scaler_attrs(*optimizer.inner_optimizers)
 
-    def _check_consistency_if_due(self) -> None:
+    def _check_consistency_if_due(self, engine: Engine) -> None:
         # All ranks count every step, including skipped ones and those after they joined, so checks stay in lockstep.
         self._num_steps += 1
-        if self._engine.checks.is_consistency_check_due(self._num_steps):
-            self._engine.check_consistency(f"before step {self._num_steps}", self._num_steps)
+        if engine.checks.is_consistency_check_due(self._num_steps):
+            engine.check_consistency(f"before step {self._num_steps}", self._num_steps)
 
     def synchronize_sharded_grads(
-        self, call: str, read_arguments: Callable[[], list[str]] = list, *, in_join: bool
+        self,
+        optimizer: "ZeroRedundancyOptimizer",
+        call: str,
+        read_arguments: Callable[[], list[str]] = list,
+        *,
+        in_join: bool,
     ) -> list[torch.Tensor] | None:
         """Finish reducing gradients and return this rank's shards, for clipping or unscaling in place.
 
         Call on all ranks. Returns None if gradients are not sharded, that is, if all of them are in `param.grad`.
 
         Args:
+            optimizer: The owner of this driver.
             call: Name of the calling method, for error messages.
-            read_arguments: As for `FlatShardEngine.synchronize_grads`.
+            read_arguments: As for `Engine.synchronize_grads`.
             in_join: The call is made inside `Join`.
 
         Raises:
             RuntimeError: If gradients are sharded and `in_join` is set.
         """
-        engine = self._engine
-        if not isinstance(engine, FlatShardEngine) or not engine.reduces_grads:
+        engine = optimizer._engine
+        if not engine.grads.reduces:
             return None
         if in_join:  # Hazard: joined ranks never make this call, so ranks cannot agree on it
-            raise RuntimeError(f"{call} cannot be used inside Join when gradients are sharded")
-        engine.synchronize_grads(call, self._optimizer.param_groups, read_arguments)
+            raise RuntimeError(
+                f"{call} cannot be used inside Join when gradients are sharded: ranks without inputs never make this "
+                "call. Move it out of Join."
+            )
+        engine.synchronize_grads(call, optimizer.param_groups, read_arguments)
         engine.grads.mark_scaled()
         return engine.grads.grad_tensors()
 
     def unscale(self, grads: list[torch.Tensor], inverse_scale: torch.Tensor) -> dict[torch.device, torch.Tensor]:
         self._has_checked_inf = True
-        with self._comm.profiler.phase(Phase.UNSCALE_GRADS):
+        with self._profiler.phase(Phase.UNSCALE_GRADS):
             return amp.unscale_sharded_grads(grads, inverse_scale, self._comm)
 
-    def _step_with_join(self, closure: Closure | None, kwargs: dict[str, Any], *, is_joined: bool) -> Any:
-        engine, groups = self._engine, self._optimizer.param_groups
+    def _step_with_join(
+        self,
+        optimizer: "ZeroRedundancyOptimizer",
+        closure: Closure | None,
+        kwargs: dict[str, Any],
+        *,
+        is_joined: bool,
+    ) -> Any:
+        engine, groups = optimizer._engine, optimizer.param_groups
         joined_step = JoinedStep(engine, groups, kwargs, is_joined=is_joined, has_cleared_grads=self._has_cleared_grads)
         try:
             if closure is not None:
-                return engine.step(groups, joined_step.wrap_closure(closure), kwargs)
-            status = joined_step.gather_status(has_grad_scaler=amp.is_scaler_step(self._optimizer))
-            if status.has_grad_scaler and self._should_skip_step(in_join=True):
+                return engine.step(groups, joined_step.wrap_closure(closure), kwargs, in_join=True)
+            status = joined_step.gather_status(has_grad_scaler=amp.is_scaler_step(optimizer))
+            if status.has_grad_scaler and self._scaler_skips_step(optimizer, in_join=True):
                 return None
             joined_step.exchange_step_inputs(status)
             joined_closure = joined_step.make_joined_closure() if status.has_closure else None
-            return engine.step(groups, joined_closure, joined_step.kwargs)
+            return engine.step(groups, joined_closure, joined_step.kwargs, in_join=True)
         finally:
             joined_step.finish()
             self._has_cleared_grads = is_joined
 
-    def _step_with_join_sharded(self, closure: Closure | None, kwargs: dict[str, Any], *, is_joined: bool) -> Any:
+    def _step_with_join_sharded(
+        self,
+        optimizer: "ZeroRedundancyOptimizer",
+        closure: Closure | None,
+        kwargs: dict[str, Any],
+        *,
+        is_joined: bool,
+    ) -> Any:
         # Joined ranks have no gradients of their own. They still own shards of the average and must update them.
+        engine, groups = optimizer._engine, optimizer.param_groups
 
         def prepare() -> Prepared[None]:
-            if amp.is_scaler_step(self._optimizer) or closure is not None:
+            if amp.is_scaler_step(optimizer) or closure is not None:
                 raise RuntimeError(
-                    "inside Join, step() takes neither a closure nor a GradScaler when gradients are sharded"
+                    "inside Join, step() supports neither a closure nor a GradScaler when gradients are sharded"
                 )
             return Prepared(None)
 
         prepare_all(self._comm, "a step inside Join", prepare)
-        active_ranks = broadcast_options(self._comm, self._optimizer.param_groups, is_current=not is_joined)
-        self._optimizer._before_join_step(active_ranks[-1])  # DDP broadcasts this rank's buffers, too
+        active_ranks = broadcast_options(self._comm, groups, is_current=not is_joined)
+        optimizer._model_binding.before_join_step(active_ranks[-1])  # DDP broadcasts this rank's buffers, too
         if not is_joined:
-            return self._engine.step(self._optimizer.param_groups, None, kwargs)
-        self._clear_param_grads()
-        if not self._engine.is_reducing:  # otherwise they come from DDP's shadowed backward pass
-            self._engine.clear_grads(set_to_none=True)
+            return engine.step(groups, None, kwargs)
+        _clear_param_grads(engine)
+        if not engine.grads.has_sent:  # otherwise they come from DDP's shadowed backward pass
+            engine.grads.clear(set_to_none=True)
         try:
-            return self._engine.step(self._optimizer.param_groups, None, kwargs)
+            return engine.step(groups, None, kwargs)
         finally:
-            self._clear_param_grads()
-            self._engine.clear_grads(set_to_none=True)
+            _clear_param_grads(engine)
+            engine.grads.clear(set_to_none=True)
 
-    def _clear_param_grads(self) -> None:
-        """Drop the gradients in `param.grad`: they are left over from this rank's last step with inputs."""
-        self._engine.drop_placeholders()
-        for param in self._engine.params:
-            param.grad = None
-
-    def _should_skip_step(self, *, in_join: bool) -> bool:
-        engine = self._engine
+    def _scaler_skips_step(self, optimizer: "ZeroRedundancyOptimizer", *, in_join: bool) -> bool:
+        engine = optimizer._engine
         # Fused kernels skip on their own, so the non-finite check could not tell whether to handle the step.
-        fused_optimizers = self._inner_optimizers if not engine.checks.should_check_grads else None
-        if isinstance(engine, FlatShardEngine) and engine.reduces_grads:
-            return amp.should_skip_sharded_step(
-                self._optimizer,
+        fused_optimizers = optimizer.inner_optimizers if not engine.checks.should_check_grads else None
+        if engine.grads.reduces:
+            return amp.scaler_skips_sharded_step(
+                optimizer,
                 fused_optimizers,
                 engine.grads.grad_tensors(),
                 self._comm,
                 is_inf_checked=self._has_checked_inf,
             )
-        return amp.should_skip_step(
-            self._optimizer, fused_optimizers, engine.params, self._comm, is_join_enabled=in_join
+        return amp.scaler_skips_step(
+            optimizer, fused_optimizers, engine.params.tensors, self._comm, is_join_enabled=in_join
         )
 
-    @property
-    def _inner_optimizers(self) -> list[Optimizer]:
-        return [member.optimizer for member in self._engine.inner.local_optimizers]
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Train and eval modes: schedule-free optimizers keep different parameter values for training and for evaluation.
-
-
-class TrainEvalMixin:
-    """Provides `train()` and `eval()` if the inner optimizer has them. Call them on all ranks."""
-
-    _engine: Engine
-    param_groups: list[ParamGroup]
-    initialized: bool
-
-    @property
-    def train(self) -> Callable[[], None]:
-        """Switch parameters to their training values. Call on all ranks; needs an inner `train()`."""
-        return self._mode_setter("train")
-
-    @property
-    def eval(self) -> Callable[[], None]:
-        """Switch parameters to the values to evaluate and save. Call on all ranks; needs an inner `eval()`."""
-        return self._mode_setter("eval")
-
-    def _mode_setter(self, mode: str) -> Callable[[], None]:
-        if not self.initialized or not any(member.has_mode(mode) for member in self._engine.inner.local_optimizers):
-            raise AttributeError(f"the optimizer that is sharded has no {mode}()")
-        return partial(self._set_mode, mode)
-
-    @abstractmethod
-    def _require_final_layout(self, call: str) -> None:
-        """Raise if the owners of parameters may still change. `StateDictMixin` implements it."""
-
-    def _set_mode(self, mode: str) -> None:
-        """Switch this rank's shards and all-gather the result. An error on one rank is raised on all ranks."""
-        engine, groups = self._engine, self.param_groups
-
-        def prepare() -> Prepared[Callable[[], None]]:
-            self._require_final_layout(mode)
-            engine.check_groups(groups)
-            engine.wait_until_idle()
-            return Prepared(engine.snapshot(groups), describe_groups(groups))
-
-        restore = prepare_all(engine.comm, f"{mode}()", prepare)
-        outcome = StepOutcome()
-        outcome.run(lambda: engine.set_mode(groups, mode))
-        status = exchange_status(engine.comm, f"the end of {mode}()", b"", outcome.failure)
-        if status.failure_level:
-            restore()
-        engine.broadcast_params()()
-        if status.failure_level:
-            raise_failure(engine.comm, f"{mode}()", outcome.error)
+def _clear_param_grads(engine: Engine) -> None:
+    """Drop the gradients in `param.grad`: they are left over from this rank's last step with inputs."""
+    engine.grads.drop_placeholders()
+    for param in engine.params.tensors:
+        param.grad = None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The drop-in replacement for torch's class.
 
 
-class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
+class ZeroRedundancyOptimizer(StateDictMixin, Joinable):
     """Shard optimizer state over the ranks of a process group (ZeRO-1): a drop-in replacement for torch's class.
 
     Each rank updates the parameters it owns with its own instance of `optimizer_class` and broadcasts them. The
@@ -308,7 +260,6 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
 
     # Makes GradScaler call `step` on every rank, even if this rank's gradients are not finite.
     _step_supports_amp_scaling = True
-    _default_stage: Literal[1, 2] = 1
 
     def __init__(
         self,
@@ -321,28 +272,45 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
         config: ZeroConfig | None = None,
         **defaults: Any,
     ) -> None:
-        Joinable.__init__(self)
-        self.initialized = False
         self.parameters_as_bucket_view = parameters_as_bucket_view
-        self._engine: Engine
-        self._comm = self._make_comm(process_group)
-        self._config = ZeroConfig() if config is None else config
-        self._ddp_overlap: DDPOverlap | None = None
-        self._view_cache: dict[str, tuple[Layout, Any]] = {}
-        self._step_driver = StepDriver(self, self._comm)
-        call = f"making a {type(self).__name__}"
-        layout = prepare_all(self._comm, call, lambda: self._build(params, optimizer_class, overlap_with_ddp, defaults))
-        self._engine.extend(layout, self.param_groups)
+        self._construct(
+            DropInArguments(
+                params,
+                optimizer_class,
+                process_group,
+                parameters_as_bucket_view=parameters_as_bucket_view,
+                overlap_with_ddp=overlap_with_ddp,
+                config=config,
+                defaults=defaults,
+            )
+        )
         if overlap_with_ddp:
-            self._ddp_overlap = DDPOverlap(self._comm, self._repartition, self.param_groups)
+            self._ddp_overlap = DDPOverlap(
+                self._comm,
+                self._profiler,
+                self.param_groups,
+                build_engine=partial(self._builder.build_with_owners, groups=self.param_groups),
+                set_engine=self._set_engine,
+            )
             self._opt_called = True  # otherwise LR schedulers warn that step() is never called
             if parameters_as_bucket_view:
-                warnings.warn("parameters_as_bucket_view has no effect with overlap_with_ddp=True", stacklevel=2)
+                warn_at_caller("parameters_as_bucket_view has no effect with overlap_with_ddp=True")
+        self._comm.group.failure_detector.set_idle()
+
+    def _construct(self, arguments: OptimizerArguments) -> None:
+        Joinable.__init__(self)
+        self.initialized = False
+        self._ddp_overlap: DDPOverlap | None = None
+        self._ddp_reducer: GradReducer | None = None
+        self._view_cache: dict[str, tuple[Layout, Any]] = {}
+        self._profiler = StepProfiler()
+        self._comm = arguments.make_comm(self._profiler)
+        self._builder, self._engine = build_engine(self, arguments, self._comm, self._profiler)
+        self._model_binding = ModelBinding()
+        self._step_driver = StepDriver(self._comm, self._profiler)
         self._peer_checkpointer = self._make_peer_checkpointer()
         self.initialized = True
         watch_plain_steps(self)
-        from .report import log_summary
-
         log_summary(self._builder, self._engine)
 
     # ---- properties
@@ -356,15 +324,13 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
         """
         optimizer, *others = self.inner_optimizers
         if others:
-            raise AttributeError(
-                "this optimizer has several inner optimizers, of several classes: see `inner_optimizers`"
-            )
+            raise AttributeError("this optimizer has several inner optimizers. Use inner_optimizers instead of optim.")
         return optimizer
 
     @property
     def inner_optimizers(self) -> list[Optimizer]:
         """This rank's inner optimizers, one per rule."""
-        return [member.optimizer for member in self._engine.inner.local_optimizers]
+        return [local_optimizer.optimizer for local_optimizer in self._engine.params.inner.local_optimizers]
 
     @property
     def state(self) -> Any:
@@ -375,14 +341,14 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
         """
         if dcp_compat.is_dcp_initializing_state():
             if dcp_compat.is_dcp_loading_flattened():
-                self._engine.materialize_initial_state()  # DCP loads into it
-            return self._engine.state() or {None: "nothing to be made by a step"}
-        return self._engine.state()
+                self._engine.state.materialize_initial_state()  # DCP loads into it
+            return self._engine.state.view() or {None: "placeholder"}
+        return self._engine.state.view()
 
     @state.setter
     def state(self, value: Any) -> None:
         if self.initialized:
-            self._engine.replace_state(value)
+            self._engine.state.replace(value)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -412,12 +378,12 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
     @property
     def _reduces_grads(self) -> bool:
         """Whether this optimizer reduces gradients to their owners, instead of DDP."""
-        return self._engine.reduces_grads
+        return self._engine.grads.reduces
 
     @property
     def _is_superseded(self) -> bool:
         """Whether a later `shard()` call took over parameters of this optimizer."""
-        return False
+        return self._model_binding.is_superseded
 
     @property
     def balance(self) -> Balance:
@@ -429,8 +395,8 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
         """The `DDPOverlap`; raises `ConfigError` without `overlap_with_ddp=True`."""
         if self._ddp_overlap is None:
             raise ConfigError(
-                "this optimizer steps when step() is called; construct it with overlap_with_ddp=True "
-                "to have a DDP hook step it"
+                "this optimizer was made without overlap_with_ddp=True, so a DDP hook cannot step it. Pass "
+                "overlap_with_ddp=True."
             )
         return self._ddp_overlap
 
@@ -473,21 +439,21 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
             return run_state_dict_hooks(self, state_dict_for_dcp(self._engine, self.param_groups, request))
         if self._consolidated_state is None:
             raise RuntimeError(
-                "this rank holds only its own share of the state. Call full_state_dict(to=0) on "
-                "all ranks: it returns everything on rank 0. Or call consolidate_state_dict(to=0) on all ranks, then "
-                "state_dict() on rank 0 only."
+                "this rank holds only its own shard of the state. Call full_state_dict(to=0) on all ranks, which "
+                "returns all state on rank 0. Or call consolidate_state_dict(to=0) on all ranks, then state_dict() "
+                "on rank 0."
             )
         age = self._engine.steps - self._consolidated_state.num_steps
         if age:
-            warnings.warn(
-                f"state_dict() returns the state of {age} steps ago: call consolidate_state_dict() on all ranks "
-                "again for the present one",
-                stacklevel=2,
+            warn_at_caller(
+                f"state_dict() returns the state of {format_count(age, 'step')} ago. Call consolidate_state_dict() "
+                "on all ranks first to get the current state.",
+                on_all_ranks=True,
             )
         if tensor_versions(self._consolidated_state.state_dict) != self._consolidated_state.tensor_versions:
             raise RuntimeError(
-                "the tensors of an earlier state_dict() were changed in place, and it shares them with what was "
-                "gathered: call consolidate_state_dict() again, and change a copy"
+                "tensors of an earlier state_dict() were changed in place, and the consolidated state shares their "
+                "memory. Call consolidate_state_dict() again, and change a copy."
             )
         return run_state_dict_hooks(self, deepcopy_except_tensors(self._consolidated_state.state_dict))
 
@@ -525,9 +491,12 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
             self._ddp_overlap.check_trainable_unchanged()
             if amp.is_scaler_step(self):
                 raise RuntimeError(
-                    "GradScaler cannot be used with overlap_with_ddp=True: the hook steps before gradients are unscaled"
+                    "GradScaler cannot be used with overlap_with_ddp=True: the hook steps before gradients are "
+                    "unscaled. Use bfloat16, or step without overlap."
                 )
-            warn_at_caller("step() does nothing with overlap_with_ddp=True: the DDP hook makes the steps")
+            warn_at_caller(
+                "step() does nothing with overlap_with_ddp=True: DDP's hook steps the optimizer. Remove the call."
+            )
             return None
         Join.notify_join_context(self)
         return self._step(closure, kwargs, is_joined=False)
@@ -536,9 +505,9 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
         """Reset the gradients of all parameters, including this rank's gradient shards."""
         if self._ddp_overlap is not None:
             self._ddp_overlap.check_trainable_unchanged()
-        self._engine.drop_placeholders()
+        self._engine.grads.drop_placeholders()
         super().zero_grad(set_to_none)
-        self._engine.clear_grads(set_to_none=set_to_none)
+        self._engine.grads.clear(set_to_none=set_to_none)
 
     @disable_dynamo
     def clip_grad_norm_(
@@ -556,7 +525,7 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
         Returns:
             The norm before clipping.
         """
-        with self._comm.profiler.phase(Phase.CLIP_GRADS):
+        with self._profiler.phase(Phase.CLIP_GRADS):
             grads = self._synchronize_sharded_grads(
                 "clip_grad_norm_",
                 lambda: [
@@ -565,7 +534,9 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
                 ],
             )
             if grads is None:
-                return torch.nn.utils.clip_grad_norm_(self._engine.params, max_norm, norm_type, error_if_nonfinite)
+                return torch.nn.utils.clip_grad_norm_(
+                    self._engine.params.tensors, max_norm, norm_type, error_if_nonfinite
+                )
             return clip.clip_grad_norm(
                 grads, float(max_norm), float(norm_type), self._comm, error_if_nonfinite=error_if_nonfinite
             )
@@ -573,10 +544,10 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
     @disable_dynamo
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp all gradients to +/- `clip_value`, like `torch.nn.utils.clip_grad_value_`. Call on all ranks."""
-        with self._comm.profiler.phase(Phase.CLIP_GRADS):
+        with self._profiler.phase(Phase.CLIP_GRADS):
             grads = self._synchronize_sharded_grads("clip_grad_value_", lambda: [f"clip_value={float(clip_value)}"])
             if grads is None:
-                torch.nn.utils.clip_grad_value_(self._engine.params, clip_value)
+                torch.nn.utils.clip_grad_value_(self._engine.params.tensors, clip_value)
             else:
                 clip.clip_grad_value(grads, clip_value)
 
@@ -600,19 +571,16 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
         Raises:
             ConfigError: If the optimizer was constructed without `ZeroConfig(partition=FlatShards())`.
         """
-        if not isinstance(self._engine, FlatShardEngine):
-            raise ConfigError("ddp_hook() brings slices of gradients to their owners: it needs partition=FlatShards()")
-        reducer = self._engine.grads
-        if not isinstance(reducer, GradReducer):
-            reducer = GradReducer(self._comm, ZeroStage1(), self._config._reduce_policy, self._config._master_policy)
-            self._engine.set_grad_source(reducer)
-        self._attach_accumulation_hooks(reducer)
-        return make_comm_hook(reducer, self._engine.params)
-
-    def _attach_accumulation_hooks(self, grad_reducer: GradReducer) -> None:
-        for index, param in enumerate(self._engine.params):
-            if param.requires_grad:
-                register_accumulation_hook(grad_reducer, index, param)
+        if not self._builder.partitioning.is_flat:
+            raise ConfigError(
+                "ddp_hook() needs ZeroConfig(partition=FlatShards()): it reduces gradients to flat shards"
+            )
+        if self._ddp_reducer is None:
+            self._ddp_reducer = self._builder.make_reducer(Stage1())
+            self._engine.set_grad_source(self._ddp_reducer)
+            self._model_binding = DDPHookBinding(self._ddp_reducer, self._engine.params.tensors)
+        self._model_binding.extend(first_bucket=0)
+        return make_comm_hook(self._ddp_reducer, self._engine.params.tensors)
 
     def _unscale_grads(self, inverse_scale: torch.Tensor) -> dict[torch.device, torch.Tensor]:
         """Unscale sharded gradients and return the found-inf flag of each device, for `zeroshard.GradScaler`."""
@@ -651,6 +619,47 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
         """
         self._add_groups("add_param_groups", param_groups)
 
+    # ---- train and eval modes: schedule-free optimizers keep different parameter values for training and evaluation
+
+    @property
+    def train(self) -> Callable[[], None]:
+        """Switch parameters to their training values. Call on all ranks; needs an inner `train()`."""
+        return self._mode_setter("train")
+
+    @property
+    def eval(self) -> Callable[[], None]:
+        """Switch parameters to the values to evaluate and save. Call on all ranks; needs an inner `eval()`."""
+        return self._mode_setter("eval")
+
+    def _mode_setter(self, mode: str) -> Callable[[], None]:
+        if not self.initialized or not any(
+            local_optimizer.has_mode(mode) for local_optimizer in self._engine.params.inner.local_optimizers
+        ):
+            raise AttributeError(f"the inner optimizer has no {mode}()")
+        return partial(self._set_mode, mode)
+
+    def _set_mode(self, mode: str) -> None:
+        """Switch this rank's shards and all-gather the result. An error on one rank is raised on all ranks."""
+        engine, groups = self._engine, self.param_groups
+
+        def prepare() -> Prepared[Callable[[], None]]:
+            self._require_final_layout(mode)
+            engine.params.groups.check(groups)
+            engine.param_sync.wait_until_idle()
+            return Prepared(engine.params.snapshot(groups), describe_groups(groups))
+
+        restore = prepare_all(engine.comm, f"{mode}()", prepare)
+        outcome = StepOutcome()
+        outcome.run(lambda: engine.params.set_mode(groups, mode))
+        status = exchange_status(engine.comm, f"the end of {mode}()", b"", outcome.failure)
+        if status.failure_level:
+            restore()
+        engine.param_sync.sync_all()
+        if status.failure_level:
+            raise_failure(engine.comm, f"{mode}()", outcome.error)
+
+    # ---- Join
+
     def join_hook(self, **_: Any) -> JoinHook:
         """Return the hook with which a rank that is out of inputs takes part in the others' steps, for `Join`."""
         if self._ddp_overlap is None:
@@ -660,7 +669,7 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device of the first parameter, for `Join`."""
-        return self._engine.params[0].device
+        return self._engine.params.tensors[0].device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -669,55 +678,32 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} cannot be copied or pickled: it is one part of an optimizer that lives on "
-            f"{self.world_size} ranks. Save full_state_dict() and load it into a new one."
+            f"a {type(self).__name__} cannot be copied or pickled: its state is spread over {self.world_size} ranks. "
+            "Save full_state_dict() and load it into a new one."
         )
 
     # ---- construction
 
-    def _build(
-        self, params: Any, optimizer_class: Any, overlap_with_ddp: bool, defaults: dict[str, Any]
-    ) -> Prepared[Layout]:
-        """Parse the user's arguments and build this rank's engine; `prepare_all` commits or undoes the result."""
-        if not isinstance(self._config, ZeroConfig):
-            raise TypeError(f"config must be a ZeroConfig, not {type(self._config).__name__}")
-        if self._config.stage is None:
-            self._config = replace(self._config, stage=self._default_stage)
-        parsed_params = self._parse_params(params)
-        Optimizer.__init__(self, parsed_params.groups, {})
-        self._builder = self._make_builder(
-            self._make_optimizer_specs(optimizer_class, defaults, parsed_params, overlap_with_ddp=overlap_with_ddp),
-            overlap_with_ddp,
-        )
-        self._builder.validate_options()
-        layout = self._builder.extend_layout(Layout.empty(self.world_size), self.param_groups)
-        self._engine = self._builder.make_engine()
-        undo = self._engine.param_store.rollback
-        with rollback_on_error(undo):
-            self._builder.prepare_engine(self._engine, layout, self.param_groups)
-            self._builder.warn_if_not_splittable()
-            self._builder.warn_if_offload_unused()
-            self._engine.inner.pull_options(self.param_groups)
-            self.defaults = self.optim.defaults if len(self.inner_optimizers) == 1 else {}
-            return Prepared(layout, self._must_match_across_ranks(layout), undo, format_param_count(self.param_groups))
-
-    def _must_match_across_ranks(self, layout: Layout) -> list[str]:
-        """Describe everything that must be equal on all ranks at construction."""
-        return self._builder.must_match_across_ranks(layout, self.param_groups)
-
     def _add_groups(self, call: str, groups: Any) -> None:
         if self._ddp_overlap is not None:
-            raise RuntimeError("parameter groups cannot be added with overlap_with_ddp=True: DDP's buckets are fixed")
+            raise RuntimeError(
+                "parameter groups cannot be added with overlap_with_ddp=True, because DDP's buckets are fixed"
+            )
+        if self._engine.grads.reduces:  # gradients in flight belong to the existing buckets
+            self._engine.synchronize_grads(call, self.param_groups)
+        first_bucket = len(self._engine.layout.buckets)
         layout = prepare_all(self._comm, call, lambda: self._prepare_groups(self._parse_groups(groups)))
         self._engine.extend(layout, self.param_groups)
-        if isinstance(self._engine, FlatShardEngine) and isinstance(self._engine.grads, GradReducer):
-            self._attach_accumulation_hooks(self._engine.grads)
+        self._model_binding.extend(first_bucket=first_bucket)
         watch_plain_steps(self)
         self._discard_consolidated_state()
 
     def _parse_groups(self, groups: Any) -> list[ParamGroup]:
-        """Normalize new groups. Runs inside `prepare_all`, so errors are raised on all ranks."""
-        return parse_groups(groups)
+        """Normalize new groups and, if the existing groups are named, name their parameters as in the model."""
+        parsed = parse_groups(groups)
+        if "param_names" not in self.param_groups[0]:
+            return parsed
+        return self._model_binding.name_params(parsed, first_index=len(self._engine.params.tensors))
 
     def _prepare_groups(self, groups: Sequence[ParamGroup]) -> Prepared[Layout]:
         """Add `groups` here and to the inner optimizer, and return the extended layout with an undo function."""
@@ -725,64 +711,31 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
 
         def undo() -> None:
             del self.param_groups[num_existing:]
-            engine.rollback(num_existing)
+            engine.params.rollback(num_existing)
 
         with rollback_on_error(undo):
             for group in groups:
                 super().add_param_group(group)
-            layout = self._builder.extend_layout(self.layout, self.param_groups, num_existing)
-            self._builder.prepare_engine(engine, layout, self.param_groups)
-            engine.inner.pull_added_options(self.param_groups, num_existing)
-            must_match = self._builder.must_match_for_new_groups(self.layout, layout, self.param_groups, num_existing)
-            # Ranks agreed on the existing groups, but their options may have changed since.
-            options = engine.consensus_options(self.param_groups)
-            return Prepared(layout, must_match, undo, format_param_count(self.param_groups), options)
+            return self._builder.prepare_new_groups(engine, self.param_groups, num_existing, undo)
 
-    def _make_comm(self, process_group: dist.ProcessGroup | None) -> Comm:
-        return Comm(Group(process_group))
-
-    def _parse_params(self, params: Any) -> ParsedParams:
-        return parse_params(params)
-
-    def _make_optimizer_specs(
-        self, optimizer_class: Any, defaults: dict[str, Any], parsed_params: ParsedParams, *, overlap_with_ddp: bool
-    ) -> list[OptimizerSpec]:
-        """Return one spec per inner optimizer to construct."""
-        if not callable(optimizer_class):
-            raise TypeError(
-                f"optimizer_class must be a class such as torch.optim.AdamW, not a {type(optimizer_class).__name__}. "
-                "A list of ParamRule(...)s, and not an empty one, is for zeroshard.shard."
-            )
-        reject_config_options(optimizer_class, defaults)
-        factory = OptimizerFactory(
-            resolve_optimizer_class(optimizer_class, overlap=overlap_with_ddp),
-            self.param_groups,
-            parsed_params.is_bare_sequence,
-            defaults,
-        )
-        return [OptimizerSpec(factory.name, factory)]
-
-    def _make_builder(self, optimizer_specs: list[OptimizerSpec], overlap_with_ddp: bool) -> EngineBuilder:
-        return EngineBuilder(
-            self._comm,
-            self._config,
-            optimizer_specs,
-            parameters_as_bucket_view=self.parameters_as_bucket_view,
-            overlap_with_ddp=overlap_with_ddp,
-        )
-
-    def _repartition(self, partitioner: Partitioner) -> WholeParamEngine:
-        """Replace the engine by one with other owners. Only valid before there is any state."""
-        layout = partitioner.extend(Layout.empty(self.world_size), make_param_specs(self.param_groups))
-        engine = self._builder.make_engine()
-        assert isinstance(engine, WholeParamEngine), "overlap_with_ddp is rejected with any other engine"
-        self._builder.prepare_engine(engine, layout, self.param_groups)
+    def _set_engine(self, engine: Engine) -> None:
+        """Replace the engine by one with other owners, before there is any state."""
         self._engine = engine
-        engine.extend(layout, self.param_groups)
-        return engine
 
     def _step(self, closure: Closure | None, kwargs: dict[str, Any], *, is_joined: bool) -> Any:
-        return self._step_driver.step(closure, kwargs, in_join=is_in_join(self), is_joined=is_joined)
+        binding = self._model_binding
+        binding.require_current("step()")
+        try:
+            with self._profiler.step():
+                in_join = is_in_join(self)
+                result = self._step_driver.step(self, closure, kwargs, in_join=in_join, is_joined=is_joined)
+                binding.after_step()
+                if self._peer_checkpointer is not None:
+                    self._peer_checkpointer.after_step(self._engine, self.param_groups, binding.buffers)
+            binding.warn_once_about_unreduced_grads()
+            return result
+        finally:
+            binding.finish_step()
 
     def _shadow_step(self) -> None:
         """Take part in the step of the other ranks, as a joined rank inside `Join`."""
@@ -792,32 +745,22 @@ class ZeroRedundancyOptimizer(StateDictMixin, TrainEvalMixin, Joinable):
             self._step(None, {}, is_joined=True)
 
     def _make_peer_checkpointer(self) -> "PeerCheckpointer | None":
-        if self._config.peer_checkpoint is None:
+        if self._builder.config.peer_checkpoint is None:
             return None
         from .peer_checkpoint.snapshot import make_peer_checkpointer
 
-        return make_peer_checkpointer(self._comm, self._config.peer_checkpoint)
+        return make_peer_checkpointer(self._comm, self._builder.config.peer_checkpoint)
 
     def _invalidate_peer_snapshots(self) -> None:
         if self._peer_checkpointer is not None:
             self._peer_checkpointer.invalidate_snapshots()
 
-    def _model_buffers(self) -> "NamedBuffers":
-        """Return the buffers to include in peer snapshots. Without a model there are none."""
-        return {}
-
     def _synchronize_sharded_grads(
         self, call: str, read_arguments: Callable[[], list[str]] = list
     ) -> list[torch.Tensor] | None:
-        return self._step_driver.synchronize_sharded_grads(call, read_arguments, in_join=is_in_join(self))
-
-    def _before_join_step(self, source: Rank) -> None:
-        """Implement `SteppableOptimizer`."""
-
-    def _after_step(self) -> None:
-        """Implement `SteppableOptimizer`."""
-        if self._peer_checkpointer is not None:
-            self._peer_checkpointer.after_step(self._engine, self.param_groups, self._model_buffers)
+        # Includes parameters unfrozen since the last step: the next pass may add to gradients clipped or unscaled now.
+        self._model_binding.refresh_hooks()
+        return self._step_driver.synchronize_sharded_grads(self, call, read_arguments, in_join=is_in_join(self))
 
     # ---- private names of torch's class
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ._formatting import format_count
 from ._torch_compat import is_traceable_wrapper_subclass
 from .errors import ConfigError
 from .layout.chunks import has_internal_overlap
@@ -34,19 +35,27 @@ def parse_params(params: Any) -> ParsedParams:
 def parse_groups(groups: Any) -> list[dict[str, Any]]:
     """Normalize several groups to new dicts."""
     if isinstance(groups, (str, Mapping, torch.Tensor)) or not isinstance(groups, Iterable):
-        raise TypeError(f"expected a list of param groups, got {type(groups).__name__}: put a single group into a list")
+        raise TypeError(
+            f"expected a list of parameter groups, got {type(groups).__name__}. Put a single group into a list."
+        )
     return [parse_group(group) for group in groups]
 
 
 def parse_group(group: Any) -> dict[str, Any]:
     """Normalize one group to a new dict with its parameters in a list."""
     if not isinstance(group, Mapping):
-        raise TypeError(f"a param group must be a dict, not {type(group).__name__}")
+        raise TypeError(f"expected a parameter group to be a dict, got {type(group).__name__}")
     if "params" not in group:
-        raise ValueError(f"a param group needs the key 'params'; found {sorted(map(str, group))}")
+        raise ValueError(f"a parameter group has no key 'params', only {sorted(map(str, group))}")
     params = group["params"]
     entries = [params] if isinstance(params, torch.Tensor) else _as_list(params, "the 'params' of a group")
     _check_entries(entries)
+    names = group.get("param_names")
+    if names is not None and (not isinstance(names, (list, tuple)) or len(names) != len(entries)):
+        raise TypeError(
+            f"expected 'param_names' of a group to be a list of {format_count(len(entries), 'name')}, got "
+            f"{names!r:.200}. Pass named parameters instead: model.named_parameters()."
+        )
     return {**group, "params": entries}
 
 
@@ -56,18 +65,20 @@ def check_specs(
     """Raise `ConfigError` for parameters that cannot be sharded. The first `num_checked` were checked before."""
     for spec, param in zip(specs[num_checked:], params[num_checked:], strict=True):
         if param.layout != torch.strided:
-            raise ConfigError(f"{spec.label} has the layout {param.layout}; only dense parameters can be sharded")
+            raise ConfigError(f"{spec.label} has layout {param.layout}, but only dense parameters can be sharded")
         reject_dtensor(spec.label, param)
         if is_traceable_wrapper_subclass(param):
             raise ConfigError(f"{spec.label} is a {type(param.data).__name__}, which cannot be sharded")
         if not param.is_contiguous() and has_internal_overlap(spec.shape, spec.stride):
-            raise ConfigError(f"{spec.label} has elements that share memory (strides {spec.stride}); clone it first")
+            raise ConfigError(
+                f"{spec.label} has elements that share memory (strides {spec.stride}), as after expand(). Clone it."
+            )
     check_no_aliasing(specs, params)
     others = [spec for spec in specs[num_checked:] if spec.dtype != specs[0].dtype]
     if others and not allow_mixed_dtypes:
         raise ConfigError(
-            f"all parameters must have one dtype: {specs[0].label} is {specs[0].dtype}, {others[0].label} is "
-            f"{others[0].dtype}. Pass config=ZeroConfig(allow_mixed_dtypes=True) to allow several."
+            f"parameters have several dtypes: {specs[0].label} is {specs[0].dtype}, {others[0].label} is "
+            f"{others[0].dtype}. Pass config=ZeroConfig(allow_mixed_dtypes=True) to allow that."
         )
 
 
@@ -79,8 +90,8 @@ def reject_dtensor(label: str, param: torch.Tensor) -> None:
     shown = ", ".join(map(str, placements))
     raise ConfigError(
         f"{label} is a DTensor, placed as ({shown}) on a mesh of {tuple(mesh.shape)} ranks: tensor parallelism or "
-        "FSDP2 have divided it already, and zeroshard does not divide it once more over the data-parallel ranks. Under "
-        "FSDP2 a plain optimizer keeps state of this rank's part only; with tensor parallelism put FSDP2 on top."
+        "FSDP2 has already sharded it. Under FSDP2, use a plain optimizer, whose state is sharded with the "
+        "parameters. With tensor parallelism, combine it with FSDP2."
     )
 
 
@@ -98,8 +109,8 @@ def check_no_aliasing(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor]
         has_gaps = specs[index].storage_numel > specs[index].numel
         if next_start < stop and (next_start == start or not has_gaps):
             raise ConfigError(
-                f"{specs[index].label} and {specs[next_index].label} share memory; "
-                "tie them by using one parameter in both places"
+                f"{specs[index].label} and {specs[next_index].label} share memory. To tie them, use one parameter in "
+                "both places."
             )
 
 
@@ -113,11 +124,19 @@ def _are_disjoint(specs: Sequence[ParamSpec], params: Sequence[torch.Tensor]) ->
 
 def _as_list(value: Any, name: str) -> list[Any]:
     if isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be an iterable of tensors or dicts, not a tensor")
+        raise TypeError(f"expected {name} to be an iterable of tensors or dicts, got a tensor. Put it into a list.")
+    if isinstance(value, torch.nn.Module):
+        raise TypeError(
+            f"expected {name} to be an iterable of tensors or dicts, got the module {type(value).__name__}. Pass its "
+            "parameters()."
+        )
     if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be an iterable of tensors or dicts, not {type(value).__name__}")
+        raise TypeError(f"expected {name} to be an iterable of tensors or dicts, got {type(value).__name__}")
     if isinstance(value, (set, frozenset)):
-        raise TypeError(f"{name} must be ordered; the order of a {type(value).__name__} changes between ranks")
+        raise TypeError(
+            f"expected {name} to be ordered, got a {type(value).__name__}, whose order differs between ranks. Pass a "
+            "list."
+        )
     return list(value)
 
 
@@ -125,7 +144,7 @@ def _check_entries(entries: Iterable[Any]) -> None:
     for entry in entries:
         tensor = entry[1] if _is_named_param(entry) else entry
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"params must be all tensors or all dicts; found {type(entry).__name__}")
+            raise TypeError(f"expected params to be all tensors or all dicts, got {type(entry).__name__} among them")
 
 
 def _is_named_param(entry: Any) -> bool:

@@ -127,6 +127,11 @@ class StepProfiler:
         totals[1 + self.is_in_step] += seconds
 
 
+def label_phase(phase: Phase) -> "PhaseTimer":
+    """Return a context manager that labels a phase in traces, for work that belongs to no step."""
+    return StepProfiler().phase(phase)
+
+
 class PhaseTimer:
     """Context manager that labels and times one call of a phase.
 

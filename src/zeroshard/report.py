@@ -4,32 +4,30 @@ A report is a snapshot of one rank. Creating it does not communicate: numbers of
 layout, which is the same on all ranks. It prints as text, converts to JSON (`as_dict`) and draws a plot (`save_plot`).
 """
 
-import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
-from ._logging import is_enabled_for, log_rank
+from ._formatting import format_bytes, format_count, format_names, format_seconds, format_table
 from ._plotting import new_figure, save_figure
-from ._types import MIB, Rank
+from ._types import Rank
 from .build import EngineBuilder
-from .config import ZeroConfig
 from .engine.base import Engine
-from .engine.flat_engine import FlatShardEngine
 from .engine.inner import ParamGroup
 from .layout.layout import Bucket, Layout
-from .layout.partition import Balance, FlatShards, WholeParams
+from .layout.partition import Balance
 from .layout.spec import ParamSpec
 from .peer_checkpoint.snapshot import PeerSnapshots
 from .profiling import Phase, StepTimes
 from .state.tensor_utils import collect_plain_tensors
+from .summary import describe_setup
 
 __all__ = ["Report"]
 
@@ -201,77 +199,13 @@ def _tuples_to_lists(value: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Configuration, as lines of text.
-
-
-def describe_setup(builder: EngineBuilder) -> tuple[str, ...]:
-    """Return one line per configuration choice that changes behaviour."""
-    return (
-        *_describe_owners(builder),
-        *_describe_grads(builder),
-        *_describe_params(builder),
-        *_describe_policies(builder.config),
-    )
-
-
-def _describe_owners(builder: EngineBuilder) -> Iterator[str]:
-    for optimizer, partitioner in zip(builder.optimizer_specs, builder.partitioning.partitioners, strict=True):
-        if isinstance(partitioner, FlatShards):
-            granularity = partitioner.granularity
-            cuts = (
-                ""
-                if granularity is None or granularity.is_elementwise
-                else f", split at multiples of {granularity.align} elements"
-            )
-            yield f"{optimizer.name}: each rank updates its shard of every bucket{cuts}"
-        elif isinstance(partitioner, WholeParams):
-            yield f"{optimizer.name}: each parameter is updated by one rank"
-        else:
-            yield f"{optimizer.name}: owners are chosen by {type(partitioner).__qualname__}"
-
-
-def _describe_grads(builder: EngineBuilder) -> Iterator[str]:
-    if not builder.reduces_grads:
-        yield "gradients: taken from param.grad, which must be equal on all ranks"
-        return
-    kept = "freed (ZeRO-2)" if builder.config._stage_policy.frees else "kept (ZeRO-1)"
-    yield f"gradients: reduce-scattered during backward; param.grad is {kept}"
-    if builder.config.reduce_dtype is not None:
-        yield f"reduce_dtype={builder.config.reduce_dtype}"
-    if builder.config.deterministic_reduce:
-        yield "deterministic_reduce=True"
-
-
-def _describe_params(builder: EngineBuilder) -> Iterator[str]:
-    if builder.overlap_with_ddp:
-        yield "parameters: updated and sent inside DDP's backward pass"
-    elif builder.config.overlap_param_gather:
-        yield "parameters: all-gathered during the next forward pass"
-    else:
-        yield "parameters: sent to all ranks at the end of step()"
-    if builder.parameters_as_bucket_view and not builder.overlap_with_ddp and not builder.partitioning.is_flat:
-        yield "parameters_as_bucket_view=True"
-
-
-def _describe_policies(config: ZeroConfig) -> Iterator[str]:
-    if config.master_dtype is not None:
-        yield f"master_dtype={config.master_dtype}"
-    for policy in (config.offload, config.consistency_check, config.nonfinite, config.peer_checkpoint):
-        if policy is not None:
-            yield repr(policy)
-    if not config.broadcast_buffers:
-        yield "broadcast_buffers=False"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Text: plain, at most 100 columns, short for any model size.
 
 
 _TEXT_WIDTH = 100
+_MB = 1e6
 _NUM_FIRST_SHOWN, _NUM_LAST_SHOWN = 5, 2
 """Lines shown at the beginning and at the end of a long list."""
-
-T = TypeVar("T")
 
 
 def format_report(report: ReportData) -> str:
@@ -286,24 +220,6 @@ def format_report(report: ReportData) -> str:
         _format_counters,
     )
     return "\n\n".join("\n".join(section(report)) for section in sections)
-
-
-def format_bytes(nbytes: float) -> str:
-    """Format with the binary unit that leaves about three digits."""
-    for unit, size in (("GiB", 1024 * MIB), ("MiB", MIB), ("KiB", 1024)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def format_seconds(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
-
-
-def format_count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _format_header(report: ReportData) -> Iterator[str]:
@@ -323,46 +239,46 @@ def _format_config(report: ReportData) -> Iterator[str]:
 
 
 def _format_owners(report: ReportData) -> Iterator[str]:
-    yield f"{'Ownership':<16}{'elements':>16}{'share':>9}{'params':>10}{'compute':>9}{'state':>13}"
     total = sum(rank.elements for rank in report.ranks) or 1
 
-    def format_rank(summary: RankSummary) -> str:
+    def format_rank(summary: RankSummary) -> tuple[str, ...]:
         size = "?" if summary.state_bytes is None else format_bytes(summary.state_bytes)
         state = size if summary.rank == report.shard_rank or summary.state_bytes is None else f"~{size}"
         share, work = f"{100 * summary.elements / total:.1f} %", f"{100 * summary.cost_fraction:.1f} %"
-        return f"  rank {summary.rank:<9}{summary.elements:>16,}{share:>9}{summary.parameters:>10,}{work:>9}{state:>13}"
+        return f"  rank {summary.rank}", f"{summary.elements:,}", share, f"{summary.parameters:,}", work, state
 
-    yield from _format_first_and_last(report.ranks, format_rank, "ranks")
+    columns = ("Ownership", "elements", "share", "params", "compute", "state")
+    yield from _format_long_table(columns, map(format_rank, report.ranks), "ranks", "<>>>>>")
     memory, compute = report.balance.memory_imbalance, report.balance.compute_imbalance
     yield f"  imbalance (max / mean): memory {memory:.3f}, compute {compute:.3f}"
 
 
 def _format_buckets(report: ReportData) -> Iterator[str]:
-    yield f"{'Buckets':<10}{'dtype':<10}{'device':<9}{'size':>11}{'padding':>10}  shards, parameters"
-    yield from _format_first_and_last(report.buckets, _format_bucket, "buckets")
+    columns = ("Buckets", "dtype", "device", "size", "padding", "shards, parameters")
+    lines = _format_long_table(columns, map(_format_bucket, report.buckets), "buckets", "<<<>><")
+    return (_truncate(line, _TEXT_WIDTH) for line in lines)
 
 
-def _format_bucket(bucket: BucketSummary) -> str:
-    size = format_bytes(bucket.nbytes)
-    head = f"  {bucket.bucket_index:<8}{bucket.dtype:<10}{bucket.device:<9}{size:>11}{bucket.padding:>10,}  "
-    names = ", ".join(bucket.parameters[:3]) + ("" if len(bucket.parameters) <= 3 else ", ...")
-    return head + _truncate(
-        f"{bucket.sharding}, {format_count(len(bucket.parameters), 'parameter')}: {names}", _TEXT_WIDTH - len(head)
-    )
+def _format_bucket(bucket: BucketSummary) -> tuple[str, ...]:
+    names = format_names(bucket.parameters, 3)
+    contents = f"{bucket.sharding}, {format_count(len(bucket.parameters), 'parameter')}: {names}"
+    size, padding = format_bytes(bucket.nbytes), f"{bucket.padding:,}"
+    return f"  {bucket.bucket_index}", bucket.dtype, bucket.device, size, padding, contents
 
 
 def _format_memory(report: ReportData) -> Iterator[str]:
+    total = sum(use.nbytes for use in report.memory)
+    rows = [(f"  {use.category}", format_bytes(use.nbytes), use.device) for use in report.memory]
     yield "Memory of this rank"
-    for use in report.memory:
-        yield f"  {use.category:<18}{format_bytes(use.nbytes):>12}  {use.device}"
-    yield f"  {'total':<18}{format_bytes(sum(use.nbytes for use in report.memory)):>12}"
+    yield from format_table([*rows, ("  total", format_bytes(total), "")], "<><")
 
 
 def _format_comm_volume(report: ReportData) -> Iterator[str]:
-    yield "Sent by this rank when all gradients and parameters are sent once"
     grads = "by DDP" if report.comm_volume.grad_bytes is None else format_bytes(report.comm_volume.grad_bytes)
-    yield f"  {'gradients':<18}{grads:>12}"
-    yield f"  {'parameters':<18}{format_bytes(report.comm_volume.param_bytes):>12}"
+    yield "Sent by this rank when all gradients and parameters are sent once"
+    yield from format_table(
+        [("  gradients", grads), ("  parameters", format_bytes(report.comm_volume.param_bytes))], "<>"
+    )
 
 
 def _format_times(report: ReportData) -> Iterator[str]:
@@ -372,12 +288,13 @@ def _format_times(report: ReportData) -> Iterator[str]:
         return
     step, iteration = format_seconds(times.step_s), format_seconds(times.iteration_s)
     yield f"The last step took {step}, and {iteration} since the one before"
-    yield f"  {'host time':<34}{'calls':>8}{'in step()':>14}{'outside':>14}"
     ordered = sorted(times.phases.items(), key=lambda item: -(item[1].in_step_s + item[1].outside_step_s))
+    rows = [("  host time", "calls", "in step()", "outside")]
     for phase, time in ordered:
         inside, outside = (format_seconds(value) if value else "-" for value in (time.in_step_s, time.outside_step_s))
         name = "other" if phase.text == "step" else phase.text
-        yield f"  {name:<34}{time.num_calls:>8,}{inside:>14}{outside:>14}"
+        rows.append((f"  {name}", f"{time.num_calls:,}", inside, outside))
+    yield from format_table(rows, "<>>>")
 
 
 def _format_counters(report: ReportData) -> Iterator[str]:
@@ -393,46 +310,23 @@ def _format_counters(report: ReportData) -> Iterator[str]:
         yield f"  peer checkpoint: of step {counters.peer_snapshot_step:,}, {sent} sent"
 
 
-def _format_first_and_last(values: Sequence[T], format_line: Callable[[T], str], noun: str) -> Iterator[str]:
-    """Yield a line per value, or only the first and the last ones of many."""
-    between = len(values) - _NUM_FIRST_SHOWN - _NUM_LAST_SHOWN
+def _format_long_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], noun: str, alignment: str
+) -> Iterator[str]:
+    """Yield a table with a line per row, or only the first and the last rows of many."""
+    head, *lines = format_table([columns, *rows], alignment)
+    between = len(lines) - _NUM_FIRST_SHOWN - _NUM_LAST_SHOWN
+    yield head
     if between < 2:
-        yield from map(format_line, values)
+        yield from lines
         return
-    yield from map(format_line, values[:_NUM_FIRST_SHOWN])
+    yield from lines[:_NUM_FIRST_SHOWN]
     yield f"  ... and {between:,} more {noun} ..."
-    yield from map(format_line, values[-_NUM_LAST_SHOWN:])
+    yield from lines[-_NUM_LAST_SHOWN:]
 
 
 def _truncate(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 3]}..."
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Log lines after construction.
-
-
-def log_summary(builder: EngineBuilder, engine: Engine) -> None:
-    """Log one line on rank 0 (INFO) and one line per bucket on every rank (DEBUG)."""
-    rank = engine.comm.data_parallel.group.rank
-    if rank == 0 and is_enabled_for(logging.INFO):
-        log_rank(logging.INFO, rank, "%s", format_summary_line(builder, engine))
-    for bucket in engine.layout.buckets if is_enabled_for(logging.DEBUG) else ():
-        own_shard = bucket.shards[engine.comm.group.rank]
-        description = (
-            engine.layout.describe_bucket(bucket.index, "elements") if bucket.slots else f"bucket {bucket.index}"
-        )
-        log_rank(logging.DEBUG, rank, "owns %d of %d %s, %s", own_shard.length, bucket.numel, description, bucket.dtype)
-
-
-def format_summary_line(builder: EngineBuilder, engine: Engine) -> str:
-    """Describe in one line what is sharded and how."""
-    layout, names = engine.layout, " and ".join(spec.name for spec in builder.optimizer_specs)
-    elements, ranks = sum(spec.numel for spec in layout.params), engine.comm.group.size
-    replicas = engine.comm.data_parallel.group.size // ranks
-    where = f"{ranks} ranks" + (f" in each of {replicas} replicas" if replicas > 1 else "")
-    what = f"{names} on {elements:,} elements of {len(layout.params)} parameters in {len(layout.buckets)} buckets"
-    return f"{what}, shared by {where}. {'. '.join(describe_setup(builder))}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -482,8 +376,8 @@ def _draw_owners(axes: Any, report: ReportData, buckets: list[BucketSummary | No
         _draw_bucket(axes, y, bucket, report, longest)
     axes.set_yticks(range(len(buckets)), labels, fontsize=8)
     axes.set_ylim(len(buckets) - 0.4, -0.6)
-    axes.set_xlim(0, longest / MIB * 1.01)
-    axes.set_xlabel("MiB")
+    axes.set_xlim(0, longest / _MB * 1.01)
+    axes.set_xlabel("MB")
     axes.spines[["top", "right"]].set_visible(False)
     replicas = f", {report.num_replicas} replicas" if report.num_replicas > 1 else ""
     axes.set_title(
@@ -496,7 +390,7 @@ def _draw_owners(axes: Any, report: ReportData, buckets: list[BucketSummary | No
 
 
 def _draw_bucket(axes: Any, y: int, bucket: BucketSummary, report: ReportData, max_nbytes: int) -> None:
-    unit = bucket.nbytes / max(bucket.elements, 1) / MIB
+    unit = bucket.nbytes / max(bucket.elements, 1) / _MB
     own = [shard for shard in bucket.shards if shard[0] == report.shard_rank]
     for (rank, start, stop), edge, depth in [
         *((shard, ("white", 0.3), 2) for shard in _merge_neighbors(bucket.shards)),
@@ -505,7 +399,7 @@ def _draw_bucket(axes: Any, y: int, bucket: BucketSummary, report: ReportData, m
         color, width = _rank_color(rank, report.world_size), (stop - start) * unit
         style = {"color": color, "edgecolor": edge[0], "linewidth": edge[1], "zorder": depth}
         axes.barh(y, width, left=start * unit, height=0.72, **style)
-        if report.world_size <= _MAX_RANKS_LABELED and width * MIB > max_nbytes * 0.025:
+        if report.world_size <= _MAX_RANKS_LABELED and width * _MB > max_nbytes * 0.025:
             middle = (start + stop) / 2 * unit
             axes.text(middle, y, str(rank), ha="center", va="center", fontsize=8, color=_text_color(color), zorder=4)
 
@@ -554,10 +448,10 @@ def _bucket_label(bucket: BucketSummary) -> str:
 
 def _draw_memory(axes: Any, report: ReportData, num_rows: int) -> None:
     names = [f"{use.category} ({use.device})" for use in report.memory]
-    sizes = [use.nbytes / MIB for use in report.memory]
+    sizes = [use.nbytes / _MB for use in report.memory]
     axes.barh(range(len(names)), sizes, height=0.7, color=_COLORS[0])
     _label_bars(axes, names, sizes, [format_bytes(use.nbytes) for use in report.memory], num_rows)
-    axes.set_xlabel("MiB")
+    axes.set_xlabel("MB")
     axes.set_title(f"Memory of rank {report.rank}", loc="left", fontsize=11)
 
 
@@ -634,8 +528,11 @@ def make_report(
         is_layout_final: whether ownership can no longer change.
     """
     comm, states = engine.comm, dict(_collect_state_by_group(engine))
+    params, grads = engine.params.memory_usage(), engine.grads
     tensors_by_category = {
-        **engine.memory_usage(),
+        **params,
+        "gradients": [*params["gradients"], *grads.shard_tensors()],
+        "staging": [*params["staging"], *grads.staging_buffers()],
         "state": [tensor for tensors in states.values() for tensor in tensors],
     }
     return Report(
@@ -644,16 +541,16 @@ def make_report(
         world_size=comm.group.size,
         num_replicas=comm.data_parallel.group.size // comm.group.size,
         optimizer_classes=tuple(spec.name for spec in builder.optimizer_specs),
-        config=describe_setup(builder),
+        config=describe_setup(builder, engine),
         is_layout_final=is_layout_final,
         balance=builder.compute_balance(engine.layout, groups),
         state_bytes=_estimate_state_bytes(engine.layout, comm.group.rank, states),
         memory=(
             *_measure_memory(tensors_by_category),
-            *([] if peer_snapshots is None else [MemoryUse("second copies", "cpu", peer_snapshots.nbytes)]),
+            *([] if peer_snapshots is None else [MemoryUse("peer snapshots", "cpu", peer_snapshots.nbytes)]),
         ),
-        comm_volume=CommVolume(*engine.bytes_to_send()),
-        times=comm.profiler.last_step,
+        comm_volume=CommVolume(grads.bytes_to_send(), engine.param_sync.bytes_to_send()),
+        times=engine.profiler.last_step,
         counters=_read_counters(engine, peer_snapshots),
         layout=engine.layout,
     )
@@ -661,14 +558,8 @@ def make_report(
 
 def _collect_state_by_group(engine: Engine) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """Yield this rank's state tensors by group index; -1 for state that belongs to no parameter."""
-    local = [(list(range(len(inner.optimizer.param_groups))), inner) for inner in engine.inner.local_optimizers]
-    inner_by_groups = (
-        [(shard.group_ids, shard.inner) for shard in engine.optimizer_shards]
-        if isinstance(engine, FlatShardEngine)
-        else local
-    )
     shared: list[Any] = []
-    for group_ids, inner in inner_by_groups:
+    for group_ids, inner in [(member.group_ids, member.inner) for member in engine.params.members]:
         shared += collect_plain_tensors(inner.shared_state())
         for group_id, group in zip(group_ids, inner.optimizer.param_groups, strict=True):
             state = [inner.optimizer.state.get(param, {}) for param in group["params"]]
@@ -684,7 +575,7 @@ def _estimate_state_bytes(
 ) -> tuple[int | None, ...]:
     """Estimate the state bytes of each rank from this rank's bytes per element in each group.
 
-    None for a rank that owns elements of a group of which this rank owns none.
+    None for a rank that owns elements of a group in which this rank owns none.
     """
     owned: Counter[int] = Counter()
     for bucket in layout.buckets:

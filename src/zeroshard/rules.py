@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from ._formatting import format_names
 from ._logging import warn_at_caller
 from ._types import Rank
 from .comm.collectives import Comm
@@ -34,7 +35,6 @@ __all__ = ["ParamRule", "matrix_params", "profile_step_cost", "remaining_params"
 Selector = Callable[[str, torch.Tensor], bool]
 """Whether a rule selects the parameter with this name."""
 NamedParam = tuple[str, torch.Tensor]
-_MAX_LISTED_NAMES = 8
 
 
 class ParamRule:
@@ -63,11 +63,18 @@ class ParamRule:
         **options: Any,
     ) -> None:
         if not callable(selector) or isinstance(selector, type) or selector == cast(Any, matrix_params):
-            raise TypeError(f"a ParamRule takes a selector such as matrix_params(), not {selector!r}")
+            raise TypeError(
+                f"expected ParamRule(selector, ...) with a selector such as matrix_params(), got {selector!r}"
+            )
         if not callable(optimizer_class) or isinstance(optimizer_class, torch.optim.Optimizer):
-            raise TypeError(f"a ParamRule takes a class such as torch.optim.AdamW, not {optimizer_class!r}")
+            raise TypeError(
+                "expected ParamRule(selector, optimizer_class) with a class such as torch.optim.AdamW, got "
+                f"{optimizer_class!r}"
+            )
         if not isinstance(partition, (FlatShards, WholeParams, type(None))):
-            raise ConfigError(f"ParamRule(partition=...) takes FlatShards(...) or WholeParams(...), not {partition!r}")
+            raise ConfigError(
+                f"expected ParamRule(partition=...) to be FlatShards(...) or WholeParams(...), got {partition!r}"
+            )
         self.selector, self.optimizer_class = selector, optimizer_class
         self.partition, self.options = partition, options
 
@@ -89,7 +96,7 @@ class _MatrixParams:
 @dataclass(frozen=True)
 class _RemainingParams:
     def __call__(self, name: str, param: torch.Tensor) -> bool:
-        raise NotImplementedError("what is left is known when the other rules have chosen")
+        raise NotImplementedError("remaining_params is resolved after all other rules and cannot be called")
 
     def __repr__(self) -> str:
         return "remaining_params"
@@ -113,9 +120,11 @@ def matrix_params(exclude: Sequence[str] = ()) -> Selector:
         TypeError: If `exclude` is a single string, or contains anything but non-empty strings.
     """
     if isinstance(exclude, str):
-        raise TypeError(f"matrix_params(exclude=...) takes several words: exclude=({exclude!r},)")
+        raise TypeError(
+            f"expected matrix_params(exclude=...) to be a list of words, got one string. Write exclude=({exclude!r},)."
+        )
     if not all(isinstance(word, str) and word for word in exclude):
-        raise TypeError(f"matrix_params(exclude=...) takes words, not {exclude!r}")
+        raise TypeError(f"expected matrix_params(exclude=...) to be words, got {exclude!r}")
     return _MatrixParams(tuple(exclude))
 
 
@@ -145,7 +154,7 @@ def assign_params_to_rules(named_params: Iterable[NamedParam], rules: Sequence[P
     _raise_if_any(ambiguous, "several rules take", "make their selectors choose different ones")
     for index, (rule, params) in enumerate(zip(rules, params_per_rule, strict=True)):
         if not params:
-            raise ConfigError(f"rule {index}, {rule!r}, takes no parameter of the model: remove it")
+            raise ConfigError(f"rule {index}, {rule!r}, selects no parameter of the model. Remove it.")
     return params_per_rule
 
 
@@ -155,7 +164,7 @@ def _warn_unused_exclude_patterns(rules: Sequence[ParamRule], names: Sequence[st
     unused = [word for word in words if not any(_matches_pattern(strip_wrapper_prefixes(name), word) for name in names)]
     if unused:
         warn_at_caller(
-            f"matrix_params(exclude=...): no parameter of the model has {' or '.join(map(repr, unused))} in its name"
+            f"matrix_params(exclude=...): no parameter name of the model contains {' or '.join(map(repr, unused))}"
         )
 
 
@@ -197,8 +206,9 @@ def make_class_names(rules: Sequence[ParamRule]) -> list[str]:
 
 def _raise_if_any(names: list[str], problem: str, remedy: str) -> None:
     if names:
-        shown = ", ".join(names[:_MAX_LISTED_NAMES]) + (", ..." if len(names) > _MAX_LISTED_NAMES else "")
-        raise ConfigError(f"{problem} {len(names)} of the parameters: {shown}. Every parameter needs one: {remedy}.")
+        raise ConfigError(
+            f"{problem} {len(names)} of the parameters: {format_names(names)}. Every parameter needs one: {remedy}."
+        )
 
 
 def _matches_pattern(name: str, pattern: str) -> bool:
@@ -256,8 +266,8 @@ def profile_step_cost(
 
 def _select_model_params(model: torch.nn.Module, selector: Selector) -> list[torch.Tensor]:
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"profile_step_cost() takes a torch.nn.Module, not a {type(model).__name__}")
+        raise TypeError(f"expected profile_step_cost(model, ...) with a torch.nn.Module, got {type(model).__name__}")
     selected = [param for _, param in select_params(selector, model.named_parameters(remove_duplicate=False))]
     if not selected:
-        raise ConfigError(f"{selector!r} chooses no parameter of the model, so that there is nothing to measure")
+        raise ConfigError(f"{selector!r} selects no parameter of the model, so there is nothing to measure")
     return selected

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from ._formatting import format_names
 from ._torch_compat import load_state_dict_hooks, state_dict_hooks
 from ._types import Rank
 from .comm.collectives import Comm
@@ -20,7 +21,8 @@ from .comm.consensus import Prepared, prepare_all
 from .engine.base import Engine
 from .engine.ddp import DDPOverlap
 from .engine.inner import OPTIMIZER_KEY, ParamGroup, has_builtin_load
-from .profiling import Phase
+from .errors import CheckpointError
+from .profiling import Phase, StepProfiler
 from .state.dcp_compat import DcpRequest, StateDictType
 from .state.serialization import GatherInput, broadcast_state, gather_state
 from .state.state_dict import (
@@ -63,15 +65,15 @@ def gather_state_dict(
     assembler, global_state = StateAssembler(engine.layout.params), dict[Any, Any]()
 
     def prepare_local_state() -> GatherInput:
-        engine.check_groups(groups)
-        extra = snapshot_to_host(engine.inner.extra_state())
+        engine.params.groups.check(groups)
+        extra = snapshot_to_host(engine.params.inner.extra_state())
         metadata.update({"param_groups": pack_param_groups(groups), **extra})
         must_match = [
             *describe_groups(groups),
             f"what the optimizer adds to its dict: {describe_options(extra)}",
         ]
-        with engine.temporary_initial_state() if include_initial else nullcontext():
-            local_params = {shard.param: shard.to_portable() for shard in engine.state_shards()}
+        with engine.state.temporary_initial_state() if include_initial else nullcontext():
+            local_params = {shard.param: shard.to_portable() for shard in engine.state.shards()}
         return GatherInput({"params": local_params, "others": _collect_global_state(engine)}, must_match)
 
     def merge_local_state(local_state: Any) -> None:
@@ -79,7 +81,7 @@ def gather_state_dict(
         for key, value in local_state["others"].items():
             global_state.setdefault(key, value)
 
-    with engine.comm.profiler.phase(Phase.GATHER_STATE):
+    with engine.profiler.phase(Phase.GATHER_STATE):
         is_target = gather_state(
             engine.comm, call, prepare_local_state, Rank(to), on_consensus=on_agreed, on_value=merge_local_state
         )
@@ -100,21 +102,25 @@ def local_state_dict(
             from. The optimizer does not keep it.
         as_load_target: Allocate new tensors to load into; otherwise the dict shares its tensors with the optimizer.
     """
-    engine.check_groups(groups)
+    engine.params.groups.check(groups)
     state: dict[Any, Any] = {spec.index: {} for spec in engine.layout.params}
-    with engine.temporary_initial_state() if include_initial else nullcontext():
-        for shard in engine.state_shards():
+    with engine.state.temporary_initial_state() if include_initial else nullcontext():
+        for shard in engine.state.shards():
             state[shard.param] = shard.to_dcp(engine.layout.params[shard.param], as_load_target=as_load_target)
     return {
         "state": state | _collect_global_state(engine),
         "param_groups": pack_param_groups(groups),
-        **snapshot_to_host(engine.inner.extra_state()),
+        **snapshot_to_host(engine.params.inner.extra_state()),
     }
 
 
 def _collect_global_state(engine: Engine) -> dict[Any, Any]:
     """Return the state that belongs to no parameter."""
-    return {key: value for member in engine.inner.local_optimizers for key, value in member.shared_state().items()}
+    return {
+        key: value
+        for local_optimizer in engine.params.inner.local_optimizers
+        for key, value in local_optimizer.shared_state().items()
+    }
 
 
 def state_dict_for_dcp(engine: Engine, groups: Sequence[ParamGroup], request: DcpRequest) -> StateDict:
@@ -130,7 +136,7 @@ def state_dict_for_dcp(engine: Engine, groups: Sequence[ParamGroup], request: Dc
             engine, groups, include_initial=True, as_load_target=request.state_dict_type is StateDictType.LOAD_TARGET
         )
     state_dict = state_dict if request.needs_param_names else drop_param_names(state_dict)
-    return state_dict if len(engine.inner.local_optimizers) == 1 else _strip_optimizer_key(state_dict)
+    return state_dict if len(engine.params.inner.local_optimizers) == 1 else _strip_optimizer_key(state_dict)
 
 
 def _strip_optimizer_key(saved: StateDict) -> StateDict:
@@ -158,19 +164,44 @@ def _move_to_param_device(tensor: torch.Tensor, device: torch.device) -> torch.T
 def prepare_load(engine: Engine, saved: StateDict, *, assign: bool) -> Prepared[None]:
     """Load this rank's shard of `saved`; `prepare_all` commits or undoes it on all ranks."""
     parsed = validate_state_dict(engine, saved)
-    is_builtin = all(has_builtin_load(member.optimizer) for member in engine.inner.local_optimizers)
-    with as_checkpoint_error() if is_builtin else nullcontext():  # keep the errors of user-defined loading
-        return Prepared(
-            None, parsed.must_match(is_sharded=assign or parsed.is_sharded), engine.load_state(parsed, assign=assign)
-        )
+    is_builtin = all(
+        has_builtin_load(local_optimizer.optimizer) for local_optimizer in engine.params.inner.local_optimizers
+    )
+    try:
+        with as_checkpoint_error() if is_builtin else nullcontext():  # keep the errors of user-defined loading
+            must_match = parsed.must_match(is_sharded=assign or parsed.is_sharded)
+            return Prepared(None, must_match, engine.state.load(parsed, assign=assign))
+    except CheckpointError as error:
+        if differences := _describe_other_class(engine, parsed.groups):
+            raise CheckpointError(f"{str(error).rstrip('.')}. {differences}") from error
+        raise
+
+
+def _describe_other_class(engine: Engine, saved_groups: Sequence[ParamGroup]) -> str:
+    """Say by which options a state dict was saved by another optimizer class; "" if they do not show it."""
+    (local_optimizer, *others) = engine.params.inner.local_optimizers
+    options, saved_options = (
+        dict.fromkeys(key for group in groups for key in group if key not in ("params", "param_names", "initial_lr"))
+        for groups in (local_optimizer.optimizer.param_groups, saved_groups)
+    )
+    missing = [key for key in options if key not in saved_options]
+    unknown = [key for key in saved_options if key not in options]
+    if others or not missing or not unknown:
+        return ""
+    return (
+        f"It was saved by another optimizer class than {local_optimizer.factory.name}: its groups have the options "
+        f"{format_names(unknown)}, but not {format_names(missing)}. Load it into the class that saved it."
+    )
 
 
 def validate_state_dict(engine: Engine, saved: StateDict) -> SavedState:
     """Parse `saved`; raise `CheckpointError` if it does not fit this optimizer."""
-    num_groups = sum(len(member.optimizer.param_groups) for member in engine.inner.local_optimizers)
+    num_groups = sum(
+        len(local_optimizer.optimizer.param_groups) for local_optimizer in engine.params.inner.local_optimizers
+    )
     with as_checkpoint_error():
-        parsed = parse_state_dict(saved, engine.layout.params, num_groups, engine.param_shaped_keys)
-        engine.inner.check_optimizer_classes(parsed.groups)
+        parsed = parse_state_dict(saved, engine.layout.params, num_groups, engine.state.param_shaped_keys)
+        engine.params.inner.check_optimizer_classes(parsed.groups)
         return parsed
 
 
@@ -212,6 +243,7 @@ class StateDictMixin(Optimizer):
 
     _engine: Engine
     _comm: Comm
+    _profiler: StepProfiler
     _ddp_overlap: DDPOverlap | None
     _consolidated_state: _ConsolidatedState | None = None
 
@@ -271,9 +303,9 @@ class StateDictMixin(Optimizer):
             saved = run_load_state_dict_pre_hooks(self, state_dict)
             return prepare_load(self._engine, saved, assign=assign)
 
-        with self._comm.profiler.phase(Phase.LOAD_STATE):
+        with self._profiler.phase(Phase.LOAD_STATE):
             prepare_all(self._comm, "load_state_dict", prepare)
-        self._engine.inner.pull_options(self.param_groups)
+        self._engine.params.inner.pull_options(self.param_groups)
         self._discard_consolidated_state()
         self._invalidate_peer_snapshots()
         for hook in load_state_dict_hooks(self).post.values():
@@ -296,6 +328,6 @@ class StateDictMixin(Optimizer):
         """Raise if the owners of parameters may still change: DDP's buckets are not final yet."""
         if self._ddp_overlap is not None and not self._ddp_overlap.is_initialized:
             raise RuntimeError(
-                f"{call}() needs to know who owns what, and DDP's buckets settle only in its first backward passes: "
-                f"call it after {self._ddp_overlap.warmup_passes} of them"
+                f"{call}() cannot be called before DDP has rebuilt its buckets, which decide the owners of "
+                f"parameters. Call it after {self._ddp_overlap.warmup_passes} backward passes."
             )

@@ -71,9 +71,7 @@ class Replacement:
                 changed.append(str(site))
         self._sites.clear()
         if changed:
-            warn_at_caller(
-                f"not restored to torch's, since it was reassigned after replace_torch(): {', '.join(changed)}"
-            )
+            warn_at_caller(f"not restored, because they were reassigned after replace_torch(): {', '.join(changed)}")
         return tuple(changed)
 
     def __enter__(self) -> "Replacement":
@@ -115,7 +113,8 @@ def _make_patches() -> dict[int, Patch]:
     """Return the patches by the id of torch's object. Cached, since torch's names may be patched afterwards."""
     if not dist.is_available():
         raise RuntimeError(
-            "replace_torch() needs torch.distributed, which this build of torch does not have: install one that does"
+            "replace_torch() needs torch.distributed, which this build of torch does not have. Install a build that "
+            "has it."
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that these modules are deprecated

@@ -23,11 +23,10 @@ from ._types import Rank
 from .comm.collectives import Comm
 from .comm.consensus import Prepared, prepare_all
 from .comm.process_group import Group
-from .engine.base import Closure
 from .engine.inner import PER_RANK_KEYS, OptimizerConstructor, ParamGroup
 from .engine.join import ZeroJoinHook
-from .engine.param_store import FlatParamBuffers
-from .engine.whole_engine import WholeParamEngine
+from .engine.step import Closure
+from .engine.whole_params import WholeParamStore
 from .errors import ConfigError
 from .state.serialization import check_types_allowed, dumps, find_custom_types, loads
 from .state.tensor_utils import map_tensors
@@ -84,7 +83,7 @@ def _check_device_exists(device: torch.device | str) -> None:
     try:
         torch.empty(0, device=device)
     except Exception as error:
-        raise ConfigError(f"broadcast_object: device={device!r:.200} is none that this rank has: {error}") from error
+        raise ConfigError(f"broadcast_object: this rank has no device {device!r:.200}: {error}") from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -228,19 +227,19 @@ class CachedLayoutView(LayoutView[T]):
 @LayoutView
 def all_params(zero: ZeroRedundancyOptimizer) -> list[torch.Tensor]:
     """All parameters of all groups."""
-    return list(zero._engine.params)
+    return list(zero._engine.params.tensors)
 
 
 @LayoutView
 def index_to_param(zero: ZeroRedundancyOptimizer) -> list[torch.Tensor]:
     """Parameters by their index in the state dict."""
-    return list(zero._engine.params)
+    return list(zero._engine.params.tensors)
 
 
 @CachedLayoutView
 def param_to_index(zero: ZeroRedundancyOptimizer) -> dict[torch.Tensor, int]:
     """The index of each parameter in the state dict."""
-    return {param: index for index, param in enumerate(zero._engine.params)}
+    return {param: index for index, param in enumerate(zero._engine.params.tensors)}
 
 
 @CachedLayoutView
@@ -251,13 +250,13 @@ def param_to_rank(zero: ZeroRedundancyOptimizer) -> dict[torch.Tensor, int]:
             "_param_to_rank needs whole parameters, and FlatShards() divides them among ranks. "
             "Use partition=WholeParams(), or read optimizer.layout."
         )
-    return {param: zero.layout.owner_of(index) for index, param in enumerate(zero._engine.params)}
+    return {param: zero.layout.owner_of(index) for index, param in enumerate(zero._engine.params.tensors)}
 
 
 @LayoutView
 def device_to_params_per_rank(zero: ZeroRedundancyOptimizer) -> dict[torch.device, list[list[torch.Tensor]]]:
     """The parameters that each rank owns, by device."""
-    owned = [zero._engine.owned_params(Rank(rank)).values() for rank in range(zero.world_size)]
+    owned = [zero._engine.params.owned_by(Rank(rank)).values() for rank in range(zero.world_size)]
     devices = dict.fromkeys(spec.device for spec in zero.layout.params)
     return {
         device: [[param for param in rank_params if param.device == device] for rank_params in owned]
@@ -271,10 +270,7 @@ def buckets(zero: ZeroRedundancyOptimizer) -> list[list[torch.Tensor]]:
 
     torch has one buffer per device. zeroshard has one per device, dtype and call of `add_param_group`.
     """
-    store = zero._engine.param_store
-    if not isinstance(store, FlatParamBuffers):
-        return []
-    return [[store.span_view(bucket.index, shard) for shard in bucket.shards] for bucket in zero.layout.buckets]
+    return zero._engine.params.memory.shard_views()
 
 
 @LayoutView
@@ -294,7 +290,7 @@ def overlap_info(zero: ZeroRedundancyOptimizer) -> _OverlapInfo:
     """DDP's buckets and their owners. As in torch, only with `overlap_with_ddp=True`."""
     if zero._ddp_overlap is None:
         raise AttributeError("_overlap_info needs overlap_with_ddp=True: without it there are no DDP buckets.")
-    overlap, params = zero._ddp_overlap, zero._engine.params
+    overlap, params = zero._ddp_overlap, zero._engine.params.tensors
     if not overlap.is_initialized:
         return _OverlapInfo(zero.world_size, shard_buckets=overlap.shard_buckets)
     owners = {index: zero.layout.owner_of(index) for bucket in overlap.buckets for index in bucket}
@@ -331,14 +327,14 @@ def bucket_assignments_per_rank(zero: ZeroRedundancyOptimizer) -> list[dict[int,
 def optim_constructor(zero: ZeroRedundancyOptimizer) -> OptimizerConstructor:
     """The class of the inner optimizer. With `overlap_with_ddp=True` torch has its functional counterpart here."""
     zero.optim  # noqa: B018 (raises if there are several)
-    return zero._engine.inner.local_optimizers[0].factory.optimizer_class
+    return zero._engine.params.inner.local_optimizers[0].factory.optimizer_class
 
 
 @LayoutView
 def optim_defaults(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
     """The keyword arguments of the inner optimizer's class."""
     zero.optim  # noqa: B018 (raises if there are several)
-    return dict(zero._engine.inner.local_optimizers[0].factory.defaults)
+    return dict(zero._engine.params.inner.local_optimizers[0].factory.defaults)
 
 
 @LayoutView
@@ -370,13 +366,21 @@ def partition_parameters(zero: ZeroRedundancyOptimizer) -> list[list[ParamGroup]
         is_owned = [id(param) in owned_ids for param in group["params"]]
         return {key: list(compress(value, is_owned)) if key in PER_RANK_KEYS else value for key, value in group.items()}
 
-    ids_per_rank = [set(map(id, zero._engine.owned_params(Rank(rank)).values())) for rank in range(zero.world_size)]
+    ids_per_rank = [set(map(id, zero._engine.params.owned_by(Rank(rank)).values())) for rank in range(zero.world_size)]
     return [[select_owned(group, owned_ids) for group in zero.param_groups] for owned_ids in ids_per_rank]
 
 
 def sync_params(zero: ZeroRedundancyOptimizer) -> None:
     """Broadcast all parameters from their owners, as after a step. Call on all ranks."""
-    zero._engine.sync_params("_sync_params", zero.param_groups)
+    engine = zero._engine
+
+    def prepare() -> Prepared[None]:
+        engine.params.groups.check(zero.param_groups)
+        engine.param_sync.wait_until_idle()
+        return Prepared(None)
+
+    prepare_all(engine.comm, "_sync_params", prepare)
+    engine.param_sync.sync_all()
 
 
 def sync_param_groups(src_param_groups: list[ParamGroup], dst_param_groups: list[ParamGroup]) -> None:
@@ -398,13 +402,14 @@ def local_step(
             `overlap_with_ddp=True`; by default the gradients in `param.grad` are used.
         closure: Passed to the inner optimizer, as are `kwargs`.
     """
-    engine, groups = zero._engine, zero.param_groups
-    if not isinstance(engine, WholeParamEngine):
+    store, groups = zero._engine.params, zero.param_groups
+    if not isinstance(store, WholeParamStore):
         raise ConfigError("_local_step() needs whole parameters, and FlatShards() divides them: call step().")
     zero._require_final_layout("_local_step")
     if gradients is None:
         zero._count_local_step()
-        return engine.local_step(groups, closure, kwargs)
+        zero._engine.params.groups.check(groups)
+        return store.local_step(groups, closure, kwargs)
     zero._required_ddp_overlap  # noqa: B018 (raises if there is none)
     params = zero._overlap_info.params_per_rank[zero.rank]
     if len(gradients) != len(params) or closure is not None or kwargs:
@@ -413,10 +418,10 @@ def local_step(
             f"and {kwargs}. Pass one for each of _overlap_info.params_per_rank[{zero.rank}], or None in its place."
         )
     zero._count_local_step()
-    engine.update_params(
+    store.update_params(
         groups, {param: grad for param, grad in zip(params, gradients, strict=True) if grad is not None}
     )
-    engine.inner.pull_options(groups)
+    store.inner.pull_options(groups)
     return None
 
 

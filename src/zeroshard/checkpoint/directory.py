@@ -19,13 +19,14 @@ import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from .._formatting import format_error, format_names
 from ..errors import CheckpointError
 from .metadata import reject_path_traversal
 from .progress import Progress
@@ -43,7 +44,7 @@ _WRITING_PREFIX, _REMOVING_PREFIX = ".writing-", ".leaving-"
 
 
 class CheckpointDir:
-    """A folder with the checkpoints of one job. Only rank 0 writes to it."""
+    """A folder with the checkpoints of one job. Only rank 0 writes; all ranks may read."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -77,10 +78,12 @@ class CheckpointDir:
         """Hold the exclusive lock for writing. The system releases it if the process dies.
 
         Raises:
-            CheckpointError: another process holds the lock, or the path is a file.
+            CheckpointError: Another process holds the lock, or the path is a file.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise CheckpointError(f"{self.path} is a file: checkpoints need a folder. Give another path, or remove it.")
+            raise CheckpointError(
+                f"expected a folder for checkpoints, got the file {self.path}. Pass another path, or remove the file."
+            )
         self.path.mkdir(parents=True, exist_ok=True)
         # O_NOFOLLOW: do not create or modify the target of a symbolic link.
         with open(os.open(self.path / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "a") as lock:
@@ -88,7 +91,7 @@ class CheckpointDir:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise CheckpointError(
-                    f"{self.path}: another process is writing a checkpoint here. Give each job a folder of its own."
+                    f"another process is writing a checkpoint to {self.path}. Use a separate folder for each job."
                 ) from None
             try:
                 yield
@@ -100,8 +103,8 @@ class CheckpointDir:
         """Create the hidden directory that a checkpoint is written to, and remove leftovers of crashed saves."""
         if self.step_path(step).exists():
             raise CheckpointError(
-                f"{self.step_path(step)} exists already. Give each job a folder of its own, go on from load()'s step, "
-                "or remove what is not wanted any more."
+                f"{self.step_path(step)} already exists. Use a separate folder for each job, continue from the step "
+                "that load() returns, or remove the old checkpoint."
             )
         self._remove_leftovers()
         directory = self.path / f"{_WRITING_PREFIX}{uuid4().hex}"
@@ -184,6 +187,12 @@ class Manifest:
     time: float
     torch: str
     """Version of torch."""
+    model: str | None = None
+    """Class of the model; None if there is none, or if it is unknown."""
+    optimizers: Sequence[str] = ()
+    """Classes of the optimizer, several with rules; empty if there is none, or if they are unknown."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Further names of tied weights, with their first name."""
 
     def to_json(self) -> str:
         return json.dumps({"format": _FORMAT_VERSION, **asdict(self)}, indent=2) + "\n"
@@ -192,27 +201,25 @@ class Manifest:
         """Raise `CheckpointError` if a file has no checksum, since damage to it would go unnoticed."""
         missing = sorted(set(files) - self.sums.keys())
         if missing:
-            names = f"{', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}"
             raise CheckpointError(
-                f"{directory / MANIFEST_FILE} has no check sums of {names}, which the checkpoint needs: it is "
-                "damaged, or of another one. Restore it, or load another checkpoint. Without this file all is read "
-                "unchecked."
+                f"{directory / MANIFEST_FILE} has no checksums for {format_names(missing, 3)}: it is damaged or "
+                "belongs to another checkpoint. Restore it, load another checkpoint, or delete it to skip verification."
             )
 
     def verify_checksums(self, directory: Path, file_slice: slice, progress: Progress) -> None:
         """Raise `CheckpointError` if a file of `file_slice` differs from what was written.
 
-        `file_slice` selects from the sorted file names, so that the ranks divide the work.
+        `file_slice` selects from the sorted file names: the ranks divide the work.
         """
         names = sorted(self.sums)[file_slice]
         for name in names:
             _check_regular_file(directory / name)
         progress.add_expected(sum((directory / name).stat().st_size for name in names))
         for name in names:
-            if _compute_checksum(directory / name, progress) != self.sums[name]:
+            if (checksum := _compute_checksum(directory / name, progress)) != self.sums[name]:
                 raise CheckpointError(
-                    f"{directory / name} is damaged, or of another checkpoint: its content is not what was written. "
-                    "Restore it, or load another checkpoint."
+                    f"{directory / name} is damaged or belongs to another checkpoint: expected CRC-32 "
+                    f"{self.sums[name]}, got {checksum}. Restore it, or load another checkpoint."
                 )
 
 
@@ -224,20 +231,35 @@ def read_manifest(directory: Path) -> Manifest | None:
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
         if fields["format"] > _FORMAT_VERSION:
-            raise CheckpointError(f"{file} is of a newer version of this package (format {fields['format']})")
-        sums = {name: int(value) for name, value in fields["sums"].items()}
-        reject_path_traversal(file, sums)
-        return Manifest(
-            int(fields["step"]), int(fields["world_size"]), sums, float(fields["time"]), str(fields["torch"])
-        )
+            raise CheckpointError(
+                f"{file} was written by a newer zeroshard: expected format {_FORMAT_VERSION} or older, got "
+                f"{fields['format']}. Upgrade zeroshard."
+            )
+        manifest = parse_manifest(fields)
+        reject_path_traversal(file, manifest.sums)
+        return manifest
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{file} cannot be read: {format_error(error)}") from error
+
+
+def parse_manifest(fields: Mapping[str, Any]) -> Manifest:
+    """Return the manifest with these fields, which may come from an untrusted file."""
+    return Manifest(
+        int(fields["step"]),
+        int(fields["world_size"]),
+        {name: int(value) for name, value in fields["sums"].items()},
+        float(fields["time"]),
+        str(fields["torch"]),
+        None if fields.get("model") is None else str(fields["model"]),
+        tuple(map(str, fields.get("optimizers", ()))),
+        {str(name): str(first) for name, first in fields.get("tied", {}).items()},
+    )
 
 
 class ChecksummingFileSystem(FileSystem):
-    """Computes checksums while DCP writes files, so that no file is read back for them."""
+    """Computes checksums while DCP writes files, without reading files back."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -286,7 +308,7 @@ class _ChecksummingStream:
 def _check_regular_file(file: Path) -> None:
     # Reading a pipe or a device may never end.
     if not file.is_file():
-        reason = "is no regular file" if file.exists() else "is missing: the checkpoint is incomplete"
+        reason = "is not a regular file" if file.exists() else "is missing: the checkpoint is incomplete"
         raise CheckpointError(f"{file} {reason}. Restore it, or load another checkpoint.")
 
 

@@ -4,10 +4,9 @@ Order of a load:
 
 1. Verify metadata and checksums; compare names, shapes and optimizer classes; plan all reads. Nothing changes yet.
 2. Load what runs user code and may fail (scheduler, custom `load_state_dict`), from new memory and with rollback.
-3. Read everything else in place, so that no second copy of model or optimizer state is needed. Only an I/O error can
-   fail here.
+3. Read everything else in place, without a second copy of model or optimizer state. Only an I/O error can fail here.
 
-All ranks agree before each step, so that all load or none does.
+All ranks agree before each step: either all load, or none does.
 """
 
 import gc
@@ -28,18 +27,20 @@ from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
+from .._formatting import format_error, format_names
 from .._logging import log_rank, warn_at_caller
 from .._torch_compat import set_element
 from ..comm.collectives import Comm
 from ..comm.consensus import Prepared, prepare_all
-from ..engine.base import StateAllocator
+from ..engine.inner import OPTIMIZER_KEY
+from ..engine.param_store import StateAllocator
 from ..errors import CheckpointError
-from ..profiling import Phase
+from ..profiling import Phase, label_phase
 from ..state.state_dict import MASTER_KEY, StateDict, describe_options
 from ..state.tensor_utils import is_wrapper_subclass
 from .directory import CheckpointDir, Manifest, read_manifest
 from .metadata import CheckpointMetadata, Entry, is_dcp_checkpoint
-from .names import format_names, raise_if_names_differ, resolve_param_names
+from .names import raise_if_names_differ, resolve_param_names
 from .optimizer_adapter import (
     OptimizerAdapter,
     has_custom_load,
@@ -96,32 +97,46 @@ class StateEntry(NamedTuple):
 
 def param_group_entries(metadata: CheckpointMetadata) -> list[Entry]:
     """Return the entries of the param groups. They are small and read before anything else."""
-    return [entry for entry in metadata.under(OPTIM) if _section(entry) == PARAM_GROUPS]
+    return [entry for entry in metadata.under(OPTIM) if optimizer_section(entry) == PARAM_GROUPS]
 
 
 class SavedOptimizer:
     """The optimizer in a checkpoint, by parameter names.
 
-    `non_param_entries` belong to no parameter: state shared by all, and what a class adds to its state dict.
+    `non_param_entries` belong to no parameter: state shared by all, and entries that a class adds to its
+    state dict.
     """
 
-    def __init__(self, metadata: CheckpointMetadata, values: Mapping[str, Any]) -> None:
-        """`values`: the values of `param_group_entries`, by entry key."""
-        self.directory = metadata.directory
+    def __init__(
+        self, metadata: CheckpointMetadata, values: Mapping[str, Any], class_names: Sequence[str] = ()
+    ) -> None:
+        """`values`: the values of `param_group_entries`, by entry key. `class_names`: from the manifest."""
+        self.directory, self._class_names = metadata.directory, class_names
         try:
             self.options = _parse_options(param_group_entries(metadata), values)
-            state_entries = [entry for entry in metadata.under(OPTIM) if _section(entry) == STATE]
+            state_entries = [entry for entry in metadata.under(OPTIM) if optimizer_section(entry) == STATE]
             self.state = _parse_state(state_entries, self.options)
             self.non_param_entries = _find_non_param_entries(
                 metadata.under(OPTIM), self.state.keys() - self.options.keys()
             )
         except Exception as error:
             raise CheckpointError(
-                f"the optimizer in {self.directory} is not in torch's format: {type(error).__name__}: {error}"
+                f"the optimizer state in {self.directory} is not in torch's format: {format_error(error)}. "
+                "Save it with checkpoint.save(), or with dcp.save() and torch's state dict helpers."
             ) from error
 
+    def class_name_of(self, name: str) -> str | None:
+        """Return the name of the class that updated a parameter, or None if the checkpoint does not say.
 
-def _section(entry: Entry) -> str:
+        With several classes, the options of each group name its rule: the class, or a function that constructs it.
+        """
+        if len(self._class_names) == 1:
+            return self._class_names[0]
+        rule_name = str(self.options.get(name, {}).get(OPTIMIZER_KEY)).partition(" ")[0]  # equal names are numbered
+        return rule_name if rule_name in self._class_names else None
+
+
+def optimizer_section(entry: Entry) -> str:
     """Return "state", "param_groups" or another key of the optimizer's dict; in DCP's flat format, a dotted prefix."""
     return str(entry.path[1]).partition(".")[0] if len(entry.path) > 1 else ""
 
@@ -159,7 +174,8 @@ def _parse_state(entries: Sequence[Entry], param_names: Mapping[str, Any]) -> di
 def _find_non_param_entries(entries: Sequence[Entry], unknown_names: Set[str]) -> list[Entry]:
     """Return entries that belong to no parameter. `unknown_names`: names in the state that no group has."""
     shared = [entry for entry in entries if entry.path[1] == STATE and str(entry.path[2]) in unknown_names]
-    return shared + [entry for entry in entries if _section(entry) not in (STATE, PARAM_GROUPS) and len(entry.path) > 1]
+    sections = [(entry, optimizer_section(entry)) for entry in entries]
+    return shared + [entry for entry, section in sections if section and section not in (STATE, PARAM_GROUPS)]
 
 
 def _split_name(text: str, param_names: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
@@ -187,14 +203,14 @@ _SCHEDULER_OPTION = "initial_lr"
 class OptimizerValidator:
     """Compares parameters, shapes and class of a saved optimizer with the running one; raises `CheckpointError`."""
 
-    def __init__(self, saved: SavedOptimizer, adapter: OptimizerAdapter, names: Sequence[str]) -> None:
-        self._saved, self._adapter, self._names = saved, adapter, names
+    def __init__(self, saved: SavedOptimizer, adapter: OptimizerAdapter, names: Sequence[str], *, strict: bool) -> None:
+        self._saved, self._adapter, self._names, self._strict = saved, adapter, names, strict
         self._params = adapter.params
 
     def check_names(self) -> None:
         missing = [name for name in self._names if name not in self._saved.options]
         unexpected = sorted(self._saved.options.keys() - set(self._names))
-        raise_if_names_differ(f"the optimizer in {self._saved.directory} is of other parameters", missing, unexpected)
+        raise_if_names_differ(f"the optimizer in {self._saved.directory} has other parameters", missing, unexpected)
 
     def check_shape(self, index: int, state_entry: StateEntry) -> None:
         saved, expected = state_entry.entry.tensor, tuple(self._params[index].shape)
@@ -206,8 +222,8 @@ class OptimizerValidator:
     def _raise_shape_mismatch(self, index: int, entry: Entry, expected: tuple[int, ...]) -> NoReturn:
         saved = None if entry.tensor is None else tuple(entry.tensor.size)
         raise CheckpointError(
-            f"'{entry.key}' in {self._saved.directory} has shape {saved}, but that of the parameter "
-            f"{self._names[index]} has {expected}: it is a checkpoint of another model"
+            f"'{entry.key}' in {self._saved.directory} belongs to another model: expected shape {expected} for "
+            f"{self._names[index]}, got {saved}. Load a checkpoint of this model."
         )
 
     def resolve_state_keys(self) -> dict[int, list[Any]]:
@@ -244,12 +260,20 @@ class OptimizerValidator:
         else:
             unknown = saved_options.keys() - current_options.keys() - {_SCHEDULER_OPTION}
             is_other_class = bool(inner.defaults.keys() - saved_options.keys()) and bool(unknown)
-        if is_other_class:
+        saved_class, current_class = self._saved.class_name_of(self._names[index]), type(inner).__name__
+        if is_other_class or (self._strict and saved_class not in (None, current_class)):
+            message = (
+                f"{self._saved.directory} has state of {saved_class or 'another optimizer class'} for "
+                f"{self._names[index]}, which this optimizer updates with {current_class}"
+            )
+            if not is_other_class:
+                raise CheckpointError(
+                    f"{message}. Use {saved_class}, or pass strict=False to load state of a class with the same keys."
+                )
             raise CheckpointError(
-                f"the state of {self._names[index]} in {self._saved.directory} is of another optimizer class: "
-                f"it has {sorted(map(str, entries)) or 'no state'} and the options {sorted(saved_options)}, but "
-                f"{type(inner).__qualname__} keeps {sorted(map(str, expected)) or 'no state'}, with the options "
-                f"{sorted(inner.defaults)}"
+                f"{message}: expected state {sorted(map(str, expected))} and options {sorted(inner.defaults)}, got "
+                f"{sorted(map(str, entries))} and {sorted(saved_options)}. Use the saved optimizer class, or leave out "
+                "optimizer= to load only the model."
             )
         for key in expected.keys() & entries.keys():
             value, saved = expected[key], entries[key].tensor
@@ -273,7 +297,7 @@ class OptimizerLoadPlan:
         """Validate the saved optimizer. Raises `CheckpointError` if it does not match the running one."""
         self._saved, self.adapter, self._names = saved, adapter, names
         adapter.check_ready()
-        validator = OptimizerValidator(saved, adapter, names)
+        validator = OptimizerValidator(saved, adapter, names, strict=strict)
         if strict:
             validator.check_names()
         by_name = {name: sorted(saved.state.get(name, ()), key=lambda item: str(item.key_path)) for name in names}
@@ -365,9 +389,8 @@ class OptimizerLoadPlan:
             lost = [key for key in lost if not _option_differs(merged[i].get(key), merged[j].get(key))]
             if lost:
                 warn_at_caller(
-                    f"groups {i} and {j} have different options here, and had the same when "
-                    f"{self._saved.directory} was saved: {lost[0]} is {merged[i][lost[0]]!r} in both now. Set it "
-                    "again after loading if they should differ."
+                    f"parameter groups {i} and {j} had different values of '{lost[0]}', but {self._saved.directory} "
+                    f"sets both to {merged[i][lost[0]]!r}. Set it again after load() if they should differ."
                 )
                 return
 
@@ -388,8 +411,8 @@ class OptimizerLoadPlan:
             other = self._saved.options[name]
             if other is not options and describe_options(other) != description:
                 raise CheckpointError(
-                    f"{names[0]} and {name} are in one group here, but had different options when "
-                    f"{self._saved.directory} was saved: {description} and {describe_options(other)}"
+                    f"{names[0]} and {name} are in one parameter group, but {self._saved.directory} has different "
+                    f"options for them: {description} and {describe_options(other)}. Put them into separate groups."
                 )
         return options
 
@@ -463,25 +486,28 @@ class ModelLoadPlan:
         if not self._sharded_params:
             return lambda: None
         for index in self._params_from_masters:
-            master = self._sharded_params.engine.master_shard_tensor(index)
+            master = self._sharded_params.engine.params.master_shard_tensor(index)
             assert master is not None
-            self._sharded_params.engine.shard_tensor(index).local.copy_(master.local)
+            self._sharded_params.engine.params.shard_tensor(index).local.copy_(master.local)
         self.refresh_masters()
-        return self._sharded_params.engine.broadcast_params()
+        param_sync = self._sharded_params.engine.param_sync
+        param_sync.start_all()
+        return param_sync.finish
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """Overwrite master weights that are not in the checkpoint with the loaded parameters."""
         for index in self._masters_from_params:
-            master = self._sharded_params.engine.master_shard_tensor(index)
+            master = self._sharded_params.engine.params.master_shard_tensor(index)
             assert master is not None
-            master.local.copy_(self._sharded_params.engine.shard_tensor(index).local)
+            master.local.copy_(self._sharded_params.engine.params.shard_tensor(index).local)
 
     def _check_no_meta_tensors(self) -> None:
         meta = [name for name, value in self._model_state.items() if isinstance(value, torch.Tensor) and value.is_meta]
         if meta:
             raise CheckpointError(
-                f"the model has no memory for {format_names(meta)}: call model.to_empty(device=...) before loading"
+                f"expected a model with memory, got meta tensors: {format_names(meta)}. Call "
+                "model.to_empty(device=...) before load()."
             )
 
     def _model_entries(self) -> list[Entry]:
@@ -497,7 +523,7 @@ class ModelLoadPlan:
             name for name in self._model_state if name not in saved and not is_empty_container(self._model_state[name])
         ]
         unexpected = [name for name in saved if name not in self._model_state]
-        raise_if_names_differ(f"{self._metadata.directory} has another model", missing, unexpected)
+        raise_if_names_differ(f"{self._metadata.directory} belongs to another model", missing, unexpected)
 
     def _make_target(self, entry: Entry, current: Any, optimizer_plan: OptimizerLoadPlan | None) -> tuple[str, Any]:
         if not isinstance(current, torch.Tensor):
@@ -519,7 +545,7 @@ class ModelLoadPlan:
         """Return the entry key to read this rank's shard from, and the tensor to read it into."""
         assert entry.tensor is not None
         engine = self._sharded_params.engine
-        shard, master = engine.shard_tensor(index), engine.master_shard_tensor(index)
+        shard, master = engine.params.shard_tensor(index), engine.params.master_shard_tensor(index)
         saved_master = self._find_master_entry(entry, current, optimizer_plan)
         is_rounded = entry.tensor.properties.dtype != shard.dtype
         if master is not None and saved_master is None:
@@ -533,7 +559,7 @@ class ModelLoadPlan:
         self, entry: Entry, current: torch.Tensor, index: int, optimizer_plan: OptimizerLoadPlan | None
     ) -> bool:
         return (
-            self._sharded_params.engine.master_shard_tensor(index) is not None
+            self._sharded_params.engine.params.master_shard_tensor(index) is not None
             and self._find_master_entry(entry, current, optimizer_plan) is None
         )
 
@@ -555,9 +581,8 @@ class ModelLoadPlan:
                 f"shape {tuple(current.shape)}" if isinstance(current, torch.Tensor) else f"a {type(current).__name__}"
             )
             raise CheckpointError(
-                f"'{entry.key}' in {self._metadata.directory} has "
-                f"{'no shape' if saved is None else f'shape {saved}'}, but the model's has {expected}: it is a "
-                "checkpoint of another model"
+                f"'{entry.key}' in {self._metadata.directory} belongs to another model: expected {expected}, got "
+                f"{'no tensor' if saved is None else f'shape {saved}'}. Load a checkpoint of this model."
             )
 
 
@@ -570,7 +595,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What `load` returns besides filling model, optimizer and scheduler."""
+    """Result of `load`, which also fills model, optimizer and scheduler."""
 
     path: Path
     """Directory of the checkpoint."""
@@ -607,19 +632,20 @@ def load(
         model: The model to load into; its parameters keep their dtypes.
         optimizer: A sharded optimizer, a plain one, or one over FSDP2's parameters.
         scheduler: Any object with `load_state_dict()`.
-        strict: Raise if names differ. With False, missing values stay unchanged and unexpected ones are ignored.
+        strict: Raise if names or optimizer classes differ. With False, missing values stay unchanged and unexpected
+            ones are ignored.
         progress: True shows a progress line on rank 0. None shows it if stderr is a terminal and the load takes more
             than a second. A function is called on each rank with the bytes it has verified and read, and the total
             known so far.
         process_group: The ranks that load; default: those of a sharded `optimizer`, else all.
 
     Returns:
-        The step, and what the ranks saved as `extra`.
+        The step, and the `extra` that the ranks saved.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged, or of another model or optimizer.
-        ConfigError: an argument is invalid.
-        RankMismatchError: the ranks passed different arguments.
+        CheckpointError: The checkpoint is missing, damaged, or belongs to another model or optimizer.
+        ConfigError: An argument is invalid.
+        RankMismatchError: The ranks passed different arguments.
     """
     comm = Comm(choose_group(process_group, optimizer))
     components = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
@@ -627,7 +653,7 @@ def load(
     must_match += [f"{name} {'not ' if value is None else ''}given" for name, value in components.items()]
     with errors_as_checkpoint_error(path):
         prepare_all(comm, "checkpoint.load", lambda: _prepare_load(comm, components, progress, must_match))
-        directory = run_on_rank0(comm, "checkpoint.load: looking for it", lambda: find_checkpoint(Path(path)))
+        directory = run_on_rank0(comm, "checkpoint.load: finding the checkpoint", lambda: find_checkpoint(Path(path)))
         counter = Progress(f"loading {directory.name}", progress, comm.group.rank)
         with gc_paused():
             result = _Loader(comm, directory, counter, strict=strict).run(model, optimizer, scheduler)
@@ -664,12 +690,12 @@ class _Loader:
 
     def __init__(self, comm: Comm, directory: Path, progress: Progress, *, strict: bool) -> None:
         self._comm, self._directory, self._progress, self._strict = comm, directory, progress, strict
-        with comm.profiler.phase(Phase.LOAD_VALIDATE):
+        with label_phase(Phase.LOAD_VALIDATE):
             self._metadata, self._manifest = prepare_all(comm, "checkpoint.load", self._open)
-            prepare_all(comm, "checkpoint.load: check sums", self._verify_checksums)
+            prepare_all(comm, "checkpoint.load: verifying checksums", self._verify_checksums)
 
     def run(self, model: torch.nn.Module | None, optimizer: Optimizer | None, scheduler: Any) -> LoadResult:
-        with self._comm.profiler.phase(Phase.LOAD_VALIDATE):
+        with label_phase(Phase.LOAD_VALIDATE):
             plan = prepare_all(self._comm, "checkpoint.load", lambda: self._prepare(model, optimizer, scheduler))
         with transaction() as undo:
             if scheduler is not None and plan.scheduler_state is not None:
@@ -714,7 +740,7 @@ class _Loader:
         return Prepared(None)
 
     def _execute_reads(self, read_plan: ReadPlan) -> dict[str, Any]:
-        with self._comm.profiler.phase(Phase.LOAD_READ):
+        with label_phase(Phase.LOAD_READ):
             return self._run_on_all(lambda: read_plan.execute(self._progress))
 
     def _run_on_all(self, action: Callable[[], T]) -> T:
@@ -744,7 +770,7 @@ class _Loader:
         in_place_flags = [
             loader.can_load_in_place for loader in (model_plan, optimizer_plan and optimizer_plan.adapter) if loader
         ]
-        must_match = [f"read {'in place' if in_place else 'beside'}" for in_place in in_place_flags]
+        must_match = [f"read {'in place' if in_place else 'into new memory'}" for in_place in in_place_flags]
         plan = _LoadPlan(
             per_rank=self._unpack_per_rank(small_values),
             scheduler_state=scheduler_state,
@@ -760,7 +786,8 @@ class _Loader:
     ) -> OptimizerLoadPlan | None:
         if not self._has_section(OPTIM, "optimizer"):
             return None
-        saved = SavedOptimizer(self._metadata, small_values)
+        class_names = () if self._manifest is None else self._manifest.optimizers
+        saved = SavedOptimizer(self._metadata, small_values, class_names)
         return OptimizerLoadPlan(
             saved, make_adapter(optimizer), resolve_param_names(optimizer, model), strict=self._strict
         )
@@ -774,7 +801,9 @@ class _Loader:
     def _has_section(self, section: str, description: str) -> bool:
         exists = bool(self._metadata.under(section))
         if not exists and self._strict:
-            raise CheckpointError(f"{self._directory} has no {description} in it. strict=False loads what there is.")
+            raise CheckpointError(
+                f"{self._directory} contains no {description}. Leave out {description}=, or pass strict=False."
+            )
         return exists
 
     def _unpack_per_rank(self, small_values: dict[str, Any]) -> dict[int, Any]:
@@ -801,8 +830,8 @@ class _Loader:
             return LoadResult(self._directory, step, world_size, extras[rank], extras)
         if extras:
             warn_at_caller(
-                f"{self._directory} was saved by {len(extras)} ranks and is loaded by {size}: random states stay "
-                "as they are, and what ranks gave as extra is in extra_by_rank"
+                f"{self._directory} was saved by {len(extras)} ranks and is loaded by {size}: random states are not "
+                "restored. The `extra` of the saved ranks is in extra_by_rank."
             )
         return LoadResult(self._directory, step, world_size, None, extras)
 
@@ -814,7 +843,7 @@ def errors_as_partial_load() -> Iterator[None]:
         yield
     except Exception as error:
         raise CheckpointError(
-            f"{error}. The model and the optimizer are loaded in parts now: load a checkpoint before you go on."
+            f"{error}. The model and the optimizer are only partially loaded: load a checkpoint before you continue."
         ) from error
 
 
@@ -833,14 +862,15 @@ def gc_paused() -> Iterator[None]:
 def find_checkpoint(path: Path) -> Path:
     """Return `path` if it is a checkpoint, else the newest one in it. Raises `CheckpointError` if there is none."""
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist")
+        raise CheckpointError(f"{path} does not exist. Check the path.")
     if not path.is_dir():
         raise CheckpointError(
-            f"{path} is a file: load it with torch.load(..., weights_only=True) and load_state_dict()"
+            f"expected a checkpoint directory, got the file {path}. Load it with torch.load(..., weights_only=True) "
+            "and load_state_dict()."
         )
     if is_dcp_checkpoint(path):
         return path
     newest = CheckpointDir(path).latest()
     if newest is None:
-        raise CheckpointError(f"{path} has no checkpoint in it")
+        raise CheckpointError(f"{path} contains no checkpoint. Pass a folder that checkpoint.save() wrote to.")
     return newest

@@ -28,7 +28,7 @@ from ..comm.process_group import Group
 from ..errors import CheckpointError
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Unpickling restricted to known classes and opcodes, so that no file can modify the process.
+# Unpickling restricted to known classes and opcodes: no file can modify the process.
 
 
 _ALLOWED_OPCODES = (
@@ -54,7 +54,7 @@ class FrozenType(type):
     """
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        raise pickle.UnpicklingError(f"it changes '{name}' of {cls.__name__}")
+        raise pickle.UnpicklingError(f"it sets the attribute '{name}' of {cls.__name__}, which is not allowed")
 
 
 def make_frozen_type(constructor: Callable[..., Any]) -> type:
@@ -91,12 +91,12 @@ class SafeUnpickler(pickle._Unpickler):
     def _check_keys(self, keys: list[Any]) -> None:
         for key in keys:
             if type(key) is not str and not self.is_allowed_key(key):
-                raise pickle.UnpicklingError(f"it has a {type(key).__name__} as a key")
+                raise pickle.UnpicklingError(f"expected str and int as dict keys, got {type(key).__name__}")
 
 
 def _reject_opcode(opcode: int) -> Callable[..., None]:
     def reject(_: SafeUnpickler) -> None:
-        raise pickle.UnpicklingError(f"it has the opcode {bytes([opcode])!r}, which nothing here needs")
+        raise pickle.UnpicklingError(f"the pickle opcode {bytes([opcode])!r} is not allowed")
 
     return reject
 
@@ -150,18 +150,16 @@ def check_chunks(key: str, tensor: TensorStorageMetadata) -> None:
     """Raise `CheckpointError` unless the chunks cover the tensor exactly, without gaps and overlaps."""
     dtype: Any = tensor.properties.dtype
     if not _is_valid_size(tensor.size) or not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"'{key}' is of size {safe_repr(tensor.size)} and dtype {safe_repr(dtype)}")
+        raise CheckpointError(f"'{key}' has an invalid size {safe_repr(tensor.size)} or dtype {safe_repr(dtype)}")
     for chunk in tensor.chunks:
         if not _is_chunk_inside(chunk, tensor.size):
-            raise CheckpointError(
-                f"'{key}' has the size {tuple(tensor.size)}, but a part that goes beyond: {_format_chunk(chunk)}"
-            )
+            raise CheckpointError(f"a chunk of '{key}' exceeds its size {tuple(tensor.size)}: {_format_chunk(chunk)}")
     # numel() may overflow.
     covered, numel = sum(prod(chunk.sizes) for chunk in tensor.chunks), prod(tensor.size)
     if covered != numel:
-        raise CheckpointError(f"'{key}' has {numel} elements, but parts with {covered} of them")
+        raise CheckpointError(f"expected chunks of '{key}' with {numel} elements in total, got {covered}")
     if len(tensor.chunks) > 1 and _has_overlap(_chunk_bounds(tensor.chunks)):
-        raise CheckpointError(f"'{key}' has parts that overlap")
+        raise CheckpointError(f"chunks of '{key}' overlap")
 
 
 def _is_valid_size(value: Any) -> bool:
@@ -179,7 +177,7 @@ def _is_chunk_inside(chunk: Any, size: Sequence[int]) -> bool:
 
 
 def _format_chunk(chunk: Any) -> str:
-    return f"{safe_repr(getattr(chunk, 'sizes', None))} from {safe_repr(getattr(chunk, 'offsets', None))} on"
+    return f"size {safe_repr(getattr(chunk, 'sizes', None))} at offset {safe_repr(getattr(chunk, 'offsets', None))}"
 
 
 class _ChunkBounds(NamedTuple):
@@ -199,7 +197,7 @@ def _chunk_bounds(chunks: Iterable[ChunkStorageMetadata]) -> list[_ChunkBounds]:
 def _has_overlap(chunk_bounds: Sequence[_ChunkBounds]) -> bool:
     """Return whether two chunks intersect.
 
-    Sweeps along the dimension with the most distinct starts, so that each chunk is compared with few others.
+    Sweeps along the dimension with the most distinct starts, to compare each chunk with few others.
     """
     dims = range(len(chunk_bounds[0].start)) if chunk_bounds else ()
     dim = max(dims, key=lambda candidate: len({bounds.start[candidate] for bounds in chunk_bounds}), default=0)
@@ -299,7 +297,9 @@ class CheckpointMetadata:
             for key, tensor in self._tensor_entries():
                 check_chunks(key, tensor)
         except Exception as error:
-            raise CheckpointError(f"{directory / _METADATA_FILE} contradicts itself: {error}") from error
+            raise CheckpointError(
+                f"{directory / _METADATA_FILE} is inconsistent: {error}. Load another checkpoint."
+            ) from error
         self._check_storage_lengths()
         _check_no_overlaps(directory / _METADATA_FILE, self.dcp_metadata.storage_data.values())
 
@@ -319,11 +319,13 @@ class CheckpointMetadata:
         for name, min_size in self.min_file_sizes().items():
             file = self.directory / name
             if not file.is_file():
-                raise CheckpointError(f"{file} is missing: the checkpoint is incomplete. Restore it, or load another.")
+                raise CheckpointError(
+                    f"{file} is missing: the checkpoint is incomplete. Restore it, or load another checkpoint."
+                )
             if file.stat().st_size < min_size:
                 raise CheckpointError(
-                    f"{file} is truncated: it has {file.stat().st_size} bytes, and {min_size} were written. Load "
-                    "another checkpoint."
+                    f"{file} is truncated: expected {min_size} bytes, got {file.stat().st_size}. Load another "
+                    "checkpoint."
                 )
 
     def _tensor_entries(self) -> Iterator[tuple[str, TensorStorageMetadata]]:
@@ -336,8 +338,8 @@ class CheckpointMetadata:
                 nbytes = prod(chunk.sizes) * tensor.properties.dtype.itemsize
                 if nbytes and (length := self.storage_info(MetadataIndex(key, chunk.offsets)).length) < nbytes:
                     raise CheckpointError(
-                        f"{self.directory / _METADATA_FILE} contradicts itself: a part of '{key}' has {nbytes} bytes, "
-                        f"but {length} in its file"
+                        f"{self.directory / _METADATA_FILE} is inconsistent: expected {nbytes} bytes for a chunk of "
+                        f"'{key}', got {length}. Load another checkpoint."
                     )
 
     def storage_info(self, index: MetadataIndex) -> Any:
@@ -345,9 +347,11 @@ class CheckpointMetadata:
         info = self.dcp_metadata.storage_data.get(index)
         if info is None or info.transform_descriptors:
             reason = (
-                "is not in its files" if info is None else f"was written with {safe_repr(info.transform_descriptors)}"
+                "is missing from its files"
+                if info is None
+                else f"was written with the transform {safe_repr(info.transform_descriptors)}, expected none"
             )
-            raise CheckpointError(f"{self.directory}: a part of '{index.fqn}' {reason}")
+            raise CheckpointError(f"{self.directory}: a chunk of '{index.fqn}' {reason}. Load another checkpoint.")
         return info
 
 
@@ -374,7 +378,7 @@ class _MetadataUnpickler(SafeUnpickler):
             return _ALLOWED_GLOBALS[qualified_name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it names {qualified_name}, which is no part of a checkpoint's metadata")
+        raise pickle.UnpicklingError(f"it refers to {qualified_name}, which checkpoint metadata does not contain")
 
 
 def _parse_entries(dcp_metadata: Metadata) -> list[Entry]:
@@ -386,7 +390,9 @@ def _parse_entries(dcp_metadata: Metadata) -> list[Entry]:
     limit = max(len(entries), _SPARSE_LIST_LIMIT)
     for key, path, _ in entries:
         if not isinstance(key, str) or not all(isinstance(part, str) or _is_list_index(part, limit) for part in path):
-            raise CheckpointError(f"{safe_repr(key)} was at {safe_repr(path)}")
+            raise CheckpointError(
+                f"expected names and list indices as the path of {safe_repr(key)}, got {safe_repr(path)}"
+            )
     return entries
 
 
@@ -398,13 +404,15 @@ def _is_list_index(value: Any, limit: int) -> bool:
 def _read_metadata(directory: Path) -> Metadata:
     file = directory / _METADATA_FILE
     if not file.is_file():
-        raise CheckpointError(f"{directory} has no {_METADATA_FILE}: it is no checkpoint, or an incomplete one")
+        raise CheckpointError(
+            f"{directory} has no {_METADATA_FILE}: it is not a checkpoint, or an incomplete one. Load another."
+        )
     try:
         dcp_metadata = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read: {error or type(error).__name__}") from error
     if not isinstance(dcp_metadata, Metadata) or not isinstance(dcp_metadata.storage_data, dict):
-        raise CheckpointError(f"{file} is not the metadata of a checkpoint")
+        raise CheckpointError(f"{file} is not checkpoint metadata. Load another checkpoint.")
     for info in dcp_metadata.storage_data.values():
         _check_storage_info(file, info)
     return dcp_metadata
@@ -412,11 +420,11 @@ def _read_metadata(directory: Path) -> Metadata:
 
 def _check_storage_info(file: Path, info: Any) -> None:
     if not isinstance(info, dcp_storage_info_class()):
-        raise CheckpointError(f"{file} is not the metadata of a checkpoint in files")
+        raise CheckpointError(f"{file} does not describe a checkpoint in files. Load another checkpoint.")
     reject_path_traversal(file, [getattr(info, "relative_path", None)])
     offset, length = getattr(info, "offset", None), getattr(info, "length", None)
     if not all(type(value) is int and 0 <= value < _MAX_FILE_BYTES for value in (offset, length)):
-        raise CheckpointError(f"{file} contradicts itself: {safe_repr(length)} bytes from byte {safe_repr(offset)} on")
+        raise CheckpointError(f"{file} is inconsistent: {safe_repr(length)} bytes at offset {safe_repr(offset)}")
 
 
 def _check_no_overlaps(file: Path, storage_infos: Iterable[Any]) -> None:
@@ -424,7 +432,7 @@ def _check_no_overlaps(file: Path, storage_infos: Iterable[Any]) -> None:
     name, end = "", 0
     for info in sorted(storage_infos, key=lambda info: (info.relative_path, info.offset, info.length)):
         if info.relative_path == name and info.length and info.offset < end:
-            raise CheckpointError(f"{file} contradicts itself: two values begin before byte {end} of {safe_repr(name)}")
+            raise CheckpointError(f"{file} is inconsistent: two values overlap before byte {end} of {safe_repr(name)}")
         name, end = info.relative_path, max(info.offset + info.length, end if info.relative_path == name else 0)
 
 
@@ -432,7 +440,9 @@ def reject_path_traversal(file: Path, names: Iterable[Any]) -> None:
     """Raise `CheckpointError` if a file name in `file` leads outside its directory."""
     for name in names:
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name:
-            raise CheckpointError(f"{file} names a file outside its directory: {safe_repr(name)}")
+            raise CheckpointError(
+                f"{file} refers to a file outside its directory: {safe_repr(name)}. Load another checkpoint."
+            )
 
 
 def torch_reason(error: BaseException) -> str:

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.optim import Optimizer
 
 from .._torch_compat import has_load_hooks, load_state_dict_hooks
-from ..engine.base import Engine, StateAllocator
+from ..engine.base import Engine
 from ..engine.inner import OptimizerFactory
+from ..engine.param_store import StateAllocator
 from ..engine.probe import isolated_probe, probe_initial_state
 from ..engine.state import StateKeys, rebuild_subclass_state
 from ..optimizer import ZeroRedundancyOptimizer
-from ..state.shard_tensor import ShardTensor
 from ..state.state_dict import MASTER_KEY, StateDict, infer_param_shaped_keys
 from ..state.tensor_utils import clone_tensor, deepcopy_except_tensors, flatten_subclasses, map_tensors
 from ..state_dict_mixin import local_state_dict
@@ -36,7 +36,7 @@ def copy_to_host(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copy_tensor_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, ShardTensor) or not hasattr(tensor, "to_local"):
+    if not hasattr(tensor, "to_local"):  # not a DTensor
         copy = tensor.detach().to("cpu")
         return copy.clone() if tensor.device.type == "cpu" else copy
     return tensor.detach().clone().cpu()
@@ -141,6 +141,10 @@ class OptimizerAdapter(Protocol):
     params: list[torch.Tensor]
 
     @property
+    def class_names(self) -> list[str]:
+        """The names of the user's optimizer classes."""
+
+    @property
     def can_load_in_place(self) -> bool:
         """Whether state is read directly into the present state's memory.
 
@@ -194,6 +198,10 @@ class PlainAdapter:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer, self.params = optimizer, _all_params(optimizer)
+
+    @property
+    def class_names(self) -> list[str]:
+        return [type(self.optimizer).__name__]
 
     def check_ready(self) -> None:
         pass
@@ -270,6 +278,10 @@ class ShardedAdapter:
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self.optimizer, self.params, self._engine = optimizer, _all_params(optimizer), optimizer._engine
 
+    @property
+    def class_names(self) -> list[str]:
+        return list(dict.fromkeys(type(optimizer).__name__ for optimizer in self.optimizer.inner_optimizers))
+
     @cached_property
     def can_load_in_place(self) -> bool:
         inner = self.optimizer.inner_optimizers
@@ -281,10 +293,10 @@ class ShardedAdapter:
 
     def check_ready(self) -> None:
         self.optimizer._require_final_layout("checkpoint.load")
-        self._engine.check_groups(self.optimizer.param_groups)
+        self._engine.params.groups.check(self.optimizer.param_groups)
 
     def inner_optimizer_of(self, index: int, /) -> Optimizer:
-        return self._engine.local_optimizer_of(index).optimizer
+        return self._engine.state.local_optimizer_of(index).optimizer
 
     def local_state_dict(self) -> StateDict:
         self.optimizer._require_final_layout("checkpoint.save")
@@ -294,17 +306,17 @@ class ShardedAdapter:
         return True
 
     def is_param_shaped(self, index: int, key: Any, /) -> bool:
-        return key in self._engine.param_shaped_keys(index)
+        return key in self._engine.state.param_shaped_keys(index)
 
     def owns_state(self, index: int, key: Any, /) -> bool:
-        return self._engine.owns_state(index, key)
+        return self._engine.state.owns(index, key)
 
     def param_shaped_keys(self, shapes: StateShapes, /) -> frozenset[Any]:
         specs = self.optimizer.layout.params
         return infer_param_shaped_keys((specs[index], key, size) for index, key, size in shapes)
 
     def state_allocator(self, state_keys: StateKeys, param_shaped_keys: frozenset[Any], /) -> StateAllocator:
-        return self._engine.state_allocator(
+        return self._engine.state.allocator(
             state_keys, in_place=self.can_load_in_place, param_shaped_keys=param_shaped_keys
         )
 
@@ -319,12 +331,12 @@ class ShardedAdapter:
 
     def load(self, state_dict: StateDict, snapshot: dict[str, Any], undo: ExitStack) -> None:
         # Runs after the next callback, since that marks replicas as consistent even if they had diverged before.
-        undo.callback(self._engine.snapshot_replica_status())
+        undo.callback(self._engine.state.snapshot_replica_status())
         undo.callback(self.optimizer.load_state_dict, snapshot)
         self.optimizer.load_state_dict(state_dict, assign=True)
 
     def load_in_place(self, read_state_dict: Callable[[], StateDict], param_shaped_keys: frozenset[Any], /) -> None:
-        self._engine.add_param_shaped_keys(param_shaped_keys)
+        self._engine.state.add_param_shaped_keys(param_shaped_keys)
         self.optimizer.load_state_dict(read_state_dict(), assign=True)
 
 

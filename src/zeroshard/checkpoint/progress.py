@@ -10,8 +10,9 @@ from typing import Any, TextIO
 
 from torch.nn import Module
 
+from .._formatting import format_bytes, format_error
 from .._logging import log_rank
-from .._types import MIB, Rank
+from .._types import Rank
 from ..comm.collectives import Comm
 from ..comm.consensus import Prepared, prepare_all
 from ..errors import CheckpointError, ConfigError, RankFailedError, RankLostError, RankMismatchError
@@ -49,7 +50,7 @@ class Progress:
         try:
             if self._callback is not None:
                 self._callback(self.done_bytes, self.total_bytes)
-        except Exception as error:  # a broken display must not fail a save, nor leave a load half done
+        except Exception as error:  # a broken display must neither fail a save nor interrupt a load
             log_rank(logging.ERROR, self._rank, "the progress callback failed and is disabled", exc_info=error)
             self._callback = None
 
@@ -72,7 +73,7 @@ class _ProgressLine:
         if now < self._next_update_s and not (is_done and self._is_shown):
             return
         self._next_update_s, self._is_shown = now + self._interval_s, not is_done
-        text = f"{self._label}: {100 * done_bytes // max(1, total_bytes)} % of {total_bytes / MIB:.0f} MiB"
+        text = f"{self._label}: {100 * done_bytes // max(1, total_bytes)} % of {format_bytes(total_bytes)}"
         self._stream.write(text + ("\n" if is_done else self._line_end))
         self._stream.flush()
 
@@ -83,7 +84,7 @@ class _ProgressLine:
 
 @contextmanager
 def errors_as_checkpoint_error(path: object) -> Iterator[None]:
-    """Turn unexpected errors into `CheckpointError`, so that all ranks catch the same class and fall back together."""
+    """Turn unexpected errors into `CheckpointError`: all ranks catch the same class, and can fall back together."""
     try:
         yield
     except (CheckpointError, ConfigError, RankMismatchError, RankLostError):
@@ -93,31 +94,31 @@ def errors_as_checkpoint_error(path: object) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(f"{path}: {error}") from error
     except Exception as error:
-        raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path}: {format_error(error)}") from error
 
 
 def check_components(components: Mapping[str, Any], method: str, progress: object) -> None:
     """Raise `ConfigError` if an argument of `save` or `load` has the wrong type.
 
     Args:
-        components: model, optimizer and scheduler; each may be None.
-        method: the method that optimizer and scheduler must have, "state_dict" or "load_state_dict".
-        progress: the argument of that name.
+        components: Model, optimizer and scheduler; each may be None.
+        method: The method that optimizer and scheduler must have, "state_dict" or "load_state_dict".
+        progress: The argument of that name.
     """
     model, optimizer, scheduler = components["model"], components["optimizer"], components["scheduler"]
     requirements = [
-        (model, isinstance(model, Module), "model= must be a torch.nn.Module"),
+        (model, isinstance(model, Module), "model= to be a torch.nn.Module"),
         (
             optimizer,
             _has_attributes(optimizer, "param_groups", method),
-            f"optimizer= must have param_groups and {method}()",
+            f"optimizer= to have param_groups and {method}()",
         ),
-        (scheduler, _has_attributes(scheduler, method), f"scheduler= must have {method}()"),
-        (progress, isinstance(progress, bool) or callable(progress), "progress= must be True, False or a function"),
+        (scheduler, _has_attributes(scheduler, method), f"scheduler= to have {method}()"),
+        (progress, isinstance(progress, bool) or callable(progress), "progress= to be True, False, a function"),
     ]
     for value, is_valid, requirement in requirements:
         if value is not None and not is_valid:
-            raise ConfigError(f"{requirement}, or be None; it is a {type(value).__name__}")
+            raise ConfigError(f"expected {requirement} or None, got {type(value).__name__}")
 
 
 def _has_attributes(obj: object, *names: str) -> bool:

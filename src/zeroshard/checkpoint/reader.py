@@ -109,7 +109,7 @@ def _parse_int(data: bytes) -> int:
 READ_CHUNK_BYTES = 4 * 2**20
 """Size of one read, where bytes cannot be read directly into the target."""
 _SMALL_ENTRY_BYTES = 1 << 16
-_DISALLOWED_TYPE_MARKER = "GLOBAL"
+DISALLOWED_TYPE_MARKER = "GLOBAL"
 """Part of torch's error message for a type that `weights_only=True` does not allow."""
 
 
@@ -129,11 +129,11 @@ class ReadPlan:
         """Locate all tensors, and read all other values.
 
         Args:
-            metadata: of the checkpoint.
-            targets: tensors to read into, by entry key; None for values that are not tensors.
+            metadata: Metadata of the checkpoint.
+            targets: Tensors to read into, by entry key; None for values that are not tensors.
 
         Raises:
-            CheckpointError: a value is missing or does not match the metadata.
+            CheckpointError: A value is missing or does not match the metadata.
         """
         self._metadata = metadata
         self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -215,12 +215,33 @@ def locate_tensor(metadata: CheckpointMetadata, stream: BinaryIO, index: Metadat
     )
     sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
     if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.dtype) != (sizes, entry.properties.dtype):
-        raise CheckpointError(f"{_format_index(metadata, index)} is not what the checkpoint's metadata say of it")
+        raise CheckpointError(
+            f"{_format_index(metadata, index)} contradicts the metadata: expected shape {tuple(sizes)} and "
+            f"{entry.properties.dtype}, got {_describe(tensor)}. Load another checkpoint."
+        )
     if not _is_plain_strided(tensor):
         return TensorLocation(0, _torch_load(metadata, stream, index, device="cpu"))
     if start + storage_numel(tensor.shape, tensor.stride()) * tensor.itemsize > info.length:
-        raise CheckpointError(f"{_format_index(metadata, index)} goes beyond its place in the file")
+        needed = start + storage_numel(tensor.shape, tensor.stride()) * tensor.itemsize
+        raise CheckpointError(
+            f"{_format_index(metadata, index)} is truncated: expected at least {needed} bytes, got {info.length}. "
+            "Load another checkpoint."
+        )
     return TensorLocation(info.offset + start, tensor)
+
+
+def has_contiguous_chunks(metadata: CheckpointMetadata, key: str) -> bool:
+    """Return whether all stored chunks of a tensor are contiguous. Spans of others spread over all of their bytes."""
+    entry: Any = metadata.dcp_metadata.state_dict_metadata[key]
+    for chunk in entry.chunks:
+        if 0 in chunk.sizes:
+            continue
+        index = MetadataIndex(key, chunk.offsets)
+        with open_file(metadata, metadata.storage_info(index).relative_path) as stream:
+            tensor = locate_tensor(metadata, stream, index).tensor
+        if not tensor.is_meta or not tensor.is_contiguous():
+            return False
+    return True
 
 
 def _locate_with_torch(metadata: CheckpointMetadata, stream: BinaryIO, index: MetadataIndex) -> tuple[int, Any]:
@@ -258,7 +279,7 @@ def read_into(stream: BinaryIO, byte_offset: int, buffer: memoryview) -> None:
     while done < len(buffer):
         count = stream.readinto(buffer[done:])  # type: ignore[attr-defined]
         if not count:
-            raise OSError("it is truncated. Use another checkpoint.")
+            raise OSError(f"truncated: expected {len(buffer)} bytes at offset {byte_offset}, got {done}")
         done += count
 
 
@@ -269,11 +290,11 @@ def _torch_load(metadata: CheckpointMetadata, stream: BinaryIO, index: MetadataI
         open_torch_archive(_entry_stream(stream, info))
         return torch.load(_entry_stream(stream, info), map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
-        if _DISALLOWED_TYPE_MARKER not in torch_reason(error):
+        if DISALLOWED_TYPE_MARKER not in torch_reason(error):
             raise CheckpointError(f"{_format_index(metadata, index)} cannot be read: {torch_reason(error)}") from error
         raise CheckpointError(
-            f"'{index.fqn}' holds a type that is not read from files, since reading it could run code "
-            f"({torch_reason(error)}) Allow it with torch.serialization.add_safe_globals if you trust the file."
+            f"'{index.fqn}' has a type that could run code when it is read, and is not allowed: {torch_reason(error)} "
+            "If you trust the file, allow the type with torch.serialization.add_safe_globals."
         ) from error
     except Exception as error:
         raise CheckpointError(f"{_format_index(metadata, index)} cannot be read: {torch_reason(error)}") from error
@@ -290,6 +311,10 @@ def _entry_stream(stream: BinaryIO, storage_info: Any) -> Any:
 
 def _item_nbytes(item: ReadItem, location: TensorLocation) -> int:
     return item.lengths.numel() * location.tensor.itemsize
+
+
+def _describe(value: Any) -> str:
+    return f"shape {tuple(value.shape)} and {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _format_index(metadata: CheckpointMetadata, index: MetadataIndex) -> str:
@@ -312,7 +337,7 @@ def _has_same_memory_layout(source: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 def _writable_memory(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a dense CPU tensor. Works without numpy, which is optional for torch."""
+    """Return the memory of a dense CPU tensor of any dtype."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 

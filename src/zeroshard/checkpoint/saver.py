@@ -21,9 +21,8 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,21 +32,23 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.dlpack import from_dlpack
 
+from .._formatting import format_names
 from .._logging import log_rank, warn_at_caller
 from ..comm.collectives import Comm
 from ..comm.consensus import Prepared, prepare_all
 from ..comm.process_group import Group, resolve_group
 from ..engine.base import Engine
 from ..errors import CheckpointError, ConfigError
-from ..profiling import Phase
+from ..profiling import Phase, label_phase
 from ..state.serialization import dumps, loads
 from ..state.tensor_utils import collect_plain_tensors
 from .directory import MANIFEST_FILE, CheckpointDir, ChecksummingFileSystem, Manifest, write_and_fsync
 from .metadata import CheckpointMetadata, dcp_group_kwargs, format_failures, torch_reason
-from .names import format_names, key_by_name, resolve_param_names
+from .names import key_by_name, resolve_param_names, tied_param_names
 from .optimizer_adapter import copy_to_host, get_engine, make_adapter
 from .progress import Progress, ProgressFn, check_components, errors_as_checkpoint_error, run_on_rank0
 
@@ -56,7 +57,7 @@ from .progress import Progress, ProgressFn, check_components, errors_as_checkpoi
 
 
 def collect_model_state(rank: int, model: torch.nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Return what this rank writes of the model: its shards of sharded parameters, and all replicated parameters.
+    """Return the part of the model that this rank writes: its shards, and all replicated parameters.
 
     Buffers and extra state may differ between ranks; rank 0 writes its own, as `broadcast_buffers` does in training.
     """
@@ -66,7 +67,7 @@ def collect_model_state(rank: int, model: torch.nn.Module, optimizer: Optimizer 
         params = {storage_key(param) for param in model.parameters()}
         state = {name: value for name, value in state.items() if storage_key(value) in params or _has_dtensor(value)}
     return {
-        name: sharded_params.engine.shard_tensor(index)
+        name: sharded_params.engine.params.shard_tensor(index)
         if (index := sharded_params.find_index(value)) is not None
         else value
         for name, value in state.items()
@@ -89,9 +90,9 @@ class ShardedParams:
         engine = get_engine(optimizer)
         if engine is not None:
             self.engine: Engine = engine
-            self.engine.wait_until_idle()
+            self.engine.param_sync.wait_until_idle()
             self._index_by_storage_key = {
-                storage_key(param): index for index, param in enumerate(self.engine.params) if param.numel()
+                storage_key(param): index for index, param in enumerate(self.engine.params.tensors) if param.numel()
             }
 
     def __bool__(self) -> bool:
@@ -117,8 +118,8 @@ def choose_group(process_group: dist.ProcessGroup | None, optimizer: Optimizer |
         group = engine.comm.data_parallel.group
         if group.size < dist.get_world_size():
             return group
-    # Hazard: an optimizer over all ranks may use a group of its own. The default group is used all the same, so that a
-    # rank that forgot to pass the optimizer meets the others and gets an error instead of a hang.
+    # Hazard: an optimizer over all ranks may use its own group. Use the default group all the same: a rank that forgot
+    # to pass the optimizer then meets the others, and raises an error instead of hanging.
     return resolve_group(process_group)
 
 
@@ -135,8 +136,8 @@ def check_optimizer_ranks(optimizer: Optimizer | None, group: Group, call: str) 
     if sorted(members) != sorted(group.members):
         name = "process_group" if comm.replicas is None else "join_process_group"
         raise ConfigError(
-            f"{call}() is called by ranks {group.members}, but the optimizer is sharded over ranks "
-            f"{members}: give it process_group=optimizer.{name}"
+            f"{call}() expects the ranks that the optimizer is sharded over, {members}, got {group.members}. "
+            f"Pass process_group=optimizer.{name}."
         )
 
 
@@ -148,9 +149,9 @@ def check_state_on_all_owners(optimizer: Optimizer | None, comm: Comm) -> None:
     engine = get_engine(optimizer)
     if engine is None or comm.group.size == 1:
         return
-    state, count = engine.state(), len(engine.params)
+    state, count = engine.state.view(), len(engine.params.tensors)
     flags = bytearray(2 * count)
-    for index, param in engine.owned_params(engine.comm.group.rank).items():
+    for index, param in engine.params.owned_by(engine.comm.group.rank).items():
         flags[index if state.get(param) else count + index] = 1
     any_rank = comm.all_reduce_any(bytes(flags))
     partial = [
@@ -158,8 +159,8 @@ def check_state_on_all_owners(optimizer: Optimizer | None, comm: Comm) -> None:
     ]
     if partial:
         raise CheckpointError(
-            f"some ranks have optimizer state of {format_names(partial)}, and others that own a part of it have none, "
-            "as after a step that failed on one rank. Load a checkpoint before you save one."
+            f"only some owners of {format_names(partial)} have optimizer state for it, probably because a step failed "
+            "on one rank. Load a checkpoint before you save."
         )
 
 
@@ -188,8 +189,8 @@ class _SavePlanner(DefaultSavePlanner):
         planned = write_item.tensor_data
         if planned is not None and isinstance(data, torch.Tensor) and data.shape != planned.chunk.sizes:
             raise CheckpointError(
-                f"{write_item.index.fqn} has changed its shape while it was saved: {tuple(planned.chunk.sizes)} was "
-                f"planned, and now it is {tuple(data.shape)}"
+                f"{write_item.index.fqn} changed its shape during the save: expected {tuple(planned.chunk.sizes)}, got "
+                f"{tuple(data.shape)}. Do not modify tensors while they are saved."
             )
         if type(data) in (torch.Tensor, torch.nn.Parameter) and data.device.type == "cpu" and data.numel():
             with suppress(BufferError, RuntimeError):  # dtypes and views that DLPack does not support are copied
@@ -207,7 +208,7 @@ def write_shards(comm: Comm, directory: Path, state_dict: dict[str, Any], progre
             dcp_save(state_dict, storage_writer=writer, planner=_SavePlanner(progress), **group_kwargs)
     except CheckpointException as error:
         raise CheckpointError(
-            f"the checkpoint could not be written to {directory.parent}: {format_failures(error)}"
+            f"writing the checkpoint to {directory.parent} failed: {format_failures(error)}"
         ) from error
     progress.finish()
     own = json.dumps(files.checksums)
@@ -237,6 +238,18 @@ def build_state_dict(
     return {key: ensure_loadable(value, key) for key, value in contents.items()}
 
 
+def describe_components(model: torch.nn.Module | None, optimizer: Optimizer | None) -> dict[str, Any]:
+    """Return the manifest's fields about model and optimizer: classes, and names of tied weights."""
+    unwrapped: Any = model
+    while isinstance(unwrapped, DistributedDataParallel) or hasattr(unwrapped, "_orig_mod"):
+        unwrapped = unwrapped.module if isinstance(unwrapped, DistributedDataParallel) else unwrapped._orig_mod
+    return {
+        "model": None if model is None else type(unwrapped).__name__,
+        "optimizers": [] if optimizer is None else make_adapter(optimizer).class_names,
+        "tied": {} if model is None else tied_param_names(model),
+    }
+
+
 def ensure_loadable(value: Any, key_path: str) -> Any:
     """Return `value` with numpy scalars as Python numbers.
 
@@ -258,9 +271,8 @@ def ensure_loadable(value: Any, key_path: str) -> Any:
         torch.load(buffer, weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            f"{key_path} is a {type(value).__qualname__}, which could not be read back: files are read without running "
-            "code. Use numbers, strings, tensors and plain containers, or allow the type with "
-            "torch.serialization.add_safe_globals."
+            f"{key_path} is a {type(value).__qualname__}, which load() could not read without running code. Save "
+            "numbers, strings, tensors and containers, or allow the type with torch.serialization.add_safe_globals."
         ) from error
     return value
 
@@ -278,11 +290,8 @@ def from_byte_tensor(tensor: Any, key: str, directory: Path) -> Any:
 
 
 def tensor_to_bytes(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of a uint8 tensor. Works without numpy, which is optional for torch."""
-    buffer = bytearray(tensor.numel())
-    if buffer:
-        torch.frombuffer(buffer, dtype=torch.uint8).copy_(tensor)
-    return bytes(buffer)
+    """Return the bytes of a uint8 tensor."""
+    return bytes(tensor.numpy())
 
 
 def get_rng_states() -> dict[str, Any]:
@@ -315,7 +324,7 @@ def set_rng_states(states: dict[str, Any]) -> None:
 
 
 _pending_saves: list["SaveHandle"] = []
-"""The last background save, to any folder. Only one runs at a time, so that collectives of two saves cannot mix."""
+"""The last background save, to any folder. Only one runs at a time: collectives of two saves must not mix."""
 
 
 class SaveHandle:
@@ -366,7 +375,7 @@ class SaveHandle:
     def _run_in_background(self, write_checkpoint: Callable[[], Path], rank: int) -> None:
         self._run(write_checkpoint)
         if self._failure is not None:  # logged, since the process may exit before anyone calls wait()
-            log_rank(logging.ERROR, rank, "a checkpoint was not saved: %s", self._failure)
+            log_rank(logging.ERROR, rank, "saving a checkpoint in the background failed: %s", self._failure)
 
 
 def save(
@@ -403,9 +412,9 @@ def save(
         The directory of the checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint could not be written. Nothing is published.
-        ConfigError: an argument is invalid.
-        RankMismatchError: the ranks passed different arguments.
+        CheckpointError: The checkpoint could not be written. Nothing is published.
+        ConfigError: An argument is invalid.
+        RankMismatchError: The ranks passed different arguments.
     """
     comm = Comm(choose_group(process_group, optimizer))
     components = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
@@ -444,6 +453,14 @@ def _make_progress(step: int, progress: bool | ProgressFn | None, comm: Comm) ->
     return Progress(f"saving step {step}", progress, comm.group.rank)
 
 
+class _Collected(NamedTuple):
+    """What this rank saves."""
+
+    state_dict: dict[str, Any]
+    description: dict[str, Any]
+    """Fields of the manifest."""
+
+
 @dataclass(frozen=True)
 class _SaveRequest:
     path: str | os.PathLike[str]
@@ -454,35 +471,35 @@ class _SaveRequest:
     is_async: bool
     progress: Progress
 
-    def collect(self, comm: Comm) -> dict[str, Any]:
+    def collect(self, comm: Comm) -> _Collected:
         """Check that all ranks agree, and return what this rank saves. Call on all ranks."""
-        with errors_as_checkpoint_error(self.path), comm.profiler.phase(Phase.SAVE_COLLECT):
-            state_dict = prepare_all(comm, "checkpoint.save", lambda: self._propose(comm))
+        with errors_as_checkpoint_error(self.path), label_phase(Phase.SAVE_COLLECT):
+            collected = prepare_all(comm, "checkpoint.save", lambda: self._propose(comm))
             check_state_on_all_owners(self.components["optimizer"], comm)
-        return state_dict
+        return collected
 
-    def _propose(self, comm: Comm) -> Prepared[dict[str, Any]]:
+    def _propose(self, comm: Comm) -> Prepared[_Collected]:
         check_components(self.components, "state_dict", self.progress.show)
         _finish_pending_saves()
         _check_step_and_keep(self.step, self.keep)
-        _check_numpy(comm)
         must_match = [f"path {Path(self.path)}", f"step {self.step}", f"keep={self.keep}"]
         must_match.append(f"checkpoint.{'async_save' if self.is_async else 'save'}")
         must_match += [f"{name} {'not ' if value is None else ''}given" for name, value in self.components.items()]
         check_optimizer_ranks(self.components["optimizer"], comm.group, "checkpoint.save")
         state_dict = build_state_dict(comm.group.rank, **self.components, extra=self.extra)
-        return Prepared(copy_to_host(state_dict) if self.is_async else state_dict, must_match)
+        description = describe_components(self.components["model"], self.components["optimizer"])
+        return Prepared(_Collected(copy_to_host(state_dict) if self.is_async else state_dict, description), must_match)
 
-    def start(self, comm: Comm, state_dict: dict[str, Any]) -> SaveHandle:
+    def start(self, comm: Comm, collected: _Collected) -> SaveHandle:
         """Run `write` in a background thread, with a process group of its own. Call on all ranks."""
         handle = SaveHandle(self.progress)
-        background_comm = Comm(comm.group.dedicated_gloo_group())
+        background_comm = Comm(comm.group.background_group())
         _pending_saves.append(handle)
-        args = (lambda: self.write(background_comm, state_dict), comm.group.rank)
+        args = (lambda: self.write(background_comm, collected), comm.group.rank)
         threading.Thread(target=handle._run_in_background, args=args, name="zeroshard-save", daemon=False).start()
         return handle
 
-    def write(self, comm: Comm, state_dict: dict[str, Any]) -> Path:
+    def write(self, comm: Comm, collected: _Collected) -> Path:
         """Write the checkpoint, publish it, and remove old ones. Call on all ranks; all succeed or all raise."""
         folder = CheckpointDir(self.path)
         with errors_as_checkpoint_error(folder.path), ExitStack() as stack:
@@ -494,7 +511,8 @@ class _SaveRequest:
                 return directory
 
             def publish() -> Path:
-                manifest = Manifest(self.step, comm.group.size, sums, time.time(), torch.__version__)
+                saved_at, description = time.time(), collected.description
+                manifest = Manifest(self.step, comm.group.size, sums, saved_at, torch.__version__, **description)
                 write_and_fsync(directory / MANIFEST_FILE, manifest.to_json())
                 CheckpointMetadata(directory).check_files()  # a broken checkpoint must not replace a good one
                 final = folder.publish(directory, self.step)
@@ -505,12 +523,12 @@ class _SaveRequest:
                 try:
                     folder.prune(self.keep)
                 except OSError as error:
-                    warn_at_caller(f"older checkpoints in {folder.path} could not be removed: {error}")
+                    warn_at_caller(f"removing older checkpoints in {folder.path} failed: {error}")
 
-            directory = run_on_rank0(comm, "checkpoint.save: beginning", begin)
-            with comm.profiler.phase(Phase.SAVE_WRITE):
-                sums = write_shards(comm, directory, state_dict, self.progress)
-            with comm.profiler.phase(Phase.SAVE_PUBLISH):
+            directory = run_on_rank0(comm, "checkpoint.save: creating the staging directory", begin)
+            with label_phase(Phase.SAVE_WRITE):
+                sums = write_shards(comm, directory, collected.state_dict, self.progress)
+            with label_phase(Phase.SAVE_PUBLISH):
                 final = run_on_rank0(comm, "checkpoint.save: publishing", publish)
             log_rank(
                 logging.DEBUG,
@@ -524,15 +542,11 @@ class _SaveRequest:
 
 def _check_step_and_keep(step: int, keep: int | None) -> None:
     if type(step) is not int or step < 0:
-        raise ConfigError(f"step must be a number of steps, not {step!r}")
+        raise ConfigError(f"expected step to be an integer of at least 0, got {step!r}")
     if keep is not None and (type(keep) is not int or keep < 1):
-        raise ConfigError(f"keep must be at least 1, or None to keep all checkpoints, not {keep!r}")
-
-
-def _check_numpy(comm: Comm) -> None:
-    """Raise `ConfigError` without numpy, which DCP needs to exchange plans: one rank would fail and the others hang."""
-    if comm.group.size > 1 and find_spec("numpy") is None:
-        raise ConfigError("saving on several ranks takes numpy, which torch.distributed.checkpoint uses: install it")
+        raise ConfigError(
+            f"expected keep to be an integer of at least 1, or None to keep all checkpoints, got {keep!r}"
+        )
 
 
 def _finish_pending_saves() -> None:

@@ -36,10 +36,17 @@ class Comm:
     tag = 0
     """The tag of point-to-point messages."""
 
-    def __init__(self, group: Group, data_parallel: "Comm | None" = None, replicas: Group | None = None) -> None:
+    def __init__(
+        self,
+        group: Group,
+        data_parallel: "Comm | None" = None,
+        replicas: Group | None = None,
+        *,
+        profiler: StepProfiler | None = None,
+    ) -> None:
         self.group, self._data_parallel = group, data_parallel
-        self.profiler: StepProfiler = StepProfiler() if data_parallel is None else data_parallel.profiler
-        """The profiler of the optimizer that uses this object."""
+        self.consensus_profiler = profiler or StepProfiler()
+        """Times consensus rounds."""
         self.replicas = replicas
         """The ranks that own the same shard, including this one; None without replicas."""
         for subgroup in (group, replicas) if data_parallel else ():
@@ -65,7 +72,7 @@ class Comm:
         return PendingWork(work, raw, self.group.failure_detector)
 
     def all_reduce_max(self, values: list[int]) -> list[int]:
-        """Return the maximum of each value over all ranks. All ranks pass equally many values."""
+        """Return the maximum of each value over all ranks. All ranks pass the same number of values."""
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         with self.group.failure_detector:
             if self.group.size <= MAX_RING_RANKS:
@@ -101,9 +108,14 @@ class Comm:
             dist.all_reduce(_wrap_buffer(buffer), op=dist.ReduceOp.MAX, group=self.group.cpu_group)
         return bytes(buffer)
 
-    def all_gather_text(self, text: str, *, max_bytes: int = 4096) -> list[str]:
-        """Return the text of each rank, truncated to `max_bytes`."""
-        own = _wrap_buffer(bytearray(encode_text(text)[:max_bytes].ljust(max_bytes, b"\0")))
+    def all_gather_text(self, text: str, *, max_bytes: int | None = 4096) -> list[str]:
+        """Return the text of each rank, truncated to `max_bytes`. With None, the ranks first exchange their lengths."""
+        encoded = encode_text(text)
+        if self.group.size == 1:
+            return [encoded[:max_bytes].decode(errors="ignore")]
+        if max_bytes is None:
+            max_bytes = max(self.all_reduce_max([len(encoded)])[0], 1)
+        own = _wrap_buffer(bytearray(encoded[:max_bytes].ljust(max_bytes, b"\0")))
         buffers = [bytearray(max_bytes) for _ in range(self.group.size)]
         with self.group.failure_detector:
             dist.all_gather([_wrap_buffer(buffer) for buffer in buffers], own, group=self.group.cpu_group)
@@ -121,14 +133,14 @@ class Comm:
         return bytes(buffer)
 
     def send(self, flat: torch.Tensor, to: Rank) -> PendingWork:
-        """Start sending a CPU tensor to one rank, which must `receive` equally many bytes."""
+        """Start sending a CPU tensor to one rank, which must `receive` the same number of bytes."""
         raw = view_as_bytes(flat)
         with self.group.failure_detector:
             work = dist.isend(raw, self.group.to_global(to), self.group.cpu_group, self.tag)
         return PendingWork(work, raw, self.group.failure_detector)
 
     def receive(self, flat: torch.Tensor, source: Rank) -> PendingWork:
-        """Start receiving into a CPU tensor from one rank, which must `send` equally many bytes."""
+        """Start receiving into a CPU tensor from one rank, which must `send` the same number of bytes."""
         raw = view_as_bytes(flat)
         with self.group.failure_detector:
             work = dist.irecv(raw, self.group.to_global(source), self.group.cpu_group, self.tag)
@@ -164,8 +176,8 @@ _background_tags: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyD
 class BackgroundComm(Comm):
     """`send` and `receive` with a tag of their own, for a background thread. All ranks must construct it together.
 
-    The inherited collectives must not be called from a thread. Messages go through `Group.cpu_group`: a separate
-    process group would need a name, which torch derives from the number of groups a process is in.
+    The inherited collectives must not be called from a thread. Messages go through `Group.cpu_group`, where the tag
+    separates them from others: a process group of their own would cost another mesh of connections.
     """
 
     def __init__(self, group: Group) -> None:

@@ -7,15 +7,17 @@ all ranks, instead of hanging some of them. The ranks are those of `Comm.data_pa
 
 import hashlib
 import logging
-from collections import defaultdict
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic, NamedTuple, NoReturn, TypeVar
 
+from .._formatting import format_error, format_ranks_by_text
 from .._logging import log_rank
-from .._types import format_ranks
+from .._tracebacks import mark_explained_by
+from .._types import group_ranks
 from ..errors import RankFailedError, RankLostError, RankMismatchError
 from ..profiling import Phase
 from .collectives import Comm, encode_text
@@ -23,12 +25,12 @@ from .collectives import Comm, encode_text
 T = TypeVar("T")
 
 _SAME_CALLS_HINT = (
-    "All ranks are to make the same calls in the same order: look for a condition such as `if rank == 0:`, for a loop "
-    "that is longer on some ranks (Join is for those), or for an error that one rank has caught."
+    "All ranks must make the same calls in the same order: look for a call under `if rank == 0:`, a loop that is "
+    "longer on some ranks (use Join for those), or an error that one rank has caught."
 )
 _MUST_MATCH_HINT = (
-    "This is to be the same on all ranks: look for what depends on the rank, such as an option, a file, an order, or a "
-    "learning rate that one has changed by itself."
+    "This must be equal on all ranks: look for a model, an option, a file, an order or a learning rate that depends on "
+    "the rank."
 )
 
 
@@ -38,17 +40,17 @@ class Failure(IntEnum):
     NONE = 0
     FAILED = 1
     """The rank raised an error, but can still take part in collectives."""
-    CANNOT_CONTINUE = 2
-    """The rank cannot take part in collectives any more."""
+    CANNOT_SEND_PARAMS = 2
+    """The rank's parameters cannot be sent, for example because they were moved. It still exchanges its status."""
 
 
 class Status(NamedTuple):
     """What all ranks know after `exchange_status`: the same values on every rank."""
 
     failure_level: Failure
-    has_same_plan: bool
+    has_same_payload: bool
     has_same_options: bool = True
-    measure_range: int = 0
+    measure_spread: int = 0
     """The largest `measure` minus the smallest, over the ranks that passed one."""
 
 
@@ -58,39 +60,47 @@ _NO_MEASURE = -(1 << 62)
 def exchange_status(
     comm: Comm,
     call: str,
-    plan: bytes,
+    payload: bytes,
     failure_level: Failure = Failure.NONE,
     *,
     options: bytes = b"",
     measure: int | None = None,
+    in_training_step: bool = True,
 ) -> Status:
-    """Compare `call`, `plan` and `options` across ranks, and find the worst failure. All ranks must call.
+    """Compare `call`, `payload` and `options` across ranks, and find the worst failure. All ranks must call.
 
     Args:
         comm: its `data_parallel` ranks take part.
         call: the call this rank is in, for comparison and for messages.
-        plan: an encoding of what this rank is about to do.
+        payload: an encoding of what this rank is about to do, compared as a fingerprint.
         failure_level: whether this rank failed.
-        options: an encoding of the options, compared separately from `plan`.
+        options: an encoding of the options, compared separately from `payload`.
         measure: a number below 2^61 that should be nearly equal on all ranks that pass one.
+        in_training_step: the call is part of a training step, and not of a save, for example.
 
     Raises:
         RankMismatchError: the ranks are in different calls (on all ranks).
     """
     if comm.is_single_rank:
         return Status(failure_level, True)
-    comm.data_parallel.group.failure_detector.set_activity(f"agreeing on {call}")
-    fingerprints = [fingerprint(call.encode()), fingerprint(plan), fingerprint(options)]
-    with comm.profiler.phase(Phase.CONSENSUS):
+    detector = comm.data_parallel.group.failure_detector
+    if in_training_step:
+        detector.set_activity(call)
+    else:
+        detector.set_activity(call, call=re.sub(r"\d+", "", call))
+    fingerprints = [fingerprint(call.encode()), fingerprint(payload), fingerprint(options)]
+    with comm.consensus_profiler.phase(Phase.CONSENSUS):
         limits = (_NO_MEASURE, _NO_MEASURE) if measure is None else (measure, -measure)
         # The maxima of x and -x cancel if and only if x is equal on all ranks.
         worst, *maxima = comm.data_parallel.all_reduce_max(
             [failure_level, *(signed for value in fingerprints for signed in (value, -value)), *limits]
         )
-    if maxima[0] != -maxima[1]:
-        _raise_mismatch(comm, "the ranks are in different calls.", call, _SAME_CALLS_HINT)
-    measure_range = maxima[6] + maxima[7] if maxima[6] > _NO_MEASURE else 0
-    status = Status(Failure(worst), maxima[2] == -maxima[3], maxima[4] == -maxima[5], measure_range)
+    same_call, same_payload, same_options = (maxima[i] == -maxima[i + 1] for i in (0, 2, 4))
+    max_measure, negative_min_measure = maxima[6:]
+    if not same_call:
+        raise _make_mismatch(comm, "the ranks are in different calls.", call, _SAME_CALLS_HINT)
+    measure_spread = max_measure + negative_min_measure if max_measure > _NO_MEASURE else 0
+    status = Status(Failure(worst), same_payload, same_options, measure_spread)
     log_rank(logging.DEBUG, comm.data_parallel.group.rank, "all ranks are in %s: %s", call, status)
     return status
 
@@ -127,10 +137,17 @@ def check_all_equal(
     """
     failure = Failure.NONE if error is None else Failure.FAILED
     options = options or EncodedOptions()
-    status = exchange_status(comm, call, encode_text("\n".join([summary, *must_match])), failure, options=options.data)
+    status = exchange_status(
+        comm,
+        call,
+        encode_text("\n".join([summary, *must_match])),
+        failure,
+        options=options.data,
+        in_training_step=False,
+    )
     if status.failure_level:
         raise_failure(comm, call, error)
-    if not status.has_same_plan:
+    if not status.has_same_payload:
         raise_first_mismatch(comm, call, must_match, summary)
     if not status.has_same_options:
         raise_first_mismatch(comm, call, options.describe())
@@ -185,16 +202,21 @@ def raise_failure(comm: Comm, call: str, error: BaseException | None, *, consequ
 
     A rank that failed raises its own `error`, the others `RankFailedError`. `consequence` is a sentence for the latter.
     """
-    own_report = "" if error is None else f"{type(error).__name__}: {error}"
+    own_report = "" if error is None else format_error(error)
+    reports: list[str] = []
     try:
-        reports = [own_report] if comm.is_single_rank else comm.data_parallel.all_gather_text(own_report)
+        reports = comm.data_parallel.all_gather_text(own_report)
     except RankLostError:
         if error is None:
             raise
     if error is not None:
+        rank = comm.data_parallel.group.rank
+        first = reports.index(reports[rank]) if len(reports) > rank else rank
+        if first < rank:
+            mark_explained_by(error, first)
         raise error
-    failed = [f"rank {rank} failed: {report}" for rank, report in enumerate(reports) if report]
-    raise RankFailedError(f"{call}: " + "; ".join(failed) + (f". {consequence}" if consequence else ""))
+    failed = "; ".join(f"rank {rank} failed: {report}" for rank, report in enumerate(reports) if report)
+    raise RankFailedError(f"{call}: {failed.rstrip('.')}. {consequence}" if consequence else f"{call}: {failed}")
 
 
 def fingerprint(data: bytes) -> int:
@@ -202,10 +224,13 @@ def fingerprint(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 2
 
 
-def raise_first_mismatch(comm: Comm, call: str, must_match: Sequence[str], summary: str = "") -> NoReturn:
+def raise_first_mismatch(
+    comm: Comm, call: str, must_match: Sequence[str], summary: str = "", *, consequence: str = ""
+) -> NoReturn:
     """Raise `RankMismatchError` with the first fact that differs, found by bisection. All ranks must call.
 
-    That takes a number of small collectives that is logarithmic in the number of facts.
+    The search takes a number of small collectives that is logarithmic in the number of facts. `consequence` is a
+    sentence for the end of the message.
     """
     same, different = 0, comm.data_parallel.all_reduce_max([len(must_match)])[0]
     while different - same > 1:
@@ -214,22 +239,17 @@ def raise_first_mismatch(comm: Comm, call: str, must_match: Sequence[str], summa
         high, low = comm.data_parallel.all_reduce_max([prefix, -prefix])
         same, different = (middle, different) if high == -low else (same, middle)
     own_text = must_match[different - 1] if different <= len(must_match) else "nothing more"
-    summaries = _gather_ranks_by_text(comm, summary)
-    lead = f" {_format_ranks_by_text(summaries)}. The first difference:" if len(summaries) > 1 else ""
-    _raise_mismatch(comm, f"{call}: the ranks disagree.{lead}", own_text, _MUST_MATCH_HINT)
+    summaries = group_ranks(comm.data_parallel.all_gather_text(summary))
+    lead = f" {format_ranks_by_text(summaries)}. The first difference:" if len(summaries) > 1 else ""
+    error = _make_mismatch(
+        comm, f"{call}: the ranks disagree.{lead}", own_text, " ".join(filter(None, [_MUST_MATCH_HINT, consequence]))
+    )
+    if comm.data_parallel.group.rank > 0:
+        mark_explained_by(error, 0)
+    raise error
 
 
-def _raise_mismatch(comm: Comm, problem: str, own_text: str, hint: str) -> NoReturn:
-    raise RankMismatchError(f"{problem} {_format_ranks_by_text(_gather_ranks_by_text(comm, own_text))}. {hint}")
-
-
-def _gather_ranks_by_text(comm: Comm, own_text: str) -> dict[str, list[int]]:
-    """Return all texts, each with the ranks that passed it."""
-    ranks_by_text: dict[str, list[int]] = defaultdict(list)
-    for rank, text in enumerate(comm.data_parallel.all_gather_text(own_text)):
-        ranks_by_text[text].append(rank)
-    return ranks_by_text
-
-
-def _format_ranks_by_text(ranks_by_text: dict[str, list[int]]) -> str:
-    return "; ".join(f"{format_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items())
+def _make_mismatch(comm: Comm, problem: str, own_text: str, hint: str) -> RankMismatchError:
+    """Return the error of this rank. Call on all ranks."""
+    texts = format_ranks_by_text(group_ranks(comm.data_parallel.all_gather_text(own_text)))
+    return RankMismatchError(f"{problem} {texts}. {hint}")

@@ -1,4 +1,4 @@
-"""Failure detection: when one rank is lost, all others raise `RankLostError` at once instead of after their timeout.
+"""Failure detection: when one rank notices that another is lost, all ranks raise `RankLostError` at once.
 
 ::
 
@@ -11,7 +11,10 @@
 Hazard: gloo reports a lost connection only to ranks that wait for that very rank. If ranks did not close their
 connections, all others would wait for their timeout.
 
-The module has four parts: shutdown of background threads, the flight recorder, the reports, and the detector itself.
+A rank that waits for more than `LONG_WAIT_S` seconds logs what it waits for, and what others say that they wait for.
+
+The module has five parts: shutdown of background threads, the flight recorder, the reports, long waits, and the
+detector itself.
 """
 
 import atexit
@@ -34,9 +37,17 @@ from weakref import WeakKeyDictionary, WeakMethod, WeakSet, ref
 import torch
 import torch.distributed as dist
 
+from .._formatting import format_count, format_error, format_ranks
 from .._logging import log_rank
-from .._torch_compat import backend_name, default_store, flight_recorder_dump, flight_recorder_entries, is_open
-from .._types import format_ranks
+from .._torch_compat import (
+    backend_name,
+    default_store,
+    flight_recorder_dump,
+    flight_recorder_entries,
+    group_timeout,
+    is_open,
+)
+from .._tracebacks import install as shorten_printed_tracebacks
 from ..errors import RankLostError, ZeroError
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -59,7 +70,11 @@ They outlive a destroyed group as long as something refers to it."""
 DESTROYED_GROUP_TIMEOUT_S = 2.0
 """How long threads may keep receiving in a destroyed process group: its other ranks may be slower."""
 WATCHER_INTERVAL_S = 0.1
-"""How often the watcher checks for destroyed process groups, while threads receive."""
+"""How often the watcher checks for destroyed process groups and long waits."""
+WATCHER_IDLE_S = 5.0
+"""How long the watcher lives without anything to watch: starting a thread for each wait would cost more than it."""
+_THREAD_PREFIX = "zeroshard-"
+"""Names of the package's threads. Their waits are not reported: they wait while the program does something else."""
 
 
 class Abortable(Protocol):
@@ -69,6 +84,8 @@ class Abortable(Protocol):
     def is_destroyed(self) -> bool: ...
 
     def abort(self, error: BaseException) -> None: ...
+
+    def log_lost_ranks(self) -> None: ...
 
     def close_connections(self, *, destroyed_only: bool) -> None: ...
 
@@ -110,6 +127,7 @@ _watcher: threading.Thread | None = None
 def install_exit_handlers() -> None:
     """Register the exit handlers, once per process. Called before the first communication."""
     atexit.register(_shut_down)
+    shorten_printed_tracebacks()
     sys.excepthook = partial(_abort_on_uncaught_error, sys.excepthook)
 
 
@@ -138,34 +156,57 @@ def abort_at_exit(failure_detector: Abortable) -> None:
 def _abort_on_uncaught_error(
     previous_hook: Callable[..., object], error_type: type[BaseException], error: BaseException, traceback: Any
 ) -> None:
-    """Run as `sys.excepthook`: that is before Python waits for the threads that save checkpoints."""
-    previous_hook(error_type, error, traceback)
-    for detector in list(_detectors_to_abort):
-        with suppress(Exception):
-            detector.abort(error)
-    _has_aborted.set()
+    """Run as `sys.excepthook`: that is before Python waits for the threads that save checkpoints.
+
+    A launcher may kill this process as soon as another one has failed. So an error of this rank is printed first. A
+    lost connection in DDP, whose traceback explains nothing, is printed after what zeroshard knows about it.
+    """
+    is_explained_first = _is_consequence(error) and not isinstance(error, ZeroError)
+    try:
+        if not is_explained_first:
+            previous_hook(error_type, error, traceback)
+    finally:  # whatever a hook of the program does
+        detectors = list(_detectors_to_abort)
+        for detector in detectors:
+            with suppress(Exception):
+                detector.abort(error)
+        # Hazard: only once all connections are closed. It waits for reports, and other ranks wait for this one.
+        for detector in detectors:
+            with suppress(Exception):
+                detector.log_lost_ranks()
+        _has_aborted.set()
+        if is_explained_first:
+            previous_hook(error_type, error, traceback)
 
 
 def _start_watcher() -> None:
-    """Start the thread that closes connections of destroyed groups. It lives as long as other threads communicate."""
+    """Start the watcher thread, which closes connections of destroyed groups and reports long waits.
+
+    It lives as long as other threads communicate, and a few seconds after the last wait of any thread. Does nothing if
+    no thread can be started: a rank must not miss a collective because of that.
+    """
     global _watcher  # noqa: PLW0603
     if _watcher is None and not is_shutting_down.is_set():
         # Hazard: torch has no callback for the destruction of a process group, so the thread has to poll.
-        thread = threading.Thread(target=_watch_destroyed_groups, name="zeroshard-watcher", daemon=True)
-        thread.start()
-        _watcher = thread
+        thread = threading.Thread(target=_watch, name=f"{_THREAD_PREFIX}watcher", daemon=True)
+        with suppress(RuntimeError):
+            thread.start()
+            _watcher = thread
 
 
-def _watch_destroyed_groups() -> None:
+def _watch() -> None:
     global _watcher  # noqa: PLW0603
     destroyed_since: WeakKeyDictionary[Abortable, float] = WeakKeyDictionary()
+    last_wait = time.monotonic()
     while not is_shutting_down.wait(WATCHER_INTERVAL_S):
+        now = time.monotonic()
+        if _report_long_waits(now):
+            last_wait = now
         with _exit_lock:
             detectors = _active_detectors()
-            if not detectors:
+            if not detectors and now - last_wait > WATCHER_IDLE_S:
                 _watcher = None
                 return
-        now = time.monotonic()
         for detector in detectors:
             if detector.is_destroyed and now - destroyed_since.setdefault(detector, now) >= DESTROYED_GROUP_TIMEOUT_S:
                 with suppress(Exception):  # other detectors, and shutdown, need this thread
@@ -227,11 +268,11 @@ _DUMP_PATH_VARS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """Environment variables with the prefix of the dump file; the rank is appended."""
 
 
-def describe_last_collective(process_group: dist.ProcessGroup) -> str:
-    """Describe the newest collective of a group; "" if nothing was recorded."""
+def describe_last_collective(*process_groups: dist.ProcessGroup) -> str:
+    """Describe the newest collective of these groups; "" if nothing was recorded."""
     with suppress(Exception):  # must not replace the error that it explains
-        group_name = process_group.group_name
-        entries = [entry for entry in flight_recorder_entries() if entry["process_group"][0] == group_name]
+        names = {group.group_name for group in process_groups}
+        entries = [entry for entry in flight_recorder_entries() if entry["process_group"][0] in names]
         return _format_recorder_entry(entries[-1]) if entries else ""
     return ""
 
@@ -264,13 +305,21 @@ DISCONNECTED_GRACE_S = 0.5
 """The same if only disconnected ranks are missing. A rank publishes before it disconnects, but a network may fail."""
 STORE_TIMEOUT_S = 1.0
 """How long the store may take to answer: the rank that serves it may be the lost one."""
-_UNRESPONSIVE_CAUSES = "stopped, stuck, cut off, or busy with something else"
-_MISMATCHED_CALLS_HINT = (
-    "But if ranks waited for different things, as said above, one of them has made a call alone, and that would end in "
-    "the same way: a step or a save under `if rank == 0`, a forward pass with gradients of a model that has buffers."
+_UNRESPONSIVE_CAUSES = "stopped, hung, disconnected, or busy with something else"
+_SAME_CALLS_HINT = "All ranks must make the same calls in the same order"
+_DIFFERENT_CALLS_HINT = (
+    f"{_SAME_CALLS_HINT}. If one rank saves or steps alone, remove the `if rank == 0:` around it. If one rank "
+    "evaluates alone, do so under torch.no_grad()."
 )
-_UNEVEN_LOOP_HINT = (
-    "But if a rank's program had come to its end, its loop was shorter: all ranks make as many steps, or use Join."
+_NOT_IN_ZEROSHARD = "outside of zeroshard (in DDP, for example in backward, or in another collective of the program)"
+OUTSIDE = "no zeroshard call"
+"""The activity between calls, and its kind: a rank that loses a connection then was in a collective of DDP, or of the
+program itself."""
+_TRAINING = "a training step"
+"""The kind of call of everything that ranks wait for in training: they may be a phase apart."""
+_FINISHED_RANK_HINT = (
+    "If that rank's program had finished, it made fewer calls than this one: look for a call under `if rank == 0:`, or "
+    "a loop that is shorter on that rank (make equally many steps on all ranks, or use Join)."
 )
 _MAX_LINES_SHOWN = 8
 _MAX_REPORT_CHARS = 600
@@ -281,24 +330,36 @@ Ranks = Sequence[int]
 class PeerReports:
     """The failure reports of all ranks of a group, by group rank."""
 
-    ADVICE = "Nothing more can be sent in this process group. Start again from the last checkpoint."
+    ADVICE = "The process group cannot be used any more. Restart from the last checkpoint."
 
     def __init__(
-        self, group: dist.ProcessGroup, activity: str, error: str, disconnected: Collection[int], *, is_root_cause: bool
+        self,
+        group: dist.ProcessGroup,
+        call: str,
+        activity: str,
+        error: str,
+        disconnected: Collection[int],
+        *,
+        waits_in: str,
+        is_root_cause: bool,
     ) -> None:
         """Create this rank's report.
 
         Args:
             group: all data-parallel ranks.
-            activity: what this rank was doing.
+            call: what kind of call this rank was waiting in, to compare it with those of the others.
+            activity: the call, with details.
             error: what it failed with.
             disconnected: global ranks whose connections are closed.
+            waits_in: the call for the first line, if those of the ranks differ.
             is_root_cause: the error is this rank's own, not the consequence of a lost peer.
         """
         members = dist.get_process_group_ranks(group)
         self._rank, self._size = members.index(dist.get_rank()), len(members)
         self._disconnected = {members.index(rank) for rank in disconnected if rank in members}
-        self._own_report = f"{activity}: {error}"[:_MAX_REPORT_CHARS]
+        # The error of a root cause is in the first line already.
+        self._own_report = (activity if is_root_cause else f"{activity}: {error}")[:_MAX_REPORT_CHARS]
+        self._calls, self._waits = {self._rank: call}, {self._rank: waits_in}
         self._store_key = f"zeroshard/lost/{group.group_name}"
         self._reports: dict[int, str] = {self._rank: self._own_report}
         self._failed = {self._rank: error[:_MAX_REPORT_CHARS]} if is_root_cause else {}
@@ -313,7 +374,9 @@ class PeerReports:
         Call before closing connections, so that a disconnected rank without a report is known not to have one.
         """
         entry = {
-            "word": self._own_report,
+            "report": self._own_report,
+            "call": self._calls[self._rank],
+            "waits_in": self._waits[self._rank],
             "error": self._failed.get(self._rank, ""),
             "closed": sorted(self._disconnected),
         }
@@ -337,15 +400,45 @@ class PeerReports:
         else:
             causes += self._describe_unreachable_store(missing, exited)
             exited = unresponsive = []
-        lines = [
-            f"{'; '.join(causes)}." if causes else f"{no_loss_message}, and all ranks are still there.",
-            *self._format_reports(),
-        ]
+        advice = f"{self.ADVICE} {_FINISHED_RANK_HINT}" if exited else self.ADVICE
+        if causes:
+            headline = "; ".join(cause.rstrip(".") for cause in causes) + "."
+        elif self.has_different_calls:
+            headline = f"the ranks wait in different calls: {self._describe_waits()}.\n{self._advise_on_waits()}"
+        else:
+            headline = f"{no_loss_message}, and no rank is missing."
+        lines = [headline, *self._format_reports()]
         if trace_path:
-            lines.append(f"torch's flight recorder is in {trace_path}: see torchfrtrace.")
-        hint = _MISMATCHED_CALLS_HINT if not causes else _UNEVEN_LOOP_HINT if exited else ""
-        lines.append(f"{self.ADVICE} {hint}".rstrip())
+            lines.append(f"torch's flight recorder wrote {trace_path}; read it with torchfrtrace.")
+        lines.append(advice)
         return RankLostError("\n".join(lines), tuple(sorted(self._failed)), tuple(exited), tuple(unresponsive))
+
+    @property
+    def has_different_calls(self) -> bool:
+        """Whether the ranks that have reported were waiting in different kinds of calls."""
+        return len(set(dict(self._calls).values())) > 1
+
+    def _describe_waits(self) -> str:
+        ranks_by_wait: dict[str, list[int]] = {}
+        for rank, waits_in in sorted(dict(self._waits).items()):
+            ranks_by_wait.setdefault(waits_in, []).append(rank)
+        shown = list(ranks_by_wait.items())[:_MAX_LINES_SHOWN]
+        return "; ".join(
+            f"{format_ranks(ranks)} {_NOT_IN_ZEROSHARD if waits_in == OUTSIDE else f'in {waits_in}'}"
+            for waits_in, ranks in shown
+        )
+
+    def _advise_on_waits(self) -> str:
+        """Say what to fix: exactly, if only one call of zeroshard is involved."""
+        waits = {*dict(self._waits).values()} - {OUTSIDE}
+        call = re.split("[:,]", waits.pop())[0] if len(waits) == 1 else ""
+        call = "step()" if call.startswith("step ") else call
+        if not call or " " in call:  # a phase, and not a method
+            return _DIFFERENT_CALLS_HINT
+        return (
+            f"{_SAME_CALLS_HINT}: call {call} on all ranks. Look for it under `if rank == 0:`, or for a loop that is "
+            "shorter on one rank."
+        )
 
     def _append_to_store(self, **entry: Any) -> None:
         _get_store().append(self._store_key, json.dumps({"rank": self._rank, **entry}) + "\n")
@@ -354,7 +447,7 @@ class PeerReports:
         return sorted(set(range(self._size)) - dict(self._reports).keys())
 
     def _poll_store(self) -> None:
-        """Read reports until no rank is missing, or until the missing ranks have had their time."""
+        """Read reports until no rank is missing, or until the missing ranks have run out of time."""
         start, interval_s = time.monotonic(), max(0.01, self._size / 500)
         while True:
             for entry in _get_store().get(self._store_key).decode(errors="replace").splitlines():
@@ -369,9 +462,21 @@ class PeerReports:
         if missing:  # a rank that was only stopped reads this when it resumes
             self._append_to_store(missed=missing)
 
-    def _record(self, rank: int, word: str = "", error: str = "", closed: Ranks = (), missed: Ranks = ()) -> None:
+    def _record(
+        self,
+        rank: int,
+        *,
+        report: str = "",
+        call: str = "",
+        waits_in: str = "",
+        error: str = "",
+        closed: Ranks = (),
+        missed: Ranks = (),
+    ) -> None:
         """Merge an entry of the store; the parameters are its JSON keys."""
-        self._reports |= {rank: word} if word else {}
+        self._reports |= {rank: report} if report else {}
+        self._calls |= {rank: call} if call else {}
+        self._waits |= {rank: waits_in} if waits_in else {}
         self._failed |= {rank: error} if error else {}
         self._disconnected.update(closed)
         self._given_up_by.update([rank] if self._rank in missed else [])
@@ -380,17 +485,17 @@ class PeerReports:
         """A closed connection alone does not prove an exit: survivors close their connections, too."""
         if not missing:
             return []
-        text = "the store of the job does not answer (rank 0 serves it, unless torchrun or you do)"
-        text += f", so nothing is known of {format_ranks(missing)} of {self._size}"
+        text = "the job's store does not answer (rank 0 serves it, unless torchrun or another process does)"
+        text += f", so the state of {format_ranks(missing)} of {self._size} is unknown"
         if disconnected:
-            text += f"; closed are connections to {format_ranks(disconnected)}, which ended, or live and hung up"
+            text += f"; connections to {format_ranks(disconnected)} are closed, by an exit or after a failure"
         return [text]
 
     def _describe_given_up_by(self) -> list[str]:
         if not self._given_up_by:
             return []
         ranks = format_ranks(sorted(self._given_up_by))
-        return [f"{ranks} of {self._size} waited for this rank in vain: {_UNRESPONSIVE_CAUSES}"]
+        return [f"{ranks} of {self._size} gave up waiting for this rank: it was {_UNRESPONSIVE_CAUSES}"]
 
     def _format_reports(self) -> list[str]:
         """Format the reports, this rank's first, equal ones in one line."""
@@ -409,7 +514,11 @@ def _describe_failures(failed: dict[int, str], size: int) -> list[str]:
 def _describe_losses(exited: Ranks, unresponsive: Ranks, size: int) -> list[str]:
     losses = []
     if exited:
-        losses.append(f"{format_ranks(exited)} of {size} ended, or lost the network: no connection, and no word left")
+        verb, pronoun, left = ("are", "their", "they left") if len(exited) > 1 else ("is", "its", "it left")
+        losses.append(
+            f"{format_ranks(exited)} of {size} {verb} gone: {pronoun} connections closed and {left} no error report "
+            "(program ended, killed, crashed, or network failure)"
+        )
     if unresponsive:
         losses.append(f"{format_ranks(unresponsive)} of {size} did not answer: {_UNRESPONSIVE_CAUSES}")
     return losses
@@ -433,6 +542,70 @@ def _run_with_timeout(timeout_s: float, action: Callable[[], object]) -> None:
     thread.start()
     join_at_exit(thread, STORE_TIMEOUT_S)
     thread.join(timeout_s)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Long waits: a rank that waits publishes what it waits for, and logs it once with what it knows about the others.
+
+
+LONG_WAIT_S = 10.0
+"""How long a rank waits for others before it publishes and logs that."""
+PUBLISH_TIME_S = 1.0
+"""How long to wait, after publishing, for others that began to wait at the same time."""
+_NOT_WAITING = (
+    f"not waiting in zeroshard for {LONG_WAIT_S:.0f} s: busy, gone, or in DDP or another collective of the program. If "
+    "this call is under `if rank == 0:`, make it on all ranks"
+)
+_MAX_RANKS_ASKED = 16
+"""How many ranks' waits to read: usually it is rank 0 that waits elsewhere."""
+
+
+class WaitMonitor:
+    """The waits of the threads of this rank in one process group."""
+
+    def __init__(self) -> None:
+        self._started: dict[int, float] = {}
+        """When each waiting thread began to wait, by thread id."""
+        self._published = self._noticed = 0.0
+        """The start of the last wait that was published, and of the last one considered for logging."""
+        self._num_long_waits = 0
+
+    def start(self) -> None:
+        self._started[threading.get_ident()] = time.monotonic()
+        if _watcher is None:
+            with _exit_lock:
+                _start_watcher()
+
+    def end(self) -> None:
+        self._started.pop(threading.get_ident(), None)
+
+    def report(self, detector: "FailureDetector", now: float, own_thread_ids: Collection[int]) -> bool:
+        """Publish and log a long wait, each once. Return whether any thread waits."""
+        started = min((start for ident, start in list(self._started.items()) if ident not in own_thread_ids), default=0)
+        if not started:
+            if self._published:
+                self._published = 0.0
+                _run_with_timeout(STORE_TIMEOUT_S, lambda: detector.publish_wait(""))
+            return False
+        waited_s = now - started
+        if waited_s >= LONG_WAIT_S and self._published != started:
+            self._published = started
+            _run_with_timeout(STORE_TIMEOUT_S, lambda: detector.publish_wait(detector.describe_activity()))
+        elif waited_s >= LONG_WAIT_S + PUBLISH_TIME_S and self._noticed != started:
+            self._noticed, self._num_long_waits = started, self._num_long_waits + 1
+            if self._num_long_waits.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ... wait: a rank may always be slow
+                detector.log_wait(waited_s)
+        return True
+
+
+def _report_long_waits(now: float) -> bool:
+    """Report the long waits of all process groups. Return whether any thread waits."""
+    own_thread_ids = {thread.ident or 0 for thread in threading.enumerate() if thread.name.startswith(_THREAD_PREFIX)}
+    is_waiting = False
+    for detector in list(_detectors.values()):
+        with suppress(Exception):  # a report must not end the watcher
+            is_waiting |= detector.wait_monitor.report(detector, now, own_thread_ids)
+    return is_waiting
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -463,17 +636,35 @@ class FailureDetector:
     def __init__(self, *process_groups: dist.ProcessGroup) -> None:
         """The first group must contain all data-parallel ranks. Without any group, errors pass unchanged."""
         self._activity: str | Callable[[], str] = "finding each other"
+        self._call = _TRAINING
         self._context_providers: list[WeakMethod[Callable[[], str]]] = []
         self._num_steps = 0
         self._data_parallel_refs = [ref(group) for group in process_groups[:1]]
         self._groups = WeakSet(process_groups)
         self._lock = threading.Lock()
+        self.wait_monitor = WaitMonitor()
         self._rank_lost_error: RankLostError | None = None
+        self._unlogged_reports: PeerReports | None = None
+        """Set by `abort` until `log_lost_ranks`."""
         self._closed_groups: WeakSet[dist.ProcessGroup] = WeakSet()
 
-    def set_activity(self, activity: str | Callable[[], str], num_steps: int | None = None) -> None:
-        """Set what this rank is about to wait for, and how many steps it has done, for its report."""
-        self._activity, self._num_steps = activity, self._num_steps if num_steps is None else num_steps
+    def set_activity(
+        self, activity: str | Callable[[], str], num_steps: int | None = None, *, call: str = _TRAINING
+    ) -> None:
+        """Set what this rank is about to wait for, for its report.
+
+        Args:
+            activity: What it waits for, or a function that says so.
+            num_steps: How many steps it has done.
+            call: The kind of call, if it is not part of an ordinary training step: for ranks that wait in different
+                kinds of calls, the error says so first.
+        """
+        self._activity, self._call = activity, call
+        self._num_steps = self._num_steps if num_steps is None else num_steps
+
+    def set_idle(self, num_steps: int | None = None) -> None:
+        """Record that this rank is between two calls."""
+        self.set_activity(OUTSIDE, num_steps, call=OUTSIDE)
 
     def add_context(self, provider: Callable[[], str]) -> None:
         """Add a bound method that returns more text for the report ("" for none). It is referenced weakly."""
@@ -482,22 +673,64 @@ class FailureDetector:
 
     @contextmanager
     def activity(self, activity: str) -> Iterator[None]:
-        """Context manager that sets the activity, and restores the previous one unless its body raises."""
-        previous, self._activity = self._activity, activity
-        yield
-        self._activity = previous
+        """Context manager for a call that is not part of a step: sets the activity, and restores the previous one."""
+        previous = self._activity, self._call
+        self._activity = self._call = activity
+        try:
+            yield
+        finally:
+            self._activity, self._call = previous
 
     def add_group(self, process_group: dist.ProcessGroup) -> None:
         """Add a group of these ranks, or of some of them, whose connections are closed with the others."""
         self._groups.add(process_group)
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context manager for a wait for other ranks that is not inside this detector."""
+        self.wait_monitor.start()
+        try:
+            yield
+        finally:
+            self.wait_monitor.end()
+
+    def publish_wait(self, activity: str) -> None:
+        """Publish in the job's store what this rank waits for; "" if it is no longer waiting."""
+        group = self._data_parallel_group
+        if group is not None:
+            _get_store().set(_wait_key(group, group.rank()), activity)
+
+    def log_wait(self, waited_s: float) -> None:
+        """Log what this rank waits for, and what others do."""
+        group = self._data_parallel_group
+        if group is None:
+            return
+        own, others = self.describe_activity(), dict[int, str]()
+        _run_with_timeout(STORE_TIMEOUT_S, lambda: others.update(_read_waits(group)))
+        elsewhere = [f"rank {rank} waits in: {text}" for rank, text in sorted(others.items()) if text and text != own]
+        same = [rank for rank, text in sorted(others.items()) if text == own]
+        idle = [rank for rank, text in sorted(others.items()) if not text]
+        elsewhere += [f"{format_ranks(same)}: waiting in the same call"] if same else []
+        elsewhere += [f"{format_ranks(idle)}: {_NOT_WAITING}"] if idle else []
+        log_rank(
+            logging.WARNING,
+            group.rank(),
+            "has waited for other ranks for %.0f s, in: %s (timeout of the process group: %s). %s",
+            *(waited_s, own, group_timeout(group) or "unknown", "; ".join(elsewhere)),
+        )
+
+    def describe_activity(self) -> str:
+        return self._activity if isinstance(self._activity, str) else self._activity()
+
     def __enter__(self) -> None:
         if self._rank_lost_error is not None:
             raise self._rank_lost_error.copy()
+        self.wait_monitor.start()
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.wait_monitor.end()
         if not isinstance(error, RuntimeError) or isinstance(error, (ZeroError, torch.OutOfMemoryError)):
             return
         group = self._data_parallel_group
@@ -531,7 +764,7 @@ class FailureDetector:
     def _abort_and_report(self, error: RuntimeError, group: dist.ProcessGroup) -> RankLostError:
         reason = _format_reason(error)
         if is_shutting_down.is_set():
-            return RankLostError(f"other ranks have ended: {reason}")
+            return RankLostError(f"other ranks have exited: {reason}")
         no_loss_message = (
             "the connections between ranks broke" if _is_connection_error(error) else f"a message failed: {reason}"
         )
@@ -543,11 +776,24 @@ class FailureDetector:
         group = self._data_parallel_group
         with self._lock:
             if self._rank_lost_error is None and group is not None:
-                # A connection error is the consequence of another rank's failure.
-                is_root_cause = not (isinstance(error, RuntimeError) and _is_connection_error(error))
-                reason = f"{type(error).__name__}: {error}" if is_root_cause else _format_reason(error)
+                is_root_cause = not _is_consequence(error)
+                reason = format_error(error) if is_root_cause else _format_reason(error)
                 reports = self._announce_and_abort(reason, group, is_root_cause=is_root_cause)
-                self._rank_lost_error = RankLostError(f"this rank has failed with {reason}. {reports.ADVICE}")
+                self._rank_lost_error = RankLostError(f"this rank failed with {reason}. {reports.ADVICE}")
+                self._unlogged_reports = None if is_root_cause else reports
+
+    def log_lost_ranks(self) -> None:
+        """Log which ranks were lost if `abort` was called with a connection error, which names none (as DDP's)."""
+        group, reports = self._data_parallel_group, self._unlogged_reports
+        if group is None or reports is None:
+            return
+        self._unlogged_reports = None
+        lost = reports.collect_error("the connections between ranks broke", "")
+        is_any_lost = bool(lost.failed or lost.exited or lost.unresponsive)
+        if is_any_lost or reports.has_different_calls:
+            headline, advice, *_ = str(lost).splitlines()
+            text = headline if is_any_lost else f"{headline} {advice}"
+            log_rank(logging.ERROR, group.rank(), "lost connections outside of zeroshard: %s", text)
 
     @property
     def is_destroyed(self) -> bool:
@@ -567,23 +813,39 @@ class FailureDetector:
         """Publish this rank's report, then close all its connections."""
         connections = [_GlooConnections(open_group) for open_group in list(self._groups) if is_open(open_group)]
         disconnected = {rank for connection in connections for rank in connection.disconnected_ranks()}
-        activity = self._describe_activity(group)
-        reports = PeerReports(group, activity, reason, disconnected, is_root_cause=is_root_cause)
+        activity = self._describe_for_report()
+        call = self._call
+        waits_in = self.describe_activity() if call == _TRAINING else call
+        reports = PeerReports(
+            group, call, activity, reason, disconnected, waits_in=waits_in, is_root_cause=is_root_cause
+        )
         reports.publish()
         for connection in connections:
             connection.close()
         return reports
 
-    def _describe_activity(self, group: dist.ProcessGroup) -> str:
-        text = self._activity if isinstance(self._activity, str) else self._activity()
+    def _describe_for_report(self) -> str:
+        text = self.describe_activity()
         for weak_provider in self._context_providers:
             with suppress(Exception):  # must not replace the error that it explains
                 provider = weak_provider()
                 context = "" if provider is None else provider()
                 text += f"; {context}" if context else ""
-        text += f", {self._num_steps} steps done"
-        collective = describe_last_collective(group)
+        text += f", {format_count(self._num_steps, 'step')} done"
+        collective = describe_last_collective(*self._groups)
         return f"{text} (torch's flight recorder: {collective})" if collective else text
+
+
+def _wait_key(group: dist.ProcessGroup, rank: int) -> str:
+    return f"zeroshard/waiting/{group.group_name}/{rank}"
+
+
+def _read_waits(group: dist.ProcessGroup) -> dict[int, str]:
+    """Return what the first ranks wait for, "" if they have not published it."""
+    store = _get_store()
+    ranks = [rank for rank in range(min(group.size(), _MAX_RANKS_ASKED)) if rank != group.rank()]
+    keys = {rank: _wait_key(group, rank) for rank in ranks}
+    return {rank: store.get(key).decode(errors="replace") if store.check([key]) else "" for rank, key in keys.items()}
 
 
 def _format_reason(error: BaseException) -> str:
@@ -595,6 +857,11 @@ def _format_reason(error: BaseException) -> str:
 
 def _is_connection_error(error: BaseException) -> bool:
     return _is_timeout_error(error) or re.search("connection|broken pipe", str(error), re.IGNORECASE) is not None
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Whether the failure of another rank has caused the error: the backend lost a connection."""
+    return isinstance(error, RuntimeError) and _is_connection_error(error)
 
 
 def _is_timeout_error(error: BaseException) -> bool:

@@ -8,10 +8,9 @@ a reused buffer, and sums it while it is in the CPU cache::
     from rank 2   | chunk 0 | chunk 1 | chunk 2 |
                      row 0     row 1     row 2
 
-So receiving takes at most `MAX_ROWS_IN_FLIGHT` rows of memory, however long the shards are.
+Receiving therefore takes at most `MAX_ROWS_IN_FLIGHT` rows of memory, however long the shards are.
 """
 
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -21,13 +20,21 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from .._types import MIB, Rank, Span, align_up
-from ..config import Reduce
+from .._types import MIB, Rank, align_up
+from ..config import ReducePolicy
+from ..layout.layout import Shards
 from ..profiling import ProfilerPaused
 from .collectives import view_as_bytes
-from .failure import join_at_exit
 from .process_group import Group
-from .transport import ReduceWork, ShardTransport, ThreadedWork, split_shards, sum_in_rank_order
+from .transport import (
+    HostBufferPool,
+    ReduceWork,
+    ShardTransport,
+    ThreadedWork,
+    WorkerThread,
+    split_shards,
+    sum_in_rank_order,
+)
 from .work import PendingWork, WorkList
 
 P2P_TAG_BASE = 1 << 20
@@ -48,7 +55,7 @@ class GlooTransport(ShardTransport):
 
     reduces_on_host = True
 
-    def __init__(self, group: Group, reduce: Reduce) -> None:
+    def __init__(self, group: Group, reduce: ReducePolicy) -> None:
         super().__init__(group, reduce)
         tags = _p2p_tags.setdefault(group.process_group, count(P2P_TAG_BASE))
         # Hazard: a thread receives reduce-scatter messages asynchronously. They must not be paired with messages of an
@@ -56,23 +63,22 @@ class GlooTransport(ShardTransport):
         self._reduce_channel, self._gather_channel = _P2PChannel(group, next(tags)), _P2PChannel(group, next(tags))
         self._reduce_thread = _ReduceThread(self._reduce_channel)
 
-    def reduce_scatter(
-        self, flat: torch.Tensor, shards: Sequence[Span], output: torch.Tensor, scale: float
-    ) -> ReduceWork:
+    def reduce_scatter(self, flat: torch.Tensor, shards: Shards, output: torch.Tensor, scale: float) -> ReduceWork:
         channel, slices = self._reduce_channel, split_shards(flat, shards)
         messages = [
             (chunk, peer) for peer in channel.peers for chunk in channel.split_chunks(slices[peer]) if chunk.numel()
         ]
-        with ProfilerPaused():
-            sends = [channel.send(chunk, peer) for chunk, peer in messages]
-        reduce_work = _GlooReduceWork(scale, PendingWork(WorkList(sends), flat, self.group.failure_detector))
         own_chunks = channel.split_chunks(slices[self.group.rank])
         outputs = torch.split(output, [chunk.numel() for chunk in own_chunks])
-        rows = [_ChunkRow(chunk, out, reduce_work) for chunk, out in zip(own_chunks, outputs, strict=True)]
-        self._reduce_thread.submit([*rows[:-1], rows[-1]._replace(is_last=True)])
+        with self._reduce_thread.open_queue() as queue:
+            with ProfilerPaused():
+                sends = [channel.send(chunk, peer) for chunk, peer in messages]
+            reduce_work = _GlooReduceWork(scale, PendingWork(WorkList(sends), flat, self.group.failure_detector))
+            rows = [_ChunkRow(chunk, out, reduce_work) for chunk, out in zip(own_chunks, outputs, strict=True)]
+            queue.extend([*rows[:-1], rows[-1]._replace(is_last=True)])
         return reduce_work
 
-    def all_gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> PendingWork:
+    def all_gather(self, flat: torch.Tensor, shards: Shards) -> PendingWork:
         channel, slices = self._gather_channel, split_shards(flat, shards)
         own = slices[self.group.rank]
         with ProfilerPaused():
@@ -81,7 +87,7 @@ class GlooTransport(ShardTransport):
         return PendingWork(WorkList(works), flat, self.group.failure_detector)
 
     def cached_buffers(self) -> list[torch.Tensor]:
-        return self._reduce_thread.cached_buffers()
+        return self._reduce_thread.receive_buffers.idle_buffers()
 
 
 class _P2PChannel:
@@ -139,50 +145,29 @@ class _ChunkRow(NamedTuple):
     is_last: bool = False
 
 
-class _ReduceThread:
-    """Receives and sums rows in a thread that runs as long as there are rows to receive."""
+class _ReduceThread(WorkerThread[_ChunkRow]):
+    """Receives and sums rows in a thread, with several rows in flight."""
 
     def __init__(self, channel: _P2PChannel) -> None:
+        super().__init__("zeroshard-receiver", channel.failure_detector)
         self._channel = channel
-        self._lock = threading.Lock()
-        self._queue: deque[_ChunkRow] = deque()
-        self._is_running = False
-        self._free_buffers: list[torch.Tensor] = []
-        """Receive buffers of one row each. Only the thread changes this list."""
-
-    def submit(self, rows: Sequence[_ChunkRow]) -> None:
-        with self._lock:
-            # If the thread cannot start, nothing has changed. If it starts, it waits for the lock.
-            if not self._is_running:
-                thread = threading.Thread(target=self._run, name="zeroshard-receiver", daemon=True)
-                thread.start()
-                self._is_running = True
-                join_at_exit(thread, failure_detector=self._channel.failure_detector)
-            self._queue.extend(rows)
-
-    def cached_buffers(self) -> list[torch.Tensor]:
-        return list(self._free_buffers)
+        self.receive_buffers = HostBufferPool(MAX_ROWS_IN_FLIGHT)
+        """One row each."""
 
     @torch.no_grad()
     def _run(self) -> None:
         in_flight: deque[tuple[_ChunkRow, _RowReceive | None]] = deque()
         while True:
-            new_rows = self._next_rows(MAX_ROWS_IN_FLIGHT - len(in_flight), stop_if_empty=not in_flight)
+            new_rows = self.take(MAX_ROWS_IN_FLIGHT - len(in_flight), stop_if_empty=not in_flight)
             in_flight.extend((row, self._start_receive(row)) for row in new_rows)
             if not in_flight:
                 return
             self._finish_row(*in_flight.popleft())
 
-    def _next_rows(self, max_rows: int, *, stop_if_empty: bool) -> list[_ChunkRow]:
-        """Return up to `max_rows` queued rows. `stop_if_empty`: without any, mark the thread as ended."""
-        with self._lock:
-            rows = [self._queue.popleft() for _ in range(min(max_rows, len(self._queue)))]
-            self._is_running = not stop_if_empty or bool(rows)
-            return rows
-
     def _start_receive(self, row: _ChunkRow) -> "_RowReceive | None":
         try:
-            return _RowReceive(row, self._get_buffer(row), self._channel)
+            nbytes = len(self._channel.peers) * _chunk_stride_bytes(row.own_chunk)
+            return _RowReceive(row, self.receive_buffers.acquire(nbytes), self._channel)
         except Exception as error:
             row.reduce_work.set_error(error)
             return None
@@ -191,18 +176,11 @@ class _ReduceThread:
         try:
             if row_receive is not None:
                 row_receive.wait_and_sum()
-                self._free_buffers.append(row_receive.buffer)
+                self.receive_buffers.release(row_receive.buffer)
         except Exception as error:
             row.reduce_work.set_error(error)
         if row.is_last:
             row.reduce_work.mark_done()
-
-    def _get_buffer(self, row: _ChunkRow) -> torch.Tensor:
-        nbytes = len(self._channel.peers) * _chunk_stride_bytes(row.own_chunk)
-        buffer = self._free_buffers.pop() if self._free_buffers else None
-        if buffer is not None and buffer.numel() >= nbytes:
-            return buffer
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 class _RowReceive:

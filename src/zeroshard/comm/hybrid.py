@@ -4,27 +4,26 @@ The second stage also runs during backward. All replicas get bitwise the same su
 them, or by all in the same order. Parameters are all-gathered within the shard group only.
 """
 
-import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .._types import Span, align_up
+from .._types import align_up
 from ..config import sum_dtype
-from .failure import FailureDetector, join_at_exit
+from ..layout.layout import EqualShards, Shards
 from .gloo import GlooTransport
 from .nccl import BackendSumWork, NcclTransport, OrderedSumWork, all_gather_flat, all_reduce_nbytes
 from .process_group import Group
-from .transport import ReduceWork, ShardTransport, ThreadedWork
+from .transport import HostBufferPool, ReduceWork, ShardTransport, ThreadedWork, WorkerThread
 from .work import PendingWork
 
 SPLIT_ALIGN_NUMEL = 16
 """The alignment of the spans that replicas sum, in elements."""
-MAX_CACHED_BUFFERS = 2
+MAX_IDLE_BUFFERS = 2
 
 
 class GlooHybridTransport(ShardTransport):
@@ -43,35 +42,35 @@ class GlooHybridTransport(ShardTransport):
         # Hazard: operations across replicas must start in the order of the `reduce_scatter` calls, which is the same on
         # all ranks: one worker thread per stage.
         detector = shard_transport.group.failure_detector
-        self._reduce_worker = _WorkerThread("zeroshard-replica-reduce", detector)
-        self._gather_worker = _WorkerThread("zeroshard-replica-gather", detector)
-        self._buffer_pool = _BufferPool()
+        self._reduce_worker = _ActionThread("zeroshard-replica-reduce", detector)
+        self._gather_worker = _ActionThread("zeroshard-replica-gather", detector)
+        self._sum_buffers = HostBufferPool(MAX_IDLE_BUFFERS)
+        """For sums within the shard group."""
 
-    def reduce_scatter(
-        self, flat: torch.Tensor, shards: Sequence[Span], output: torch.Tensor, scale: float
-    ) -> ReduceWork:
-        buffer = self._buffer_pool.acquire(output.numel(), sum_dtype(flat.dtype))
-        shard_work = self._shard_transport.reduce_scatter(flat, shards, buffer, scale)
-        reduce_work = _TwoStageReduce(shard_work, buffer, output, self._replica_transport)
-
-        def reduce_across_replicas() -> None:
-            reduce_work.reduce_across_replicas()
-            try:
-                self._gather_worker.submit(gather_across_replicas)
-            except Exception as error:  # the thread cannot start
-                reduce_work.set_error(error)
-                reduce_work.mark_done()
-
-        def gather_across_replicas() -> None:
-            reduce_work.gather_across_replicas(self._buffer_pool)
-
-        self._reduce_worker.submit(reduce_across_replicas)
+    def reduce_scatter(self, flat: torch.Tensor, shards: Shards, output: torch.Tensor, scale: float) -> ReduceWork:
+        dtype = sum_dtype(flat.dtype)
+        memory = self._sum_buffers.acquire(output.numel() * dtype.itemsize)
+        shard_sum = memory[: output.numel() * dtype.itemsize].view(dtype)
+        with self._reduce_worker.open_queue() as queue:
+            shard_work = self._shard_transport.reduce_scatter(flat, shards, shard_sum, scale)
+            release = partial(self._sum_buffers.release, memory)
+            reduce_work = _TwoStageReduce(shard_work, shard_sum, output, self._replica_transport, release)
+            queue.append(partial(self._reduce_across_replicas, reduce_work))
         return reduce_work
 
-    def all_gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> PendingWork:
+    def _reduce_across_replicas(self, reduce_work: "_TwoStageReduce") -> None:
+        reduce_work.reduce_across_replicas()
+        try:
+            with self._gather_worker.open_queue() as queue:
+                queue.append(reduce_work.gather_across_replicas)
+        except Exception as error:  # the thread cannot start
+            reduce_work.set_error(error)
+            reduce_work.mark_done()
+
+    def all_gather(self, flat: torch.Tensor, shards: Shards) -> PendingWork:
         return self._shard_transport.all_gather(flat, shards)
 
-    def reduce_scatter_nbytes(self, shards: Sequence[Span], dtype: torch.dtype, output_dtype: torch.dtype) -> int:
+    def reduce_scatter_nbytes(self, shards: Shards, dtype: torch.dtype, output_dtype: torch.dtype) -> int:
         replica_spans = split_evenly(shards[self.group.rank].length, self._replica_transport.group.size)
         total = self._shard_transport.reduce_scatter_nbytes(shards, dtype, sum_dtype(dtype))
         total += self._replica_transport.reduce_scatter_nbytes(replica_spans, sum_dtype(dtype), output_dtype)
@@ -81,7 +80,7 @@ class GlooHybridTransport(ShardTransport):
         return [
             *self._shard_transport.cached_buffers(),
             *self._replica_transport.cached_buffers(),
-            *self._buffer_pool.cached_buffers(),
+            *self._sum_buffers.idle_buffers(),
         ]
 
 
@@ -95,39 +94,41 @@ class NcclHybridTransport(ShardTransport):
         self.num_ranks = shard_transport.group.size * replica_group.size
         self._stream: Any = None
 
-    def reduce_scatter(
-        self, flat: torch.Tensor, shards: Sequence[Span], output: torch.Tensor, scale: float
-    ) -> ReduceWork:
-        dtype = sum_dtype(flat.dtype)
+    def reduce_scatter(self, flat: torch.Tensor, shards: Shards, output: torch.Tensor, scale: float) -> ReduceWork:
+        dtype, side_stream = sum_dtype(flat.dtype), self._side_stream(flat.device)
+        # Hazard: allocate everything before the first message. After it, a rank out of memory must not raise alone:
+        # the caller would send the bucket again.
         shard_sum = output if output.dtype == dtype else torch.empty_like(output, dtype=dtype)
+        replica_sums = (
+            shard_sum.new_empty((self._replica_group.size, shard_sum.numel())) if self.policy.fixed_order else None
+        )
         shard_work = self._shard_transport.reduce_scatter(flat, shards, shard_sum, scale)
-        with self._side_stream(flat.device):
+        with self.group.failure_detector.abort_on_error(), side_stream:
             shard_work.wait()
-            return self._reduce_across_replicas(shard_sum, output, shard_work)
+            return self._reduce_across_replicas(shard_sum, replica_sums, output, shard_work)
 
     def _reduce_across_replicas(
-        self, shard_sum: torch.Tensor, output: torch.Tensor, shard_work: ReduceWork
+        self, shard_sum: torch.Tensor, replica_sums: torch.Tensor | None, output: torch.Tensor, shard_work: ReduceWork
     ) -> ReduceWork:
-        """Start the all-reduce of `shard_sum` across replicas.
+        """Start the all-reduce of `shard_sum` across replicas; `replica_sums` receives all summands, if given.
 
         Hazard: the side stream may still use the memory of `shard_work`; keep it alive until the result is waited for.
         """
         group, detector = self._replica_group.process_group, self._replica_group.failure_detector
-        if self.policy.fixed_order:
-            sums = shard_sum.new_empty((self._replica_group.size, shard_sum.numel()))
+        if replica_sums is not None:
             with detector:
-                work = all_gather_flat(sums.view(-1), shard_sum, group)
+                work = all_gather_flat(replica_sums.view(-1), shard_sum, group)
             pending = PendingWork(work, shard_sum, detector)
-            return OrderedSumWork(list(sums), pending, output, 1.0, keep_alive=shard_work)
+            return OrderedSumWork(list(replica_sums), pending, output, 1.0, keep_alive=shard_work)
         with detector:
             work = dist.all_reduce(shard_sum, group=group, async_op=True)
         pending = PendingWork(work, shard_sum, detector)
         return BackendSumWork(shard_sum, pending, output, 1.0, keep_alive=shard_work)
 
-    def all_gather(self, flat: torch.Tensor, shards: Sequence[Span]) -> PendingWork:
+    def all_gather(self, flat: torch.Tensor, shards: Shards) -> PendingWork:
         return self._shard_transport.all_gather(flat, shards)
 
-    def reduce_scatter_nbytes(self, shards: Sequence[Span], dtype: torch.dtype, output_dtype: torch.dtype) -> int:
+    def reduce_scatter_nbytes(self, shards: Shards, dtype: torch.dtype, output_dtype: torch.dtype) -> int:
         shard_nbytes = shards[self.group.rank].length * sum_dtype(dtype).itemsize
         num_replicas = self._replica_group.size
         if self.policy.fixed_order:
@@ -149,11 +150,16 @@ class _TwoStageReduce(ThreadedWork):
     """A shard that is reduced within its shard group, and then across replicas."""
 
     def __init__(
-        self, shard_work: ReduceWork, buffer: torch.Tensor, output: torch.Tensor, replica_transport: GlooTransport
+        self,
+        shard_work: ReduceWork,
+        shard_sum: torch.Tensor,
+        output: torch.Tensor,
+        replica_transport: GlooTransport,
+        release_shard_sum: Callable[[], None],
     ) -> None:
         super().__init__()
-        self._shard_work, self._buffer, self._output = shard_work, buffer, output
-        self._replica_transport = replica_transport
+        self._shard_work, self._shard_sum, self._output = shard_work, shard_sum, output
+        self._replica_transport, self._release_shard_sum = replica_transport, release_shard_sum
         self._replica_spans = split_evenly(output.numel(), replica_transport.group.size)
         self._replica_work: ReduceWork | None = None
 
@@ -162,77 +168,29 @@ class _TwoStageReduce(ThreadedWork):
         self.run_guarded(self._shard_work.wait)
         self.run_guarded(self._start_replica_reduce)
 
-    def gather_across_replicas(self, buffer_pool: "_BufferPool") -> None:
+    def gather_across_replicas(self) -> None:
         """Wait for this rank's span of the total, and all-gather the spans of all replicas."""
         if self._replica_work is not None:
             self.run_guarded(self._replica_work.wait)
         self.run_guarded(lambda: self._replica_transport.all_gather(self._output, self._replica_spans).wait())
         if self.error is None:
-            buffer_pool.release(self._buffer)
+            self._release_shard_sum()
         self.mark_done()
 
     def _start_replica_reduce(self) -> None:
         own = self._output[slice(*self._replica_spans[self._replica_transport.group.rank])]
-        self._replica_work = self._replica_transport.reduce_scatter(self._buffer, self._replica_spans, own, 1.0)
+        self._replica_work = self._replica_transport.reduce_scatter(self._shard_sum, self._replica_spans, own, 1.0)
 
 
-def split_evenly(numel: int, num_parts: int) -> list[Span]:
+def split_evenly(numel: int, num_parts: int) -> EqualShards:
     """Split `numel` elements into `num_parts` spans of about the same length; the last ones may be empty."""
-    step = align_up(-(-numel // num_parts), SPLIT_ALIGN_NUMEL)
-    return [Span(min(n * step, numel), min((n + 1) * step, numel)) for n in range(num_parts)]
+    return EqualShards(align_up(-(-numel // num_parts), SPLIT_ALIGN_NUMEL), num_parts, numel)
 
 
-class _WorkerThread:
-    """Runs actions in order, in a thread that lives as long as the queue is not empty."""
-
-    def __init__(self, name: str, failure_detector: FailureDetector) -> None:
-        self._name, self._failure_detector = name, failure_detector
-        self._lock = threading.Lock()
-        self._queue: deque[Callable[[], None]] = deque()
-        self._is_running = False
-
-    def submit(self, action: Callable[[], None]) -> None:
-        """Queue an action, which must not raise."""
-        with self._lock:
-            if not self._is_running:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                thread.start()
-                self._is_running = True
-                join_at_exit(thread, failure_detector=self._failure_detector)
-            self._queue.append(action)
+class _ActionThread(WorkerThread[Callable[[], None]]):
+    """Runs actions, which must not raise, in order."""
 
     @torch.no_grad()
     def _run(self) -> None:
-        while (action := self._next_action()) is not None:
-            action()
-
-    def _next_action(self) -> Callable[[], None] | None:
-        with self._lock:
-            self._is_running = bool(self._queue)
-            return self._queue.popleft() if self._queue else None
-
-
-class _BufferPool:
-    """Reusable buffers for sums within the shard group: fresh memory costs page faults."""
-
-    def __init__(self) -> None:
-        self._free_buffers: list[torch.Tensor] = []
-        self._lock = threading.Lock()
-
-    def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        nbytes = numel * dtype.itemsize
-        with self._lock:
-            memory = next((buffer for buffer in self._free_buffers if buffer.numel() >= nbytes), None)
-            self._free_buffers = [buffer for buffer in self._free_buffers if buffer is not memory]
-        if memory is None:
-            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return memory[:nbytes].view(dtype)
-
-    def cached_buffers(self) -> list[torch.Tensor]:
-        with self._lock:
-            return list(self._free_buffers)
-
-    def release(self, buffer: torch.Tensor) -> None:
-        memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(buffer.untyped_storage())
-        with self._lock:
-            self._free_buffers = [*self._free_buffers, memory][-MAX_CACHED_BUFFERS:]
+        while actions := self.take(1, stop_if_empty=True):
+            actions[0]()

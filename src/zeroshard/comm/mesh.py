@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError
+from ..profiling import StepProfiler
 from .collectives import Comm
 from .consensus import Prepared, prepare_all
 from .process_group import Group
@@ -34,7 +35,10 @@ _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...
 
 
 def make_comm(
-    process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, shard_group_size: ShardGroupSize | None
+    process_group: dist.ProcessGroup | None,
+    mesh: DeviceMesh | None,
+    shard_group_size: ShardGroupSize | None,
+    profiler: StepProfiler | None = None,
 ) -> Comm:
     """Return the `Comm` that the arguments of `shard` ask for. All data-parallel ranks must call.
 
@@ -43,17 +47,18 @@ def make_comm(
         RankMismatchError: the arguments differ between ranks (on all ranks).
     """
     if mesh is None and shard_group_size is None:
-        return Comm(Group(process_group))
-    data_parallel = Comm(_resolve_data_parallel_group(process_group, mesh))
+        return Comm(Group(process_group), profiler=profiler)
+    data_parallel = Comm(_resolve_data_parallel_group(process_group, mesh), profiler=profiler)
     arguments = f"mesh={_format_mesh(mesh)}, shard_group_size={shard_group_size!r}"
 
     def prepare() -> Prepared[RankGrid]:
         if process_group is not None and mesh is not None:
-            raise ConfigError("mesh=... says which ranks train: leave out process_group=..., or make the mesh of those")
-        if mesh is not None and shard_group_size is not None:
             raise ConfigError(
-                "mesh=... and shard_group_size=... both say which ranks share the state: give one of them"
+                "mesh= already defines the data-parallel ranks. Remove process_group=, or build the mesh from that "
+                "group."
             )
+        if mesh is not None and shard_group_size is not None:
+            raise ConfigError("mesh= and shard_group_size= both define the shard groups. Pass one of them.")
         if mesh is not None:
             return Prepared(_grid_from_mesh(mesh), [arguments])
         return Prepared(_grid_from_group_size(data_parallel.group, shard_group_size), [arguments])
@@ -68,10 +73,11 @@ def make_comm(
     else:
         process_groups = (mesh.get_group(1), mesh.get_group(0))
     shard_group, replica_group = map(Group, process_groups)
+    comm = Comm(shard_group, data_parallel, replica_group, profiler=profiler)
     # Hazard: create the CPU group here, on all ranks. If one shard group created it later on its own, torch would name
-    # the next group differently in the other shard groups.
+    # the next group differently in the other shard groups. `Comm` comes first, as it sets the failure detector.
     _ = shard_group.cpu_group
-    return Comm(shard_group, data_parallel, replica_group)
+    return comm
 
 
 def _resolve_data_parallel_group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> Group:
@@ -80,7 +86,9 @@ def _resolve_data_parallel_group(process_group: dist.ProcessGroup | None, mesh: 
         return Group(process_group)
     world, ranks = Group(), sorted(mesh.mesh.flatten().tolist())
     if world.global_rank not in ranks:
-        raise ConfigError(f"global rank {world.global_rank} is not in the mesh of ranks {ranks}")
+        raise ConfigError(
+            f"global rank {world.global_rank} is not in the mesh of ranks {ranks}. Include all ranks that call shard()."
+        )
     for dim in range(mesh.ndim):
         if mesh.size(dim) == len(ranks):
             return Group(mesh.get_group(dim))
@@ -89,21 +97,19 @@ def _resolve_data_parallel_group(process_group: dist.ProcessGroup | None, mesh: 
 
 def _grid_from_mesh(mesh: DeviceMesh) -> RankGrid:
     if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"mesh must be a torch.distributed.DeviceMesh, not a {type(mesh).__name__}")
+        raise ConfigError(f"expected mesh to be a torch.distributed.DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim not in (1, 2):
         raise ConfigError(
-            f"mesh must have one dimension (shard) or two (replicate, shard), not {mesh.ndim} as {_format_mesh(mesh)}. "
-            "Slice it, as in mesh['replicate', 'shard']."
+            f"expected a mesh of one dimension (shard) or two (replicate, shard), got {mesh.ndim}: "
+            f"{_format_mesh(mesh)}. Slice it, as in mesh['replicate', 'shard']."
         )
     if mesh.ndim == 2 and (mesh.mesh_dim_names or ("", ""))[::-1] == ("replicate", "shard"):
-        raise ConfigError(
-            f"the dimensions of mesh are (replicate, shard) in this order, not as in {_format_mesh(mesh)}"
-        )
+        raise ConfigError(f"expected mesh dimensions (replicate, shard) in this order, got {_format_mesh(mesh)}")
     rows: list[list[int]] = mesh.mesh.view(-1, mesh.size(-1)).tolist()
     # Hazard: process groups number their ranks in ascending order. With any other order the ranks of a column would
     # not own the same shard.
     if any(row != sorted(row) for row in rows):
-        raise ConfigError(f"ranks must ascend in each row of the mesh, not as in {rows}. Sort them.")
+        raise ConfigError(f"expected ascending ranks in each row of the mesh, got {rows}. Sort them.")
     return rows
 
 
@@ -113,7 +119,9 @@ def _grid_from_group_size(data_parallel: Group, shard_group_size: object) -> Ran
         _read_local_rank_and_size()
         return []
     if type(shard_group_size) is not int or shard_group_size < 1:
-        raise ConfigError(f"shard_group_size must be '{NODE}' or a number of ranks from 1 on, not {shard_group_size!r}")
+        raise ConfigError(
+            f"expected shard_group_size to be {NODE!r} or a positive number of ranks, got {shard_group_size!r}"
+        )
     if data_parallel.size % shard_group_size:
         raise ConfigError(
             f"shard_group_size={shard_group_size} does not divide the {data_parallel.size} ranks: give one of "
@@ -141,14 +149,14 @@ def _grid_from_hosts(data_parallel: Comm) -> RankGrid:
     for first_rank, host in hosts.items():
         if local_sizes[first_rank] != {len(host)}:
             raise ConfigError(
-                f"shard_group_size='{NODE}': the host of rank {host[0]} has {sorted(local_sizes[first_rank])} ranks by "
-                f"LOCAL_WORLD_SIZE, but {len(host)} of them train here: {host}. All of a host must take part, numbered "
-                "one after the other. Else give a mesh, or a number of consecutive ranks."
+                f"shard_group_size='{NODE}': on the host of rank {host[0]}, LOCAL_WORLD_SIZE is "
+                f"{sorted(local_sizes[first_rank])}, but {len(host)} of its ranks train here: {host}. All ranks of a "
+                "host must take part and be numbered consecutively. Otherwise pass a mesh, or a number of ranks."
             )
     if len(set(map(len, hosts.values()))) > 1:
         sizes = ", ".join(f"{len(host)} from rank {host[0]} on" for host in hosts.values())
         raise ConfigError(
-            f"shard_group_size='{NODE}': all hosts must have as many ranks, but there are {sizes}. Give a number of "
+            f"shard_group_size='{NODE}': all hosts must have the same number of ranks, got {sizes}. Pass a number of "
             "consecutive ranks that divides each of them."
         )
     return list(hosts.values())

@@ -3,6 +3,7 @@
 Group ranks (`Rank`) and global ranks (`GlobalRank`) are distinct types; `to_global` and `from_global` convert.
 """
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,32 +16,38 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from .._torch_compat import group_devices, group_timeout
+from .._torch_compat import backend_name, group_devices, group_timeout, new_gloo_group
 from .._types import GlobalRank, Rank
 from ..errors import ConfigError, RankLostError
 from .failure import FailureDetector, get_failure_detector, install_exit_handlers
 
-_dedicated_gloo_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-"""Gloo group for background threads, by the process group of the same ranks."""
 _cpu_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-"""Gloo companion, by the process group without CPU support; shared by all optimizers on that group."""
+"""Gloo companion for control messages, by the process group of the same ranks; shared by all optimizers on that group.
+"""
+_background_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""Gloo companion for a thread that writes checkpoints, whose collectives run beside those of the main thread."""
+_ARRIVAL_TAG = (1 << 20) - 2
+"""The tag of messages before a companion is created: larger than the tags of users; nothing else has it."""
 
 
 class Group:
     """A process group with its failure detector, and the mapping between group ranks and global ranks."""
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        install_exit_handlers()
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "the default process group is not initialized: call torch.distributed.init_process_group() first"
             )
-        install_exit_handlers()
         resolved: Any = dist.group.WORLD if process_group is None else process_group
         self.global_rank = GlobalRank(dist.get_rank())
         if resolved is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ConfigError(f"global rank {self.global_rank} is not a member of the given process group")
+            raise ConfigError(
+                f"global rank {self.global_rank} is not a member of the given process group. Create the optimizer only "
+                "on its members."
+            )
         if not isinstance(resolved, dist.ProcessGroup):
-            raise ConfigError(f"a process group is what torch.distributed.new_group() returns, not {resolved!r:.200}")
+            raise ConfigError(f"expected a process group from torch.distributed.new_group(), got {resolved!r:.200}")
         self.process_group = resolved
         self.failure_detector = get_failure_detector(resolved)
         self.rank = Rank(dist.get_rank(resolved))
@@ -72,16 +79,30 @@ class Group:
 
     @cached_property
     def cpu_group(self) -> dist.ProcessGroup:
-        """A process group of the same ranks that supports CPU tensors, for small control messages.
+        """A process group of the same ranks for small control messages in host memory.
 
-        A group without CPU support (plain NCCL) gets a gloo companion, so that consensus never waits for a GPU. All
-        ranks must make the first access together.
+        It is a gloo companion that only zeroshard uses, so consensus never waits for a GPU. All ranks must make the
+        first access together, which the consensus of a constructor does.
+
+        Hazard: gloo pairs collectives by their order and ends the process if the sizes of two differ. In the user's
+        group, a control message of one rank would be paired with a gradient bucket of DDP on another.
         """
-        if self.supports_device(torch.device("cpu")):
+        if not self._needs_companion:
             return self.process_group
-        companion = self._get_or_create_gloo_group(_cpu_groups)
+        companion = self._get_or_create_companion(_cpu_groups, "control")
         self.failure_detector.add_group(companion)
         return companion
+
+    @property
+    def _needs_companion(self) -> bool:
+        """Whether CPU tensors go over gloo to other ranks, or cannot be sent at all.
+
+        Other backends for CPU tensors, such as MPI, may run without the store that gloo needs.
+        """
+        cpu = torch.device("cpu")
+        if not self.supports_device(cpu):
+            return True
+        return self.size > 1 and backend_name(self.process_group, cpu).lower() == "gloo"
 
     @property
     def timeout(self) -> timedelta | None:
@@ -93,22 +114,49 @@ class Group:
         self.failure_detector = data_parallel.failure_detector
         self.failure_detector.add_group(self.process_group)
 
-    def dedicated_gloo_group(self) -> "Group":
+    def background_group(self) -> "Group":
         """Return a gloo group of the same ranks for a background thread. The first call is collective."""
-        return Group(self._get_or_create_gloo_group(_dedicated_gloo_groups))
+        return OwnGroup(self._get_or_create_companion(_background_groups, "background"))
 
-    def _get_or_create_gloo_group(
-        self, cache: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]
+    def _get_or_create_companion(
+        self, cache: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup], purpose: str
     ) -> dist.ProcessGroup:
         if self.process_group not in cache:
+            ranks = [self._members[Rank(rank)] for rank in range(self.size)]
+            # Add the ranks: torch does not promise that the names of disjoint groups differ.
+            key = f"{self.process_group.group_name} {ranks}".encode()
+            name = f"zeroshard-{purpose}-{hashlib.blake2b(key, digest_size=8).hexdigest()}"
             with self.failure_detector:
-                # Hazard: torch names a group that only its members create by the number of groups the process is
-                # already in, which must therefore be equal on all members.
-                members_only = self.size < dist.get_world_size()
-                cache[self.process_group] = dist.new_group(
-                    self.members, self.timeout, backend="gloo", use_local_synchronization=members_only
-                )
+                self._wait_for_all_ranks()
+                cache[self.process_group] = new_gloo_group(name, ranks, self.timeout)
         return cache[self.process_group]
+
+    def _wait_for_all_ranks(self) -> None:
+        """Wait until all ranks are in this call, if the group has connections to wait on. All ranks must call.
+
+        Hazard: gloo notices a lost rank only at the timeout while it creates a group. It also blocks the store until
+        then, so the rank cannot report its wait. Point-to-point messages are never paired with collectives.
+        """
+        if not self.supports_device(torch.device("cpu")):
+            return
+        message, root = torch.zeros(1, dtype=torch.uint8, device="cpu"), self.to_global(Rank(0))
+        if self.rank > 0:
+            dist.send(message, root, self.process_group, _ARRIVAL_TAG)
+            dist.recv(message, root, self.process_group, _ARRIVAL_TAG)
+            return
+        others = [self.to_global(Rank(rank)) for rank in range(1, self.size)]
+        for other in others:
+            dist.recv(message, other, self.process_group, _ARRIVAL_TAG)
+        for other in others:
+            dist.send(message, other, self.process_group, _ARRIVAL_TAG)
+
+
+class OwnGroup(Group):
+    """A gloo group that only zeroshard uses, and therefore also for control messages."""
+
+    @property
+    def _needs_companion(self) -> bool:
+        return False
 
 
 class SingleRankGroup(Group):
@@ -119,7 +167,7 @@ class SingleRankGroup(Group):
         self.failure_detector = FailureDetector()
         self._members = {Rank(0): GlobalRank(0)}
 
-    def dedicated_gloo_group(self) -> Group:
+    def background_group(self) -> Group:
         return self
 
 
@@ -155,11 +203,13 @@ def init_from_env(timeout: timedelta) -> Iterator[Group]:
     try:
         _init_process_group(timeout)
     except ValueError as error:
-        raise ConfigError(f"the environment does not say which ranks there are: {error}") from error
+        raise ConfigError(
+            f"cannot initialize a process group from the environment: {error}. Start the script with torchrun."
+        ) from error
     except RuntimeError as error:
         raise RankLostError(_describe_rendezvous_failure(error, timeout)) from error
     try:
-        yield Group()
+        yield OwnGroup()
     finally:
         dist.destroy_process_group()
 
@@ -174,9 +224,9 @@ def _init_process_group(timeout: timedelta) -> None:
 def _describe_rendezvous_failure(error: RuntimeError, timeout: timedelta) -> str:
     reason = str(error).partition("\n")[0]
     return (
-        f"the ranks did not all find each other within {timeout.total_seconds():g} seconds ({reason}). Look whether "
-        "all of them were started, whether MASTER_ADDR and MASTER_PORT can be reached from each host, and whether host "
-        "names lead to addresses that others can reach (else set GLOO_SOCKET_IFNAME)."
+        f"the ranks did not all find each other within {timeout.total_seconds():g} seconds ({reason}). Check that "
+        "all of them were started, that MASTER_ADDR and MASTER_PORT can be reached from each host, and that host "
+        "names resolve to addresses that others can reach (otherwise set GLOO_SOCKET_IFNAME)."
     )
 
 

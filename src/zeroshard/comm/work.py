@@ -1,5 +1,6 @@
 """Asynchronous communication in flight."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -10,6 +11,19 @@ import torch
 
 class Waitable(Protocol):
     def wait(self) -> Any: ...
+
+
+_POLL_SECONDS = 0.001
+
+
+def wait_until_completed(work: Any, timeout_s: float) -> bool:
+    """Return whether a `torch.distributed.Work` has completed, after `timeout_s` at most. It may have failed."""
+    deadline = time.monotonic() + timeout_s
+    while not work.is_completed():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
 
 
 class PendingWork:
@@ -57,6 +71,9 @@ class InFlightWindow:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._queue: deque[tuple[PendingWork, Callable[[], object] | None]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
 
     def wait_for_capacity(self) -> None:
         """Wait until one more operation may start."""

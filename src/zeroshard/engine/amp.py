@@ -20,7 +20,7 @@ def is_scaler_step(outer_optimizer: Optimizer) -> bool:
     return getattr(outer_optimizer, "found_inf", None) is not None
 
 
-def should_skip_step(
+def scaler_skips_step(
     outer_optimizer: Optimizer,
     inner_optimizers: Sequence[Optimizer] | None,
     params: Sequence[torch.Tensor],
@@ -71,7 +71,7 @@ def unscale_sharded_grads(
     }
 
 
-def should_skip_sharded_step(
+def scaler_skips_sharded_step(
     outer_optimizer: Optimizer,
     inner_optimizers: Sequence[Optimizer] | None,
     grads: Sequence[torch.Tensor],
@@ -79,7 +79,7 @@ def should_skip_sharded_step(
     *,
     is_inf_checked: bool,
 ) -> bool:
-    """Return whether to skip a step on sharded gradients; if not, they are ready, as in `should_skip_step`.
+    """Return whether to skip a step on sharded gradients; if not, they are ready, as in `scaler_skips_step`.
 
     `is_inf_checked`: found-inf flags are already reduced over all ranks (`zeroshard.GradScaler`). Otherwise torch's own
     scaler drives the step, and all ranks raise.
@@ -112,7 +112,7 @@ def _delegate_to_fused(
 
 
 def clear_scaler_attrs(*optimizers: Optimizer) -> None:
-    """Delete `found_inf` and `grad_scale`, which a GradScaler or `should_skip_step` has set on optimizers."""
+    """Delete `found_inf` and `grad_scale`, which a GradScaler or `scaler_skips_step` has set on optimizers."""
     for optimizer in optimizers:
         for name in ("found_inf", "grad_scale"):
             vars(optimizer).pop(name, None)
@@ -127,9 +127,10 @@ def _get_found_inf(outer_optimizer: Optimizer, device: torch.device) -> torch.Te
 def _warn_if_found_elsewhere(outer_optimizer: Optimizer, found_inf: torch.Tensor) -> None:
     if is_scaler_step(outer_optimizer) and not found_inf.item():
         warn_at_caller(
-            "another rank found gradients that are not finite, so this rank skips its step too; its GradScaler "
-            "does not know and keeps another scale. Reduce gradients over all ranks before scaler.step().",
+            "another rank found non-finite gradients, so this rank skips its step, too, but its GradScaler keeps "
+            "another scale. Reduce gradients over all ranks before scaler.step().",
             RuntimeWarning,
+            on_all_ranks=True,
         )
 
 

@@ -15,14 +15,15 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
+from .._formatting import format_names, format_ranks
 from .._logging import log_rank, warn_at_caller
-from .._types import format_ranks
+from .._types import group_ranks
 from ..comm.collectives import Comm
 from ..comm.consensus import Failure, Prepared, Status, exchange_status, fingerprint, prepare_all, raise_failure
 from ..config import ConsistencyCheck, NonFiniteGrads
 from ..errors import NonFiniteError, ReplicaMismatchError
 from ..layout.layout import Layout, ParamShard
-from ..profiling import Phase
+from ..profiling import Phase, StepProfiler
 from ..state.state_dict import flatten_in_memory_order
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -83,11 +84,11 @@ class NonFiniteCheck:
         except Exception as error:
             prior_error = error
         failure = Failure.NONE if prior_error is None else Failure.FAILED
-        call = f"looking at the gradients of step {self._step_count}"
+        call = f"checking the gradients of step {self._step_count}"
         status = exchange_status(self._comm, call, bytes([bool(non_finite)]), failure)
         if status.failure_level:
             raise_failure(self._comm, call, prior_error)
-        if not non_finite and status.has_same_plan:
+        if not non_finite and status.has_same_payload:
             self.counts = replace(self.counts, consecutive=0)
             return False
         return self._apply_policy(layout, set(non_finite))
@@ -102,28 +103,23 @@ class NonFiniteCheck:
             counts.detected + 1, counts.skipped + should_skip, counts.consecutive + 1, self._step_count
         )
         names = [layout.params[index].label for index, flag in enumerate(flags) if flag]
-        problem = f"step {self._step_count}: gradients of {_format_param_names(names)} are not finite."
+        problem = f"step {self._step_count}: gradients of {format_names(names, _MAX_NON_FINITE_SHOWN)} are not finite."
         if policy.action == "raise":
             raise NonFiniteError(f"{problem} Nothing was updated. {_NON_FINITE_ADVICE}")
         if policy.max_consecutive is not None and self.counts.consecutive >= policy.max_consecutive:
             raise NonFiniteError(
-                f"{problem} That is the case for {self.counts.consecutive} steps in a row, and {policy} allows less. "
-                f"Nothing was updated. {_NON_FINITE_ADVICE}"
+                f"{problem} That is {self.counts.consecutive} steps in a row, and {policy} allows fewer. Nothing was "
+                f"updated. {_NON_FINITE_ADVICE}"
             )
         if self.counts.detected.bit_count() == 1:
-            action = "The step is left out" if should_skip else "The step is made with them"
+            action = "The step is skipped" if should_skip else "The step is applied anyway"
             warn_at_caller(
                 f"{problem} {action}, as {policy} says; {_format_count(self.counts.detected)} so far.", RuntimeWarning
             )
         return should_skip
 
 
-_NON_FINITE_ADVICE = "Look at the loss and the inputs of this step; a lower learning rate, or clipping, may help."
-
-
-def _format_param_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_NON_FINITE_SHOWN} more" if len(names) > _MAX_NON_FINITE_SHOWN else ""
-    return ", ".join(names[:_MAX_NON_FINITE_SHOWN]) + more
+_NON_FINITE_ADVICE = "Check the loss and the inputs of this step; a lower learning rate or gradient clipping may help."
 
 
 def _format_count(count: int) -> str:
@@ -240,7 +236,7 @@ def _device_key(tensor: torch.Tensor) -> tuple[str, int]:
 
 
 def _iter_chunks(tensors: Sequence[torch.Tensor], max_bytes: int) -> Iterator[torch.Tensor]:
-    """Yield the bytes of tensors on one device, at most `max_bytes` at once. Equal tensors are split equally."""
+    """Yield the bytes of tensors on one device, at most `max_bytes` at once. Only shapes decide where to split."""
     for is_small, run in groupby(tensors, lambda tensor: _nbytes(tensor) <= COALESCE_MAX_BYTES):
         if is_small:
             yield from _coalesce(run, max_bytes)
@@ -263,9 +259,8 @@ def _coalesce(tensors: Iterable[torch.Tensor], max_bytes: int) -> Iterator[torch
 
 def _split_tensor(tensor: torch.Tensor, max_bytes: int) -> Iterator[torch.Tensor]:
     """Yield the bytes of a large tensor. One that is not contiguous is copied, one chunk at a time."""
-    if tensor.is_contiguous():
-        yield from torch.split(_flat_bytes(tensor), max_bytes)
-    elif _nbytes(tensor) <= max_bytes:
+    # Hazard: only the shape may decide where to split. Strides can differ between ranks.
+    if _nbytes(tensor) <= max_bytes:
         yield _flat_bytes(tensor)
     else:
         num_rows = max_bytes // _nbytes(tensor[0])
@@ -306,7 +301,7 @@ class GradConsistencyCheck:
         self.is_paused = False
         """Set while ranks that ran out of inputs have joined: these have the gradients of others, or none."""
 
-    def compute_fingerprint(self, params: Sequence[torch.Tensor]) -> int | None:
+    def compute_projection(self, params: Sequence[torch.Tensor]) -> int | None:
         """Return a number that is about equal on all ranks if their gradients are; None: nothing to compare."""
         if not self._is_due or self.is_paused:
             return None
@@ -321,12 +316,12 @@ class GradConsistencyCheck:
         if not self._is_due or self.is_paused or status.failure_level:
             return
         self._is_due = False
-        if status.has_same_plan and status.measure_range > GRAD_TOLERANCE:
+        if status.has_same_payload and status.measure_spread > GRAD_TOLERANCE:
             warn_at_caller(
-                "the gradients in param.grad differ between ranks, so each parameter is updated with the gradient of "
-                "the one rank that owns it, and not with the average. Wrap the model in DistributedDataParallel, or "
-                "use zeroshard.shard(model, ...), which averages gradients itself. If each owner does have the "
-                "average, ignore this, or set param.grad to None on the other ranks."
+                "gradients in param.grad differ between ranks, so each parameter is updated with the gradient of "
+                "its owner instead of the average. Wrap the model in DistributedDataParallel, or use "
+                "zeroshard.shard(model, ...), which averages gradients. If only owners are supposed to have the "
+                "average, set param.grad to None on the other ranks."
             )
 
 
@@ -419,9 +414,9 @@ class ReplicaGuard:
         """Raise `ReplicaMismatchError` if shard groups may have diverged."""
         if self._failed_call:
             raise ReplicaMismatchError(
-                f"shard groups may have diverged: {self._failed_call} failed on a rank, so its shard group did not "
-                "apply all of it. Nothing was updated. Load a checkpoint, or state dicts of the model and the "
-                "optimizer, on all ranks, and call zero_grad().",
+                f"shard groups may have diverged: {self._failed_call} failed on a rank, so its shard group was "
+                "updated only partially. Nothing was updated now. Load a checkpoint on all ranks and call "
+                "zero_grad().",
                 step=step,
             )
 
@@ -450,7 +445,7 @@ def check_params_equal(comm: Comm, layout: Layout, params: Sequence[torch.Tensor
     status = exchange_status(comm, f"comparing parameters in {call}", _checksum_to_bytes(checksum), failure)
     if status.failure_level:
         raise_failure(comm, call, local_error)
-    if not status.has_same_plan:
+    if not status.has_same_payload:
         _MismatchSearch(comm, layout, params, checksums, call).raise_mismatch(step)
 
 
@@ -510,7 +505,7 @@ class _MismatchSearch:
             checksums = [self._checksums.compute([tensor]) for tensor in get_tensors()]
             return Prepared([fingerprint(_checksum_to_bytes(checksum)) for checksum in checksums])
 
-        return prepare_all(self._comm, f"looking for differences in {self._call}", prepare)
+        return prepare_all(self._comm, f"searching for differences in {self._call}", prepare)
 
     def _shard_of_param(self, param_shard: ParamShard) -> torch.Tensor:
         spec, param = self._layout.params[param_shard.param], self._params[param_shard.param].detach()
@@ -528,7 +523,7 @@ class _MismatchSearch:
     def _format_mismatch(self, mismatch: Mismatch) -> str:
         label, bucket = self._layout.params[mismatch.param].label, self._layout.bucket_of(mismatch.param)
         if not mismatch.reference_ranks:
-            return f"{label} in bucket {bucket}, of which every rank has lost a part"
+            return f"{label} in bucket {bucket}, where every rank differs from the others in some shard"
         verb = "differs" if len(mismatch.mismatched_ranks) == 1 else "differ"
         mismatched, reference = format_ranks(mismatch.mismatched_ranks), format_ranks(mismatch.reference_ranks)
         return f"{label} in bucket {bucket}, where {mismatched} {verb} from {reference}"
@@ -540,26 +535,22 @@ def find_majority(reported: Sequence[str]) -> tuple[list[int], list[int], bool]:
     `reported` is each rank's fingerprint of a shard, followed by "*" on the owners of the shard. If several values are
     equally frequent, the one with most owners is right.
     """
-    ranks_by_value: dict[str, list[int]] = defaultdict(list)
-    for rank, text in enumerate(reported):
-        ranks_by_value[text.rstrip("*")].append(rank)
-    max_count = max(map(len, ranks_by_value.values()))
-    candidates = [ranks for ranks in ranks_by_value.values() if len(ranks) == max_count]
+    groups = group_ranks(text.rstrip("*") for text in reported).values()
+    max_count = max(map(len, groups))
+    candidates = [ranks for ranks in groups if len(ranks) == max_count]
     right = max(candidates, key=lambda ranks: sum(reported[rank].endswith("*") for rank in ranks))
     wrong = [rank for rank in range(len(reported)) if rank not in right]
     return right, wrong, len(candidates) == 1
 
 
-_NO_MAJORITY_NOTE = (
-    "Where no value has a majority of ranks, the rank that owns that part of the parameter is taken to be right."
-)
+_NO_MAJORITY_NOTE = "Where no value has a majority, the owner's value is taken as correct."
 _MISMATCH_ADVICE = (
-    "Nothing was updated. Load the last checkpoint, and look at what those ranks have of their own: memory that lost "
-    "bits, or code that changed parameters there alone."
+    "Nothing was updated. Load the last checkpoint, and check what is special about those ranks: faulty memory, or "
+    "code that changes parameters on them only."
 )
 _TRANSIENT_MISMATCH = (
-    "the parameters of the ranks differed, and when all looked again they did not: a rank's memory is unsteady, or "
-    "another thread changes parameters. Nothing was updated."
+    "parameters differed between ranks, but no longer when they were compared again: the memory of a rank is "
+    "faulty, or another thread changes parameters. Nothing was updated."
 )
 
 
@@ -572,12 +563,23 @@ def _checksum_to_bytes(checksum: int) -> bytes:
 
 
 class StepChecks:
-    """Runs the checks that the config asks for, and counts them. Same calls on all ranks."""
+    """Runs the checks that the config asks for, and counts them. Same calls on all ranks.
+
+    To add a check of gradients, write a class like `NonFiniteCheck`: it exchanges one status message, so that all ranks
+    come to the same result and a rank that has failed before raises on all of them. Add its policy to `ZeroConfig`
+    (with a check in `__post_init__`) and to `_POLICIES` (config.py), pass it to this class and reject it where it has
+    no effect (build.py), call the check in `should_skip_step` inside a `Phase` of its own (profiling.py), and set
+    `should_check_grads` for it. If it counts anything, show that in report.py.
+    """
 
     def __init__(
-        self, comm: Comm, consistency: ConsistencyCheck | None = None, nonfinite: NonFiniteGrads | None = None
+        self,
+        comm: Comm,
+        profiler: StepProfiler,
+        consistency: ConsistencyCheck | None = None,
+        nonfinite: NonFiniteGrads | None = None,
     ) -> None:
-        self._comm, self._consistency = comm, consistency
+        self._comm, self._profiler, self._consistency = comm, profiler, consistency
         self._nonfinite_check = NonFiniteCheck(comm, nonfinite) if nonfinite else None
         self.num_consistency_checks = 0
         """How many times parameters were compared."""
@@ -598,14 +600,14 @@ class StepChecks:
     def check_consistency(self, layout: Layout, params: Sequence[torch.Tensor], call: str, step: int | None) -> None:
         """Raise `ReplicaMismatchError` on all ranks if parameters differ between them. Call on all ranks."""
         self.num_consistency_checks += 1
-        with self._comm.profiler.phase(Phase.CHECK_CONSISTENCY):
+        with self._profiler.phase(Phase.CHECK_CONSISTENCY):
             check_params_equal(self._comm, layout, params, call, step)
 
     def should_skip_step(
         self, layout: Layout, grad_samples: Callable[[], Iterable[GradSample]], prior_error: Exception | None
     ) -> bool:
-        """Return whether to skip the step because of non-finite gradients. Call on all ranks; see `NonFiniteCheck`."""
+        """Return whether a check of the gradients asks to skip the step. Call on all ranks; see `NonFiniteCheck`."""
         if self._nonfinite_check is None:
             return False
-        with self._comm.profiler.phase(Phase.CHECK_NONFINITE):
+        with self._profiler.phase(Phase.CHECK_NONFINITE):
             return self._nonfinite_check.should_skip(layout, grad_samples, prior_error)

@@ -24,7 +24,7 @@ def clip_grad_norm(
     total = compute_total_norm(grads, norm_type, comm)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
-            f"the total norm of order {norm_type} of the gradients of all ranks is {total.item()}, so they cannot be "
+            f"the total norm of order {norm_type} of all ranks' gradients is {total.item()}, so they cannot be "
             "clipped. Pass error_if_nonfinite=False to scale them anyway."
         )
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)

@@ -13,7 +13,7 @@ other ranks add their gradients, and it keeps updating the parameters it owns.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakMethod, ref
 
 import torch
@@ -29,18 +29,20 @@ from ..errors import ConfigError
 from ..layout.layout import Layout
 from ..layout.partition import AssignedOwners, Partitioner, assign_owners
 from ..layout.spec import make_param_specs
-from ..profiling import Phase
+from ..profiling import Phase, StepProfiler
 from .autograd_hooks import NO_BACKWARD, current_backward_id, queue_after_backward
+from .base import Engine
 from .grad_reducer import GradReducer
 from .inner import OptimizerConstructor, ParamGroup
 from .join import broadcast_options
-from .whole_engine import WholeParamEngine
+from .param_sync import ParamBroadcast
+from .whole_params import WholeParamStore
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 GradsByParam = dict[torch.Tensor, torch.Tensor]
 
 
-class ReducedBucket(NamedTuple):
+class DDPBucket(NamedTuple):
     """A DDP bucket whose reduction was started, and the future of its reduced gradients."""
 
     bucket_index: int
@@ -59,7 +61,9 @@ class ReducedBucket(NamedTuple):
 class OverlapPlan(NamedTuple):
     """How to step once DDP's buckets are final."""
 
-    engine: WholeParamEngine
+    engine: Engine
+    store: WholeParamStore
+    param_sync: ParamBroadcast
     layout_bucket_of: dict[int, int]
     """Index in the layout of each DDP bucket, without the buckets that contain none of the optimizer's parameters."""
     should_defer_updates: bool
@@ -70,13 +74,29 @@ class OverlapPlan(NamedTuple):
 class DDPOverlap:
     """Drives an optimizer from a DDP communication hook: observes DDP's buckets first, then steps with them.
 
-    The optimizer owns this object, so `repartition`, a method of the optimizer, is referenced weakly.
+    The optimizer owns this object, so `set_engine`, a method of the optimizer, is referenced weakly.
     """
 
     def __init__(
-        self, comm: Comm, repartition: Callable[[Partitioner], WholeParamEngine], groups: list[ParamGroup]
+        self,
+        comm: Comm,
+        profiler: StepProfiler,
+        groups: list[ParamGroup],
+        *,
+        build_engine: Callable[[Partitioner], Engine],
+        set_engine: Callable[[Engine], None],
     ) -> None:
-        self._comm, self._repartition, self._groups = comm, WeakMethod(repartition), groups
+        """Prepare to observe DDP's buckets.
+
+        Args:
+            comm: Collectives of the optimizer.
+            profiler: Times waits for DDP.
+            groups: The user's groups.
+            build_engine: Builds an engine whose owners a partitioner decides. It may raise on one rank only.
+            set_engine: Replaces the optimizer's engine. Called on all ranks, once DDP's buckets are final.
+        """
+        self._comm, self._profiler, self._groups = comm, profiler, groups
+        self._build_engine, self._set_engine = build_engine, WeakMethod(set_engine)
         self._index_of_param = {id(param): i for i, param in enumerate(_iter_params(groups))}
         self._trainable_mask = [param.requires_grad for param in _iter_params(groups)]
         self._ddp_ref: ref[DistributedDataParallel] | None = None
@@ -130,7 +150,10 @@ class DDPOverlap:
         """
         ranks = dist.get_process_group_ranks(self._comm.group.process_group)
         if dist.get_process_group_ranks(ddp.process_group) != ranks:
-            raise ConfigError(f"the optimizer is sharded over ranks {ranks}, DDP has others: give both the same group")
+            raise ConfigError(
+                f"the optimizer is sharded over ranks {ranks}, but DDP uses other ranks. Pass the same process_group "
+                "to both."
+            )
         # Hazard: DDP's C++ reducer holds the hook, and the garbage collector cannot see that. A strong reference from
         # the hook to DDP would form a cycle that is never freed.
         self._ddp_ref = ddp_ref = ref(ddp)
@@ -140,7 +163,7 @@ class DDPOverlap:
             future = hook(state, bucket)
             ddp = ddp_ref()
             assert ddp is not None, "its hook is running"
-            reduced = ReducedBucket(bucket.index(), bucket.is_last(), bucket.parameters(), future)
+            reduced = DDPBucket(bucket.index(), bucket.is_last(), bucket.parameters(), future)
             if self._plan is None:
                 self._observe_bucket(ddp, reduced, shard_buckets, is_interleaved)
             else:
@@ -154,7 +177,10 @@ class DDPOverlap:
     def check_trainable_unchanged(self) -> None:
         """Raise if `requires_grad` of a parameter changed: DDP's buckets are fixed."""
         if [param.requires_grad for param in _iter_params(self._groups)] != self._trainable_mask:
-            raise RuntimeError("requires_grad cannot be switched with overlap_with_ddp=True: DDP's buckets are fixed")
+            raise RuntimeError(
+                "requires_grad cannot be changed with overlap_with_ddp=True, because DDP's buckets are fixed. Restore "
+                "it, or make a new DDP module and optimizer."
+            )
 
     def run_deferred(self) -> None:
         """Run the actions that a joined rank could not run inside the hook. Called when DDP is done."""
@@ -162,7 +188,7 @@ class DDPOverlap:
             self._deferred_actions.pop(0)()
 
     def _observe_bucket(
-        self, ddp: DistributedDataParallel, bucket: ReducedBucket, shard_buckets: bool, is_interleaved: bool
+        self, ddp: DistributedDataParallel, bucket: DDPBucket, shard_buckets: bool, is_interleaved: bool
     ) -> None:
         backward_id = current_backward_id()
         # In the first pass of a static graph, DDP gives all buckets the index 0 and marks none as the last.
@@ -190,9 +216,12 @@ class DDPOverlap:
         settings = f"shard_buckets={shard_buckets}, interleaved={is_interleaved}, late={should_defer}"
         self._plan = prepare_all(
             self._comm,
-            "settling on DDP's buckets",
+            "assigning DDP's buckets to ranks",
             lambda: self._prepare_plan(settings, shard_buckets=shard_buckets, should_defer_updates=should_defer),
         )
+        set_engine = self._set_engine()
+        assert set_engine is not None, "the hook keeps the optimizer alive"
+        set_engine(self._plan.engine)
 
     def _prepare_plan(self, settings: str, *, shard_buckets: bool, should_defer_updates: bool) -> Prepared[OverlapPlan]:
         must_match = [settings]
@@ -200,13 +229,16 @@ class DDPOverlap:
         bucket_of = {index: bucket for bucket, members in enumerate(self._buckets) for index in members}
         missing = [i for i, is_trainable in enumerate(self._trainable_mask) if is_trainable and i not in bucket_of]
         if missing:
-            raise ConfigError(f"parameters {missing[:8]} of the optimizer are not among those that DDP reduces")
+            raise ConfigError(
+                f"parameters {missing[:8]} of the optimizer are not reduced by DDP. Pass the optimizer only parameters "
+                "of the DDP module."
+            )
         owners = self._assign_balanced(bucket_of) if shard_buckets else self._assign_round_robin(bucket_of)
-        repartition = self._repartition()
-        assert repartition is not None, "the hook keeps the optimizer alive"
-        engine = repartition(AssignedOwners(owners, bucket_of))
+        engine = self._build_engine(AssignedOwners(owners, bucket_of))
         layout_bucket_of = {bucket_of[index]: engine.layout.bucket_of(index) for index in bucket_of}
-        plan = OverlapPlan(engine, layout_bucket_of, should_defer_updates)
+        # overlap_with_ddp is rejected for any other store.
+        store, param_sync = cast(WholeParamStore, engine.params), cast(ParamBroadcast, engine.param_sync)
+        plan = OverlapPlan(engine, store, param_sync, layout_bucket_of, should_defer_updates)
         return Prepared(plan, [*must_match, f"layout {engine.layout.digest}"])
 
     def _assign_round_robin(self, bucket_of: dict[int, int]) -> dict[int, Rank]:
@@ -218,14 +250,12 @@ class DDPOverlap:
         specs_by_bucket = [replace(specs[index], group=bucket) for index, bucket in bucket_of.items()]
         return assign_owners(Layout.empty(self._comm.group.size), specs_by_bucket)
 
-    def _step(
-        self, ddp: DistributedDataParallel, plan: OverlapPlan, bucket: ReducedBucket, is_interleaved: bool
-    ) -> None:
+    def _step(self, ddp: DistributedDataParallel, plan: OverlapPlan, bucket: DDPBucket, is_interleaved: bool) -> None:
         has_inputs, in_join = current_backward_id() != NO_BACKWARD, is_in_join(ddp)
         if self._backward_pass is None or bucket.bucket_index == 0:
             if in_join:
                 broadcast_options(self._comm, self._groups, is_current=has_inputs)
-            self._backward_pass = _BackwardPass(plan, self._groups, self._comm)
+            self._backward_pass = _BackwardPass(plan, self._groups, self._comm, self._profiler)
             self._backward_pass.run_unless_failed(self.check_trainable_unchanged)
         backward_pass = self._backward_pass
         backward_pass.pending_buckets.append(bucket)
@@ -254,15 +284,16 @@ class _BackwardPass:
     An error is kept until the end of the pass, since the other ranks wait for this rank's broadcasts.
     """
 
-    def __init__(self, plan: OverlapPlan, groups: list[ParamGroup], comm: Comm) -> None:
-        self._engine, self._layout_bucket_of = plan.engine, plan.layout_bucket_of
-        self._groups, self._comm = groups, comm
-        self._owned_index_of = {id(param): index for index, param in plan.engine.owned_params(comm.group.rank).items()}
+    def __init__(self, plan: OverlapPlan, groups: list[ParamGroup], comm: Comm, profiler: StepProfiler) -> None:
+        self._engine, self._store, self._param_sync = plan.engine, plan.store, plan.param_sync
+        self._layout_bucket_of = plan.layout_bucket_of
+        self._groups, self._comm, self._profiler = groups, comm, profiler
+        self._owned_index_of = {id(param): index for index, param in plan.store.owned_by(comm.group.rank).items()}
         self._num_updates = 0
-        self._restore_counters = plan.engine.inner.snapshot_counters()
+        self._restore_counters = plan.store.member.inner.snapshot_counters()
         self._error: Exception | None = None
-        self.pending_buckets: list[ReducedBucket] = []
-        self.run_unless_failed(plan.engine.param_store.rebind_if_moved)
+        self.pending_buckets: list[DDPBucket] = []
+        self.run_unless_failed(plan.store.memory.rebind_if_moved)
 
     def run_unless_failed(self, action: Callable[[], object]) -> None:
         """Run `action` unless an earlier one failed; record its exception."""
@@ -276,8 +307,8 @@ class _BackwardPass:
         """Update all pending buckets except the `keep_newest` newest ones."""
         while len(self.pending_buckets) > keep_newest:
             bucket = self.pending_buckets.pop(0)
-            with self._comm.profiler.phase(Phase.WAIT_DDP, bucket.bucket_index):
-                grads = bucket.wait()
+            with self._profiler.phase(Phase.WAIT_DDP, bucket.bucket_index):
+                grads = self._wait_for_bucket(bucket)
             self._update(bucket.bucket_index, self._select_owned(grads))
 
     def update_from_param_grads(self, *, has_inputs: bool, is_join_enabled: bool) -> None:
@@ -287,11 +318,15 @@ class _BackwardPass:
             has_inputs: This rank had inputs. Otherwise it takes gradients from DDP's buckets.
             is_join_enabled: Some rank may have had no inputs and does not know which parameters were used.
         """
-        used = bytes(has_inputs and param.grad is not None for param in self._engine.params)
+        used = bytes(has_inputs and param.grad is not None for param in self._store.tensors)
         if is_join_enabled:
             used = self._comm.all_reduce_any(used)
         for bucket in self.pending_buckets:
-            grads = {p: p.grad for p in bucket.params if p.grad is not None} if has_inputs else bucket.wait()
+            grads = (
+                {p: p.grad for p in bucket.params if p.grad is not None}
+                if has_inputs
+                else self._wait_for_bucket(bucket)
+            )
             owned = self._select_owned(grads)
             self._update(
                 bucket.bucket_index, {p: grad for p, grad in owned.items() if used[self._owned_index_of[id(p)]]}
@@ -301,16 +336,22 @@ class _BackwardPass:
     def finish(self) -> None:
         """Wait for all parameters. An error on one rank is raised on all ranks."""
         if not self._num_updates:
-            self.run_unless_failed(lambda: self._engine.update_params(self._groups, {}))
-        self._engine.param_sync.finish()
-        self.run_unless_failed(lambda: self._engine.inner.pull_options(self._groups))
-        self._engine.steps += 1
+            self.run_unless_failed(lambda: self._store.update_params(self._groups, {}))
+        self._param_sync.finish()
+        self.run_unless_failed(lambda: self._store.inner.pull_options(self._groups))
+        self._engine.count_step()
         call = f"overlapped step {self._engine.steps}"
         failure = Failure.NONE if self._error is None else Failure.FAILED
         status = exchange_status(self._comm, call, b"", failure)
-        self._comm.profiler.end_step()
+        self._profiler.end_step()
         if status.failure_level:
             raise_failure(self._comm, call, self._error)
+
+    def _wait_for_bucket(self, bucket: DDPBucket) -> GradsByParam:
+        """Return the reduced gradients of a bucket; none after an error, which is kept."""
+        grads: GradsByParam = {}
+        self.run_unless_failed(lambda: grads.update(bucket.wait()))
+        return grads
 
     def _select_owned(self, grads: GradsByParam) -> GradsByParam:
         return {param: grad for param, grad in grads.items() if id(param) in self._owned_index_of}
@@ -320,9 +361,9 @@ class _BackwardPass:
             if self._num_updates:
                 self._restore_counters()  # all updates of a pass count as one step
             self._num_updates += 1
-            self.run_unless_failed(lambda: self._engine.update_params(self._groups, owned_grads))
+            self.run_unless_failed(lambda: self._store.update_params(self._groups, owned_grads))
         if bucket_index in self._layout_bucket_of:
-            self._engine.broadcast_bucket(self._layout_bucket_of[bucket_index])
+            self._param_sync.start_bucket(self._layout_bucket_of[bucket_index])
 
 
 def resolve_optimizer_class(optimizer_class: OptimizerConstructor, *, overlap: bool) -> OptimizerConstructor:
@@ -337,7 +378,9 @@ def resolve_optimizer_class(optimizer_class: OptimizerConstructor, *, overlap: b
     if optimizer_class not in plain_classes:
         return optimizer_class
     if not overlap:
-        raise ConfigError(f"{optimizer_class} is for overlap_with_ddp=True; pass {plain_classes[optimizer_class]}")
+        raise ConfigError(
+            f"{optimizer_class} needs overlap_with_ddp=True. Pass {plain_classes[optimizer_class]} instead."
+        )
     return plain_classes[optimizer_class]
 
 
@@ -392,8 +435,8 @@ def make_comm_hook(reducer: GradReducer, params: Sequence[torch.Tensor]) -> Comm
         for param, grad in zip(bucket_params, split_bucket(bucket.buffer(), bucket_params), strict=True):
             if id(param) not in index_of:
                 raise ConfigError(
-                    f"DDP reduces a parameter of shape {tuple(param.shape)} that the optimizer does not have. Give it "
-                    "all parameters that DDP reduces, or freeze the others before DDP wraps the model."
+                    f"DDP reduces a parameter of shape {tuple(param.shape)} that the optimizer does not have. Pass "
+                    "it all parameters that DDP reduces, or freeze the others before DDP wraps the model."
                 )
             # Hazard: inside Join a rank without inputs receives zeros here, while `param.grad` has old gradients.
             reducer.mark_ready(index_of[id(param)], grad)

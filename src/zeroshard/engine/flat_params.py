@@ -23,14 +23,14 @@ import torch
 from torch.optim import Optimizer
 
 from .._types import Rank, Span
-from ..config import MasterWeights
+from ..config import MasterWeightPolicy
 from ..errors import BindingError
 from ..layout.layout import Layout, ParamShard
 from ..profiling import Phase, StepProfiler
 from ..state.tensor_utils import clone_tensor, deepcopy_except_tensors, map_tensors
 from .host_buffers import HostTransfer, HostTransfers
 from .inner import ParamGroup
-from .param_store import FlatParamBuffers
+from .param_memory import FlatParamBuffers
 
 ShardViewFn = Callable[[int, Span, Sequence[int], Sequence[int]], torch.Tensor]
 """Returns a view of this rank's shard: (bucket, span in the shard, shape, stride)."""
@@ -46,7 +46,6 @@ class FlatParam:
     group: int
     in_shard: Span
     param: torch.nn.Parameter
-    _cached_view: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def bucket(self) -> int:
@@ -58,12 +57,9 @@ class FlatParam:
         return Span(start, start + param_shard.in_bucket.length)
 
     def view_of(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the elements of a flat shard, of gradients for example, that match `param`, in its shape. Cached."""
-        if self._cached_view is None or self._cached_view[0] is not shard:
-            view = shard[slice(*self.in_shard)].as_strided(self.param.shape, self.param.stride())
-            object.__setattr__(self, "_cached_view", (shard, view))
-        assert self._cached_view is not None
-        return self._cached_view[1]
+        """Return the elements of a flat shard, of gradients for example, that match `param`, in its shape."""
+        offset = shard.storage_offset() + self.in_shard.start
+        return shard.as_strided(self.param.shape, self.param.stride(), offset)
 
 
 class FlatParams:
@@ -245,8 +241,8 @@ class FlatParams:
             flat_param.param.data = target
         if mismatches:
             raise BindingError(
-                f"the optimizer has assigned to `.data` of its parameters what they cannot be: {mismatches[0]}. That "
-                "was not taken over. Its step() must keep dtypes, devices and shapes."
+                f"the optimizer's step() assigned incompatible tensors to param.data: {mismatches[0]}. The "
+                "assignment was ignored. It must keep dtype, device and shape."
             )
 
     def shard_state(self, flat_param: FlatParam, param_shard: ParamShard, state: State) -> State:
@@ -392,25 +388,25 @@ def _can_require_grad(tensor: torch.Tensor) -> bool:
 
 def make_storage(
     rank: Rank,
-    param_store: FlatParamBuffers,
-    masters: MasterWeights | None,
+    param_memory: FlatParamBuffers,
+    masters: MasterWeightPolicy | None,
     host_transfers: HostTransfers | None,
     profiler: StepProfiler,
 ) -> "ShardStorage":
     """Return the storage for the given master-weight and offload policies."""
     if masters is None:
-        return ShardStorage(rank, param_store, host_transfers)
+        return ShardStorage(rank, param_memory, host_transfers)
     if host_transfers is None:
-        return MasterStorage(rank, param_store, masters, profiler)
-    return OffloadedMasterStorage(rank, param_store, masters, profiler, host_transfers)
+        return MasterStorage(rank, param_memory, masters, profiler)
+    return OffloadedMasterStorage(rank, param_memory, masters, profiler, host_transfers)
 
 
 class ShardStorage:
     """The inner optimizer updates the shards in the param buffers directly: no master weights."""
 
-    def __init__(self, rank: Rank, param_store: FlatParamBuffers, host_transfers: HostTransfers | None = None) -> None:
+    def __init__(self, rank: Rank, param_memory: FlatParamBuffers, host_transfers: HostTransfers | None = None) -> None:
         """`host_transfers`: offload state to host memory; None keeps it on the device of the parameters."""
-        self.rank, self._param_store, self.host_transfers = rank, param_store, host_transfers
+        self.rank, self._param_memory, self.host_transfers = rank, param_memory, host_transfers
         self._layout = Layout.empty(0)
 
     def extend(self, layout: Layout) -> None:
@@ -433,7 +429,7 @@ class ShardStorage:
 
     def shard(self, bucket: int) -> torch.Tensor:
         """Return this rank's shard of a bucket, a view of the param buffers."""
-        return self._param_store.buffer(bucket)[slice(*self._layout.buckets[bucket].shards[self.rank])]
+        return self._param_memory.buffer(bucket)[slice(*self._layout.buckets[bucket].shards[self.rank])]
 
     def param_view(self, param_shard: ParamShard) -> torch.Tensor:
         """Return a param shard of this rank as a flat view of the param buffers."""
@@ -463,6 +459,12 @@ class ShardStorage:
     def invalidate_masters(self) -> None:
         """Make the next `sync_user_edits` compare all parameters with their master weights."""
 
+    def prefetch_masters(self, bucket: int, host_transfer: HostTransfer) -> None:
+        """Start copying the offloaded master weights of a bucket to the device, if it has any."""
+
+    def write_back_masters(self, bucket: int, host_transfer: HostTransfer) -> None:
+        """Start copying offloaded master weights of a bucket to the host, and free their device memory."""
+
     def slice_in_shard(self, param_shard: ParamShard) -> slice:
         """Return the position of a param shard in this rank's shard of the bucket."""
         base = self._layout.buckets[param_shard.bucket].shards[self.rank].start
@@ -479,12 +481,12 @@ class MasterStorage(ShardStorage):
     def __init__(
         self,
         rank: Rank,
-        param_store: FlatParamBuffers,
-        policy: MasterWeights,
+        param_memory: FlatParamBuffers,
+        policy: MasterWeightPolicy,
         profiler: StepProfiler,
         host_transfers: HostTransfers | None = None,
     ) -> None:
-        super().__init__(rank, param_store, host_transfers)
+        super().__init__(rank, param_memory, host_transfers)
         self._policy, self._profiler = policy, profiler
         self._masters: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
@@ -550,19 +552,19 @@ class MasterStorage(ShardStorage):
 
 
 class OffloadedMasterStorage(MasterStorage):
-    """Master weights in host memory. Their device tensors have memory only between `prefetch` and `write_back`."""
+    """Master weights in host memory. Their device tensors have memory only from prefetch to write-back."""
 
     host_transfers: HostTransfers
 
     def __init__(
         self,
         rank: Rank,
-        param_store: FlatParamBuffers,
-        policy: MasterWeights,
+        param_memory: FlatParamBuffers,
+        policy: MasterWeightPolicy,
         profiler: StepProfiler,
         host_transfers: HostTransfers,
     ) -> None:
-        super().__init__(rank, param_store, policy, profiler, host_transfers)
+        super().__init__(rank, param_memory, policy, profiler, host_transfers)
         self._host_masters: dict[int, torch.Tensor] = {}
 
     def extend(self, layout: Layout) -> None:
@@ -605,14 +607,12 @@ class OffloadedMasterStorage(MasterStorage):
     def master_tensors(self) -> list[torch.Tensor]:
         return list(self._host_masters.values())
 
-    def prefetch(self, bucket: int, host_transfer: HostTransfer) -> None:
-        """Start copying the master weights of a bucket to the device."""
+    def prefetch_masters(self, bucket: int, host_transfer: HostTransfer) -> None:
         if self.has_master(bucket):
             _allocate_memory(self._masters[bucket])
             host_transfer.prefetch_into(self._masters[bucket], self._host_masters[bucket])
 
-    def write_back(self, bucket: int, host_transfer: HostTransfer) -> None:
-        """Start copying the master weights of a bucket to the host, and free their device memory."""
+    def write_back_masters(self, bucket: int, host_transfer: HostTransfer) -> None:
         if self.has_master(bucket):
             host_transfer.write_back(self._masters[bucket], self._host_masters[bucket])
             _free_memory(self._masters[bucket])

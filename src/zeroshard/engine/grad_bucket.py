@@ -1,26 +1,16 @@
 """Pack the gradients of a bucket into one flat buffer and start its reduce-scatter.
 
-`BucketPacker` knows where each gradient lies in the flat buffer, `BufferPool` recycles the buffers, and `GradBucket`
+`BucketPacker` knows where each gradient lies in the flat buffer, `BufferPool` recycles the buffers, and `ReduceBucket`
 combines both with a transport. A bucket with a single dense gradient is sent without a copy.
-
-`ShardedGrad` is the placeholder that ZeRO-2 puts into `param.grad` while the gradient exists only as shards.
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 
-from .._torch_compat import (
-    AMP_UNSCALE_OP,
-    TO_COPY_OP,
-    foreach_add_,
-    foreach_copy_,
-    foreach_mul_,
-    make_wrapper_subclass,
-    tree_leaves,
-)
+from .._torch_compat import foreach_add_, foreach_copy_, foreach_mul_
 from .._types import Span
 from ..comm.transport import ReduceWork, ShardTransport
 from ..config import sum_dtype
@@ -120,10 +110,13 @@ class BucketPacker:
         view = self._views_of(buffer)[slot_index]
         if slot_index in self._slots_with_gaps:
             self._zero_gaps(slot_index, buffer)
+        dense = _to_dense(grad)
         if self._scale == 1:
-            view.copy_(_to_dense(grad))
-        else:
-            torch.mul(_to_dense(grad), self._scale, out=view)
+            view.copy_(dense)
+        elif dense.dtype == view.dtype:
+            torch.mul(dense, self._scale, out=view)
+        else:  # round once, in the dtype of the buffer, as `pack` does
+            view.copy_(dense).mul_(self._scale)
 
     def pack(self, grads: OptionalGrads, buffer: BucketBuffer, already_copied: Container[int] = ()) -> torch.Tensor:
         """Copy gradients into `buffer`, with zeros for None, and return the flat range to send.
@@ -206,88 +199,13 @@ def _to_dense(grad: torch.Tensor) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Placeholder in `param.grad` for a gradient that is sharded across ranks.
-
-
-class ShardedGrad(torch.Tensor):
-    """A tensor with the shape, dtype and device of its parameter but no storage. Operations on it raise."""
-
-    _label: str
-
-    @staticmethod
-    def __new__(
-        cls,
-        param: torch.Tensor,
-        label: str,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> "ShardedGrad":
-        placeholder: ShardedGrad = make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), dtype=dtype or param.dtype, device=device or param.device
-        )
-        placeholder._label = label
-        return placeholder
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"ShardedGrad({self._label}, shape={tuple(self.shape)})"
-
-    def numpy(self, *_: Any, **__: Any) -> NoReturn:
-        raise self._usage_error("numpy")
-
-    def tolist(self) -> NoReturn:
-        raise self._usage_error("tolist")
-
-    def __dlpack__(self, **_: Any) -> NoReturn:
-        raise self._usage_error("__dlpack__")
-
-    def __reduce_ex__(self, _: Any) -> NoReturn:
-        raise self._usage_error("pickling")
-
-    def _usage_error(self, operation: object) -> RuntimeError:
-        return RuntimeError(
-            f"the gradient of {self._label} is sharded across ranks, so param.grad cannot be used ({operation}). "
-            "To clip, call optimizer.clip_grad_norm_() or optimizer.clip_grad_value_(); for the norm alone, "
-            "optimizer.clip_grad_norm_(math.inf); to clear, optimizer.zero_grad(); to unscale, use "
-            "zeroshard.GradScaler. To edit gradients, accumulate them inside optimizer.no_sync(). If it is the step() "
-            "of another optimizer, remove that one."
-        )
-
-    def share_memory_(self) -> "ShardedGrad":
-        """Do nothing. Hazard: torch's own method would access the storage, which does not exist, and crash."""
-        return self
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is AMP_UNSCALE_OP:
-            return None  # torch's GradScaler, perhaps on one rank only: its step then raises on all ranks
-        if func is TO_COPY_OP:  # a model is cast or moved together with its gradients
-            options = {key: (kwargs or {}).get(key) for key in ("dtype", "device")}
-            return ShardedGrad(args[0], args[0]._label, **options)
-        placeholder = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedGrad))
-        raise placeholder._usage_error(func)
-
-
-def local_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """Return `param.grad`, or None if it is a placeholder."""
-    grad = param.grad
-    return None if type(grad) is ShardedGrad else grad
-
-
-def drop_placeholder(param: torch.Tensor) -> None:
-    """Set `param.grad` to None if it is a placeholder."""
-    if type(param.grad) is ShardedGrad:
-        param.grad = None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Bucket: buffers, readiness and the reduce-scatter of its gradients.
 
 
-class GradBucket:
+class ReduceBucket:
     """The gradient side of a bucket: collects gradients in a buffer and reduce-scatters them.
 
-    Not thread-safe: `GradReducer` calls it with its lock held.
+    Not thread-safe: `GradReducer` calls it with its lock held while backward runs, and without it between passes.
     """
 
     def __init__(
@@ -308,8 +226,6 @@ class GradBucket:
         self.has_grads = False
         """The shard of this bucket holds gradients of an earlier reduce."""
         self.params = [slot.param for slot in self.slots]
-        self.num_expected = self.num_missing = 0
-        """Parameters that are expected to get a gradient, and those of them whose gradient is still missing."""
         if self.needs_packing:
             pool.reserve(self.packer.numel)
         self._slot_index_of = {param: slot_index for slot_index, param in enumerate(self.params)}
@@ -405,7 +321,7 @@ class ReduceOutput(NamedTuple):
 class PendingReduce(NamedTuple):
     """A reduce-scatter in flight."""
 
-    bucket: GradBucket
+    bucket: ReduceBucket
     work: ReduceWork
     output: ReduceOutput
     buffer: BucketBuffer | None

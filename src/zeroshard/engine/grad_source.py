@@ -1,7 +1,8 @@
-"""The source of this rank's gradient shards.
+"""Where the gradients of a step come from.
 
-`LocalGrads` copies them from `param.grad`, where DDP or the user has averaged them. `GradReducer` (grad_reducer.py)
-reduce-scatters gradients itself.
+`ParamGrads` uses `param.grad` in place, where DDP or the user has averaged it. Flat shards need one flat gradient shard
+per bucket: `LocalGrads` copies them from `param.grad`, and `GradReducer` (grad_reducer.py) reduce-scatters gradients
+itself.
 """
 
 from abc import ABC, abstractmethod
@@ -12,72 +13,125 @@ import torch
 
 from .._torch_compat import foreach_copy_
 from ..comm.collectives import Comm
-from ..config import MasterWeights
+from ..config import MasterWeightPolicy
 from ..errors import RankMismatchError
 from ..layout.layout import Bucket, Layout, ParamShard
 from ..state.state_dict import flatten_in_memory_order
+from .checks import GradConsistencyCheck
+from .step import Step
 
 
 class GradSource(ABC):
-    """One flat gradient shard per bucket. Shards keep their contents until `clear`, as `param.grad` does in torch."""
+    """Completes the gradients of a step, and knows which parameters have one."""
 
-    source_name: ClassVar[str]
-    """Compared across ranks before `synchronize`: all must use the same source."""
+    name: ClassVar[str]
+    """All ranks must use the same source: they compare the names."""
+    reduces = False
+    """Whether this source averages gradients over ranks. Otherwise the user, or DDP, has done so before the step."""
+    agrees_before_update = True
+    """Whether ranks compare, before the update, which gradients each of them has."""
 
-    @property
-    def is_reducing(self) -> bool:
-        """Whether gradients have been sent since the last `synchronize`."""
-        return False
-
-    def __init__(self, comm: Comm, masters: MasterWeights | None) -> None:
-        self._comm, self._masters = comm, masters
-        self._layout = Layout.empty(comm.group.size)
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
         self._params: list[torch.Tensor] = []
-        self._shards: dict[int, torch.Tensor] = {}
 
-    def extend(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
+    def extend(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
         """Add the buckets that `layout` has beyond the current ones. `params` are all parameters, old and new."""
-        self._layout, self._params = layout, list(params)
+        self._params = list(params)
 
     @abstractmethod
-    def signature(self) -> bytes:
-        """Return bytes that are equal on all ranks with gradients of the same parameters, to compare across ranks."""
+    def prepare(self) -> bytes:
+        """Prepare `complete`, and return the signature: bytes that are equal on ranks with the same gradients.
 
-    @abstractmethod
-    def synchronize(self, *, signatures_match: bool) -> bytes:
-        """Complete the shards of all buckets and return a flag per parameter: whether it has a gradient.
-
-        Call on all ranks, after a comparison of `signature`; `signatures_match` is its result.
+        Only called if `agrees_before_update`. Does not raise: errors of this rank are raised by `complete`, on all
+        ranks.
         """
 
     @abstractmethod
-    def clear(self, *, set_to_none: bool) -> None:
-        """Discard or zero the shards. `zero_grad` calls this in addition to clearing `param.grad`."""
+    def complete(self, step: Step, *, signatures_match: bool) -> None:
+        """Complete the gradients of a step and set `step.grad_mask`. Call on all ranks; raises on all ranks.
+
+        `signatures_match`: `prepare` has returned the same signature on all ranks.
+        """
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether gradients have been sent since they were last completed."""
+        return False
+
+    def clear(self, *, set_to_none: bool) -> None:  # noqa: B027 (nothing, by default)
+        """Clear gradients outside `param.grad`, as a part of `zero_grad`. Sends buckets that other ranks wait for."""
+
+    def grad_tensors(self) -> list[torch.Tensor]:
+        """Return this rank's shards of reduced gradients, after `complete`; none if gradients are in `param.grad`."""
+        return []
 
     @abstractmethod
-    def grad_tensors(self) -> list[torch.Tensor]:
-        """Return all gradients that this rank holds. Valid after `synchronize`."""
+    def shard(self, bucket_index: int) -> torch.Tensor:
+        """Return this rank's gradient shard of a bucket."""
 
     def drop_placeholders(self) -> None:  # noqa: B027 (nothing, by default)
-        """Remove placeholders of sharded gradients from `param.grad`."""
+        """Remove placeholders for sharded gradients from `param.grad`, which `zero_grad` would otherwise use."""
 
     def mark_scaled(self) -> None:  # noqa: B027 (nothing, by default)
-        """Record that the caller is about to clip or unscale the gradients in place."""
+        """Record that gradients are about to be changed in place: clipped, or multiplied to unscale them."""
 
     def mark_stepped(self, *, was_applied: bool) -> None:  # noqa: B027 (nothing, by default)
         """Record that a step has ended; `was_applied` is False if it was skipped or failed."""
 
     def shard_tensors(self) -> list[torch.Tensor]:
         """Return the allocated shards, for memory reports."""
-        return list(self._shards.values())
+        return []
 
     def staging_buffers(self) -> list[torch.Tensor]:
         """Return the buffers in which gradients are packed and received, for memory reports."""
         return []
 
-    def bytes_to_send(self) -> int:
-        """Return the bytes that this rank sends to reduce all gradients once."""
-        return 0
+    def bytes_to_send(self) -> int | None:
+        """Return the bytes that this rank sends to reduce all gradients once; None if others reduce them."""
+        return None
+
+
+class ParamGrads(GradSource):
+    """The gradients in `param.grad`, averaged and equal on all ranks, as DDP leaves them. Each owner uses its own.
+
+    Ranks compare nothing before the update. They exchange one status message after it.
+    """
+
+    name = "gradients in param.grad"
+    agrees_before_update = False
+
+    def __init__(self, comm: Comm, grad_consistency: GradConsistencyCheck) -> None:
+        super().__init__(comm)
+        self._grad_consistency = grad_consistency
+
+    def prepare(self) -> bytes:
+        return b""
+
+    def complete(self, step: Step, *, signatures_match: bool) -> None:  # noqa: ARG002
+        # Hazard: some optimizers clear gradients in their step, so record them before it.
+        step.grad_mask = bytes([param.grad is not None for param in self._params])
+        step.grad_projection = self._grad_consistency.compute_projection(self._params)
+
+    def shard(self, bucket_index: int) -> torch.Tensor:
+        raise AssertionError(f"gradients of bucket {bucket_index} are not sharded")
+
+
+class ShardedGradSource(GradSource):
+    """One flat gradient shard per bucket. Shards keep their contents until `clear`, as `param.grad` does in torch."""
+
+    def __init__(self, comm: Comm, masters: MasterWeightPolicy | None) -> None:
+        super().__init__(comm)
+        self._masters = masters
+        self._layout = Layout.empty(comm.group.size)
+        self._shards: dict[int, torch.Tensor] = {}
+
+    def extend(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
+        super().extend(layout, params)
+        self._layout = layout
+
+    def shard_tensors(self) -> list[torch.Tensor]:
+        return list(self._shards.values())
 
     def shard(self, bucket_index: int) -> torch.Tensor:
         """Return this rank's gradient shard of a bucket, allocated as zeros on first use."""
@@ -91,26 +145,26 @@ class GradSource(ABC):
         return self._masters.dtype if self._masters and self._masters.covers(bucket.dtype) else bucket.dtype
 
 
-class LocalGrads(GradSource):
+class LocalGrads(ShardedGradSource):
     """Copies shards from `param.grad`, which is already averaged and equal on all ranks, as DDP leaves it."""
 
-    source_name = "param.grad"
+    name = "gradients in param.grad"
 
-    def signature(self) -> bytes:
+    def prepare(self) -> bytes:
+        return self._local_grad_mask()
+
+    def complete(self, step: Step, *, signatures_match: bool) -> None:
+        step.grad_mask = self._local_grad_mask() if signatures_match else self._resolve_by_owners()
+        # Hazard: a rank out of memory must not raise alone. The next status exchange of the step tells all ranks.
+        step.outcome.run(lambda: self._copy_to_shards(step.grad_mask))
+
+    def _local_grad_mask(self) -> bytes:
         return bytes([param.grad is not None for param in self._params])
 
     @torch.no_grad()
-    def synchronize(self, *, signatures_match: bool) -> bytes:
-        grad_mask = self.signature() if signatures_match else self._resolve_by_owners()
+    def _copy_to_shards(self, grad_mask: bytes) -> None:
         for bucket in self._layout.buckets:
             self._copy_to_shard(bucket, grad_mask)
-        return grad_mask
-
-    def clear(self, *, set_to_none: bool) -> None:
-        pass
-
-    def grad_tensors(self) -> list[torch.Tensor]:
-        return [param.grad for param in self._params if param.grad is not None]
 
     def _resolve_by_owners(self) -> bytes:
         """Let the owners of each parameter decide whether it has a gradient. Call on all ranks.
@@ -119,14 +173,14 @@ class LocalGrads(GradSource):
         """
         rank = self._comm.group.rank
         owned = set(self._layout.params_owned_by(rank))
-        local_mask = self.signature()
+        local_mask = self._local_grad_mask()
         grad_mask = self._comm.all_reduce_any(bytes(flag and i in owned for i, flag in enumerate(local_mask)))
         missing = next((i for i in owned if grad_mask[i] and not local_mask[i]), None)
         problem = "" if missing is None else f"rank {rank} has no gradient of {self._layout.params[missing].label}"
         if self._comm.all_reduce_max([bool(problem)])[0]:
             problems = "; ".join(filter(None, self._comm.all_gather_text(problem)))
             raise RankMismatchError(
-                f"step: {problems}, but other ranks do. Reduce gradients over all ranks before step()."
+                f"step: {problems}, but other ranks have one. Average gradients over all ranks before step()."
             )
         return grad_mask
 

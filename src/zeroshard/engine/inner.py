@@ -20,7 +20,7 @@ from .._torch_compat import cast_loaded_state, load_state_dict_hooks, step_hooks
 from ..comm.consensus import rollback_on_error
 from ..errors import CheckpointError, ConfigError
 from ..profiling import Phase, StepProfiler
-from ..state.shard_tensor import ShardTensor
+from ..state.shard_tensor import local_memory
 from ..state.state_dict import StateDict
 from ..state.tensor_utils import (
     clone_tensor,
@@ -62,25 +62,6 @@ class OptimizerFactory:
         return LocalOptimizer(self, owned_ids)
 
 
-class InnerOptimizer(Protocol):
-    """This rank's inner optimizers: one class (`LocalOptimizer`) or several (`CompositeOptimizer`)."""
-
-    @property
-    def local_optimizers(self) -> "list[LocalOptimizer]": ...
-
-    def push_options(self, outer_groups: Sequence[ParamGroup]) -> None: ...
-
-    def pull_options(self, outer_groups: Sequence[ParamGroup]) -> None: ...
-
-    def pull_added_options(self, outer_groups: Sequence[ParamGroup], first_group: int) -> None: ...
-
-    def step(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def check_optimizer_classes(self, saved_groups: Sequence[Mapping[str, Any]]) -> None: ...
-
-    def extra_state(self) -> StateDict: ...
-
-
 class LocalOptimizer:
     """An instance of the user's optimizer class that holds this rank's parameters.
 
@@ -90,22 +71,25 @@ class LocalOptimizer:
 
     def __init__(self, factory: OptimizerFactory, owned_ids: set[int]) -> None:
         self.factory = factory
-        self._placeholders: list[torch.Tensor] = []
+        self._stand_ins: list[torch.Tensor] = []
         local_groups = [self._make_local_group(group, owned_ids) for group in factory.groups]
-        self.optimizer = factory.optimizer_class(
-            local_groups[0]["params"] if factory.has_plain_params else local_groups, **factory.defaults
-        )
+        try:
+            self.optimizer = factory.optimizer_class(
+                local_groups[0]["params"] if factory.has_plain_params else local_groups, **factory.defaults
+            )
+        except TypeError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is None:
+                # The call itself failed: an option does not exist, or a required one is missing. Raise it explicitly:
+                # `_tracebacks` then hides zeroshard's frames.
+                raise error.with_traceback(None) from None
+            raise
         num_groups = len(self.optimizer.param_groups)
         if num_groups != len(local_groups):
             raise ConfigError(
-                f"{factory.name} made {num_groups} parameter groups of the {len(local_groups)} it was given: "
-                "group the parameters before they are handed to the sharded optimizer"
+                f"{factory.name} made {num_groups} parameter groups from {len(local_groups)}. Create the groups "
+                "yourself and pass them to the sharded optimizer."
             )
-        self._remove_placeholders()
-
-    @property
-    def local_optimizers(self) -> "list[LocalOptimizer]":
-        return [self]
+        self._remove_stand_ins()
 
     def add_groups(
         self, outer_groups: Sequence[ParamGroup], new_groups: Sequence[ParamGroup], owned_ids: set[int]
@@ -113,17 +97,17 @@ class LocalOptimizer:
         """Add `new_groups`. `outer_groups` are the groups that exist already."""
         if self._overrides_add_param_group:
             self.push_options(outer_groups)
-        first_group = len(self._placeholders)
+        first_group = len(self._stand_ins)
         for group in new_groups:
             self.optimizer.add_param_group(self._make_local_group(group, owned_ids))
-        self._remove_placeholders(first_group)
+        self._remove_stand_ins(first_group)
 
     def drop_groups(self, first_group: int) -> None:
         """Remove all groups from index `first_group` on: undoes `add_groups`, even one that failed halfway."""
         for group in self.optimizer.param_groups[first_group:]:
             for param in group["params"]:
                 self.optimizer.state.pop(param, None)
-        del self.optimizer.param_groups[first_group:], self._placeholders[first_group:]
+        del self.optimizer.param_groups[first_group:], self._stand_ins[first_group:]
 
     def push_options(self, outer_groups: Sequence[ParamGroup]) -> None:
         """Copy the options of the outer groups into the inner optimizer."""
@@ -147,9 +131,6 @@ class LocalOptimizer:
     def _overrides_add_param_group(self) -> bool:
         """Whether adding a group may read or change options of other groups. If not, copying those is skipped."""
         return type(self.optimizer).add_param_group is not Optimizer.add_param_group
-
-    def check_optimizer_classes(self, saved_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing: with a single class, groups do not name theirs."""
 
     def extra_state(self) -> StateDict:
         """Return what the optimizer class adds to torch's state dict."""
@@ -187,7 +168,7 @@ class LocalOptimizer:
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step the inner optimizer. Its own hooks run; global hooks do not, because they run for the outer step."""
-        with self._with_placeholders(), _track_step():
+        with self._with_stand_ins(), _track_step():
             return _step_without_global_hooks(self.optimizer, args, kwargs)
 
     def has_mode(self, mode: str) -> bool:
@@ -196,7 +177,7 @@ class LocalOptimizer:
 
     def set_mode(self, mode: str) -> None:
         if self.has_mode(mode):
-            with self._with_placeholders():
+            with self._with_stand_ins():
                 getattr(self.optimizer, mode)()
 
     @contextmanager
@@ -212,40 +193,40 @@ class LocalOptimizer:
                 group.update({key: full_group[key] for key in PER_RANK_KEYS if key in full_group})
 
     def _make_local_group(self, group: ParamGroup, owned_ids: set[int]) -> ParamGroup:
-        """Return the user's group with this rank's parameters, or with a placeholder if it owns none of them."""
+        """Return the user's group with this rank's parameters, or with a stand-in if it owns none of them."""
         names = group.get("param_names")
         owned = [i for i, param in enumerate(group["params"]) if id(param) in owned_ids]
-        placeholder = _make_placeholder(group["params"])
-        self._placeholders.append(placeholder)
-        params: list[Any] = [group["params"][i] for i in owned] or [placeholder]
+        stand_in = _make_stand_in(group["params"])
+        self._stand_ins.append(stand_in)
+        params: list[Any] = [group["params"][i] for i in owned] or [stand_in]
         if names is not None:
             params = list(zip([names[i] for i in owned] or ["stand-in"], params, strict=True))
         return {**{key: value for key, value in group.items() if key not in PER_RANK_KEYS}, "params": params}
 
     @contextmanager
-    def _with_placeholders(self) -> Iterator[None]:
-        """Put a placeholder without a gradient into each empty group.
+    def _with_stand_ins(self) -> Iterator[None]:
+        """Put a stand-in without a gradient into each empty group.
 
         Many optimizers reject an empty group or fail on it; all of them handle parameters without gradients.
         """
-        for group, placeholder in zip(self.optimizer.param_groups, self._placeholders, strict=True):
+        for group, stand_in in zip(self.optimizer.param_groups, self._stand_ins, strict=True):
             if not group["params"]:
-                group["params"] = [placeholder]
+                group["params"] = [stand_in]
         try:
             yield
         finally:
-            self._remove_placeholders()
+            self._remove_stand_ins()
 
-    def _remove_placeholders(self, first_group: int = 0) -> None:
-        """Remove the placeholders, and any state they got, from the groups from `first_group` on."""
-        for group, placeholder in zip(
-            self.optimizer.param_groups[first_group:], self._placeholders[first_group:], strict=True
+    def _remove_stand_ins(self, first_group: int = 0) -> None:
+        """Remove the stand-ins, and any state they got, from the groups from `first_group` on."""
+        for group, stand_in in zip(
+            self.optimizer.param_groups[first_group:], self._stand_ins[first_group:], strict=True
         ):
-            if len(group["params"]) == 1 and group["params"][0] is placeholder:
+            if len(group["params"]) == 1 and group["params"][0] is stand_in:
                 group["params"] = []
                 if "param_names" in group:
                     group["param_names"] = []
-                self.optimizer.state.pop(placeholder, None)
+                self.optimizer.state.pop(stand_in, None)
 
 
 _THREAD_LOCAL = local()
@@ -271,7 +252,7 @@ def _copy_state(state: dict[Any, Any]) -> dict[Any, Any]:
     return copied
 
 
-def _make_placeholder(params: Sequence[torch.Tensor]) -> torch.Tensor:
+def _make_stand_in(params: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return an empty parameter with the dtype, device and number of dimensions that optimizers check."""
     like = params[0] if params else torch.empty(0)
     return torch.nn.Parameter(like.detach().new_empty((0,) * like.dim()), requires_grad=like.is_floating_point())
@@ -429,7 +410,7 @@ def _collect_storages(value: Any) -> set[int]:
         if is_wrapper_subclass(tensor):
             map_tensors(inner_tensors(tensor), add)
         elif tensor.layout == torch.strided:
-            storages.add(_storage_ptr(tensor.local if isinstance(tensor, ShardTensor) else tensor))
+            storages.add(_storage_ptr(local_memory(tensor)))
 
     map_tensors(value, add)
     return storages
@@ -447,8 +428,8 @@ OPTIMIZER_KEY = "optimizer"
 """The group option that names the optimizer class of the group, if there are several classes."""
 
 
-class CompositeMember(Protocol):
-    """One optimizer class of a `CompositeOptimizer`."""
+class InnerMember(Protocol):
+    """One optimizer class of an `InnerOptimizer`."""
 
     name: str
     group_ids: list[int]
@@ -456,10 +437,10 @@ class CompositeMember(Protocol):
     inner: LocalOptimizer
 
 
-class CompositeOptimizer:
+class InnerOptimizer:
     """This rank's inner optimizers, one per optimizer rule of the user. Each sees its own groups only."""
 
-    def __init__(self, members: Sequence[CompositeMember], profiler: StepProfiler) -> None:
+    def __init__(self, members: Sequence[InnerMember], profiler: StepProfiler) -> None:
         self._members, self._profiler = members, profiler
 
     @property
@@ -480,23 +461,28 @@ class CompositeOptimizer:
             member.inner.pull_added_options(groups, sum(index < first_group for index in member.group_ids))
             self._set_optimizer_key(member, groups)
 
-    def _set_optimizer_key(self, member: CompositeMember, groups: Sequence[ParamGroup]) -> None:
+    def _set_optimizer_key(self, member: InnerMember, groups: Sequence[ParamGroup]) -> None:
         for group in groups if len(self._members) > 1 else ():
             group[OPTIMIZER_KEY] = member.name  # missing in state dicts that another optimizer saved
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, outer_groups: Sequence[ParamGroup], closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+        """Copy options in, step, and copy options back."""
+        self.push_options(outer_groups)
+        result = self._step(closure, kwargs)
+        self.pull_options(outer_groups)
+        return result
+
+    def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         """Step all members. A closure is called once, not once per member."""
         if len(self._members) == 1:
-            return self._step_member(self._members[0], *args, **kwargs)
-        loss = None
-        for closure in args:
-            with torch.enable_grad():
-                loss = closure()
+            return self._step_member(self._members[0], *([] if closure is None else [closure]), **kwargs)
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for member in self._members:
             self._step_member(member, **kwargs)
         return loss
 
-    def _step_member(self, member: CompositeMember, *args: Any, **kwargs: Any) -> Any:
+    def _step_member(self, member: InnerMember, *args: Any, **kwargs: Any) -> Any:
         with self._profiler.phase(Phase.INNER_STEP, member.name):
             return member.inner.step(*args, **kwargs)
 
@@ -507,15 +493,15 @@ class CompositeOptimizer:
                 saved_name = saved_groups[index].get(OPTIMIZER_KEY, member.name)
                 if _strip_rule_number(saved_name) != _strip_rule_number(member.name):
                     raise CheckpointError(
-                        f"group {index} of the loaded state dict is of {saved_name}, but {member.name} updates it "
-                        "here. Give shard() rules with the classes that it was saved with"
+                        f"group {index} of the loaded state dict belongs to {saved_name}, but this optimizer updates "
+                        f"it with {member.name}. Call shard() with the rules of the saved optimizer."
                     )
 
     def extra_state(self) -> StateDict:
         """Return what a single class adds to torch's state dict. Classes that do are rejected if there are several."""
         return self._members[0].inner.extra_state() if len(self._members) == 1 else {}
 
-    def _iter_members(self, outer_groups: Sequence[ParamGroup]) -> Iterator[tuple[CompositeMember, list[ParamGroup]]]:
+    def _iter_members(self, outer_groups: Sequence[ParamGroup]) -> Iterator[tuple[InnerMember, list[ParamGroup]]]:
         for member in self._members:
             yield member, [outer_groups[index] for index in member.group_ids]
 

@@ -5,8 +5,8 @@ gradients of its own, and its LR scheduler no longer advances. In each step the 
 the param-group options and the gradients of the parameters that it owns, unless another joinable of the same context
 has set these gradients.
 
-When all ranks have joined, the ranks that trained longest broadcast their options once more, because their schedulers
-stepped after the last optimizer step.
+When all ranks have joined, the ranks that trained longest broadcast their options once more, because the schedulers of
+those ranks stepped after the last optimizer step.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,8 +20,9 @@ from .._torch_compat import sparse_indices, sparse_values
 from .._types import Rank
 from ..comm.collectives import Comm
 from ..state.serialization import StateSender, dumps, loads, receive_state
-from .base import Closure, Engine
+from .base import Engine
 from .inner import ParamGroup
+from .step import Closure
 
 
 class JoinStatus(NamedTuple):
@@ -119,10 +120,10 @@ class JoinedStep:
                 param.grad = None
 
     def _owned_params(self) -> dict[int, torch.Tensor]:
-        return self._engine.owned_params(self._comm.group.rank)
+        return self._engine.params.owned_by(self._comm.group.rank)
 
     def _serialize_grads(self, owner: Rank) -> dict[int, Any]:
-        params = self._engine.owned_params(owner)
+        params = self._engine.params.owned_by(owner)
         return {i: _serialize_grad(param.grad) for i, param in params.items() if param.grad is not None}
 
     def _apply_step_inputs(

@@ -13,7 +13,7 @@ Copies of the model (`deepcopy` or pickle) have none of these hooks. No hook kee
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from threading import RLock
 from typing import Any
 from weakref import WeakMethod, WeakValueDictionary
@@ -26,10 +26,11 @@ from .._torch_compat import active_ddp, forward_pre_hooks, is_compiled_module, i
 from .._types import Rank
 from ..comm.collectives import Comm
 from ..errors import ConfigError
-from ..profiling import Phase
+from ..profiling import Phase, StepProfiler
 from .autograd_hooks import GradHooks
-from .flat_engine import FlatShardEngine
-from .grad_bucket import drop_placeholder
+from .flat_shards import FlatShardStore
+from .grad_stage import drop_placeholder
+from .param_sync import ParamAllGather
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Broadcast of buffers and of parameters that no optimizer manages.
@@ -84,24 +85,26 @@ def _validate_for_broadcast(comm: Comm, name: str, tensor: torch.Tensor) -> None
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized:
         form = "a nested tensor" if tensor.is_nested else "quantized" if tensor.is_quantized else tensor.layout
         raise ConfigError(
-            f"{name} cannot be broadcast from rank 0, because it is {form}. Make it dense, for example with to_dense() "
-            "or dequantize(), or keep it as a plain attribute of the module, not as a buffer."
+            f"{name} cannot be broadcast from rank 0: it is {form}. Make it dense with to_dense() or dequantize(), "
+            "or store it as a plain attribute instead of a buffer."
         )
     if is_traceable_wrapper_subclass(tensor):
         raise ConfigError(
-            f"{name} cannot be broadcast from rank 0, because it is a {type(tensor.data).__name__}. Make it a plain "
-            "tensor, or keep it as a plain attribute of the module, not as a buffer."
+            f"{name} cannot be broadcast from rank 0: it is a {type(tensor.data).__name__}. Make it a plain tensor, "
+            "or store it as a plain attribute instead of a buffer."
         )
     if tensor.numel() and any(
         size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     ):
         raise ConfigError(
             f"{name} has elements that share memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}), as "
-            "expand() makes them, so it cannot receive the values of rank 0. Give it memory of its own with clone() or "
-            "contiguous()."
+            "after expand(), so rank 0's values cannot be written to it. Copy it with clone() or contiguous()."
         )
     if tensor.numel() and not comm.group.supports_device(tensor.device):
-        raise ConfigError(f"the backend of the process group cannot carry {name} on {tensor.device}")
+        raise ConfigError(
+            f"the process group's backend does not support {tensor.device}, where {name} is. Move it, or initialize "
+            "the process group with a backend for that device."
+        )
 
 
 @torch.no_grad()
@@ -155,7 +158,7 @@ class ForwardPreHook:
 
 
 class EagerForwardPreHook(ForwardPreHook):
-    """A `ForwardPreHook` for submodules that is skipped in compiled code: the root's hook waited for it already."""
+    """A `ForwardPreHook` for submodules; skipped in compiled code, where the root's hook has already waited."""
 
     def __call__(self, module: Module, _: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -211,12 +214,18 @@ class BufferBroadcast:
     """
 
     def __init__(
-        self, comm: Comm, model: Module, should_ignore_forward: Callable[[], bool], is_accumulating: Callable[[], bool]
+        self,
+        comm: Comm,
+        profiler: StepProfiler,
+        model: Module,
+        should_ignore_forward: Callable[[], bool],
+        is_accumulating: Callable[[], bool],
     ) -> None:
         """Register the hook on `model`.
 
         Args:
             comm: All data-parallel ranks.
+            profiler: Times the broadcasts.
             model: The model whose buffers are broadcast.
             should_ignore_forward: Whether the next forward pass does not count. A method of the optimizer.
             is_accumulating: Whether the next forward pass is inside `no_sync()`. A method of the optimizer.
@@ -228,14 +237,14 @@ class BufferBroadcast:
             WeakMethod(should_ignore_forward),
             WeakMethod(is_accumulating),
         )
-        self._model_buffers, self._profiler = ModelBuffers(comm, model), comm.profiler
+        self._model_buffers, self._profiler = ModelBuffers(comm, model), profiler
         self._failure_detector = comm.group.failure_detector
         self._is_due = False
         """Whether the next forward pass broadcasts."""
         if self._model_buffers.needs_broadcast:
             ForwardPreHook(self._before_forward).register(model)
 
-    def broadcast(self, source: Rank, phase: str = "bringing buffers to all") -> None:
+    def broadcast(self, source: Rank, phase: str = "broadcasting buffers") -> None:
         """Broadcast the buffers of `source`. Call on all ranks."""
         if self._model_buffers.needs_broadcast:
             with self._failure_detector.activity(phase), self._profiler.phase(Phase.BROADCAST_BUFFERS):
@@ -247,15 +256,17 @@ class BufferBroadcast:
         if should_ignore is None or is_accumulating is None or should_ignore():
             return
         if self._is_due:
-            self.broadcast(Rank(0), "bringing buffers to all; who runs the model alone does so under torch.no_grad()")
+            self.broadcast(
+                Rank(0), "broadcasting buffers (a rank that runs the model alone must do so under torch.no_grad())"
+            )
         self._is_due = not is_accumulating()
 
 
 class DoubleReduceGuard:
     """Raises on training forward passes through DDP, which would reduce the same gradients again."""
 
-    def __init__(self, model: Module, engine: FlatShardEngine, hooks: GradHooks) -> None:
-        self._engine, self._hooks = engine, hooks
+    def __init__(self, model: Module, store: FlatShardStore, hooks: GradHooks) -> None:
+        self._store, self._hooks = store, hooks
         DDPForwardPreHook(self._before_forward).register(model)
 
     def _before_forward(self, _: Module, __: bool) -> None:
@@ -263,58 +274,68 @@ class DoubleReduceGuard:
         if ddp is None or self._hooks.is_superseded or not torch.is_grad_enabled():
             return
         trainable = ((name, param) for name, param in ddp.module.named_parameters() if param.requires_grad)
-        managed = [name for name, param in trainable if id(param) in self._engine.bucket_by_param_id]
+        managed = [name for name, param in trainable if id(param) in self._store.bucket_by_param_id]
         twice = [name for name in managed if name not in ddp.parameters_to_ignore]
         if twice:
             raise ConfigError(
                 f"DistributedDataParallel and shard() would both average the gradients of {len(twice)} parameters, "
-                f"{twice[0]} among them. Call the model itself, not what wraps it. To keep DistributedDataParallel, "
-                "use ZeroRedundancyOptimizer(..., config=ZeroConfig(partition=FlatShards())) and its ddp_hook()."
+                f"for example {twice[0]}. Call the model itself instead of the DDP module. To keep DDP, use "
+                "ZeroRedundancyOptimizer(..., config=ZeroConfig(partition=FlatShards())) and its ddp_hook()."
             )
 
 
-class BlockingParameters(dict[str, Any]):
-    """Replaces a module's dict of parameters while their all-gather is in flight: every access waits for it first."""
+class BlockingParameters(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc, metaclass]
+    """A module's dict of parameters while their all-gather is in flight: every access waits for it first.
+
+    torch requires a dict here. `MutableMapping` comes first, so that all methods of `dict` go through those below.
+    """
 
     def __init__(self, parameters: dict[str, Any], wait_for_params: Callable[[], None]) -> None:
-        super().__init__(parameters)
+        # Compiled code reads the dict itself, after it has waited.
+        dict.__init__(self, parameters)  # type: ignore[call-overload]
         self._wrapped, self._wait_for_params = parameters, wait_for_params
 
+    def __getitem__(self, name: str) -> Any:
+        self._wait_for_params()
+        return self._wrapped[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._wait_for_params()
+        self._wrapped[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        self._wait_for_params()
+        del self._wrapped[name]
+
+    def __iter__(self) -> Iterator[str]:
+        self._wait_for_params()
+        return iter(self._wrapped)
+
+    def __len__(self) -> int:
+        self._wait_for_params()
+        return len(self._wrapped)
+
+    def copy(self) -> dict[str, Any]:
+        self._wait_for_params()
+        return dict(self._wrapped)
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
     def __reduce__(self) -> Any:
-        self._wait_for_params()
-        return dict, (self._wrapped,)
-
-
-def _make_blocking_method(name: str) -> Callable[..., Any]:
-    def method(self: BlockingParameters, *args: Any, **kwargs: Any) -> Any:
-        self._wait_for_params()
-        return getattr(self._wrapped, name)(*args, **kwargs)
-
-    return method
-
-
-for _name in (
-    *(
-        "__getitem__",
-        "__setitem__",
-        "__delitem__",
-        "__iter__",
-        "__len__",
-        "__contains__",
-        "__or__",
-        "__ror__",
-        "__eq__",
-    ),
-    *("get", "keys", "values", "items", "copy", "pop", "popitem", "setdefault", "update", "clear"),
-):
-    setattr(BlockingParameters, _name, _make_blocking_method(_name))
+        return dict, (self.copy(),)
 
 
 class ParamPrefetch:
     """Waits for all-gathers of parameters that are in flight, at the first use of each module."""
 
-    def __init__(self, model: Module, engine: FlatShardEngine) -> None:
-        self._engine, self._model = engine, model
+    def __init__(
+        self, model: Module, profiler: StepProfiler, store: FlatShardStore, param_sync: ParamAllGather
+    ) -> None:
+        self._profiler, self._store, self._param_sync, self._model = profiler, store, param_sync, model
         self._buckets_of_module: dict[Module, list[int]] = {}
         self.refresh_buckets()
         for module in self._buckets_of_module:
@@ -328,7 +349,7 @@ class ParamPrefetch:
 
     def refresh_buckets(self) -> None:
         """Look up which buckets each module needs."""
-        bucket_by_param_id = self._engine.bucket_by_param_id
+        bucket_by_param_id = self._store.bucket_by_param_id
         for module in self._model.modules():
             param_ids = (id(param) for param in module.parameters(recurse=False))
             self._buckets_of_module[module] = sorted(
@@ -351,7 +372,7 @@ class ParamPrefetch:
     def wait(self) -> None:
         """Wait for all parameters."""
         with self._lock:
-            self._engine.param_sync.finish()
+            self._param_sync.finish()
             for module in list(self._original_parameters):
                 self._restore_parameters(module)
 
@@ -361,7 +382,7 @@ class ParamPrefetch:
     def abandon(self) -> None:
         """Stop waiting for parameters, even if their all-gathers can never complete."""
         with self._lock:
-            self._engine.param_sync.abandon()
+            self._param_sync.abandon()
             for module in list(self._original_parameters):
                 self._restore_parameters(module)
 
@@ -375,8 +396,8 @@ class ParamPrefetch:
     def _wait_for_module(self, module: Module, _: bool) -> None:
         """Wait for the parameters of one module, without its submodules."""
         if module in self._original_parameters:
-            with self._lock, self._engine.comm.profiler.phase(Phase.WAIT_MODULE_PARAMS):
-                self._engine.param_sync.wait(self._buckets_of_module[module])
+            with self._lock, self._profiler.phase(Phase.WAIT_MODULE_PARAMS):
+                self._param_sync.wait(self._buckets_of_module[module])
                 self._restore_parameters(module)
 
     def _restore_parameters(self, module: Module) -> None:

@@ -1,4 +1,4 @@
-"""CPU offload: optimizer state rests in host memory and is updated on the device, bucket by bucket.
+"""CPU offload: optimizer state is kept in host memory and is updated on the device, bucket by bucket.
 
 While one bucket is updated, the state of the next bucket is prefetched and that of the previous one is written back::
 
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ..profiling import Phase, StepProfiler
-from .flat_params import FlatParam, OffloadedMasterStorage, ShardStorage, State
+from .flat_params import FlatParam, ShardStorage, State
 from .host_buffers import HostTransfer, HostTransfers, is_offloadable
-from .inner import LocalOptimizer
+from .inner import InnerOptimizer, LocalOptimizer, ParamGroup
 from .optimizer_shard import OptimizerShard
 
 
@@ -27,7 +27,7 @@ def is_offload_device(device: torch.device) -> bool:
 
 
 class OffloadPipeline:
-    """Steps inner optimizers whose state rests in host memory."""
+    """Steps inner optimizers whose state is kept in host memory."""
 
     def __init__(self, host_transfers: HostTransfers, storage: ShardStorage, profiler: StepProfiler) -> None:
         self._host_transfers, self._storage, self._profiler = host_transfers, storage, profiler
@@ -111,7 +111,7 @@ class _OffloadedBucket:
         self.flat_params, self._host_transfer = flat_params, host_transfer
         self._local_optimizer, self._profiler = local_optimizer, profiler
         self._bucket_index = _bucket_of(flat_params[0])
-        self._master_storage = storage if isinstance(storage, OffloadedMasterStorage) else None
+        self._storage = storage
         self._host_tensors: dict[tuple[int, Any], torch.Tensor] = {}
         self._is_on_device = False
         self._prefetch_event: Any = None
@@ -122,8 +122,7 @@ class _OffloadedBucket:
             return
         self._is_on_device = True
         with self._profiler.phase(Phase.PREFETCH_STATE, self._bucket_index), self._host_transfer.use_h2d_stream():
-            if self._master_storage is not None:
-                self._master_storage.prefetch(self._bucket_index, self._host_transfer)
+            self._storage.prefetch_masters(self._bucket_index, self._host_transfer)
             for position, state, key, value in self._offloadable_state():
                 if value.device.type == "cpu":
                     self._host_tensors[position, key] = value
@@ -144,8 +143,7 @@ class _OffloadedBucket:
             return
         self._is_on_device = False
         with self._profiler.phase(Phase.OFFLOAD_STATE, self._bucket_index):
-            if self._master_storage is not None:
-                self._master_storage.write_back(self._bucket_index, self._host_transfer)
+            self._storage.write_back_masters(self._bucket_index, self._host_transfer)
             for position, state, key, value in self._offloadable_state():
                 host_tensor = self._host_transfer.allocate(value, self._host_tensors.get((position, key)))
                 self._host_transfer.write_back(value, host_tensor)
@@ -184,3 +182,19 @@ class _SplitStep:
 
 def _bucket_of(flat_param: FlatParam) -> int:
     return flat_param.bucket
+
+
+class OffloadedOptimizer(InnerOptimizer):
+    """Inner optimizers whose state is kept in host memory."""
+
+    def __init__(self, members: Sequence[OptimizerShard], profiler: StepProfiler, pipeline: OffloadPipeline) -> None:
+        super().__init__(members, profiler)
+        self._optimizer_shards, self._pipeline = members, pipeline
+
+    def run(self, outer_groups: Sequence[ParamGroup], closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        self.push_options(outer_groups)
+        results = [self._pipeline.step(shard, kwargs) for shard in self._optimizer_shards]
+        self.pull_options(outer_groups)
+        return results[0] if closure is None else loss

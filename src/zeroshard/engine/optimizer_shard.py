@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from .._types import Rank
 from ..errors import ConfigError
 from ..layout.layout import Layout, ParamShard
-from ..layout.partition import Partitioner
+from ..layout.partition import PartitionStrategy
 from ..layout.spec import ParamSpec
 from ..state.state_dict import SavedState, StateShard
 from .flat_params import FlatParam, FlatParams, ShardStorage
@@ -35,7 +35,7 @@ ShardStateAllocatorFn = Callable[[ParamShard, Any, tuple[int, ...], torch.dtype]
 class OptimizerSpec:
     """An optimizer class with the user's options, and what the probes find out about it."""
 
-    def __init__(self, name: str, factory: OptimizerFactory, partitioner: Partitioner | None = None) -> None:
+    def __init__(self, name: str, factory: OptimizerFactory, partitioner: PartitionStrategy | None = None) -> None:
         """`partitioner`: set by the user for this optimizer only; None uses the default."""
         self.name, self.factory, self.partitioner = name, factory, partitioner
 
@@ -220,7 +220,7 @@ class ParamStateView(_DictView):
 
     def __getitem__(self, key: Any) -> Any:
         if self._param_shard is None:
-            raise KeyError(f"{key!r}: this rank holds no part of {self._spec.label}")
+            raise KeyError(f"{key!r}: this rank owns no shard of {self._spec.label}")
         return self._optimizer_shard.sharded_state.get_value(self._optimizer, self._param_shard, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -269,7 +269,7 @@ class ParamStateView(_DictView):
     def fit_values(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return this rank's shard of each state value; raises if a value does not fit the parameter."""
         if not isinstance(values, Mapping):
-            raise ConfigError(f"the state of {self._spec.label} must be a dict, got a {type(values).__name__}")
+            raise ConfigError(f"expected the state of {self._spec.label} to be a dict, got {type(values).__name__}")
         return {key: self._fit_value(key, value) for key, value in values.items()}
 
     def replace_state(self, fitted: dict[Any, Any] | None) -> dict[Any, Any]:
@@ -360,8 +360,8 @@ class OptimizerStateView(_DictView):
     def popitem(self) -> tuple[Any, Any]:
         if self._world_size > 1:
             raise ConfigError(
-                f"popitem() would remove the state of a different parameter on each of the {self._world_size} ranks, "
-                "since each holds its own part of the state. Use pop(param), or clear() to remove everything."
+                f"popitem() would remove the state of different parameters on the {self._world_size} ranks, since "
+                "each holds its own shard. Use pop(param), or clear() to remove everything."
             )
         if not self:
             raise KeyError("popitem(): the state is empty")
@@ -399,7 +399,7 @@ class OptimizerStateView(_DictView):
             if key in state:
                 return state
         if len(inner_states) > 1:
-            raise KeyError(f"{key!r} is not a parameter: with several classes there is only state of parameters")
+            raise KeyError(f"{key!r} is not a parameter: with several optimizer classes, only parameters have state")
         return inner_states[0]
 
     def _fit_value(self, key: Any, value: Any) -> Any:
@@ -409,8 +409,8 @@ class OptimizerStateView(_DictView):
         param_state = self._find_param_state(key)
         if param_state is None:
             raise ConfigError(
-                f"optimizer.state takes no state for a tensor of shape {tuple(key.shape)}: it is not a parameter of "
-                "this optimizer. Use one from optimizer.param_groups."
+                f"a tensor of shape {tuple(key.shape)} is not a parameter of this optimizer, so it has no state. Use "
+                "a parameter from optimizer.param_groups."
             )
         return param_state.fit_values(value)
 

@@ -1,486 +1,379 @@
-"""Parameter memory, and the messages that broadcast updated parameters from their owners.
+"""What this rank owns: parameters, the inner optimizers that update them, and the state of these.
 
-There are two stores:
-
-- `UnflattenedParams` leaves parameters where they are.
-- `FlatParamBuffers` moves parameters into flat buffers: one per bucket, or one per owner in each bucket.
-
-A message carries contiguous memory of one owner. Large ranges are sent in place; small ones are packed into a staging
-buffer. Staging buffers have memory only while a broadcast plan is sent.
+There are two stores. `WholeParamStore` (whole_params.py) owns whole parameters and updates them in place.
+`FlatShardStore` (flat_shards.py) owns a shard of every flat bucket, with or without master weights.
 """
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from functools import cached_property
-from itertools import groupby
-from operator import attrgetter
-from typing import NamedTuple, Protocol, TypeVar
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from operator import itemgetter
+from typing import Any, Protocol
 
 import torch
-from torch.autograd.graph import increment_version
-from torch.utils.dlpack import from_dlpack
 
-from .._torch_compat import foreach_copy_
-from .._types import MIB, Rank, Span, align_up
+from .._types import Rank
+from ..comm.collectives import Comm, encode_text
+from ..comm.consensus import EncodedOptions
 from ..errors import BindingError
-from ..layout.layout import Bucket, Layout, ParamShard
-from ..layout.partition import ALIGNMENT_BYTES
-from ..layout.spec import ParamSpec
-from ..params import check_no_aliasing
+from ..layout.layout import Layout
+from ..profiling import StepProfiler
+from ..state.shard_tensor import ShardTensor
+from ..state.state_dict import MASTER_KEY, SavedState, StateShard, describe_groups
+from .checks import GradSample
+from .grad_source import GradSource
+from .grad_stage import local_grad
+from .inner import InnerMember, InnerOptimizer, LocalOptimizer, ParamGroup
+from .param_memory import ParamMemory
+from .probe import OptimizerTraits, init_state, is_init_neutral
+from .state import StateKeys
+from .step import Step
 
-_T = TypeVar("_T")
-
-MIN_IN_PLACE_BYTES = MIB
-"""Memory ranges of at least this size are sent in place, as a message of their own."""
-MESSAGE_BYTES = 2 * MIB
-STAGING_BYTES = 8 * MIB
-"""Limit of a staging buffer on the CPU, where every step pays for its page faults again."""
-DEVICE_MESSAGE_BYTES = 32 * MIB
-DEVICE_STAGING_BYTES = 64 * MIB
-"""Limit on other devices, where messages cost more and the caching allocator keeps freed memory."""
-MAX_CACHED_PLANS = 4
-_get_shape = attrgetter("shape")
+StateAllocator = Callable[[int, Any, tuple[int, ...], torch.dtype], torch.Tensor]
+"""Returns memory for this rank's part of a state tensor: (param index, key, shape, dtype)."""
 
 
-class BroadcastMessage(Protocol):
-    """One broadcast: the owner calls `pack` before sending, the other ranks call `unpack` after receiving."""
-
-    owner: Rank
-    payload: torch.Tensor
-
-    def pack(self) -> None: ...
-
-    def unpack(self) -> None: ...
+# ---------------------------------------------------------------------------------------------------------------------
+# The user's groups.
 
 
-class BroadcastPlan(NamedTuple):
-    """Messages in the order in which all ranks send them.
+class TrackedGroups:
+    """The user's parameter groups as they were added: finds parameters changed by hand, and encodes options."""
 
-    Hazard: messages share staging buffers, so at most `max_in_flight` staged messages may be in flight at once.
-    """
+    def __init__(self) -> None:
+        self._group_params: list[list[torch.Tensor]] = []
+        self._scalar_params: list[tuple[int, int, torch.Tensor]] = []
+        """Parameters with fewer than two elements, with their group and position."""
+        self._option_encoders: list[_GroupOptionsEncoder] = []
+        """One per group."""
 
-    messages: list[BroadcastMessage]
-    max_in_flight: int
-    staging_buffers: list[torch.Tensor]
+    def extend(self, groups: Sequence[ParamGroup]) -> None:
+        """Track new groups. `groups` are all groups, old and new."""
+        first_new = len(self._group_params)
+        new_groups = groups[first_new:]
+        self._option_encoders.extend(map(_GroupOptionsEncoder, new_groups))
+        self._group_params.extend(list(group["params"]) for group in new_groups)
+        for group_id, group_params in enumerate(self._group_params[first_new:], first_new):
+            self._scalar_params.extend(
+                (group_id, position, param) for position, param in enumerate(group_params) if param.numel() < 2
+            )
 
-    def allocate_staging(self) -> "BroadcastPlan":
-        """Allocate the memory of the staging buffers and return `self`."""
-        for buffer in self.staging_buffers:
-            _ensure_allocated(buffer)
-        return self
+    def check(self, groups: Sequence[ParamGroup]) -> None:
+        """Raise `BindingError` if the parameters of `groups` are not those that were added."""
+        if not self._has_same_params([group["params"] for group in groups]):
+            raise BindingError(
+                "param_groups were changed by hand. Add parameters with add_param_group(), or make a new optimizer."
+            )
 
-    def release_staging(self) -> None:
-        """Free the staging memory, once all staged messages have completed. Its views stay valid for the next time."""
-        for buffer in self.staging_buffers:
-            buffer.untyped_storage().resize_(0)
+    def _has_same_params(self, group_params: list[list[torch.Tensor]]) -> bool:
+        try:
+            # List comparison checks identity first, many times faster than a loop. Hazard: for other objects it then
+            # calls `Tensor.__eq__`, whose result has no truth value for several elements and raises RuntimeError.
+            is_equal = group_params == self._group_params
+        except RuntimeError:
+            return False
+        # A tensor with one element can be equal to another one without being the same.
+        return is_equal and all(
+            group_params[group_id][position] is param for group_id, position, param in self._scalar_params
+        )
+
+    def encode_options(self, groups: Sequence[ParamGroup]) -> bytes:
+        """Encode numbers and strings in the options, cheap enough to compare in every step.
+
+        Options that an optimizer adds during its step are left out: one without parameters on this rank may not add
+        them.
+        """
+        return b"".join([encoder.encode(group) for encoder, group in zip(self._option_encoders, groups, strict=False)])
+
+    def consensus_options(self, groups: Sequence[ParamGroup]) -> EncodedOptions:
+        """Return the options of all groups, for comparison between ranks."""
+        return EncodedOptions(
+            self.encode_options(groups), lambda: describe_groups(groups[: len(self._option_encoders)])
+        )
 
 
-class MemoryRange(NamedTuple):
-    """Memory that one owner broadcasts: a parameter, or a contiguous range of a flat buffer."""
+class _GroupOptionsEncoder:
+    """Encodes numbers and strings in a group's original options as bytes, to compare between ranks."""
 
-    tensor: torch.Tensor
-    params: list[torch.Tensor]
+    def __init__(self, group: ParamGroup) -> None:
+        keys = sorted(set(group) - {"params", "param_names"})
+        self._keys = keys
+        self._get_values: Callable[[ParamGroup], Any] = itemgetter(*keys) if len(keys) > 1 else self._lookup
+        self._cached_values: Any = None
+        self._cached_bytes = b""
+
+    def encode(self, group: ParamGroup) -> bytes:
+        """Return the encoded options; cached while they are immutable and unchanged."""
+        try:
+            if self._get_values(group) == self._cached_values:
+                return self._cached_bytes
+        except (KeyError, RuntimeError):  # an option was removed, or is now a tensor with several elements
+            pass
+        values = self._lookup(group)
+        self._cached_bytes = _encode_values(values)
+        self._cached_values = values if all(map(_is_immutable, values)) else None
+        return self._cached_bytes
+
+    def _lookup(self, group: ParamGroup) -> tuple[Any, ...]:
+        return tuple(map(group.get, self._keys))
 
 
-class InPlaceMessage:
-    """A message sent from, and received into, the memory of the parameters."""
-
-    def __init__(self, owner: Rank, payload: torch.Tensor, params: list[torch.Tensor]) -> None:
-        self.owner, self.payload, self._params = owner, payload, params
-
-    def pack(self) -> None:
-        pass
-
-    def unpack(self) -> None:
-        # Autograd must see a remote update as an in-place change, like a local one.
-        increment_version(self._params)
+def _is_immutable(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_immutable, value))
+    return value is None or isinstance(value, (int, float, str))
 
 
-class StagedMessage:
-    """Several memory ranges, packed into a staging buffer. Call `bind_staging` first."""
+def _encode_values(values: Iterable[Any]) -> bytes:
+    numbers: list[float] = []
+    strings: list[str] = []
+    for value in values:
+        if isinstance(value, (int, float)):
+            numbers.append(value)
+        elif isinstance(value, str):
+            strings.append(value)
+        elif value is not None:
+            numbers.extend(_extract_numbers(value))
+    return array("d", numbers).tobytes() + encode_text("\n".join(strings))
 
-    payload: torch.Tensor
 
-    def __init__(self, owner: Rank, ranges: list[MemoryRange]) -> None:
-        self.owner, self._tensors = owner, [item.tensor for item in ranges]
-        self._aliased_params = [param for item in ranges if item.params[0] is not item.tensor for param in item.params]
-        """Parameters whose version counter does not change when their range is written to."""
-        self.nbytes = sum(item.tensor.nbytes for item in ranges)
-        self.device = ranges[0].tensor.device
+def _extract_numbers(value: Any) -> Iterable[float]:
+    """Return the numbers in an option. GPU tensors are left out: reading them would synchronize with the device."""
+    if isinstance(value, (int, float)):
+        return (value,)
+    if isinstance(value, (tuple, list)):
+        return chain.from_iterable(map(_extract_numbers, value))
+    is_cpu_tensor = isinstance(value, torch.Tensor) and value.device.type == "cpu"
+    return (value.item(),) if is_cpu_tensor and value.numel() == 1 and not value.is_complex() else ()
 
-    @cached_property
-    def _flat_views(self) -> list[torch.Tensor] | None:
-        """Flat views for the owner, or None: one concatenation is faster than as many copies."""
-        if not all(tensor.is_contiguous() for tensor in self._tensors):
-            return None
-        return [tensor.detach().view(-1) for tensor in self._tensors]
 
-    def bind_staging(self, buffer: torch.Tensor) -> None:
-        """Use the start of a byte buffer as `payload`."""
-        self.payload = buffer[: self.nbytes].view(self._tensors[0].dtype)
-        flat_parts = torch.split(self.payload, [tensor.numel() for tensor in self._tensors])
-        self._staged_views = [flat.view(tensor.shape) for flat, tensor in zip(flat_parts, self._tensors, strict=True)]
+# ---------------------------------------------------------------------------------------------------------------------
+# Stores.
 
-    def pack(self) -> None:
-        # A parameter that was transposed since keeps its data pointer, so its cached flat view has the old order.
-        if self._flat_views is not None and all(tensor.is_contiguous() for tensor in self._tensors):
-            torch.cat(self._flat_views, out=self.payload)
-        else:
-            foreach_copy_(self._staged_views, self._tensors)
 
-    def unpack(self) -> None:
-        foreach_copy_(self._tensors, self._staged_views)
-        increment_version(self._aliased_params)
+class StoreMember(InnerMember, Protocol):
+    """One optimizer class of a store, with what probes found out about it."""
+
+    @property
+    def traits(self) -> OptimizerTraits: ...
 
 
 class ParamStore(ABC):
-    """All parameters by index, their memory, and the plans that broadcast them."""
+    """All parameters, those that this rank owns, and the inner optimizers that update these.
 
-    def __init__(self) -> None:
-        self._params: list[torch.Tensor] = []
-        self._layout = Layout.empty(0)
-        self._data_ptrs: list[int] = []
-        self._shapes: list[torch.Size] = []
-        self._staging_buffers: dict[torch.device, torch.Tensor] = {}
-        self._plans_by_mask: dict[bytes, BroadcastPlan] = {}
-        self._plans_by_bucket: dict[int, BroadcastPlan] = {}
+    Param groups are added in two phases. `prepare` and `move_params` allocate everything and can be undone with
+    `rollback`; once they have succeeded on all ranks, `extend` commits.
+    """
 
-    def extend(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
-        """Add the new buckets of `layout`. `params` are the new parameters."""
-        first_new = len(self._layout.buckets)
-        self._layout = layout
-        self._params.extend(params)
-        for bucket in layout.buckets[first_new:]:
-            self._add_bucket(bucket)
-        # Hazard: record new parameters only. If an earlier one was moved since, the next `rebind_if_moved` must see it.
-        self._record_locations(params)
+    inner: InnerOptimizer
+    members: Sequence[StoreMember]
 
-    def prepare(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:  # noqa: B027 (nothing by default)
-        """Prepare an `extend` to `layout`. `params` are all parameters, old and new."""
-
-    def rollback(self) -> None:  # noqa: B027 (nothing by default)
-        """Undo a `prepare` that was not followed by `extend`."""
-
-    def rebind_if_moved(self, indices: Sequence[int] | None = None, *, check_shapes: bool = True) -> None:
-        """Rebind the store if the user has moved parameters (`param.data = ...`).
-
-        Args:
-            indices: Check only these parameters; None checks all.
-            check_shapes: Compare shapes too, since a transposed parameter (`param.data = param.data.t()`) keeps its
-                data pointer. Not needed if its gradient would no longer fit anyway.
-
-        Raises:
-            BindingError: A parameter has another dtype, device or shape than at construction, or shares memory.
-        """
-        params = _select(self._params, indices)
-        if list(map(torch.Tensor.data_ptr, params)) == _select(self._data_ptrs, indices) and (
-            not check_shapes or list(map(_get_shape, params)) == _select(self._shapes, indices)
-        ):
-            return
-        for spec, param in zip(self._layout.params, self._params, strict=True):
-            _require_same_metadata(spec, param)
-        check_no_aliasing(self._layout.params, self._params)
-        self._rebind()
-        self._data_ptrs, self._shapes = [], []
-        self._record_locations(self._params)
-
-    def staging_buffers(self) -> list[torch.Tensor]:
-        """Return the staging buffers that have memory now: none between broadcasts."""
-        return [buffer for buffer in self._staging_buffers.values() if _is_allocated(buffer)]
-
-    def plan_broadcast(self, update_mask: bytes) -> BroadcastPlan:
-        """Return the messages for all parameters set in `update_mask`, in the same order on all ranks.
-
-        The plan's staging buffers have memory until `release_staging`. It is allocated here and not during the
-        broadcast, so a rank that is out of memory fails before the others wait for its messages.
-        """
-        if update_mask not in self._plans_by_mask:
-            plan = self._build_plan(update_mask, self._layout.buckets)
-            while len(self._plans_by_mask) >= MAX_CACHED_PLANS:
-                del self._plans_by_mask[next(iter(self._plans_by_mask))]
-            self._plans_by_mask[update_mask] = plan
-        return self._plans_by_mask[update_mask].allocate_staging()
-
-    def plan_bucket_broadcast(self, bucket: int) -> BroadcastPlan:
-        """Return the messages for all parameters of one bucket, as `plan_broadcast` does."""
-        if bucket not in self._plans_by_bucket:
-            self._plans_by_bucket[bucket] = self._build_plan(b"\1" * len(self._params), [self._layout.buckets[bucket]])
-        return self._plans_by_bucket[bucket].allocate_staging()
-
-    def _build_plan(self, update_mask: bytes, buckets: Sequence[Bucket]) -> BroadcastPlan:
-        # Pack ranges across buckets: hundreds of groups that were added one by one have as many small buckets.
-        ranges: dict[tuple[Rank, torch.dtype, torch.device], list[MemoryRange]] = defaultdict(list)
-        for bucket in buckets:
-            non_empty = [shard for shard in bucket.param_shards if shard.in_param.length]
-            for owner, owned in groupby(non_empty, key=lambda shard: shard.owner):
-                ranges[owner, bucket.dtype, bucket.device].extend(self._memory_ranges(bucket, list(owned), update_mask))
-        by_owner: dict[Rank, list[BroadcastMessage]] = defaultdict(list)
-        for (owner, _, _), owner_ranges in ranges.items():
-            by_owner[owner].extend(self._build_messages(owner, owner_ranges))
-        messages = _interleave_owners(by_owner)
-        staged = [message for message in messages if isinstance(message, StagedMessage)]
-        max_in_flight = self._assign_staging(staged)
-        devices = {message.device for message in staged}
-        return BroadcastPlan(messages, max_in_flight, [self._staging_buffers[device] for device in devices])
-
-    def _build_messages(self, owner: Rank, ranges: list[MemoryRange]) -> Iterator[BroadcastMessage]:
-        """Send large ranges on their own and pack small ones into staged messages of limited size."""
-        # Hazard: only sizes may decide how ranges form messages. Strides can differ between ranks.
-        small: list[MemoryRange] = []
-        limit, _ = _staging_limits([item.tensor for item in ranges])
-        remaining = limit
-        for item in ranges:
-            if item.tensor.nbytes >= MIN_IN_PLACE_BYTES or self._can_send_in_place(ranges):
-                yield _make_single_message(owner, item)
-                continue
-            if item.tensor.nbytes > remaining:
-                yield StagedMessage(owner, small)
-                small, remaining = [], limit
-            small.append(item)
-            remaining -= item.tensor.nbytes
-        if small:
-            yield StagedMessage(owner, small)
-
-    def _can_send_in_place(self, ranges: list[MemoryRange]) -> bool:  # noqa: ARG002
-        """Return whether small ranges need no packing, because there is only one."""
-        return False
-
-    def _assign_staging(self, messages: list[StagedMessage]) -> int:
-        """Assign slots of the staging buffer to messages round-robin and return the number of slots."""
-        slot_bytes = align_up(max((message.nbytes for message in messages), default=1), ALIGNMENT_BYTES)
-        _, limit = _staging_limits(messages)
-        num_slots = max(1, min(len(messages), limit // slot_bytes))
-        for position, message in enumerate(messages):
-            buffer = self._ensure_staging_buffer(message.device, num_slots * slot_bytes)
-            start = position % num_slots * slot_bytes
-            message.bind_staging(buffer[start : start + slot_bytes])
-        return num_slots
-
-    def _ensure_staging_buffer(self, device: torch.device, nbytes: int) -> torch.Tensor:
-        """Return the staging buffer of a device, with memory and of at least `nbytes`.
-
-        All plans share it: the staged messages of one plan complete before the next plan starts.
-        """
-        buffer = self._staging_buffers.get(device)
-        if buffer is None or buffer.nbytes < nbytes:
-            self._invalidate_plans()  # they would keep the smaller buffer alive
-            buffer = self._staging_buffers[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        _ensure_allocated(buffer)  # torch cannot make a view of a buffer without memory
-        return buffer
-
-    def _invalidate_plans(self) -> None:
-        self._plans_by_mask.clear()
-        self._plans_by_bucket.clear()
-
-    def _record_locations(self, params: Sequence[torch.Tensor]) -> None:
-        """Append the data pointers and shapes of parameters, and drop all plans."""
-        self._data_ptrs.extend(map(torch.Tensor.data_ptr, params))
-        self._shapes.extend(map(_get_shape, params))
-        self._invalidate_plans()
+    def __init__(self, comm: Comm, profiler: StepProfiler, memory: ParamMemory) -> None:
+        self._comm, self._profiler, self.memory = comm, profiler, memory
+        self.layout = Layout.empty(comm.group.size)
+        self.tensors: list[torch.Tensor] = []
+        """All parameters, by index."""
+        self.groups = TrackedGroups()
+        self.owned_indices: tuple[int, ...] = ()
+        """Parameters that this rank owns, entirely or in part."""
 
     @abstractmethod
-    def _add_bucket(self, bucket: Bucket) -> None: ...
+    def prepare(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
+        """Build the inner optimizers, or add new groups to them. `groups` are all groups."""
+
+    def move_params(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:  # noqa: B027 (optional)
+        """Move new parameters into their buffers: the last step before all ranks agree to `extend`."""
 
     @abstractmethod
-    def _rebind(self) -> None: ...
+    def rollback(self, first_group: int) -> None:
+        """Undo `prepare` and `move_params` for groups from `first_group` on, even if one failed halfway."""
+
+    def extend(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
+        """Commit the new groups and buckets of `layout`. `groups` are all groups."""
+        new_params = [param for group in groups for param in group["params"]][len(self.tensors) :]
+        self.owned_indices += layout.params_owned_by(self._comm.group.rank, first_bucket=len(self.layout.buckets))
+        self.layout = layout
+        self.groups.extend(groups)
+        self.tensors.extend(new_params)
+        self.memory.extend(layout, new_params)
+
+    def owned_by(self, rank: Rank) -> dict[int, torch.Tensor]:
+        """Return the parameters that a rank owns, entirely or in part, by index."""
+        return {index: self.tensors[index] for index in self.layout.params_owned_by(rank)}
 
     @abstractmethod
-    def _memory_ranges(
-        self, bucket: Bucket, param_shards: list[ParamShard], update_mask: bytes
-    ) -> Iterator[MemoryRange]:
-        """Yield the memory of those param shards of one owner that are set in `update_mask`."""
+    def shard_tensor(self, index: int) -> ShardTensor:
+        """Return this rank's shard of a parameter, in place, perhaps empty. Call `ParamSync.wait_until_idle` first."""
 
+    def master_shard_tensor(self, index: int) -> ShardTensor | None:  # noqa: ARG002
+        """Return the master weights of this rank's shard of a parameter, or None if it has none."""
+        return None
 
-class UnflattenedParams(ParamStore):
-    """Parameters keep the memory that the user gave them."""
+    def memory_usage(self) -> dict[str, list[torch.Tensor]]:
+        """Return the tensors that this rank keeps in memory, by purpose, without optimizer state."""
+        grads = [grad for grad in map(local_grad, self.tensors) if grad is not None]
+        params = self.memory.param_tensors()
+        return {"parameters": params, "gradients": grads, "staging": self.memory.staging_buffers()}
 
-    def _add_bucket(self, bucket: Bucket) -> None:
-        pass
+    # ---- a step, in the order of the calls
 
-    def _rebind(self) -> None:
-        pass
+    @abstractmethod
+    def start_update(self, step: Step) -> None:
+        """Prepare for the update, before the inner optimizers or the closure run."""
 
-    def _memory_ranges(self, _: Bucket, param_shards: list[ParamShard], update_mask: bytes) -> Iterator[MemoryRange]:
-        for shard in param_shards:
-            if update_mask[shard.param]:
-                param = self._params[shard.param]
-                yield MemoryRange(param, [param])
+    @abstractmethod
+    def assign_grads(self, step: Step, grads: GradSource) -> None:
+        """Set `grad` of the tensors that the inner optimizers update, where it is not set already."""
 
+    @abstractmethod
+    def grad_samples(self, step: Step, grads: GradSource) -> Iterator[GradSample]:
+        """Yield the gradients of this rank, to check that they are finite."""
 
-def _make_single_message(owner: Rank, memory_range: MemoryRange) -> BroadcastMessage:
-    """Send one range in place if it is contiguous on this rank, otherwise through staging."""
-    if memory_range.tensor.is_contiguous():
-        return InPlaceMessage(owner, memory_range.tensor.detach().view(-1), memory_range.params)
-    return StagedMessage(owner, [memory_range])
+    @abstractmethod
+    def clear_assigned_grads(self) -> None:
+        """Undo `assign_grads`."""
 
+    @abstractmethod
+    def write_back(self, step: Step) -> None:
+        """Bring what the inner optimizers have updated to the memory of the parameters."""
 
-class FlatParamBuffers(ParamStore):
-    """Parameters are views of flat buffers: one per bucket, or one per owner in each bucket."""
+    @abstractmethod
+    def finish_update(self, step: Step) -> None:
+        """Write updates back and complete `step.update_mask`, also after an update that failed."""
 
-    def __init__(self, *, by_owner: bool = False) -> None:
-        """Create a store without buffers.
-
-        Args:
-            by_owner: Allocate one buffer per owner. The shards of a bucket are then not contiguous, and moving
-                parameters temporarily duplicates one owner's shard instead of a bucket.
-        """
-        super().__init__()
-        self._by_owner = by_owner
-        self._buffers: list[list[tuple[Span, torch.Tensor]]] = []
-        """By bucket, its spans and their buffers."""
-        self._moved_params: dict[int, list[torch.Tensor]] = {}
-        """By bucket, parameters that `prepare` has moved and `extend` has not added yet."""
-
-    def prepare(self, layout: Layout, params: Sequence[torch.Tensor]) -> None:
-        """Allocate buffers for the new buckets of `layout` and move their parameters there.
-
-        Buffers are filled one after the other, and a parameter's old memory is freed as soon as it has moved, so at
-        most one buffer is duplicated at a time. `params` are all parameters, old and new.
-        """
-        for bucket in layout.buckets[len(self._buffers) :]:
-            self._allocate_buffers(bucket, layout, params)
-
-    def rollback(self) -> None:
-        """Move parameters out of new buffers, last bucket first, so at most one buffer is duplicated at a time."""
-        while len(self._buffers) > len(self._layout.buckets):
-            self._buffers.pop()
-            for param in self._moved_params.pop(len(self._buffers), []):
-                _move_out(param)
-
-    def buffers(self) -> list[torch.Tensor]:
-        """Return the memory of all parameters, including padding."""
-        return [buffer for bucket_buffers in self._buffers for _, buffer in bucket_buffers]
-
-    def buffer(self, bucket: int) -> torch.Tensor:
-        """Return the flat buffer of a bucket. Not for stores with one buffer per owner."""
-        ((_, buffer),) = self._buffers[bucket]
-        return buffer
-
-    def _add_bucket(self, bucket: Bucket) -> None:
-        if bucket.index == len(self._buffers):
-            self._allocate_buffers(bucket, self._layout, self._params)
-        self._moved_params.pop(bucket.index, None)
-
-    def _allocate_buffers(self, bucket: Bucket, layout: Layout, params: Sequence[torch.Tensor]) -> None:
-        """Allocate the buffers of a bucket, move its parameters there and zero the padding."""
-        buffers: list[tuple[Span, torch.Tensor]] = []
-        moved: list[torch.Tensor] = []
-        self._buffers.append(buffers)
-        self._moved_params[bucket.index] = moved
-        slots = deque(bucket.slots)
-        for buffer_span in self._buffer_spans(bucket):
-            # On the CPU, untouched memory has no pages yet: the buffer grows as old parameter memory is freed.
-            buffer = torch.empty(buffer_span.length, dtype=bucket.dtype, device=bucket.device)
-            buffers.append((buffer_span, buffer))
-            filled = buffer_span.start
-            while slots and (slots[0].span.start < buffer_span.stop or buffer_span.stop == bucket.numel):
-                index, span = slots.popleft()
-                spec, target = layout.params[index], _slice_buffer(buffer_span, buffer, span)
-                # A parameter with gaps in its storage does not overwrite all of its slot.
-                zero_until = span.start if spec.storage_numel == spec.numel else span.stop
-                _slice_buffer(buffer_span, buffer, Span(filled, zero_until)).zero_()
-                moved.append(params[index])
-                _move_into(params[index], params[index].detach(), target, spec)
-                filled = span.stop
-            _slice_buffer(buffer_span, buffer, Span(filled, buffer_span.stop)).zero_()
-
-    def _buffer_spans(self, bucket: Bucket) -> list[Span]:
-        """Return the spans of a bucket that get one buffer each."""
-        return [shard for _, shard in bucket.shards.non_empty()] if self._by_owner else [Span(0, bucket.numel)]
-
-    def span_view(self, bucket: int, span: Span) -> torch.Tensor:
-        """Return a view of a span of a bucket, which must lie in one buffer."""
-        buffers = self._buffers[bucket]
-        position = bisect_right(buffers, span.start, key=lambda item: item[0].start) - 1
-        buffer_span, buffer = buffers[max(0, position)]
-        return _slice_buffer(buffer_span, buffer, span)
-
-    def _rebind(self) -> None:
-        """Copy moved parameters into the buffers and make them views of the buffers again."""
-        moved = [
-            (index, view) for index, view in self._param_views() if self._params[index].data_ptr() != view.data_ptr()
-        ]
-        # Hazard: a parameter may now alias the slot of another one, so clone all values before writing any.
-        values = [self._params[index].detach().clone() for index, _ in moved]
-        for (index, view), value in zip(moved, values, strict=True):
-            _move_into(self._params[index], value, view, self._layout.params[index])
-
-    def _param_views(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the slot of each parameter as a view of its buffer.
-
-        Hazard: compute it from the buckets, never from the parameters: `share_memory_` moves everything that has a
-        parameter's storage.
-        """
-        for bucket in self._layout.buckets:
-            for index, span in bucket.slots:
-                yield index, self.span_view(bucket.index, span)
-
-    def _memory_ranges(
-        self, bucket: Bucket, param_shards: list[ParamShard], update_mask: bytes
-    ) -> Iterator[MemoryRange]:
-        for is_updated, run in groupby(param_shards, key=lambda shard: update_mask[shard.param]):
-            if is_updated:
-                shards = list(run)
-                span = Span(shards[0].in_bucket.start, shards[-1].in_bucket.stop)
-                yield MemoryRange(self.span_view(bucket.index, span), [self._params[shard.param] for shard in shards])
-
-    def _can_send_in_place(self, ranges: list[MemoryRange]) -> bool:
-        return len(ranges) == 1
-
-
-def _slice_buffer(buffer_span: Span, buffer: torch.Tensor, span: Span) -> torch.Tensor:
-    """Return a span of a bucket as a view of `buffer`, which holds `buffer_span` of that bucket."""
-    return buffer[span.start - buffer_span.start : span.stop - buffer_span.start]
-
-
-def _staging_limits(tensors: Sequence[torch.Tensor | StagedMessage]) -> tuple[int, int]:
-    """Return the maximum bytes of one staged message and of all staged messages in flight."""
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return MESSAGE_BYTES, STAGING_BYTES
-    return DEVICE_MESSAGE_BYTES, DEVICE_STAGING_BYTES
-
-
-def _ensure_allocated(buffer: torch.Tensor) -> None:
-    if not _is_allocated(buffer):
-        buffer.untyped_storage().resize_(buffer.nbytes)
-
-
-def _is_allocated(buffer: torch.Tensor) -> bool:
-    return buffer.untyped_storage().nbytes() > 0
-
-
-def _move_into(param: torch.Tensor, value: torch.Tensor, target: torch.Tensor, spec: ParamSpec) -> None:
-    """Make a parameter a view of `target`, with `value`, which must not overlap `target`."""
-    # DLPack gives each parameter its own storage over the shared memory, so torch.save writes one parameter and not
-    # the entire bucket.
-    view = from_dlpack(target).as_strided(spec.shape, spec.stride)
-    param.data = view.copy_(value)
-
-
-def _move_out(param: torch.Tensor) -> None:
-    """Give a parameter its own memory. If none is left, it stays in the buffer and keeps that alive."""
-    with suppress(RuntimeError):  # includes torch.cuda.OutOfMemoryError
-        own = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
-        param.data = own.copy_(param.detach())
-
-
-def _interleave_owners(by_owner: dict[Rank, list[BroadcastMessage]]) -> list[BroadcastMessage]:
-    """Return the first message of every owner in rank order, then all second ones, and so on: all links are busy."""
-    order = sorted((position, owner) for owner, messages in by_owner.items() for position in range(len(messages)))
-    return [by_owner[owner][position] for position, owner in order]
-
-
-def _select(values: list[_T], indices: Sequence[int] | None) -> list[_T]:
-    return values if indices is None else [values[index] for index in indices]
-
-
-def _require_same_metadata(spec: ParamSpec, param: torch.Tensor) -> None:
-    if (spec.dtype, spec.device, spec.shape) != (param.dtype, param.device, tuple(param.shape)):
-        raise BindingError(
-            f"{spec.label} was {spec.dtype} on {spec.device} with shape {spec.shape} when the optimizer was made, "
-            f"and is {param.dtype} on {param.device} with shape {tuple(param.shape)} now. "
-            "Cast, move or reshape the model before making the optimizer, or make a new one."
+    def expand_to_updated(self, grad_mask: bytes) -> bytes:
+        """Return a mask of the parameters that a step updates: some optimizers update those without gradients too."""
+        update_all = [member for member in self.members if member.traits.updates_without_grads]
+        if not update_all:
+            return grad_mask
+        group_ids = {group_id for member in update_all for group_id in member.group_ids}
+        return bytes(
+            has_grad or spec.group in group_ids for has_grad, spec in zip(grad_mask, self.layout.params, strict=True)
         )
+
+    # ---- train and eval mode
+
+    def snapshot(self, groups: Sequence[ParamGroup]) -> Callable[[], None]:
+        """Copy owned parameters and group options; returns a function that restores them.
+
+        Optimizer state is not copied: train and eval mode swap parameters with values in the state and leave the state
+        itself as it is.
+        """
+        counter_resets = [local_optimizer.snapshot_counters() for local_optimizer in self.inner.local_optimizers]
+        owned = [
+            param
+            for local_optimizer in self.inner.local_optimizers
+            for group in local_optimizer.optimizer.param_groups
+            for param in group["params"]
+        ]
+        values, options_before = [param.detach().clone() for param in owned], [dict(group) for group in groups]
+
+        @torch.no_grad()
+        def restore() -> None:
+            for param, value in zip(owned, values, strict=True):
+                param.copy_(value)
+            for group, options in zip(groups, options_before, strict=True):
+                group.clear()
+                group.update(options)
+            for reset in counter_resets:
+                reset()
+            self.inner.push_options(groups)
+
+        return restore
+
+    def set_mode(self, groups: Sequence[ParamGroup], mode: str) -> None:
+        """Switch owned parameters to "train" or "eval" mode of an optimizer that has modes. Does not communicate."""
+        self.inner.push_options(groups)
+        for local_optimizer in self.inner.local_optimizers:
+            local_optimizer.set_mode(mode)
+        self.inner.pull_options(groups)
+
+
+class OptimizerState(ABC):
+    """The state of the inner optimizers on this rank, by parameter of the user."""
+
+    def __init__(self, rank: Rank, store: ParamStore) -> None:
+        self._rank, self._store = rank, store
+        self._init_neutral_cache: dict[int, bool] = {}
+
+    @abstractmethod
+    def view(self) -> dict[Any, Any]:
+        """Return this rank's optimizer state by parameter. Changing it changes the inner optimizers' state."""
+
+    @abstractmethod
+    def replace(self, state: Any) -> None:
+        """Replace all optimizer state (`optimizer.state = state`)."""
+
+    @abstractmethod
+    def shards(self) -> list[StateShard]:
+        """Return the state of all parameters, or shards of them, that this rank owns."""
+
+    def owns(self, index: int, key: Any) -> bool:
+        """Return whether this rank has state of a parameter under this key, entirely or in part."""
+        return key != MASTER_KEY and self._store.layout.param_shard(index, self._rank) is not None
+
+    @abstractmethod
+    def local_optimizer_of(self, index: int) -> LocalOptimizer:
+        """Return the inner optimizer that has a parameter, or would have it if this rank owned it."""
+
+    @abstractmethod
+    def param_shaped_keys(self, index: int) -> frozenset[str]:
+        """Return the state keys for which the probe saw tensors of the parameter's shape."""
+
+    def add_param_shaped_keys(self, keys: frozenset[Any]) -> None:  # noqa: B027 (optional)
+        """Declare that state under these keys has the shape of its parameter."""
+
+    @abstractmethod
+    def allocator(self, state_keys: StateKeys, *, in_place: bool, param_shaped_keys: frozenset[Any]) -> StateAllocator:
+        """Return an allocator for state that is being loaded.
+
+        Args:
+            state_keys: All state that the allocator will be called for.
+            in_place: Reuse the memory of the present state wherever it fits; otherwise always allocate.
+            param_shaped_keys: Keys of state that has the shape of its parameter.
+        """
+
+    @abstractmethod
+    def load(self, saved: SavedState, *, assign: bool = False) -> Callable[[], None]:
+        """Load this rank's part of saved state; returns a function that undoes it. `assign`: may keep its tensors."""
+
+    def snapshot_replica_status(self) -> Callable[[], None]:
+        """Return a function that restores which replicas are known to have diverged.
+
+        A load marks replicas as equal, even one that only restores what was there before.
+        """
+        return lambda: None
+
+    @contextmanager
+    def temporary_initial_state(self) -> Iterator[None]:
+        """Give trainable parameters without state their initial state inside the block, and remove it afterwards.
+
+        The initial state is the one that the first step would start with. Optimizers whose state cannot be initialized
+        without side effects are left out.
+        """
+        with ExitStack() as undo:
+            self._init_missing(undo)
+            yield
+
+    def materialize_initial_state(self) -> None:
+        """Like `temporary_initial_state`, but keep the state."""
+        with ExitStack() as undo:
+            self._init_missing(undo)
+            undo.pop_all()
+
+    def _init_missing(self, undo: ExitStack) -> None:
+        trainable = self._split_and_find_trainable()
+        for local_optimizer in self._store.inner.local_optimizers:
+            if self._is_init_neutral(local_optimizer):
+                init_state(local_optimizer, trainable, undo)
+
+    def _split_and_find_trainable(self) -> Set[int]:
+        """Return the ids of the inner optimizers' tensors that can get gradients now, split from those that cannot."""
+        return {id(param) for param in self._store.tensors if param.requires_grad}
+
+    def _is_init_neutral(self, local_optimizer: LocalOptimizer) -> bool:
+        if id(local_optimizer) not in self._init_neutral_cache:
+            self._init_neutral_cache[id(local_optimizer)] = is_init_neutral(local_optimizer.factory)
+        return self._init_neutral_cache[id(local_optimizer)]

@@ -863,8 +863,8 @@ class MeasuredCost:
         if cost_key(spec) not in self.seconds:
             measured = ", ".join(str(shape) for shape, _ in self.seconds)
             raise ConfigError(
-                f"no step was measured on a parameter like {spec.label}, of shape {spec.shape} and {spec.dtype}, but "
-                f"on those of {measured}: measure with the selector of the rule"
+                f"no step was measured for a parameter like {spec.label}, of shape {spec.shape} and {spec.dtype}, "
+                f"only for {measured}. Measure with the rule's selector."
             )
         return self.seconds[cost_key(spec)]
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ..errors import CheckpointError, ConfigError
 from ..layout.layout import Layout, ParamShard
 from ..layout.spec import ParamSpec
-from ..state.shard_tensor import ShardTensor, make_full_shard
+from ..state.shard_tensor import ShardTensor, local_memory, make_full_shard
 from ..state.state_dict import (
     MASTER_KEY,
     SavedState,
@@ -72,13 +72,14 @@ def _rebuild_like(like: Any, value: Any, key: Any) -> Any:
     if not is_wrapper_subclass(like) or not isinstance(value, Mapping):
         return value
     expected = inner_tensors(like)
-    loaded = {name: inner.local if isinstance(inner, ShardTensor) else inner for name, inner in value.items()}
+    loaded = {name: local_memory(inner) for name, inner in value.items()}
     if {name: inner.numel() for name, inner in loaded.items()} != {
         name: inner.numel() for name, inner in expected.items()
     }:
         raise CheckpointError(
-            f"the loaded state '{key}' is made of {_format_sizes(loaded)}, but {type(like).__name__} has "
-            f"{_format_sizes(expected)}: it was saved by an optimizer of another class, or with other options"
+            f"the loaded state {key!r} consists of {_format_sizes(loaded)}, but this optimizer's "
+            f"{type(like).__name__} has {_format_sizes(expected)}: it was saved by another optimizer class, or with "
+            "other options"
         )
     return rebuild_subclass(
         like, {name: inner.to(expected[name].device).view(expected[name].shape) for name, inner in loaded.items()}
@@ -321,8 +322,8 @@ class ShardedState:
         """
         if key == MASTER_KEY:
             raise ConfigError(
-                f"{MASTER_KEY!r} of {spec.label} cannot be assigned: it is not kept in optimizer.state. Change the "
-                "parameter itself, or load it with load_state_dict()."
+                f"{MASTER_KEY!r} of {spec.label} cannot be assigned through optimizer.state. Change the parameter "
+                "itself, or call load_state_dict()."
             )
         if not isinstance(value, torch.Tensor) or not is_sharded:
             return value
@@ -346,8 +347,8 @@ class ShardedState:
                 else f"this rank's slice of it has shape {shard_shape}"
             )
             raise ConfigError(
-                f"{key!r} in the state of {spec.label} must have the parameter's shape {spec.shape}, got {shape}; "
-                f"{here}. Assign a tensor of either shape, such as torch.zeros_like(param)."
+                f"expected {key!r} in the state of {spec.label} to have the parameter's shape {spec.shape}, got "
+                f"{shape}; {here}. Assign a tensor of either shape, such as torch.zeros_like(param)."
             )
         return value
 
@@ -452,7 +453,7 @@ class ShardedState:
         for index, state in saved.by_param.items():
             if not isinstance(state, Mapping):
                 raise CheckpointError(
-                    f"the loaded state of {specs[index].label} is a {type(state).__name__}, not a dict"
+                    f"expected the loaded state of {specs[index].label} to be a dict, got {type(state).__name__}"
                 )
 
         def merge_key_of(param_shard: ParamShard) -> object:

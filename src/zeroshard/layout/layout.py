@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 
+from .._formatting import format_names
 from .._types import Rank, Span
 from ..errors import LayoutError
 from .spec import ParamSpec
@@ -32,6 +33,16 @@ from .spec import ParamSpec
 
 class Shards(Sequence[Span]):
     """One span per rank, in rank order. Memory use does not depend on the number of ranks."""
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether all shards have the same length, except those that a bucket without its padding cuts off."""
+        return False
+
+    @property
+    def hold_whole_params(self) -> bool:
+        """Whether each parameter belongs to exactly one rank."""
+        return False
 
     @abstractmethod
     def owner_at(self, offset: int) -> Rank:
@@ -71,6 +82,10 @@ class EqualShards(Shards):
     shard_numel: int
     world_size: int
     stop: int
+
+    @property
+    def are_equal(self) -> bool:
+        return True
 
     def owner_at(self, offset: int) -> Rank:
         return Rank(min(offset // max(self.shard_numel, 1), self.world_size - 1))
@@ -145,6 +160,10 @@ class ExplicitShards(Shards):
 class WholeParamShards(ExplicitShards):
     """Each shard holds whole parameters: none is split between ranks."""
 
+    @property
+    def hold_whole_params(self) -> bool:
+        return True
+
 
 class AlignedShards(ExplicitShards):
     """Shards of nearly equal length that end where the optimizer allows a parameter to be split."""
@@ -190,12 +209,12 @@ class Bucket:
 
     @property
     def has_equal_shards(self) -> bool:
-        return isinstance(self.shards, EqualShards)
+        return self.shards.are_equal
 
     @property
     def has_whole_params(self) -> bool:
         """Whether each parameter belongs to exactly one rank."""
-        return isinstance(self.shards, WholeParamShards)
+        return self.shards.hold_whole_params
 
     @cached_property
     def params(self) -> list[int]:
@@ -298,9 +317,8 @@ class Layout:
 
     def describe_bucket(self, index: int, contents: str) -> str:
         """Describe `contents` of a bucket for error messages about work in flight."""
-        first, *others = (self.params[param].label for param in self.buckets[index].params)
-        more = f" and {len(others)} more" if others else ""
-        return f"{contents} of bucket {index} of {len(self.buckets)} ({first}{more})"
+        names = format_names([self.params[param].label for param in self.buckets[index].params], 1)
+        return f"{contents} of bucket {index} of {len(self.buckets)} ({names})"
 
     def param_shards(self, param: int) -> tuple[ParamShard, ...]:
         """Return the shards of a parameter, in the order of its elements."""

@@ -7,10 +7,11 @@ same layout from the same specs, without communication.
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
@@ -86,7 +87,7 @@ AlignmentPolicy = Callable[[int, int], bool]
 
 
 class Partitioner(Protocol):
-    """Assigns new parameters to ranks, given a layout that does not change."""
+    """Assigns new parameters to ranks, given a layout that does not change. All that a user-defined one needs."""
 
     def extend(self, layout: Layout, specs: Sequence[ParamSpec]) -> Layout:
         """Return `layout` with `specs` in new buckets; no earlier parameter moves."""
@@ -97,8 +98,70 @@ CostFn = Callable[[ParamSpec], float]
 """Cost of updating a parameter, in any unit."""
 
 
+class PartitionStrategy(ABC):
+    """A partitioner that also answers how it assigns the parameters of one optimizer.
+
+    The defaults are those of a partitioner about which nothing is known.
+    """
+
+    @abstractmethod
+    def extend(self, layout: Layout, specs: Sequence[ParamSpec]) -> Layout:
+        """Return `layout` with `specs` in new buckets; no earlier parameter moves."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Describe who updates a parameter, for reports."""
+
+    @property
+    def splits_params(self) -> bool:
+        """Whether parameters are split across ranks."""
+        return False
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether `extend` is the user's own. It then builds all buckets, also those of other optimizers."""
+        return True
+
+    @property
+    def granularity(self) -> ShardGranularity | None:
+        """The granularity that was asked for; None leaves it to the probe."""
+        return None
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """The bucket size that was asked for; None leaves it to the device."""
+        return None
+
+    @property
+    def cost(self) -> CostFn | None:
+        """The cost of updating a parameter; None leaves it to the optimizer."""
+        return None
+
+    def with_granularity(self, granularity: ShardGranularity) -> "PartitionStrategy":  # noqa: ARG002
+        """Return the same partitioner with another granularity; no change if it does not split parameters."""
+        return self
+
+
 @dataclass(frozen=True)
-class WholeParams:
+class CustomPartitioner(PartitionStrategy):
+    """A partitioner that the user has defined."""
+
+    partitioner: Partitioner
+
+    def extend(self, layout: Layout, specs: Sequence[ParamSpec]) -> Layout:
+        return self.partitioner.extend(layout, specs)
+
+    def describe(self) -> str:
+        return f"owners are chosen by {type(self.partitioner).__qualname__}"
+
+
+def as_strategy(partitioner: Partitioner) -> PartitionStrategy:
+    """Wrap a partitioner that the user has defined; return all others as they are."""
+    return partitioner if isinstance(partitioner, PartitionStrategy) else CustomPartitioner(partitioner)
+
+
+@dataclass(frozen=True)
+class WholeParams(PartitionStrategy):
     """Each parameter belongs to one rank. Required by optimizers whose update depends on the whole tensor.
 
     Assignment is greedy: from the most expensive parameter to the cheapest, each goes to the least loaded rank.
@@ -113,7 +176,7 @@ class WholeParams:
 
     def __post_init__(self) -> None:
         if self.cost is not None and not callable(self.cost):
-            raise ConfigError(f"WholeParams(cost=...) takes a function of a ParamSpec, not {self.cost!r}")
+            raise ConfigError(f"expected WholeParams(cost=...) to be a function of a ParamSpec, got {self.cost!r}")
 
     def __repr__(self) -> str:
         # Must be equal on all ranks, and the repr of a function contains its address.
@@ -122,6 +185,13 @@ class WholeParams:
 
     def extend(self, layout: Layout, specs: Sequence[ParamSpec]) -> Layout:
         return place_params(layout, specs, assign_owners(layout, specs, self.cost))
+
+    def describe(self) -> str:
+        return "each parameter is updated by one rank"
+
+    @property
+    def is_custom(self) -> bool:
+        return type(self) is not WholeParams
 
 
 @dataclass(frozen=True)
@@ -145,15 +215,17 @@ class AssignedOwners:
 
 
 @dataclass(frozen=True)
-class FlatShards:
+class FlatShards(PartitionStrategy):
     """Each rank owns an equal shard of every bucket; parameters are split wherever their optimizer allows it.
 
     A bucket holds parameters of one dtype and device, in the order in which backward is expected to produce their
     gradients: the reverse of the model's order. Frozen parameters get buckets of their own, so that neither their
     gradients nor their values are communicated. A parameter of `bucket_bytes` or more gets its own bucket.
 
-    `bucket_bytes` defaults to 25 MiB on the CPU and to 128 MiB on accelerators, where latency matters more than
-    bandwidth. A single rank has no communication to overlap and uses larger buckets.
+    `bucket_bytes` defaults to 1/16 of the parameters: three buckets are in memory during backward, which should be
+    little compared with the model. It is at most 25 MiB on the CPU and 128 MiB on accelerators, where latency matters
+    more than bandwidth, and not so small that latency dominates (see `default_bucket_bytes`). A single rank has no
+    communication to overlap and uses larger buckets.
 
     With `align`, each shard of a parameter has a multiple of `align` elements and at least `min_numel`, as optimizers
     that work on blocks require. Parameters that cannot be split like that stay whole, and shards are as equal as
@@ -168,18 +240,37 @@ class FlatShards:
         for name, unit in (("bucket_bytes", "bytes"), ("align", "elements"), ("min_numel", "elements")):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"FlatShards({name}=...) takes a number of {unit}, not {value!r}")
+                raise ConfigError(f"expected FlatShards({name}=...) to be a positive number of {unit}, got {value!r}")
 
     def __repr__(self) -> str:
         options = ((option.name, getattr(self, option.name)) for option in fields(self))
         return f"FlatShards({', '.join(f'{name}={value}' for name, value in options if value is not None)})"
 
     @property
+    def splits_params(self) -> bool:
+        return True
+
+    @property
+    def is_custom(self) -> bool:
+        return type(self) is not FlatShards
+
+    @property
     def granularity(self) -> ShardGranularity | None:
-        """The granularity that was asked for; None leaves it to the probe."""
         if self.align is None and self.min_numel is None:
             return None
         return ShardGranularity(self.align or 1, self.min_numel or self.align or 1)
+
+    def with_granularity(self, granularity: ShardGranularity) -> "FlatShards":
+        return replace(self, **granularity._asdict())
+
+    def describe(self) -> str:
+        granularity = self.granularity
+        cuts = (
+            ""
+            if granularity is None or granularity.is_elementwise
+            else f", split at multiples of {granularity.align} elements"
+        )
+        return f"each rank updates its shard of every bucket{cuts}"
 
     def extend(self, layout: Layout, specs: Sequence[ParamSpec]) -> Layout:
         granularity = self.granularity or ShardGranularity()
@@ -199,7 +290,10 @@ class MixedPartitioner:
 
     def extend(self, layout: Layout, specs: Sequence[ParamSpec]) -> Layout:
         world_size = layout.world_size
-        members = sorted(self._group_into_buckets(specs, world_size), key=lambda bucket: not bucket[0].trainable)
+        total_bytes = sum(spec.storage_bytes for spec in (*layout.params, *specs))
+        members = sorted(
+            self._group_into_buckets(specs, total_bytes, world_size), key=lambda bucket: not bucket[0].trainable
+        )
         whole_params = [spec for spec in specs if self._is_whole_param(spec)]
         owners = assign_owners(layout, whole_params, lambda spec: self.costs[spec.group](spec))
         should_align = _choose_alignment([spec for spec in specs if not self._is_whole_param(spec)], world_size)
@@ -228,14 +322,16 @@ class MixedPartitioner:
         )
         return Bucket(index, specs[0].dtype, specs[0].device, shards[world_size - 1].stop, shards, slots)
 
-    def _group_into_buckets(self, specs: Sequence[ParamSpec], world_size: int) -> Iterator[list[ParamSpec]]:
+    def _group_into_buckets(
+        self, specs: Sequence[ParamSpec], total_bytes: int, world_size: int
+    ) -> Iterator[list[ParamSpec]]:
         """Yield the members of each bucket, in the order in which buckets fill up."""
         open_buckets: dict[Hashable, list[ParamSpec]] = defaultdict(list)
         free_bytes: dict[Hashable, int] = {}
         for spec in reversed(specs):
             key = (self._is_whole_param(spec), self._granularity_of(spec), spec.trainable, spec.dtype, spec.device)
-            nbytes = spec.storage_numel * spec.dtype.itemsize
-            capacity = self.bucket_bytes or default_bucket_bytes(spec.device, world_size)
+            nbytes = spec.storage_bytes
+            capacity = self.bucket_bytes or default_bucket_bytes(spec.device, total_bytes, world_size)
             if nbytes >= capacity:
                 yield [spec]
                 continue
@@ -288,7 +384,7 @@ def validate_cost(cost: CostFn) -> CostFn:
     def validated_cost(spec: ParamSpec) -> float:
         value = cost(spec)
         if not 0 <= value < math.inf:
-            raise ConfigError(f"the cost of {spec.label} is {value!r}: it must be a number of 0 or more")
+            raise ConfigError(f"expected the cost of {spec.label} to be a non-negative number, got {value!r}")
         return value
 
     return validated_cost
@@ -350,10 +446,18 @@ def _make_whole_param_bucket(
     return Bucket(index, specs[0].dtype, specs[0].device, end, WholeParamShards(shards, world_size), tuple(slots))
 
 
-def default_bucket_bytes(device: torch.device, world_size: int) -> int:
-    """Return the bucket size to use when `bucket_bytes` is not set."""
-    size = 25 * MIB if device.type == "cpu" else 128 * MIB
-    return size if world_size > 1 else 8 * size
+MODEL_BYTES_PER_BUCKET_BYTE = 16
+MIN_SHARD_BYTES = 256 * 1024
+"""A bucket is at least this large for each rank, because each message has a latency."""
+
+
+def default_bucket_bytes(device: torch.device, total_bytes: int, world_size: int) -> int:
+    """Return the bucket size to use for a model of `total_bytes` when `bucket_bytes` is not set."""
+    smallest, largest = (8 * MIB, 25 * MIB) if device.type == "cpu" else (25 * MIB, 128 * MIB)
+    if world_size == 1:
+        return 8 * largest
+    smallest = max(smallest, MIN_SHARD_BYTES * world_size)
+    return min(max(smallest, total_bytes // MODEL_BYTES_PER_BUCKET_BYTE), largest)
 
 
 def _make_equal_shards(slots: Sequence[BucketSlot], like: ParamSpec, world_size: int) -> EqualShards:

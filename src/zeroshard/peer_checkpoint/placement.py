@@ -1,7 +1,9 @@
 """Choose the peer that stores each rank's snapshot: in another failure domain, if there is one."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable, Sequence
+
+from .._types import group_ranks
 
 
 def assign_peers(failure_domains: Sequence[Hashable]) -> list[int]:
@@ -11,9 +13,7 @@ def assign_peers(failure_domains: Sequence[Hashable]) -> list[int]:
     for another. If one domain has more than half of the ranks, the ranks outside it share its snapshots evenly. A
     single rank is its own peer.
     """
-    members: dict[Hashable, list[int]] = defaultdict(list)
-    for rank, domain in enumerate(failure_domains):
-        members[domain].append(rank)
+    members = group_ranks(failure_domains)
     largest = max(members.values(), key=len)
     ring = [rank for domain in members.values() for rank in domain]
     if len(members) == 1:

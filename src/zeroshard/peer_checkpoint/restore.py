@@ -44,19 +44,19 @@ def restore_from_peers(optimizer: ZeroRedundancyOptimizer, snapshots: PeerSnapsh
     Gradients are dropped. Either all ranks are restored or nothing changes.
 
     Args:
-        optimizer: the new optimizer.
-        snapshots: `peer_snapshots` of this process's former optimizer; None in a process that has just started.
+        optimizer: The new optimizer.
+        snapshots: `peer_snapshots` of this process's previous optimizer; None in a process that has just started.
 
     Returns:
         The step of the snapshot, from which the new optimizer continues to count. If the optimizer takes peer
         checkpoints itself, the first of them is complete by then; `snapshots` holds it, unless that is None.
 
     Raises:
-        CheckpointError: shards of every snapshot were lost, or the snapshots belong to another model.
+        CheckpointError: Shards of every snapshot were lost, or the snapshots belong to another model.
     """
     if not isinstance(optimizer, ZeroRedundancyOptimizer):  # without one, there is no group to report the error to
-        raise TypeError(f"restore_from_peers() takes a sharded optimizer, not a {type(optimizer).__name__}")
-    with optimizer._engine.comm.profiler.phase(Phase.RESTORE_FROM_PEERS):
+        raise TypeError(f"restore_from_peers() expects a sharded optimizer, got {type(optimizer).__name__}")
+    with optimizer._engine.profiler.phase(Phase.RESTORE_FROM_PEERS):
         return _restore(optimizer, snapshots)
 
 
@@ -65,19 +65,19 @@ def _restore(optimizer: ZeroRedundancyOptimizer, snapshots: PeerSnapshots | None
     local_snapshots = prepare_all(comm, _CALL_NAME, lambda: Prepared(_collect_local_snapshots(optimizer, snapshots)))
     exchange = _ShardExchange(comm, _take_inventory(comm, local_snapshots), local_snapshots)
     shared = exchange.run([SHARED_STATE], lambda shard, _: exchange.local_shards[shard])[0]
-    prepare_all(comm, _CALL_NAME, lambda: _check_same_model(shared, engine, optimizer._model_buffers()))
+    prepare_all(comm, _CALL_NAME, lambda: _check_same_model(shared, engine, optimizer._model_binding.buffers()))
     assembled = _assemble_local_shard(exchange, engine)
     state_dict = {"state": assembled.state | shared["others"], "param_groups": shared["groups"], **shared["extra"]}
     optimizer.load_state_dict(state_dict, assign=True)
-    _write_params_and_buffers(engine, assembled, optimizer._model_buffers(), shared["buffers"])
-    engine.steps = exchange.inventory.step
+    _write_params_and_buffers(engine, assembled, optimizer._model_binding.buffers(), shared["buffers"])
+    engine.restore_step_count(exchange.inventory.step)
     optimizer.zero_grad()
     if optimizer._peer_checkpointer is not None:  # the old snapshot might not survive the loss of another rank
         # Hazard: until all ranks have the new snapshot, the old one is the only complete one, also for ranks that fail
         # here and never return. Keep it.
         optimizer._peer_checkpointer.snapshots = snapshots or optimizer._peer_checkpointer.snapshots
-        optimizer._peer_checkpointer.snapshots.mark_complete(exchange.inventory.optimizer_id, exchange.inventory.step)
-        optimizer._peer_checkpointer.capture(engine, optimizer.param_groups, optimizer._model_buffers)
+        optimizer._peer_checkpointer.snapshots._mark_complete(exchange.inventory.optimizer_id, exchange.inventory.step)
+        optimizer._peer_checkpointer.capture(engine, optimizer.param_groups, optimizer._model_binding.buffers)
         optimizer._peer_checkpointer.wait()
     return exchange.inventory.step
 
@@ -86,13 +86,13 @@ def _collect_local_snapshots(optimizer: ZeroRedundancyOptimizer, snapshots: Peer
     """Return the snapshots on this rank, after checking the arguments and waiting for the engine."""
     if snapshots is not None and not isinstance(snapshots, PeerSnapshots):
         raise TypeError(
-            f"restore_from_peers() takes what a former optimizer has as peer_snapshots, or None, not a "
+            f"restore_from_peers() expects the peer_snapshots of the previous optimizer or None, got "
             f"{type(snapshots).__name__}"
         )
     optimizer._require_final_layout(_CALL_NAME)
-    optimizer._engine.check_groups(optimizer.param_groups)
-    optimizer._engine.wait_until_idle()
-    return [] if snapshots is None else snapshots.list_snapshots()
+    optimizer._engine.params.groups.check(optimizer.param_groups)
+    optimizer._engine.param_sync.wait_until_idle()
+    return [] if snapshots is None else snapshots._list_snapshots()
 
 
 class SnapshotInventory(NamedTuple):
@@ -120,7 +120,8 @@ def _take_inventory(comm: Comm, snapshots: Sequence[Snapshot]) -> SnapshotInvent
     ]
     shard_ranks: list[Rank] = []
     holders = defaultdict[tuple[int, int, int], dict[int, list[Rank]]](lambda: defaultdict(list))
-    for rank, text in enumerate(_all_gather_text(comm.data_parallel, "\n".join([str(comm.group.rank), *local_lines]))):
+    own_text = "\n".join([str(comm.group.rank), *local_lines])
+    for rank, text in enumerate(comm.data_parallel.all_gather_text(own_text, max_bytes=None)):
         shard_rank, *lines = text.splitlines()
         shard_ranks.append(Rank(int(shard_rank)))
         for line in lines:
@@ -135,12 +136,6 @@ def _take_inventory(comm: Comm, snapshots: Sequence[Snapshot]) -> SnapshotInvent
     raise CheckpointError(_format_missing_shards(newest_first, holders))
 
 
-def _all_gather_text(data_parallel: Comm, text: str) -> list[str]:
-    if data_parallel.is_single_rank:
-        return [text]
-    return data_parallel.all_gather_text(text, max_bytes=data_parallel.all_reduce_max([len(text.encode())])[0])
-
-
 def _reorder_step_first(line: str) -> list[str]:
     optimizer_id, step, *rest = line.split()
     return [step, optimizer_id, *rest]
@@ -150,14 +145,14 @@ def _format_missing_shards(
     newest_first: list[tuple[int, int, int]], holders_by_snapshot: dict[tuple[int, int, int], dict[int, list[Rank]]]
 ) -> str:
     if not newest_first:
-        return f"{_CALL_NAME}: no rank holds a copy. Load a checkpoint, or start from scratch."
+        return f"{_CALL_NAME}: no rank holds a snapshot. Load a checkpoint, or start from scratch."
     step, _, num_shards = newest_first[0]
     lost = sorted(({SHARED_STATE, *range(num_shards)}) - holders_by_snapshot[newest_first[0]].keys())
     ranks = sorted({max(shard, 0) for shard in lost})  # rank 0 provides the shared state
     return (
-        f"{_CALL_NAME}: of the copy of step {step}, which {num_shards} ranks had divided, nobody here holds the share "
-        f"of {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}: it was lost with those who held it, "
-        "and no older copy is whole. Nothing was changed. Load a checkpoint."
+        f"{_CALL_NAME}: the snapshot of step {step} is incomplete: no remaining rank holds the shards of "
+        f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} of {num_shards}, and no older snapshot "
+        "is complete. Nothing was changed. Load a checkpoint."
     )
 
 
@@ -175,7 +170,7 @@ class _ShardExchange:
         self.local_shards: dict[int, Any] = {index: unpack_from_buffers(packed) for index, packed in packed_shards}
 
     def run(self, shards: Sequence[int], slice_for_rank: SliceForRank) -> list[Any]:
-        """Return what this rank gets of each shard, as copies. Call on all ranks.
+        """Return this rank's slice of each shard, as copies. Call on all ranks.
 
         If a rank cannot slice or serialize a shard, all ranks raise before anything is sent.
         """
@@ -208,7 +203,7 @@ class _ShardExchange:
 
 
 def _assemble_local_shard(exchange: _ShardExchange, engine: Engine) -> AssembledShard:
-    """Return what this rank owns in the new layout. Call on all ranks."""
+    """Return this rank's shard in the new layout. Call on all ranks."""
     layout, shard_ranks = engine.layout, exchange.inventory.shard_ranks
 
     def slice_for_rank(shard: int, target: Rank) -> Any:
@@ -222,7 +217,7 @@ def _assemble_local_shard(exchange: _ShardExchange, engine: Engine) -> Assembled
             assembler.add(slices.pop())
         assembled = assembler.assemble()
         for index, state in assembled.state.items():
-            if not engine.owns_state(index, MASTER_KEY):
+            if not engine.state.owns(index, MASTER_KEY):
                 state.pop(MASTER_KEY, None)
         return Prepared(assembled)
 
@@ -241,8 +236,8 @@ def _check_same_model(shared_state: dict[str, Any], engine: Engine, buffers: Nam
     for current_line, saved_line in zip(current, saved, strict=False):
         if current_line != saved_line:
             raise CheckpointError(
-                f"{_CALL_NAME}: the copies are of another model, or of parameters in another order. They have "
-                f"{saved_line}, and this optimizer has {current_line}. Nothing was changed."
+                f"{_CALL_NAME}: the snapshots belong to another model, or to parameters in another order: expected "
+                f"{current_line}, got {saved_line}. Nothing was changed. Create the optimizer over the same model."
             )
     return Prepared(None)
 
@@ -257,10 +252,10 @@ def _write_params_and_buffers(
 ) -> None:
     """Write this rank's parameter shards and all buffers, and broadcast the parameters. Call on all ranks."""
     for index, flat in assembled.weights.items():
-        engine.shard_tensor(index).local.copy_(flat)
-        master = engine.master_shard_tensor(index)
+        engine.params.shard_tensor(index).local.copy_(flat)
+        master = engine.params.master_shard_tensor(index)
         if master is not None and MASTER_KEY not in assembled.state.get(index, {}):
             master.local.copy_(flat)
     for name, value in buffer_values.items():
         buffers[name].copy_(value)
-    engine.broadcast_params()()
+    engine.param_sync.sync_all()

@@ -30,7 +30,7 @@ from ..layout.spec import ParamSpec
 from ..profiling import Phase
 from ..state.serialization import PackedValue, StateSender, check_types_allowed, pack_into_buffers, receive_state
 from ..state.shard_tensor import ShardTensor
-from ..state.state_dict import MASTER_KEY, StateShard, flatten_in_memory_order, pack_param_groups
+from ..state.state_dict import MASTER_KEY, StateShard, pack_param_groups, slice_span
 from ..state.tensor_utils import collect_plain_tensors, inner_tensors, is_wrapper_subclass, slice_subclass
 from .placement import assign_peers, ranks_stored_on
 
@@ -52,7 +52,7 @@ def make_shard_data(state_shards: Sequence[StateShard], weights: Mapping[int, Sh
 
 
 def slice_shard(shard: ShardData, specs: Sequence[ParamSpec], spans: Mapping[int, Span]) -> ShardData:
-    """Return what a rank that owns `spans`, by parameter, needs of a shard. Uses views where possible."""
+    """Return the part of a shard that a rank with `spans`, by parameter, needs. Uses views where possible."""
     sliced: dict[int, Any] = {}
     for param, (span, sharded_keys, shared_inner_names, state) in shard[STATE_KEY].items():
         if param in spans:
@@ -118,9 +118,9 @@ class ShardAssembler:
         weights = {param: self._concat_flat(param, "values", slices) for param, slices in self._weight_slices.items()}
         for param, state in self._state.items():
             if MASTER_KEY in state:
-                weights[param] = self._local_slice(param, state[MASTER_KEY])
+                weights[param] = slice_span(state[MASTER_KEY], self._specs[param], self._spans[param])
         for param in self._spans.keys() - weights.keys():
-            raise CheckpointError(f"the copies have no values of {self._specs[param].label}")
+            raise CheckpointError(f"the snapshots have no values of {self._specs[param].label}. Load a checkpoint.")
         return AssembledShard(dict(self._state), weights)
 
     def _join_slices(self, param: int, key: Any, slices: list[tuple[Span, torch.Tensor]]) -> Any:
@@ -142,15 +142,10 @@ class ShardAssembler:
             covered = max(covered, span.stop) if span.start <= covered else covered
         if covered != owned.stop:
             raise CheckpointError(
-                f"the copies have {label} of {self._specs[param].label} up to element {covered} only, and not up to "
-                f"{owned.stop}"
+                f"the snapshots of {label} of {self._specs[param].label} are incomplete: expected elements up to "
+                f"{owned.stop}, got {covered}. Load a checkpoint."
             )
         return flat
-
-    def _local_slice(self, param: int, value: torch.Tensor) -> torch.Tensor:
-        if isinstance(value, ShardTensor):
-            return value.local
-        return flatten_in_memory_order(value, self._specs[param])[slice(*self._spans[param])]
 
 
 def _is_full_span(span: Span, spec: ParamSpec) -> bool:
@@ -179,10 +174,7 @@ def _slice_state(
 def _shard_full_state(spec: ParamSpec, span: Span, state: ShardData) -> Any:
     """Return a portable shard of the state of a full parameter. The loading rank slices wrapper subclasses."""
     sharded_keys = [key for key, value in state.items() if _is_param_shaped(value, spec)]
-    values = {
-        key: flatten_in_memory_order(value, spec)[slice(*span)] if key in sharded_keys else value
-        for key, value in state.items()
-    }
+    values = {key: slice_span(value, spec, span) if key in sharded_keys else value for key, value in state.items()}
     return list(span), sharded_keys, [], values
 
 
@@ -202,7 +194,7 @@ def _concat_inner_tensors(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Snapshots: what this rank stores, for itself and for others.
+# Snapshots that this rank stores, for itself and for others.
 
 
 SHARED_STATE = -1
@@ -248,10 +240,10 @@ class PeerSnapshots:
     def nbytes(self) -> int:
         """Host memory that the snapshots take on this rank, including incomplete ones."""
         return sum(
-            tensor.nbytes for snapshot in self.list_snapshots() for tensor in collect_plain_tensors(snapshot.shards)
+            tensor.nbytes for snapshot in self._list_snapshots() for tensor in collect_plain_tensors(snapshot.shards)
         )
 
-    def list_snapshots(self) -> list[Snapshot]:
+    def _list_snapshots(self) -> list[Snapshot]:
         """Return all snapshots, including an incomplete one."""
         with self._lock:
             snapshots = [snapshot for snapshot in (self._complete, self._incoming) if snapshot is not None]
@@ -260,11 +252,11 @@ class PeerSnapshots:
                 for snapshot in snapshots
             ]
 
-    def begin(self, snapshot: Snapshot) -> None:
+    def _begin(self, snapshot: Snapshot) -> None:
         with self._lock:
             self._incoming = snapshot
 
-    def mark_complete(self, optimizer_id: int, step: int) -> None:
+    def _mark_complete(self, optimizer_id: int, step: int) -> None:
         """Keep only the snapshot of this step, which the ranks together found to be complete."""
         with self._lock:
             for snapshot in (self._complete, self._incoming):
@@ -272,16 +264,16 @@ class PeerSnapshots:
                     self._complete, self._incoming = snapshot, None
                     return
 
-    def clear(self) -> None:
+    def _clear(self) -> None:
         """Drop all snapshots, including an incomplete one."""
         with self._lock:
             self._complete = self._incoming = None
 
-    def add_shards(self, snapshot: Snapshot, shards: Mapping[int, Any]) -> None:
+    def _add_shards(self, snapshot: Snapshot, shards: Mapping[int, Any]) -> None:
         with self._lock:
             snapshot.shards.update(shards)
 
-    def commit(self, snapshot: Snapshot) -> None:
+    def _commit(self, snapshot: Snapshot) -> None:
         """Replace the complete snapshot by `snapshot`, unless that was cleared. Call when all ranks have it."""
         with self._lock:
             if self._incoming is snapshot:
@@ -300,14 +292,11 @@ class PeerCheckpointer:
         self._comm, self._policy = comm, policy
         self.snapshots = PeerSnapshots()
         self._last_step, self._is_due = 0, False
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._exchange: _CopyThread | None = None
         data_parallel = comm.data_parallel
         self._rank = data_parallel.group.rank
         if comm.is_single_rank:
-            warn_at_caller(
-                "PeerCheckpoint(...) on one rank: there is no other to keep a copy, which is lost with this process"
-            )
+            warn_at_caller("PeerCheckpoint(...) has no effect on one rank: its snapshot is lost with this process")
             self._peers, self._optimizer_id = [0], random.SystemRandom().randrange(_MAX_OPTIMIZER_ID)
             return
         self._background_comm = BackgroundComm(data_parallel.group)
@@ -317,12 +306,12 @@ class PeerCheckpointer:
     def after_step(self, engine: Engine, groups: Sequence[ParamGroup], get_buffers: Callable[[], NamedBuffers]) -> None:
         """Take a snapshot if one is due. Call on all ranks."""
         if engine.steps != self._last_step and (self._is_due or engine.steps % self._policy.every == 0):
-            with self._comm.profiler.phase(Phase.PEER_CHECKPOINT):
+            with engine.profiler.phase(Phase.PEER_CHECKPOINT):
                 self.capture(engine, groups, get_buffers)
 
     def invalidate_snapshots(self) -> None:
         """Drop all snapshots, after a load, and take a new one after the next step. Call on all ranks."""
-        self.snapshots.clear()
+        self.snapshots._clear()
         self._is_due = True
 
     def capture(self, engine: Engine, groups: Sequence[ParamGroup], get_buffers: Callable[[], NamedBuffers]) -> None:
@@ -345,87 +334,84 @@ class PeerCheckpointer:
         snapshot, sender = prepare_all(self._comm, call, prepare)
         types = {name for packed in snapshot.shards.values() for name in packed["types"]}
         check_types_allowed(self._comm, call, sorted(types))
-        self.snapshots.begin(snapshot)
+        self.snapshots._begin(snapshot)
         if self._comm.is_single_rank:
-            self.snapshots.commit(snapshot)
+            self.snapshots._commit(snapshot)
             return
         # Hazard: start both threads here. Once the interpreter shuts down, neither could start the other.
-        send_thread = _SendThread(self._background_comm, sender, Rank(self._peers[self._rank]))
-        self._thread = _start_thread(
-            partial(self._run_exchange, snapshot, send_thread), self._background_comm.group.failure_detector
-        )
+        detector = self._background_comm.group.failure_detector
+        send_thread = _CopyThread(partial(self._send_shards, sender), detector)
+        self._exchange = _CopyThread(partial(self._run_exchange, snapshot, send_thread), detector)
         self.snapshots.bytes_sent = sender.nbytes
 
     def wait(self) -> None:
         """Wait for the exchange in flight. Raises its error, once."""
-        if self._thread is not None:
-            self._thread.join()
-        failure, self._failure, self._thread = self._failure, None, None
-        if failure is not None:
-            raise failure
+        if self._exchange is not None:
+            failure = self._exchange.join()
+            self._exchange = None
+            if failure is not None:
+                raise failure
 
     def _collect_shards(
         self, engine: Engine, groups: Sequence[ParamGroup], get_buffers: Callable[[], NamedBuffers]
     ) -> dict[int, dict[str, Any]]:
         shard_rank = engine.comm.group.rank
-        weights = {index: engine.shard_tensor(index) for index in engine.owned_params(shard_rank)}
-        shards = {int(shard_rank): make_shard_data(engine.state_shards(), weights)}
+        weights = {index: engine.params.shard_tensor(index) for index in engine.params.owned_by(shard_rank)}
+        shards = {int(shard_rank): make_shard_data(engine.state.shards(), weights)}
         if self._rank == 0:
             shards[SHARED_STATE] = collect_shared_state(engine, groups, get_buffers())
         return shards
 
-    def _run_exchange(self, snapshot: Snapshot, send_thread: "_SendThread") -> None:
+    def _run_exchange(self, snapshot: Snapshot, send_thread: "_CopyThread") -> None:
         """Receive shards while `send_thread` sends, and commit the snapshot if all ranks succeeded.
 
         Ranks must send and receive at the same time: peers form a ring, where sending first would deadlock.
         """
-        failure = self._receive_shards(snapshot)
-        failure = send_thread.join() or failure
+        failure: BaseException | None = None
         try:
-            if self._background_comm.all_succeeded(succeeded=failure is None):
-                self.snapshots.commit(snapshot)
-            else:
-                failure = failure or RankFailedError(f"another rank did not get the copy of step {snapshot.step}")
+            self._receive_shards(snapshot)
+        except BaseException as error:
+            failure = error
+        failure, succeeded = send_thread.join() or failure, False
+        try:
+            succeeded = self._background_comm.all_succeeded(succeeded=failure is None)
         except BaseException as error:
             failure = failure or error
-        self._failure = failure
+        if not succeeded:
+            raise failure or RankFailedError(f"another rank did not receive its snapshot of step {snapshot.step}")
+        self.snapshots._commit(snapshot)
 
-    def _receive_shards(self, snapshot: Snapshot) -> BaseException | None:
-        """Receive the shards that this rank stores for others. Return the error, if any."""
-        try:
-            with self._background_comm.group.failure_detector.abort_on_error():
-                for source in ranks_stored_on(self._peers, self._rank):
-                    self.snapshots.add_shards(snapshot, receive_state(self._background_comm, Rank(source)))
-        except BaseException as error:
-            return error
-        return None
+    def _send_shards(self, sender: StateSender) -> None:
+        with self._background_comm.group.failure_detector.abort_on_error():
+            sender.send(self._background_comm, Rank(self._peers[self._rank]))
+
+    def _receive_shards(self, snapshot: Snapshot) -> None:
+        """Receive the shards that this rank stores for others."""
+        with self._background_comm.group.failure_detector.abort_on_error():
+            for source in ranks_stored_on(self._peers, self._rank):
+                self.snapshots._add_shards(snapshot, receive_state(self._background_comm, Rank(source)))
 
 
-class _SendThread:
-    def __init__(self, comm: BackgroundComm, sender: StateSender, destination: Rank) -> None:
+class _CopyThread:
+    """A thread that runs an action once. The interpreter waits for it at exit."""
+
+    def __init__(self, action: Callable[[], None], failure_detector: FailureDetector) -> None:
         self._failure: BaseException | None = None
-        self._send_args = (comm, sender, destination)
-        self._thread = _start_thread(self._run, comm.group.failure_detector)
+        # Hazard: an attribute would keep what the action refers to, such as copies of the state, after it has run.
+        self._thread = threading.Thread(target=self._run, args=(action,), name="zeroshard-copy", daemon=True)
+        self._thread.start()
+        join_at_exit(self._thread, failure_detector=failure_detector)
 
     def join(self) -> BaseException | None:
-        """Wait for the thread. Return its error, if any."""
+        """Wait for the thread. Return the error of the action, if any."""
         self._thread.join()
         return self._failure
 
-    def _run(self) -> None:
-        comm, sender, destination = self._send_args
+    def _run(self, action: Callable[[], None]) -> None:
         try:
-            with comm.group.failure_detector.abort_on_error():
-                sender.send(comm, destination)
+            action()
         except BaseException as error:
             self._failure = error
-
-
-def _start_thread(target: Callable[[], None], failure_detector: FailureDetector) -> threading.Thread:
-    thread = threading.Thread(target=target, name="zeroshard-copy", daemon=True)
-    thread.start()
-    join_at_exit(thread, failure_detector=failure_detector)
-    return thread
 
 
 def make_peer_checkpointer(comm: Comm, policy: PeerCheckpoint | None) -> PeerCheckpointer | None:
@@ -436,12 +422,14 @@ def make_peer_checkpointer(comm: Comm, policy: PeerCheckpoint | None) -> PeerChe
 def collect_shared_state(engine: Engine, groups: Sequence[ParamGroup], buffers: NamedBuffers) -> dict[str, Any]:
     """Return what is equal on all ranks: options, buffers, state that belongs to no parameter."""
     others = {
-        key: value for optimizer in engine.inner.local_optimizers for key, value in optimizer.shared_state().items()
+        key: value
+        for optimizer in engine.params.inner.local_optimizers
+        for key, value in optimizer.shared_state().items()
     }
     return {
         "params": describe_params(engine),
         "groups": pack_param_groups(groups),
-        "extra": engine.inner.extra_state(),
+        "extra": engine.params.inner.extra_state(),
         "others": others,
         "buffers": dict(buffers),
     }

@@ -60,8 +60,8 @@ def _parse_helper_frames(frames: Sequence[FrameType]) -> DcpRequest:
     info = next((frame.f_locals["info"] for frame in frames if "info" in frame.f_locals), None)
     if info is None:
         raise RuntimeError(
-            f"torch {torch.__version__} calls state_dict() in a way that is not known here: use "
-            "optimizer.sharded_state_dict() or optimizer.full_state_dict() instead"
+            f"torch {torch.__version__} calls state_dict() in an unknown way. Call "
+            "optimizer.sharded_state_dict() or optimizer.full_state_dict() instead."
         )
     is_loading = any(frame.f_code.co_name == _LOAD_FUNCTION for frame in frames)
     state_dict_type = StateDictType.SHARDED

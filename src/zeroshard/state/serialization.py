@@ -34,9 +34,8 @@ def dumps(value: Any) -> bytes:
         path, culprit = _find_unserializable(value)
         reason = str(error).split("WeightsUnpickler error: ")[-1].partition("\n")[0] or type(error).__name__
         raise CheckpointError(
-            f"{path}: a {type(culprit).__name__} cannot be sent safely: {reason} "
-            "Keep to tensors, numbers, strings and plain containers, or allow its types with "
-            "torch.serialization.add_safe_globals on every rank."
+            f"{path}: a {type(culprit).__name__} cannot be sent safely: {reason.rstrip('.')}. Use tensors, numbers, "
+            "strings and plain containers, or allow the type with torch.serialization.add_safe_globals on every rank."
         ) from error
 
 
@@ -65,7 +64,9 @@ def open_torch_archive(stream: Any) -> Any:
     stream.seek(0)
     sizes = map(reader.get_record_size, reader.get_all_records()) if hasattr(reader, "get_record_size") else ()
     if (record_nbytes := sum(sizes)) > file_nbytes:
-        raise CheckpointError(f"its records take {record_nbytes} bytes, and it has {file_nbytes}")
+        raise CheckpointError(
+            f"expected records of at most {file_nbytes} bytes, the size of the file, got {record_nbytes}"
+        )
     return reader
 
 
@@ -318,7 +319,9 @@ def gather_state(
 
     def prepare() -> Prepared[tuple[Any, StateSender]]:
         if not isinstance(to, Integral) or to not in range(comm.data_parallel.group.size):
-            raise ConfigError(f"{call}: to={to!r:.200} is not a rank of a group of {comm.data_parallel.group.size}")
+            raise ConfigError(
+                f"{call}: expected to= to be a rank from 0 to {comm.data_parallel.group.size - 1}, got {to!r:.200}"
+            )
         value, must_match = make_input()
         return Prepared((value, StateSender(value)), [f"to={to}", *must_match])
 

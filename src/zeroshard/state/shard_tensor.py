@@ -84,8 +84,8 @@ class ShardTensor(torch.Tensor):
     ) -> Any:
         if func not in _SUPPORTED_OPS:
             raise NotImplementedError(
-                f"{func}: this tensor is a rank's part of an optimizer's state, made to be saved and loaded only. "
-                "full_state_dict() has whole tensors."
+                f"{func} is not supported on a ShardTensor, which holds one rank's shard of optimizer state and can "
+                "only be saved and loaded. Call full_state_dict() for full tensors."
             )
         return _SUPPORTED_OPS[func](func, *args, **(kwargs or {}))
 
@@ -110,10 +110,10 @@ class ShardTensor(torch.Tensor):
         for chunk in self._chunks():
             if torch.Size(chunk.offsets) == index.offset:
                 return self._view_chunk(chunk)
-        raise ValueError(f"{index} is not part of this rank's shard")
+        raise ValueError(f"expected a chunk of this rank's shard, got {index}")
 
     def _chunks(self) -> list[Chunk]:
-        if 0 in self.shape:  # save an empty tensor as one chunk, so that loading finds it
+        if 0 in self.shape:  # save an empty tensor as one chunk, which a load can find
             return [Chunk((0,) * len(self.shape), tuple(self.shape))]
         return split_into_chunks(self.shape, self.full_stride, self.span)
 
@@ -134,6 +134,11 @@ def make_empty_shard(tensor: torch.Tensor) -> ShardTensor:
     """Return a shard without elements, for a tensor that other ranks own."""
     local = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return ShardTensor(local, tensor.shape, tensor.stride(), 0)
+
+
+def local_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory behind a `ShardTensor`, and any other tensor unchanged."""
+    return tensor.local if isinstance(tensor, ShardTensor) else tensor
 
 
 def unwrap_full_shards(value: Any) -> Any:

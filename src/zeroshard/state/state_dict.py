@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._formatting import format_error
 from .._logging import warn_at_caller
 from .._torch_compat import sparse_indices, sparse_values
 from .._types import Span
@@ -107,9 +108,13 @@ def as_checkpoint_error() -> Iterator[None]:
     except (ZeroError, torch.OutOfMemoryError):
         raise
     except RecursionError as error:
-        raise CheckpointError("the loaded state dict is nested too deeply, or has itself in it") from error
+        raise CheckpointError(
+            "the loaded state dict is nested too deeply or contains itself. Pass a dict that an optimizer returned."
+        ) from error
     except (AttributeError, LookupError, AssertionError, RuntimeError) as error:
-        raise CheckpointError(f"the loaded state dict cannot be used: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"the loaded state dict is malformed: {format_error(error)}. Pass a dict that an optimizer returned."
+        ) from error
 
 
 def parse_state_dict(
@@ -123,7 +128,9 @@ def parse_state_dict(
     _check_group_sizes(groups, specs, num_groups)
     ids = [key for group in groups for key in group["params"]]
     if len(set(ids)) != len(ids):
-        raise CheckpointError("the loaded state dict lists a parameter twice in its param_groups")
+        raise CheckpointError(
+            "the loaded state dict lists a parameter twice. Remove the duplicate from its param_groups."
+        )
     indices = _match_params(groups, ids, specs)
     by_param = {indices[key]: state for key, state in state_dict["state"].items() if key in indices}
     # Drop integer ids that no group lists: they would be mistaken for ids of this rank's parameters.
@@ -182,7 +189,8 @@ def _group_options(group: ParamGroup) -> dict[str, Any]:
 def describe_value(value: Any) -> str:
     """Return a text that is equal on all ranks for equal values."""
     if isinstance(value, torch.Tensor):
-        contents = value.tolist() if value.numel() <= 16 else f"shape {tuple(value.shape)}"
+        is_readable = value.layout == torch.strided and not value.is_meta and value.numel() <= 16
+        contents = value.tolist() if is_readable else f"shape {tuple(value.shape)}"
         return f"tensor({contents}, {value.dtype})"
     if isinstance(value, (list, tuple)):
         return f"{type(value).__name__}({', '.join(map(describe_value, value))})"
@@ -206,23 +214,28 @@ def _validate_groups(state_dict: Any) -> Sequence[ParamGroup]:
     is_list = isinstance(groups, (list, tuple)) and all(isinstance(g, Mapping) and "params" in g for g in groups)
     if groups is None or not is_list or not isinstance(state_dict.get("state"), Mapping):
         raise CheckpointError(
-            "not an optimizer state dict: it needs 'state', a dict, and 'param_groups', a list of dicts with 'params'"
+            "expected an optimizer state dict with 'state', a dict, and 'param_groups', a list of dicts with 'params', "
+            f"got {_describe_dict(state_dict)}. Pass the result of state_dict() or full_state_dict()."
         )
     for index, group in enumerate(groups):
         _check_group(index, group)
     return list(groups)
 
 
+def _describe_dict(value: Any) -> str:
+    return f"a dict with {[*map(str, value)][:8]}" if isinstance(value, Mapping) else type(value).__name__
+
+
 def _check_group(index: int, group: ParamGroup) -> None:
     where = f"group {index} of the loaded state dict"
     for key in group:
         if not isinstance(key, str):
-            raise CheckpointError(f"{where} has a {type(key).__name__} among the names of its options")
+            raise CheckpointError(f"{where}: expected option names to be str, got {type(key).__name__}")
     params, names = group["params"], group.get("param_names")
     if not isinstance(params, (list, tuple)) or not all(map(_is_param_id, params)):
-        raise CheckpointError(f"{where} has 'params' that are no list of numbers or names")
+        raise CheckpointError(f"{where}: expected 'params' to be a list of numbers or names")
     if not isinstance(names, (list, tuple, type(None))):
-        raise CheckpointError(f"{where} has 'param_names' that are no list, but a {type(names).__name__}")
+        raise CheckpointError(f"{where}: expected 'param_names' to be a list, got {type(names).__name__}")
 
 
 def _is_param_id(value: Any) -> bool:
@@ -254,12 +267,17 @@ def _match_params(groups: Sequence[ParamGroup], ids: list[Hashable], specs: Sequ
     if names is None or len(index_by_name) != len(specs):
         return by_position
     if set(names) != set(index_by_name):
-        warn_at_caller("the parameter names in the loaded state dict differ from the optimizer's: matching by position")
+        warn_at_caller(
+            "parameter names in the loaded state dict differ from the optimizer's: matching parameters by position"
+        )
         return by_position
     by_name = dict(zip(ids, (index_by_name[name] for name in names), strict=True))
     moved = [key for key in ids if specs[by_name[key]].group != specs[by_position[key]].group]
     if moved:
-        raise CheckpointError(f"{specs[by_name[moved[0]]].label} is in another group in the loaded state dict")
+        raise CheckpointError(
+            f"{specs[by_name[moved[0]]].label} is in another parameter group in the loaded state dict. Create the "
+            "optimizer with the saved groups."
+        )
     return by_name
 
 
@@ -293,7 +311,7 @@ def _check_state_shapes(spec: ParamSpec, state: Any, param_shaped_keys: frozense
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else spec.shape
         if key in param_shaped_keys and shape != spec.shape:
             raise CheckpointError(
-                f"the loaded state '{key}' of {spec.label} has shape {shape}, but the parameter has {spec.shape}"
+                f"the loaded state '{key}' of {spec.label} does not match: expected shape {spec.shape}, got {shape}"
             )
 
 
@@ -342,7 +360,7 @@ class StateShard(NamedTuple):
     def _inner_to_dcp(
         self, value: torch.Tensor, spec: ParamSpec, convert: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return the inner tensors, flat, so that the saved format does not depend on how the value is sharded."""
+        """Return the inner tensors, flat: the saved format must not depend on how the value is sharded."""
         flat_inner = {name: inner.reshape(-1) for name, inner in inner_tensors(value).items()}
         if self.span is None:
             return {name: make_full_shard(convert(inner)) for name, inner in flat_inner.items()}
@@ -429,9 +447,9 @@ def slice_span(tensor: torch.Tensor, spec: ParamSpec, span: Span) -> torch.Tenso
         return flatten_in_memory_order(tensor, spec)[slice(*span)]
     if tensor.full_stride != spec.stride or tensor.span != span:
         raise CheckpointError(
-            f"the loaded state of {spec.label} has elements {tensor.start} to {tensor.span.stop} of its memory, but "
-            f"this rank owns {span.start} to {span.stop}: it is a shard of another optimizer's state. Save and "
-            "load it through torch.distributed.checkpoint, which reshards it."
+            f"the loaded state of {spec.label} is sharded differently: expected elements {span.start} to {span.stop}, "
+            f"got {tensor.start} to {tensor.span.stop}. Save and load it with torch.distributed.checkpoint, which "
+            "reshards it."
         )
     return tensor.local
 
@@ -440,7 +458,7 @@ def flatten_in_memory_order(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tens
     """Flatten a tensor that has the parameter's shape, in the parameter's memory order."""
     if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != spec.shape:
         actual = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
-        raise CheckpointError(f"loaded state of {spec.label} has {actual}, but the parameter has shape {spec.shape}")
+        raise CheckpointError(f"loaded state of {spec.label} does not match: expected shape {spec.shape}, got {actual}")
     dense = _to_dense(tensor, spec)
     if dense.stride() == spec.stride and (view := dense_flat_view(dense)) is not None:
         return view
@@ -453,7 +471,9 @@ def _to_dense(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
     if tensor.layout == torch.strided:
         return tensor
     if tensor.layout != torch.sparse_coo:
-        raise CheckpointError(f"loaded state of {spec.label} has the layout {tensor.layout}: make it dense")
+        raise CheckpointError(
+            f"loaded state of {spec.label}: expected a dense tensor, got {tensor.layout}. Call to_dense() on it."
+        )
     # Hazard: torch.load does not validate sparse indices, and to_dense() writes to memory wherever they point.
     indices, values = sparse_indices(tensor), sparse_values(tensor)
     try:

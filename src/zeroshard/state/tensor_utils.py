@@ -71,8 +71,8 @@ def slice_subclass(value: torch.Tensor, start: int, stop: int, shared_inner_name
         block = elements_per_inner(value.numel(), inner[name])
         if start % block or stop % block:
             raise CheckpointError(
-                f"elements {start} to {stop} of a {type(value).__name__} cannot be taken out of it: its {name} is of "
-                f"blocks of {block}. Use WholeParams() to load it."
+                f"elements {start} to {stop} of a {type(value).__name__} cannot be sliced: expected multiples of "
+                f"{block}, the block size of its '{name}'. Load it with ZeroConfig(partition=WholeParams())."
             )
         inner[name] = inner[name].reshape(-1)[start // block : stop // block]
     return rebuild_subclass(value, inner, (stop - start,))
@@ -97,7 +97,9 @@ def elements_per_inner(numel: int, inner: torch.Tensor) -> int:
     """Return how many elements of a tensor one element of an inner tensor represents (the block size)."""
     block = numel // max(1, inner.numel())
     if block * inner.numel() != numel:
-        raise CheckpointError(f"an inner tensor of {inner.numel()} elements cannot be divided as one of {numel} is")
+        raise CheckpointError(
+            f"expected the {inner.numel()} elements of an inner tensor to divide {numel}, the size of the outer one"
+        )
     return block
 
 
